@@ -61,7 +61,7 @@ def test_slices_are_those_of_the_whole(kind: str, axis: int) -> None:
                 continue
             if type(made) is Nf4 and not in_blocks(shape, axis, places, made.block):
                 for weight, there in ((made, places), (made.from_state(found.state), [])):
-                    with pytest.raises(ConfigError, match="part blocks of 64 values"):
+                    with pytest.raises(ConfigError, match="split blocks of 64 values"):
                         weight.cut(axis, there or found.places(places))
                 continue
             wanted = made.cut(axis, places)

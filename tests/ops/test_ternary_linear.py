@@ -322,5 +322,5 @@ def test_wrong_calls() -> None:
         uc.ternary_linear(x[:, :63], weight)
     with pytest.raises(ShapeError, match=r"planes are \(8, 2, 8\); 65 columns take \(2, 12\)"):
         uc.ternary_linear(drawn(2, 65), weight, activations="int8")
-    with pytest.raises(ShapeError, match="scale has 3 groups; they are not of 128 columns"):
+    with pytest.raises(ShapeError, match="scale has 3 groups; they do not have 128 columns"):
         ternary_linear_forward(x, weight.planes, np.ones((8, 3), np.float32))

@@ -110,7 +110,7 @@ def test_slices_have_the_codes_of_the_whole_weight(
             np.testing.assert_array_equal(part.dequantize(), wanted, name)
             assert part.nbytes <= 1.3 * made.nbytes * part.size / made.size
     said = re.compile(
-        r"_proj.weight: .*columns \d.* part blocks of 64 values; cut at multiples of 64, or"
+        r"_proj.weight: .*columns \d.* split blocks of 64 values; cut at multiples of 64, or"
     )
     assert all(said.search(each) for each in refused), refused
     assert bool(refused) == (not fits and kind in ("nf4", "nf4-double", "fp4"))
@@ -144,7 +144,7 @@ def test_columns_of_groups_are_cut_between_them() -> None:
     np.testing.assert_array_equal(
         grouped.cut(1, [slice(32, 64)]).dequantize(), grouped.dequantize()[:, 32:]
     )
-    with pytest.raises(ConfigError, match="part groups that share a scale; cut at multiples of 32"):
+    with pytest.raises(ConfigError, match="split groups that share a scale; cut at multiples of"):
         grouped.cut(1, [slice(0, 31)])
 
 

@@ -1,7 +1,7 @@
-"""A ternary matrix as what it holds beside zeros: CSR, rows of one width, runs of one code.
+"""Sparse forms of a ternary matrix: CSR, ELL (rows of equal width), and runs of equal codes.
 
-Each keeps every code and scale, at any share of zeros, and multiplies: y = x w^T.  They live on the
-host.
+Each keeps all codes and scales, at any share of zeros, and can be multiplied: y = x w^T.  They are
+arrays on the host.
 """
 
 from typing import Any, NamedTuple, Self
@@ -15,16 +15,16 @@ from ._planes import spread
 
 
 class Ell(NamedTuple):
-    """Rows of one width: the places of the codes that are not 0, and these codes.
+    """The ELL form: the columns of the nonzero codes and these codes, in rows of equal width.
 
     Attributes
     ----------
     columns : (outputs, width) int32
-        Ascending; filled up with 0.
+        The columns in ascending order, padded with 0.
     codes : (outputs, width) int8
-        1 and -1; 0 where filled up.
+        1 and -1; 0 in the padding.
     scale, group, dtype, shape
-        Those of the matrix.
+        As in ``Ternary``.
     """
 
     columns: Array
@@ -40,24 +40,24 @@ class Ell(NamedTuple):
         values = self.codes * _scale_at(self.scale, self.group, self.columns)
         y = np.empty((len(rows), self.shape[0]), rows.dtype)
         for output in range(self.shape[0]):
-            own = rows[:, self.columns[output]], values[output].astype(rows.dtype)
-            y[:, output] = np.einsum("nd,d->n", *own)
+            factors = rows[:, self.columns[output]], values[output].astype(rows.dtype)
+            y[:, output] = np.einsum("nd,d->n", *factors)
         return _shaped(y, x, self.shape)
 
 
 class Runs(NamedTuple):
-    """Neighbours of one code in a row, as their number.
+    """The run-length form: runs of neighbouring equal codes in a row.
 
     Attributes
     ----------
     lengths : (runs,) int32
-        Columns of each run.
+        The number of columns of each run.
     codes : (runs,) int8
-        -1, 0 or 1.
+        The code of each run: -1, 0 or 1.
     starts : (outputs + 1,) int64
-        The first run of each row.
+        The first run of each row, and the number of runs.
     scale, group, dtype, shape
-        Those of the matrix.
+        As in ``Ternary``.
     """
 
     lengths: Array
@@ -69,7 +69,7 @@ class Runs(NamedTuple):
     shape: tuple[int, int]
 
     def product(self, x: Array) -> Array:
-        """Return x @ w.T for x (*rows, inputs): a run takes one sum of neighbours."""
+        """Return x @ w.T for x (*rows, inputs); a run takes one sum of columns of x."""
         rows = _rows(x, self.shape)
         y = np.zeros((len(rows), self.shape[0]), rows.dtype)
         width = self.group or max(self.shape[1], 1)
@@ -86,6 +86,7 @@ class Runs(NamedTuple):
 
 
 def _rows(x: Any, shape: tuple[int, int]) -> Array:
+    """Return the rows of x, float32 or float64; raise unless the last axis has ``inputs``."""
     if x.shape[-1:] != shape[1:]:
         raise ShapeError(
             f"product: x has shape {x.shape}; its last axis must be {shape[1]}, the inputs",
@@ -101,11 +102,12 @@ def _rows(x: Any, shape: tuple[int, int]) -> Array:
 
 
 def _shaped(y: Array, x: Any, shape: tuple[int, int]) -> Array:
+    """Return y with the leading axes and the dtype of x."""
     return y.reshape(*x.shape[:-1], shape[0]).astype(x.dtype, copy=False)
 
 
 def _scale_at(scale: Array, group: int | None, columns: Array, row: int | None = None) -> Array:
-    """Return the scales of these columns, a row of them for each row or for one."""
+    """Return the scales of ``columns``, (outputs, n), or (1, n) of one ``row``."""
     if scale.ndim == 0:
         return np.broadcast_to(scale, columns.shape)
     scale = scale if row is None else scale[row : row + 1]
@@ -115,7 +117,7 @@ def _scale_at(scale: Array, group: int | None, columns: Array, row: int | None =
 
 
 class SparseForms:
-    """What ``Ternary`` becomes, and is made of again, without its zeros."""
+    """The methods of ``Ternary`` that convert it to sparse forms, and back."""
 
     shape: tuple[int, int]
     scale: Any
@@ -125,7 +127,7 @@ class SparseForms:
     from_codes: Any
 
     def to_csr(self) -> Any:
-        """Return a ``scipy.sparse.csr_array`` of the dequantised values, in the scale's dtype."""
+        """Return a ``scipy.sparse.csr_array`` of the dequantized values, in the scale's dtype."""
         codes, scale = to_numpy(self.codes), to_numpy(self.scale)
         csr_array = scipy_of("sparse", codes).csr_array
         matrix = csr_array(codes)
@@ -139,40 +141,43 @@ class SparseForms:
     def from_csr(
         cls, matrix: Any, scale: Any = None, *, group: int | None = None, dtype: Any = FLOAT32
     ) -> Self:
-        """Return the matrix of a sparse array: codes are the signs of its values.
+        """Return the matrix of a sparse array; the codes are the signs of its values.
 
-        Where ``scale`` is absent, all values of the array, or else of each row, must have one size,
-        which becomes the scale; give it where a row of zeros, or a group, has one to keep.
+        Without ``scale``, all nonzero values of the array, or those of each row, must have the same
+        absolute value, which becomes the scale.  Pass ``scale`` for scales by group, or to keep the
+        scale of a row of zeros.
         """
         matrix = scipy_of("sparse", np.empty(0)).csr_array(matrix)
-        dense = np.sign(matrix.toarray()).astype(np.int8)
-        found: Any = _scale_of(matrix) if scale is None else scale
-        return cls.from_codes(dense, found, group=group, dtype=dtype)
+        codes = np.sign(matrix.toarray()).astype(np.int8)
+        scales: Any = _scale_of(matrix) if scale is None else scale
+        return cls.from_codes(codes, scales, group=group, dtype=dtype)
 
     def to_ell(self) -> Ell:
-        """Return rows of one width: that of the row with most codes that are not 0."""
+        """Return the ELL form; its width is the largest number of nonzero codes of a row."""
         codes = to_numpy(self.codes)
-        numbers = (codes != 0).sum(axis=1)
-        width = int(numbers.max(initial=0))
+        counts = (codes != 0).sum(axis=1)
+        width = int(counts.max(initial=0))
         columns = np.zeros((len(codes), width), np.int32)
-        kept = np.zeros((len(codes), width), np.int8)
-        rows, places = np.nonzero(codes)
-        first = np.cumsum(numbers) - numbers
-        slots = np.arange(len(rows)) - np.repeat(first, numbers)
-        columns[rows, slots], kept[rows, slots] = places, codes[rows, places]
-        return Ell(columns, kept, to_numpy(self.scale), self.group, self.dtype, self.shape)
+        nonzero = np.zeros((len(codes), width), np.int8)
+        rows, positions = np.nonzero(codes)
+        first = np.cumsum(counts) - counts
+        slots = np.arange(len(rows)) - np.repeat(first, counts)
+        columns[rows, slots], nonzero[rows, slots] = positions, codes[rows, positions]
+        return Ell(columns, nonzero, to_numpy(self.scale), self.group, self.dtype, self.shape)
 
     @classmethod
     def from_ell(cls, ell: Ell) -> Self:
-        """Return the matrix of ``to_ell``; raise where a place is outside of it."""
+        """Return the matrix of an ELL form; raise if a column is outside of it."""
         columns = np.asarray(ell.columns)
         inside = (columns >= 0) & (columns < ell.shape[1])
         if columns.shape != np.shape(ell.codes) or len(columns) != ell.shape[0]:
-            found = columns.shape, np.shape(ell.codes)
-            problem = f"columns are {found[0]} and codes {found[1]}; both must be (outputs, width)"
-            raise ShapeError(f"Ternary.from_ell: {problem}", expected=len(columns), actual=found)
+            shapes = columns.shape, np.shape(ell.codes)
+            problem = (
+                f"columns are {shapes[0]} and codes {shapes[1]}; both must be (outputs, width)"
+            )
+            raise ShapeError(f"Ternary.from_ell: {problem}", expected=len(columns), actual=shapes)
         if not inside.all():
-            problem = f"a column lies outside 0 .. {ell.shape[1] - 1}"
+            problem = f"a column is outside 0 .. {ell.shape[1] - 1}"
             outside = int(columns[~inside][0])
             raise RangeError(
                 f"Ternary.from_ell: {problem}", expected=range(ell.shape[1]), actual=outside
@@ -183,34 +188,34 @@ class SparseForms:
         return cls.from_codes(codes, ell.scale, group=ell.group, dtype=ell.dtype)
 
     def to_runs(self) -> Runs:
-        """Return the runs of one code, row by row."""
+        """Return the run-length form."""
         codes = to_numpy(self.codes)
         changes = np.ones(codes.shape, np.bool_)
         changes[:, 1:] = codes[:, 1:] != codes[:, :-1]
-        rows, places = np.nonzero(changes)
+        rows, columns = np.nonzero(changes)
         starts = np.concatenate([[0], np.cumsum(changes.sum(axis=1))]).astype(np.int64)
-        ends = np.append(places[1:], 0)
+        ends = np.append(columns[1:], 0)
         ends[starts[1:][np.diff(starts) > 0] - 1] = self.shape[1]
-        lengths = (ends - places).astype(np.int32)[: len(places)]
-        held = to_numpy(self.scale), self.group, self.dtype, self.shape
-        return Runs(lengths, codes[rows, places], starts, *held)
+        lengths = (ends - columns).astype(np.int32)[: len(columns)]
+        rest = to_numpy(self.scale), self.group, self.dtype, self.shape
+        return Runs(lengths, codes[rows, columns], starts, *rest)
 
     @classmethod
     def from_runs(cls, runs: Runs) -> Self:
-        """Return the matrix of ``to_runs``; raise where a row is not filled."""
+        """Return the matrix of a run-length form; raise if the runs do not fill every row."""
         rows, columns = runs.shape
         ends = np.concatenate([[0], np.cumsum(runs.lengths, dtype=np.int64)])
         fits = len(runs.starts) == rows + 1 and runs.starts[-1] == len(runs.lengths)
         if not (fits and (ends[runs.starts] == columns * np.arange(rows + 1)).all()):
             problem = f"the runs do not fill {rows} rows of {columns} columns"
-            wanted, filled = rows * columns, int(ends[-1])
-            raise ShapeError(f"Ternary.from_runs: {problem}", expected=wanted, actual=filled)
+            size, filled = rows * columns, int(ends[-1])
+            raise ShapeError(f"Ternary.from_runs: {problem}", expected=size, actual=filled)
         codes = np.repeat(runs.codes, runs.lengths).reshape(runs.shape)
         return cls.from_codes(codes, runs.scale, group=runs.group, dtype=runs.dtype)
 
 
 def _scale_of(matrix: Any) -> Array:
-    """Return the one size of the values of a CSR array, or that of each row."""
+    """Return the common absolute value of all nonzero values of a CSR array, or of each row's."""
     size = np.abs(matrix.data)
     top = size.max(initial=0)
     if (size[size > 0] == top).all():
@@ -221,6 +226,6 @@ def _scale_of(matrix: Any) -> Array:
     if ((size == tops[rows]) | (size == 0)).all():
         return tops[:, None]
     raise ConfigError(
-        "Ternary.from_csr: a row has values of several sizes; pass scale=..., and group=... where"
-        " groups of a row have their own"
+        "Ternary.from_csr: the values of a row differ in absolute value; pass scale=..., and"
+        " group=... if scales are by group"
     )

@@ -1,7 +1,7 @@
-"""Weights of 4 bits: NF4 and FP4, byte for byte those of bitsandbytes.
+"""4-bit weights, NF4 and FP4, with the same bytes as in bitsandbytes.
 
-w = level[code] * absmax        absmax of the block; with double quantization
-absmax = map[absmax_code] * absmax_scale + absmax_offset        absmax_scale of 256 blocks
+w = level[code] * absmax        one absmax per block; with double quantization
+absmax = map[absmax_code] * absmax_scale + absmax_offset        one absmax_scale per 256 blocks
 
 Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023.
 """
@@ -30,7 +30,7 @@ from .weight import Quantized, check_finite, checked_weight, cut_flat, in_blocks
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "fp4")
-NESTED = dynamic_codes.BLOCK  # blocks that share a scale of their absmax
+NESTED = dynamic_codes.BLOCK  # blocks that share an absmax_scale
 
 
 @checked
@@ -40,25 +40,25 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     Parameters
     ----------
     w : (outputs, inputs) float
-        Blocks run over its flat values; the last may be short.
+        The dense weight.  Blocks are consecutive values of it, flattened; the last may be short.
     block : int
         Values that share an absmax: a power of two, 32 to 4096.
     double : bool
-        Keep absmax in 8 bits too: 4.127 bits a value at block 64 instead of 4.5.
+        Store absmax in 8 bits too: 4.127 bits per value instead of 4.5 with block 64.
     kind : str
-        nf4, or fp4.
+        ``"nf4"`` or ``"fp4"``.
 
     Returns
     -------
     weight : Nf4
-        Where w is; its bytes are those of bitsandbytes.
+        On the device of w; its bytes are those of bitsandbytes.
 
     Raises
     ------
     ConfigError
-        block or kind is not one of those.
+        block or kind is not one of these.
     RangeError
-        A value is not finite; the message names its place.
+        A value is not finite; the message names its position.
     ShapeError, DTypeError
         w is not a matrix of floats, or is quantized already.
 
@@ -77,31 +77,31 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
         values = checked_weight(call, w)
         packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
         check_finite(call, values, absmax)
-        given = _in_8_bits(absmax) if double else {"absmax": absmax}
-        return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **given)
+        scales = _double_quantized(absmax) if double else {"absmax": absmax}
+        return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **scales)
 
 
-def _in_8_bits(absmax: Array) -> dict[str, Any]:
-    """Return what keeps the largest sizes in a byte each, and a scale of 256 blocks."""
+def _double_quantized(absmax: Array) -> dict[str, Any]:
+    """Return absmax in one byte per block, a scale for each 256 blocks, and an offset."""
     offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()
     codes, scale = dynamic_codes.encode(absmax - offset, signed=True)
     return {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": float(offset)}
 
 
 class Nf4(Quantized):
-    """A frozen weight of 4 bits: see ``Quantized`` for what products and listings ask of it.
+    """A frozen 4-bit weight; see ``Quantized`` for its interface.
 
     Attributes
     ----------
     packed : (ceil(outputs * inputs / 2),) uint8
-        Two codes a byte, the first in its high bits.
+        Two codes per byte, the first in its high bits.
     absmax : (blocks,) float32
-        The largest size of each block.
+        The largest absolute value of each block.
     block : int
     kind : str
         nf4 or fp4.
     absmax_codes, absmax_scale, absmax_offset : (blocks,) uint8, (blocks / 256,) float32, float
-        What absmax is kept in with double quantization; None without.
+        The stored form of absmax with double quantization; None without.
     """
 
     KIND = "nf4"
@@ -123,87 +123,87 @@ class Nf4(Quantized):
         self.packed = self.home = packed
         self.shape, self.block, self.kind, self.dtype = shape, block, kind, np.dtype(dtype)
         self.absmax_codes, self.absmax_scale = absmax_codes, absmax_scale
-        self.absmax_offset, self._absmax = absmax_offset, absmax  # as kernels read it
+        self.absmax_offset, self._absmax = absmax_offset, absmax  # _absmax: in the kernels' form
         if absmax_scale is not None and absmax_offset is not None:
             self._absmax = double_absmax(absmax_scale, absmax_offset)
             self.absmax_scale = self._absmax[SCALES:]
 
     @property
     def double(self) -> bool:
-        """Whether absmax is kept in 8 bits."""
+        """Whether absmax is stored in 8 bits."""
         return self.absmax_codes is not None
 
     @property
     def absmax(self) -> Array:
-        """The largest size of each block, in float32."""
+        """The largest absolute value of each block, in float32."""
         return sizes_of(self._absmax, self.absmax_codes)
 
     def held(self) -> dict[str, Any]:
-        """Return the arrays that the weight is kept in, by name."""
+        """Return the arrays that store the weight, by name."""
         if not self.double:
             return {"packed": self.packed, "absmax": self._absmax}
         scales = {"absmax_codes": self.absmax_codes, "absmax_scale": self.absmax_scale}
         return {"packed": self.packed, **scales}
 
     def facts(self) -> dict[str, Any]:
-        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        """Return the arguments of the constructor other than the arrays of ``held``."""
         known = {"shape": self.shape, "block": self.block, "kind": self.kind, "dtype": self.dtype}
         return known | {"absmax_offset": self.absmax_offset}
 
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns: absmax in float32 where 256 blocks that share a scale part."""
+        """Return rows or columns; absmax in float32 if a cut splits 256 blocks with one scale."""
         shape, block = self.shape, self.block
         if not in_blocks(shape, axis, places, block):
             borders = ", ".join(f"{where.start}:{where.stop}" for where in places)
-            problem = f"{('rows', 'columns')[axis]} {borders} part blocks of {block} values"
-            raise ConfigError(f"{self!r}: {problem}; cut at multiples of {block}, or take int8")
+            problem = f"{('rows', 'columns')[axis]} {borders} split blocks of {block} values"
+            raise ConfigError(f"{self!r}: {problem}; cut at multiples of {block}, or use int8")
         size = sum(where.stop - where.start for where in places)
         facts = self.facts() | {"shape": (shape[0], size) if axis else (size, shape[1])}
-        given: dict[str, Any] = {"packed": cut_flat(self.packed, shape, axis, places, 2)}
+        arrays: dict[str, Any] = {"packed": cut_flat(self.packed, shape, axis, places, 2)}
         if self.double and not axis and in_blocks(shape, 0, places, block * NESTED):
             for name, values in (("absmax_codes", block), ("absmax_scale", block * NESTED)):
-                given[name] = cut_flat(getattr(self, name), shape, 0, places, values)
+                arrays[name] = cut_flat(getattr(self, name), shape, 0, places, values)
         else:
-            given["absmax"] = cut_flat(self.absmax, shape, axis, places, block)
+            arrays["absmax"] = cut_flat(self.absmax, shape, axis, places, block)
             facts["absmax_offset"] = None
-        return type(self)(**given, **facts)
+        return type(self)(**arrays, **facts)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         inputs, fp4 = self.shape[1], self.kind == "fp4"
         if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
-            given = (self.packed, self.absmax, rows, columns, inputs, self.block, fp4)
-            return _four_bits.decode(*given).astype(dtype, copy=False)
+            arguments = (self.packed, self.absmax, rows, columns, inputs, self.block, fp4)
+            return _four_bits.decode(*arguments).astype(dtype, copy=False)
         shape = rows.stop - rows.start, columns.stop - columns.start
         w, start = empty(shape, dtype, like=self.packed), rows.start * inputs + columns.start
-        held = w, self.packed, self._absmax, self.absmax_codes
-        return nf4_dequantize_(*held, columns=inputs, start=start, block=self.block, fp4=fp4)
+        arrays = w, self.packed, self._absmax, self.absmax_codes
+        return nf4_dequantize_(*arrays, columns=inputs, start=start, block=self.block, fp4=fp4)
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         if not (on_gpu(self.packed) and has_kernel(x, out)):
             return False
-        held = self.packed, self._absmax, self.absmax_codes
-        nf4_product_(out, x, *held, block=self.block, fp4=self.kind == "fp4", add=add)
+        arrays = self.packed, self._absmax, self.absmax_codes
+        nf4_product_(out, x, *arrays, block=self.block, fp4=self.kind == "fp4", add=add)
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the arrays that bitsandbytes writes, by what follows a layer's name there."""
+        """Return the arrays that bitsandbytes saves, by the ends of their names."""
         facts: dict[str, Any] = {"quant_type": self.kind, "blocksize": self.block}
         facts |= {"dtype": self.dtype.name, "shape": list(self.shape)}
-        found = {"absmax": self._absmax}
+        arrays = {"absmax": self._absmax}
         if self.double:
-            found = {"absmax": self.absmax_codes, "nested_absmax": self.absmax_scale}
-            found["nested_quant_map"] = placed(dynamic_codes.dynamic_map(True), self.packed)
+            arrays = {"absmax": self.absmax_codes, "nested_absmax": self.absmax_scale}
+            arrays["nested_quant_map"] = placed(dynamic_codes.dynamic_map(True), self.packed)
             facts |= {"nested_blocksize": NESTED, "nested_dtype": "float32"}
             facts["nested_offset"] = self.absmax_offset
         levels = _four_bits.format_of(self.kind == "fp4").levels
-        found["quant_map"] = placed(levels, self.packed)
+        arrays["quant_map"] = placed(levels, self.packed)
         text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-        found[f"quant_state.bitsandbytes__{self.kind}"] = placed(text, self.packed)
-        named = {f"weight.{name}": array for name, array in found.items()}
+        arrays[f"quant_state.bitsandbytes__{self.kind}"] = placed(text, self.packed)
+        named = {f"weight.{name}": array for name, array in arrays.items()}
         return {"weight": self.packed[:, None], **named}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
-        """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
+        """Return the ``quantization_config`` of a checkpoint; products compute in ``dtype``."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -215,19 +215,19 @@ class Nf4(Quantized):
         }
 
     def requantized(self, w: Array) -> Self:
-        """Return another matrix of the same shape, quantized as this one is."""
-        made: Any = nf4_quantize(w, block=self.block, double=self.double, kind=self.kind)
-        return made
+        """Return another matrix, quantized in the same way as this one."""
+        weight: Any = nf4_quantize(w, block=self.block, double=self.double, kind=self.kind)
+        return weight
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the weight of arrays that ``state`` gave, or that bitsandbytes wrote.
+        """Return the weight from the arrays of ``state``, or from those that bitsandbytes saved.
 
         Raises
         ------
         ConfigError
-            An array is missing, or is not of the shape, the dtype or the values that the others
-            ask for; the message names it.
+            An array is missing, or its shape, dtype or values do not fit the other arrays; the
+            message names it.
         """
         call = "Nf4.from_state"
         facts: Any = json_of(
@@ -243,7 +243,7 @@ class Nf4(Quantized):
         blocks = -(-size // block)
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
         check_table(call, state, "weight.quant_map", _four_bits.format_of(fp4).levels)
-        given: dict[str, Any]
+        scales: dict[str, Any]
         if "weight.nested_absmax" in state:
             check_table(call, state, "weight.nested_quant_map", dynamic_codes.dynamic_map(True))
             codes = array_of(call, state, "weight.absmax", (blocks,), np.uint8)
@@ -251,14 +251,14 @@ class Nf4(Quantized):
             offset = facts.get("nested_offset")
             if facts.get("nested_blocksize") != NESTED or not isinstance(offset, float):
                 raise ConfigError(f"{call}: nested_blocksize or nested_offset of {facts} is wrong")
-            given = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}
+            scales = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}
         else:
-            given = {"absmax": _absmax_of(call, state, (blocks,), shape, block)}
-        return cls(packed[:, 0], shape, block=block, kind=kind, dtype=dtype, **given)
+            scales = {"absmax": _absmax_of(call, state, (blocks,), shape, block)}
+        return cls(packed[:, 0], shape, block=block, kind=kind, dtype=dtype, **scales)
 
 
 def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
-    """Return ``x @ weight.T + bias`` for a weight of 4 bits, as ``linear`` does.
+    """Return ``linear(x, weight, bias)`` for a 4-bit weight: ``x @ weight.T + bias``.
 
     Parameters
     ----------
@@ -273,28 +273,28 @@ def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
     Raises
     ------
     DTypeError
-        weight is not an Nf4, or arrays are not of one dtype.
+        weight is not an Nf4, or the dtypes of x and bias do not match.
     ShapeError
         The arrays do not fit each other; the message shows the whole call.
     """
     if not isinstance(weight, Nf4):
-        given = f"weight is {type(weight).__name__}, not an Nf4"
-        raise DTypeError(f"nf4_linear: {given}; pass nf4_quantize(weight), or call linear")
+        problem = f"weight is {type(weight).__name__}, not an Nf4"
+        raise DTypeError(f"nf4_linear: {problem}; pass nf4_quantize(weight), or call linear")
     return linear_as("nf4_linear", x, weight, bias)
 
 
 def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block: int) -> Array:
-    """Return absmax by blocks; on CPUs bitsandbytes writes it transposed and in bfloat16."""
+    """Return absmax by blocks; on a CPU, bitsandbytes saves it transposed and in bfloat16."""
     name = "weight.absmax"
     absmax = state.get(name)
     if getattr(absmax, "ndim", 1) == 2:
-        turned = shape[1] // block, shape[0]
-        found = array_of(call, state, name, turned, FLOATS[1])
-        return found.T.astype(FLOAT32).reshape(-1)
+        transposed = array_of(call, state, name, (shape[1] // block, shape[0]), FLOATS[1])
+        return transposed.T.astype(FLOAT32).reshape(-1)
     return array_of(call, state, name, flat, FLOAT32)
 
 
 def _check_format(call: str, block: Any, kind: Any) -> None:
+    """Raise ConfigError unless block and kind are known."""
     check_choice(call, "kind", kind, KINDS)
     if block not in BLOCKS:
         raise ConfigError(f"{call}(block={block!r}): choose from {', '.join(map(str, BLOCKS))}")

@@ -1,6 +1,6 @@
-"""A part of a weight of 4 bits as a dense one.
+"""Dequantization of a part of a 4-bit weight.
 
-w[r, c] = level[code] * absmax        of the value at start + r * columns + c of the flat weight
+w[r, c] = level[code] * absmax        of value start + r * columns + c of the flattened weight
 """
 
 from functools import cache
@@ -19,21 +19,21 @@ from ..common import dynamic_codes
 from ..common.no_kernel import no_kernel
 from . import _four_bits
 
-THREADS, DEPTH = 256, 4  # of a block; accesses of a thread
-TABLE = 256  # values of 8 bits, then the offset, then a scale of each 256 blocks
-SCALES = TABLE + 1
+THREADS, DEPTH = 256, 4  # threads of a block; accesses of a thread
+TABLE = 256  # values of the 8-bit codes; after them the offset, then a scale for each 256 blocks
+SCALES = TABLE + 1  # index of the first scale
 
 
 def double_absmax(scale: Array, offset: float) -> Array:
-    """Return what kernels read beside the codes of absmax: their table, offset and scales."""
+    """Return what kernels need to decode 8-bit absmax: the values of codes, offset and scales."""
     head = np.append(dynamic_codes.dynamic_map(True), np.float32(offset))
-    found = empty((SCALES + len(scale),), FLOAT32, like=scale)
-    found[:SCALES], found[SCALES:] = placed(head, scale), scale
-    return found
+    table = empty((SCALES + len(scale),), FLOAT32, like=scale)
+    table[:SCALES], table[SCALES:] = placed(head, scale), scale
+    return table
 
 
 def sizes_of(absmax: Array, codes: Array | None) -> Array:
-    """Return the absmax of each block, from what kernels read."""
+    """Return the float32 absmax of each block; with codes, ``absmax`` is a ``double_absmax``."""
     if codes is None:
         return absmax
     scales = np.repeat(absmax[SCALES:], dynamic_codes.BLOCK)[: codes.size]
@@ -49,19 +49,19 @@ def check_held(
     values: int,
     block: int,
 ) -> None:
-    """Raise ShapeError where arrays do not hold so many values, in whole rows of inputs."""
-    blocks, held = -(-values // block), absmax if codes is None else codes
-    row, scales = max(1, inputs // 2), max(1, inputs // block)
-    wanted = -(-values // 2), blocks
-    whole = inputs % 2 or packed.size % row == 0
-    whole = whole and (inputs % block or held.size % scales == 0)
+    """Raise ShapeError unless arrays hold ``values`` values, in whole rows of ``inputs``."""
+    blocks, scales = -(-values // block), absmax if codes is None else codes
+    row_bytes, row_scales = max(1, inputs // 2), max(1, inputs // block)
+    expected = -(-values // 2), blocks
+    whole = inputs % 2 or packed.size % row_bytes == 0
+    whole = whole and (inputs % block or scales.size % row_scales == 0)
     if codes is not None:
         whole = whole and absmax.size >= SCALES + -(-codes.size // dynamic_codes.BLOCK)
-    if packed.size < wanted[0] or held.size < blocks or not whole:
-        found = packed.size, held.size
-        problem = f"{call}: {packed.size} bytes of packed and {held.size} of absmax"
-        cure = f"{values} values take {wanted[0]} and {wanted[1]}, in whole rows of {inputs}"
-        raise ShapeError(f"{problem}; {cure}", expected=wanted, actual=found)
+    if packed.size < expected[0] or scales.size < blocks or not whole:
+        actual = packed.size, scales.size
+        problem = f"{call}: {packed.size} bytes of packed and {scales.size} of absmax"
+        cure = f"{values} values take {expected[0]} and {expected[1]}, in whole rows of {inputs}"
+        raise ShapeError(f"{problem}; {cure}", expected=expected, actual=actual)
 
 
 @op(
@@ -82,9 +82,10 @@ def nf4_dequantize_(
     block: int = 64,
     fp4: bool = False,
 ) -> Array:
-    """Write over w the part of a weight of so many columns whose first value is number start.
+    """Write a part of a weight to w: the part whose first value has the flat index ``start``.
 
-    ``absmax`` is what ``double_absmax`` gives where absmax has codes.
+    ``columns`` is the width of the whole weight.  If there are ``absmax_codes``, ``absmax`` is a
+    ``double_absmax``.
     """
     top, left = divmod(start, max(1, columns))
     part = slice(top, top + len(w)), slice(left, left + w.shape[1])
@@ -121,19 +122,19 @@ def _launch(
     fp4: bool,
 ) -> Any:
     if not all(a is None or a.flags.c_contiguous for a in (w, packed, absmax, absmax_codes)):
-        return no_kernel("w, codes or absmax are not packed")
+        return no_kernel("w, codes or absmax are not contiguous")
     rows, width = w.shape
     if width == columns or rows == 1:
-        rows, width, apart = 1, rows * width, 0  # all lie in one row
+        rows, width, row_stride = 1, rows * width, 0  # the part is contiguous: one long row
     else:
-        apart = columns
-    wide = lanes(start | apart | (width if rows > 1 else 0), w, packed)
-    constants = _constants(w.dtype, wide, fp4, absmax_codes is not None)
-    tiles = -(-width // (wide * THREADS * DEPTH))
+        row_stride = columns
+    count = lanes(start | row_stride | (width if rows > 1 else 0), w, packed)
+    constants = _constants(w.dtype, count, fp4, absmax_codes is not None)
+    tiles = -(-width // (count * THREADS * DEPTH))
     kernel = load("nf4_dequantize.cu", "nf4_dequantize_", w, constants)
     shift = block.bit_length() - 1
     kernel[rows * tiles, THREADS](
-        w, packed, absmax, absmax_codes, start, apart, width, tiles, shift
+        w, packed, absmax, absmax_codes, start, row_stride, width, tiles, shift
     )
     return w
 

@@ -1,6 +1,6 @@
-"""Few rows times a weight of 4 bits, which is read packed, once.
+"""A few rows times a 4-bit weight, whose codes are read once and decoded inside the product.
 
-out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax        + out, where it is added
+out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax        + out, with add
 """
 
 from functools import cache
@@ -18,9 +18,9 @@ from ..common.strides import spanned
 from . import _four_bits
 from .nf4_dequantize import check_held, sizes_of
 
-FEW = 16  # rows; with more, cuBLAS reads chunks whose levels are made once for all of them
-MANY_OUTPUTS = 2048  # so many give the SMs enough to read where a block has 32
-UNITS = (64, 32)  # columns that share an absmax wherever they lie
+FEW = 16  # most rows; for more, cuBLAS multiplies chunks that are decoded once for all rows
+MANY_OUTPUTS = 2048  # from here on, blocks of 32 outputs keep all SMs busy
+UNITS = (64, 32)  # aligned columns that always share an absmax
 WARPS = 8
 
 
@@ -43,7 +43,7 @@ def nf4_product_(
     fp4: bool = False,
     add: bool = False,
 ) -> Array:
-    """Write ``x @ w.T`` over out, or add it; ``nf4_dequantize_`` says what a weight is kept in."""
+    """Write ``x @ w.T`` over out, or add it; for the arrays of w see ``nf4_dequantize_``."""
     outputs, inputs = out.shape[1], x.shape[1]
     whole = slice(0, outputs), slice(0, inputs)
     sizes = sizes_of(absmax, absmax_codes)
@@ -66,13 +66,13 @@ def _check(
 
 
 def has_kernel(x: Array, out: Array) -> bool:
-    """Say whether the kernel multiplies these rows: a few, of whole units, side by side in out."""
+    """Return whether the kernel supports x and out: few rows, whole units, dense rows of out."""
     known = x.dtype in KERNEL_DTYPES and out.dtype in (x.dtype, FLOAT32)
     size, (rows, outputs), (down, right) = out.dtype.itemsize, out.shape, out.strides
     dense = outputs == 1 or right == size
-    apart = rows == 1 or (down >= outputs * size and down % size == 0)
+    separate = rows == 1 or (down >= outputs * size and down % size == 0)
     few = 0 < rows <= FEW
-    return known and few and dense and apart and x.shape[1] % UNITS[-1] == 0
+    return known and few and dense and separate and x.shape[1] % UNITS[-1] == 0
 
 
 @nf4_product_.kernel
@@ -88,28 +88,28 @@ def _launch(
 ) -> Any:
     whole = all(a is None or a.flags.c_contiguous for a in (packed, absmax, absmax_codes))
     if not whole:
-        return no_kernel("codes or absmax are not packed")
+        return no_kernel("codes or absmax are not contiguous")
     if not has_kernel(x, out):
         sizes = f"{len(x)} rows of {x.shape[1]} in {x.dtype}"
-        units = f"takes up to {FEW} rows of whole {UNITS[-1]}, packed"
-        return no_kernel(f"{sizes}, to {out.dtype}: the kernel {units}")
+        limits = f"takes up to {FEW} contiguous rows of a multiple of {UNITS[-1]} columns"
+        return no_kernel(f"{sizes}, to {out.dtype}: the kernel {limits}")
     size = x.dtype.itemsize
-    if x.strides[1] != size or not 0 < x.strides[0] < 2**28:  # a kernel counts in 32 bits
+    if x.strides[1] != size or not 0 < x.strides[0] < 2**28:  # the kernel counts in 32 bits
         x = in_order(x)
-    x_apart = x.strides[0] // size
+    x_stride = x.strides[0] // size
     (rows, outputs), inputs = out.shape, x.shape[1]
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
-    wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_apart, x) * size == 16
+    wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_stride, x) * size == 16
     double = absmax_codes is not None
     chosen = _constants(
         x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, x_wide, fp4, double, add
     )
     kernel = load("nf4_product.cu", "nf4_product_", x, chosen)
-    apart = out.strides[0] // out.dtype.itemsize
+    out_stride = out.strides[0] // out.dtype.itemsize
     blocks = -(-outputs // (16 * chosen["TILES"])) * -(-rows // chosen["ROWS"])
     kernel[blocks, 32 * WARPS](
         *(spanned(out), spanned(x), packed, absmax, absmax_codes, rows, outputs, inputs),
-        *((block // unit).bit_length() - 1, x_apart, apart),
+        *((block // unit).bit_length() - 1, x_stride, out_stride),
     )
     return out
 
@@ -130,14 +130,14 @@ def _constants(
     """Return the constants of nf4_product.cu.
 
         rows       TILES, UNITS   a lane reads
-        <= 4       1, 4           64 bytes of codes, and as many are under way meanwhile
-        <= 8       2, 2           the same; 4 rows of x are as much as the codes of 16 outputs, so
-                                  that a block of 32 reads less, and 1, 2 with few outputs
-        <= 16      2, 1           half of it: x, sums and codes fill the registers
-        float32    1, 1           levels are made one by one, and each is multiplied by every row,
-                                  of which the sums of 4 fill the registers
+        <= 4       1, 4           64 bytes of codes, while as many are in flight
+        <= 8       2, 2           the same; 4 rows of x have as many bytes as the codes of 16
+                                  outputs, so a block of 32 outputs reads less; few outputs: 1, 2
+        <= 16      2, 1           half of that: x, sums and codes fill the registers
+        float32    1, 1           levels are decoded one by one, and each is multiplied by all rows;
+                                  the sums of 4 rows fill the registers
 
-    Eight warps share the columns: 256 blocks, of 4096 outputs, have all SMs at work.
+    Eight warps share the columns: the 256 blocks of 4096 outputs keep all SMs busy.
     """
     exact = dtype == FLOAT32
     tiles = 2 if rows > 4 and many and not exact else 1

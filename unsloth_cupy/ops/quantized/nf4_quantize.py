@@ -1,6 +1,6 @@
-"""A weight as codes of 4 bits and the largest size of each block, in one pass.
+"""4-bit quantization of a weight, in one pass: codes, and the absmax of each block.
 
-absmax = max |w| of a block        code = the level nearest to w / absmax, the lower of two
+absmax = max |w| of a block        code of the level nearest to w / absmax, the lower of two
 
 Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023; bytes are those of bitsandbytes.
 """
@@ -17,11 +17,12 @@ from ...core.op import op
 from ...core.source import Constants
 from . import _four_bits
 
-VALUES, THREADS = 16, 256  # that a thread keeps; of a block: one that shares 4096 values
+VALUES, THREADS = 16, 256  # values of a thread, and threads of a block, which have 4096 values
 UINT8 = np.dtype("uint8")
 
 
 def _sizes(shape: tuple[int, ...], *, block: int = 64, fp4: bool = False) -> dict[str, int]:
+    """Return the lengths of the results' axes, for a weight of this shape."""
     size = shape[0] * shape[1]
     return {"bytes": -(-size // 2), "blocks": -(-size // block)}
 
@@ -34,7 +35,7 @@ def _sizes(shape: tuple[int, ...], *, block: int = 64, fp4: bool = False) -> dic
 def nf4_quantize_forward(w: Array, *, block: int = 64, fp4: bool = False) -> tuple[Array, Array]:
     """Return packed codes and absmax of a weight: see ``nf4_quantize``.
 
-    A block that holds NaN or infinity has it for its absmax.
+    The absmax of a block that holds NaN or infinity is NaN or infinity.
     """
     return _four_bits.encode(w.astype(FLOAT32, copy=False), block, fp4)
 
@@ -53,7 +54,7 @@ def _launch(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
 def _constants(dtype: Any, block: int, lanes: int, fp4: bool) -> Constants:
     """Return the constants of nf4_quantize.cu.
 
-    A thread keeps 16 values, so that 256 of them, a whole number of blocks of threads for an SM,
-    share the largest block, and two the smallest.
+    A thread has 16 values: 256 threads share the largest block of values, and 2 threads the
+    smallest.  An SM holds a whole number of blocks of 256 threads.
     """
     return Constants(T=dtype, BLOCK=block, LANES=lanes, THREADS=THREADS, FP4=fp4)

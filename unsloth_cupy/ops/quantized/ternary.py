@@ -1,4 +1,4 @@
-"""A matrix of -1, 0 and 1 times a scale, two bits a weight.
+"""The ternary weight: codes -1, 0 and 1 times a scale, two bits per weight.
 
 w[o, d] = codes[o, d] * scale
 """
@@ -37,31 +37,31 @@ from .ternary_dense import dense_part
 from .weight import Quantized, in_blocks, on_gpu
 
 ACTIVATIONS = (None, "int8")
-FEW = 16  # rows, for which a kernel reads the planes; more take dense chunks
-GROUP_STEP = 128  # columns of a group are a multiple of it, where that kernel runs
-SKIPPED = 1 / 8  # of the marked parts of rows are 0, where marks cost less than what they save
+FEW = 16  # most rows for which a kernel reads the planes; more are multiplied by dense chunks
+GROUP_STEP = 128  # that kernel needs groups of a multiple of so many columns
+SKIPPED = 1 / 8  # if so large a share of the chunks is 0, skipping them by marks pays off
 
 
 class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
-    """A frozen weight (outputs, inputs): codes -1, 0 and 1, and a scale a tensor, row or group.
+    """A frozen weight (outputs, inputs): codes -1, 0 and 1, and scales by tensor, row or group.
 
     Parameters
     ----------
     planes : (outputs, 2, bytes) uint8
-        Where codes are 1, and where they are -1: bit ``d % 32`` of word ``d // 32`` of a row.
+        Where codes are 1, and where -1: for column d, bit ``d % 32`` of word ``d // 32`` of a row.
     scale : () or (outputs, 1) or (outputs, groups) float32
         Finite, 0 or more; float64 for a float64 weight.
     shape : (outputs, inputs)
     group : int, optional
-        Columns that share a scale, where a row has several.
+        Columns that share a scale, if a row has several scales.
     dtype : float dtype
-        What it computes in.
+        The dtype that the weight computes in.
     errors : (mean, largest), optional
-        Of ``abs(w - codes * scale)``, for ``statistics``.
+        Mean and largest ``abs(w - codes * scale)``, for ``statistics``.
     activations : str, optional
-        ``"int8"``: products round rows to 8 bits, as BitNet's do.
+        ``"int8"``: products round rows of x to 8 bits, as BitNet does.
     largest : callable, optional
-        Of columns alone: makes the largest sizes of whole rows of x from those of these columns.
+        For columns of a larger weight: returns max |x| of whole rows from that of these columns.
 
     Raises
     ------
@@ -96,18 +96,18 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         if activations not in ACTIVATIONS:
             problem = f"Ternary: activations={activations!r}; choose None or 'int8'"
             raise ConfigError(problem)
-        wanted = (rows, 2, row_bytes(columns))
-        if planes.shape != wanted or planes.dtype != np.uint8:
+        expected = (rows, 2, row_bytes(columns))
+        if planes.shape != expected or planes.dtype != np.uint8:
             raise ShapeError(
-                f"Ternary: planes are {planes.dtype} {planes.shape}; they must be uint8 {wanted}",
-                expected=wanted,
+                f"Ternary: planes are {planes.dtype} {planes.shape}; they must be uint8 {expected}",
+                expected=expected,
                 actual=tuple(planes.shape),
             )
         self.scale = self._checked(scale)
         self._mark()
 
     def _mark(self) -> None:
-        """Note which parts of rows are not all 0, where a kernel skips the others."""
+        """Set ``marks``, by which a kernel skips chunks of zeros, if there are enough of them."""
         self.marks: Any = None
         self._counts = None
         if on_gpu(self.planes) and self.planes.size and not is_planned(self.planes):
@@ -125,32 +125,33 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return True
 
     def _checked(self, scale: Any) -> Any:
+        """Return the scales as an array; raise unless they fit the shape and are 0 or more."""
         rows, columns = self.shape
         wide = np.promote_types(self.dtype, FLOAT32)
         if isinstance(scale, float | int | np.generic):
             scale = placed(np.asarray(scale, wide), self.planes)
         scale = scale.astype(wide, copy=False)
         groups = 1 if self.group is None else -(-columns // self.group) or 1
-        either = [(rows, groups)] if self.group else [(), (rows, 1)]
-        if scale.shape not in either:
+        shapes = [(rows, groups)] if self.group else [(), (rows, 1)]
+        if scale.shape not in shapes:
             raise ShapeError(
-                f"Ternary: scale is {scale.shape}; it must be {' or '.join(map(str, either))}",
-                expected=either[-1],
+                f"Ternary: scale is {scale.shape}; it must be {' or '.join(map(str, shapes))}",
+                expected=shapes[-1],
                 actual=tuple(scale.shape),
             )
         good = np.isfinite(scale) & (scale >= 0)
         if not is_planned(scale) and not good.all():
             at = [int(axis[0]) for axis in np.nonzero(np.atleast_1d(~good))]
-            found = float(np.atleast_1d(scale)[tuple(at)])
-            place = at if scale.ndim else ""
-            raise RangeError(f"Ternary: scale{place} is {found}; it must be 0 or more")
+            value = float(np.atleast_1d(scale)[tuple(at)])
+            index = at if scale.ndim else ""
+            raise RangeError(f"Ternary: scale{index} is {value}; it must be 0 or more")
         return scale
 
     @classmethod
     def from_codes(
         cls, codes: Any, scale: Any, *, group: int | None = None, dtype: Any = FLOAT32
     ) -> Self:
-        """Return the matrix of these int8 codes; RangeError where one is not -1, 0 or 1."""
+        """Return the matrix of integer codes; raise RangeError if one is not -1, 0 or 1."""
         check_library("Ternary.from_codes: codes", codes)
         if codes.ndim != 2 or codes.dtype.kind not in "iub":
             raise ShapeError(
@@ -167,42 +168,41 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
 
     @property
     def per(self) -> str:
-        """What shares a scale: the tensor, a row or a group."""
+        """Which weights share a scale: those of the tensor, a row or a group."""
         if self.group is not None:
             return "group"
         return "row" if self.scale.ndim else "tensor"
 
     def held(self) -> dict[str, Any]:
-        """Return the arrays that the weight is kept in, by name."""
+        """Return the arrays that store the weight, by name."""
         return {"planes": self.planes, "scale": self.scale}
 
     def facts(self) -> dict[str, Any]:
-        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        """Return the arguments of the constructor other than the arrays of ``held``."""
         known = {"shape": self.shape, "group": self.group, "dtype": self.dtype}
-        told = {"activations": self.activations, "largest": self.largest}
-        return known | {"errors": self._errors, **told}
+        rounding = {"activations": self.activations, "largest": self.largest}
+        return known | {"errors": self._errors, **rounding}
 
     @property
     def codes(self) -> Array:
-        """The int8 codes, made anew each time."""
+        """The int8 codes, unpacked at each access."""
         return codes_of(self.planes, self.shape[1])
 
     @property
     def scales(self) -> Array:
-        """The scales as a matrix: (1 or outputs, groups)."""
+        """The scales as a matrix, (1 or outputs, groups)."""
         return self.scale.reshape(1, 1) if self.scale.ndim == 0 else self.scale
 
     @property
     def sparsity(self) -> float:
-        """Share of codes that are 0."""
+        """The share of codes that are 0."""
         return self.statistics.sparsity
 
     @property
     def statistics(self) -> Statistics:
-        """Shares of 0, 1 and -1, and the errors against the weight it was made of.
+        """The shares of 0, 1 and -1, and the errors relative to the quantized weight.
 
-        They follow ``set`` and ``prune``, after which the errors are None: what the weight was at
-        these places is not kept.
+        After ``set`` or ``prune`` the errors are None: the original weight is not stored.
         """
         if self._counts is None:
             self._counts = ones(self.planes[:, 0]), ones(self.planes[:, 1])
@@ -212,9 +212,9 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return Statistics((size - sum(self._counts)) / size, plus, minus, mean, largest)
 
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns: of whole groups, and of rounded rows where ``largest`` is set."""
+        """Return rows or columns of whole groups; with activations, columns need ``largest``."""
         if axis and self.activations is not None and self.largest is None:
-            problem = "its products round whole rows of x, which columns of it part"
+            problem = "its products round whole rows of x, which a cut by columns would split"
             raise ConfigError(f"{self!r}: {problem}; cut it by rows")
         columns = self.shape[1]
         planes, scale = [self.planes[where] for where in places], [self.scale]
@@ -224,15 +224,15 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         if self.group is not None and axis:
             if not in_blocks(self.shape, 1, places, self.group):
                 cure = f"cut at multiples of {self.group}"
-                raise ConfigError(f"{self!r}: columns part groups that share a scale; {cure}")
+                raise ConfigError(f"{self!r}: columns split groups that share a scale; {cure}")
             by = self.group
             scale = [self.scale[:, where.start // by : where.stop // by] for where in places]
         elif self.scale.ndim and not axis:
             scale = [self.scale[where] for where in places]
         cut = np.concatenate(planes)
-        given = np.concatenate(scale, axis) if len(scale) > 1 else scale[0].copy()
+        scales = np.concatenate(scale, axis) if len(scale) > 1 else scale[0].copy()
         facts = self.facts() | {"shape": (len(cut), columns), "errors": None}
-        return type(self)(cut, given, **facts)
+        return type(self)(cut, scales, **facts)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         return dense_part(self.planes, self.scales, self.group or WORD, rows, columns, dtype)
@@ -241,12 +241,12 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     def set(self, row: int, column: int, value: int) -> Self:
         """Set a code to -1, 0 or 1, in place; return the matrix."""
         rows, columns = map(range, self.shape)
-        given = {"row": (row, rows), "column": (column, columns), "value": (value, range(-1, 2))}
-        for name, (number, known) in given.items():
-            if number not in known:
+        checks = {"row": (row, rows), "column": (column, columns), "value": (value, range(-1, 2))}
+        for name, (number, valid) in checks.items():
+            if number not in valid:
                 problem = f"Ternary.set: {name}={number!r}"
-                cure = f"it must be in {known.start} .. {known.stop - 1}"
-                raise RangeError(f"{problem}; {cure}", expected=known, actual=number)
+                cure = f"it must be in {valid.start} .. {valid.stop - 1}"
+                raise RangeError(f"{problem}; {cure}", expected=valid, actual=number)
         bit = np.uint8(1 << column % 8)
         for plane, sign in zip(self.planes[row], (1, -1), strict=True):
             byte = plane[column // 8 : column // 8 + 1]
@@ -258,21 +258,21 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return self
 
     def prune(self, threshold: float) -> Self:
-        """Set codes to 0 where their scale is below a threshold, in place; return the matrix."""
+        """Set the codes whose scale is below a threshold to 0, in place; return the matrix."""
         if not is_number(threshold) or not threshold >= 0:
             raise RangeError(f"Ternary.prune: threshold={threshold!r}; it must be 0 or more")
         if (low := self.scales < threshold).any():
             for part in row_blocks(*self.shape):
-                of_rows = low if len(low) == 1 else low[part]
-                lost = spread(of_rows, self.group or 1, self.shape[1])
-                kept = np.where(lost, np.int8(0), codes_of(self.planes[part], self.shape[1]))
-                self.planes[part] = planes_of(kept)
+                low_groups = low if len(low) == 1 else low[part]
+                pruned = spread(low_groups, self.group or 1, self.shape[1])
+                codes = np.where(pruned, np.int8(0), codes_of(self.planes[part], self.shape[1]))
+                self.planes[part] = planes_of(codes)
             self._errors = None
             self._mark()
         return self
 
     def product_transposed(self, a: Array, out: Array, add: bool) -> None:
-        """Write ``a @ W.T`` to out, or add it: of integers, or as every quantized weight does."""
+        """Write ``a @ W.T`` to out, or add it; with ``activations``, a is rounded to int8."""
         if self.activations is None or 0 in self.shape:
             super().product_transposed(a, out, add)
             return
@@ -280,19 +280,21 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         out[...] = out + y if add else y
 
     def _of_columns(self, a: Array) -> Array:
+        """Return ``a @ W.T`` with a rounded by max |x| of the whole rows that a is a part of."""
         wide = a.astype(np.promote_types(a.dtype, FLOAT32), copy=False)
         tops: Any = self.largest
         codes, scales, _ = quantized(wide, tops(np.abs(wide).max(axis=-1, keepdims=True)))
         return self._multiplied(codes.astype(wide.dtype)) * scales[:, None]
 
     def _multiplied(self, a: Array, int8: bool = False) -> Array:
+        """Return ``a @ W.T`` by ternary_linear_forward; ``int8`` rounds a."""
         multiply: Any = OPS["ternary_linear_forward"]
         scale, group = self.scales.astype(FLOAT32, copy=False), self.group or GROUP_STEP
         return multiply(a, self.planes, scale, self.marks, group=group, int8=int8)
 
     def requantized(self, w: Array) -> Self:
-        """Return another matrix of the same shape, by absmean, with as many scales as this one."""
+        """Return another matrix, quantized by absmean, with scales of the same kind as here."""
         planes, scale, errors = parts_of(w, self.per, self.group or GROUP_STEP)
-        made = type(self)(planes, scale, w.shape, group=self.group, dtype=self.dtype, errors=errors)
-        made.activations = self.activations
-        return made
+        new = type(self)(planes, scale, w.shape, group=self.group, dtype=self.dtype, errors=errors)
+        new.activations = self.activations
+        return new

@@ -1,4 +1,4 @@
-"""A part of a ternary weight as a dense one.
+"""Dequantization of a part of a ternary weight.
 
 w[r, c] = codes[row + r, column + c] * scale
 """
@@ -25,9 +25,9 @@ EIGHT = 8  # columns of a byte
 def dense_part(
     planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
 ) -> Array:
-    """Return a part of the weight as a new array, by a kernel where one runs on its planes."""
-    by_kernel = on_gpu(planes) and columns.start % EIGHT == 0 and dtype in KERNEL_DTYPES
-    if not by_kernel:
+    """Return a part of the dense weight as a new array, by the kernel where it can run."""
+    has_kernel = on_gpu(planes) and columns.start % EIGHT == 0 and dtype in KERNEL_DTYPES
+    if not has_kernel:
         return dense(planes, scale, group, rows, columns, dtype)
     shape = rows.stop - rows.start, columns.stop - columns.start
     w = empty(shape, dtype, like=planes)
@@ -44,44 +44,44 @@ def dense_part(
 def ternary_dense_(
     w: Array, planes: Array, scale: Array, *, row: int = 0, column: int = 0, group: int = WORD
 ) -> Array:
-    """Write the part of a ternary weight that begins at row and column over w."""
+    """Write the part of a ternary weight that begins at ``row`` and ``column`` to w."""
     rows, columns = slice(row, row + len(w)), slice(column, column + w.shape[1])
     w[...] = dense(planes, scale, group, rows, columns, w.dtype)
     return w
 
 
-NOT_PACKED = "w, planes or scale are not packed"
+NOT_PACKED = "w, planes or scale are not contiguous"
 
 
 @ternary_dense_.require
 def _check(
     call: str, w: Array, planes: Array, scale: Array, row: int, column: int, group: int
 ) -> None:
-    (rows, columns), (outputs, signs, held) = w.shape, planes.shape
+    (rows, columns), (outputs, signs, plane_bytes) = w.shape, planes.shape
     groups = scale.shape[-1]
-    scaled = held * EIGHT if groups == 1 else groups * group
-    if signs != 2 or row + rows > outputs or column + columns > min(held * EIGHT, scaled):
+    scaled = plane_bytes * EIGHT if groups == 1 else groups * group
+    if signs != 2 or row + rows > outputs or column + columns > min(plane_bytes * EIGHT, scaled):
         problem = f"{call}: planes {planes.shape} and scale {scale.shape} do not hold"
         problem += f" {rows} rows from {row} and {columns} columns from {column} on"
-        wanted = (row + rows, 2, row_bytes(column + columns))
+        expected = (row + rows, 2, row_bytes(column + columns))
         raise ShapeError(
-            f"{problem}; pass those of a whole weight", expected=wanted, actual=planes.shape
+            f"{problem}; pass those of a whole weight", expected=expected, actual=planes.shape
         )
 
 
 @ternary_dense_.kernel
 def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group: int) -> Any:
-    columns, held, groups = w.shape[1], planes.shape[2], scale.shape[-1]
+    columns, plane_bytes, groups = w.shape[1], planes.shape[2], scale.shape[-1]
     packed = w.flags.c_contiguous and planes.flags.c_contiguous and scale.flags.c_contiguous
-    if not packed or column % EIGHT or row_bytes(column + columns) > held:
-        part = f"columns from {column} on, of {columns}"
-        return no_kernel(f"{part}, are not whole bytes of the planes" if packed else NOT_PACKED)
+    if not packed or column % EIGHT or row_bytes(column + columns) > plane_bytes:
+        part = f"{columns} columns from {column} on"
+        return no_kernel(f"{part} are not whole bytes of the planes" if packed else NOT_PACKED)
     whole = columns % EIGHT == 0 and lanes(columns, w) * w.dtype.itemsize == 16
     chosen = _constants(w.dtype, scale.dtype, EIGHT if whole else 1, groups > 1)
     eighths = w.shape[0] * -(-columns // EIGHT)
     kernel = load("ternary_dense.cu", "ternary_dense_", w, chosen)
     kernel[-(-eighths // THREADS), THREADS](
-        *(w, planes, scale, eighths, columns, row, column, held, group, groups),
+        *(w, planes, scale, eighths, columns, row, column, plane_bytes, group, groups),
         int(scale.size > groups),
     )
     return w

@@ -2,8 +2,8 @@
 
 y = x w^T + bias        w[o, d] = codes[o, d] * scale
 
-With activations of 8 bits, x[n] is rounded to integers times a scale, as int8_quantize does, and
-y[n, o] = scale[o] * x_scale[n] * sum over d of integers; the gradient of x passes straight through.
+With int8 activations, x[n] is rounded to integers times a scale, as in int8_quantize, and
+y[n, o] = scale[o] * x_scale[n] * sum over d of integers; the gradient of x ignores the rounding.
 """
 
 import copy
@@ -30,8 +30,8 @@ from ._planes import by_row, row_blocks, row_bytes
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
 
-COLUMNS = 512  # that a warp takes at a time
-PAD = 4  # floats between rows of sums, as in the kernel: no two lanes share a bank
+COLUMNS = 512  # columns that a warp processes at a time
+PAD = 4  # floats of padding per row of sums, as in the kernel: no two lanes share a bank
 
 
 def ternary_linear(
@@ -42,12 +42,14 @@ def ternary_linear(
     Parameters
     ----------
     x : (*rows, inputs) float
+        Rows; any number of leading axes.
     weight : Ternary
         (outputs, inputs); frozen.
     bias : (outputs,) dtype of x or float32, optional
+        Added to each row.
     activations : str, optional
         ``"int8"`` rounds each row of x to integers -127 .. 127 times a scale, so that the product
-        is one of integers; its gradient is that of x as it was.
+        is one of integers; the gradient of x ignores the rounding.
 
     Returns
     -------
@@ -56,25 +58,25 @@ def ternary_linear(
     Raises
     ------
     DTypeError
-        weight is not a Ternary, or arrays are not of one dtype.
+        weight is not a Ternary, or the dtypes of x and bias do not match.
     ConfigError
         activations is neither None nor "int8".
     ShapeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    held: Any = weight
-    if not isinstance(held, Ternary):
-        given = f"weight is {type(weight).__name__}, not a Ternary"
-        raise DTypeError(f"ternary_linear: {given}; pass ternary_quantize(weight), or call linear")
+    w: Any = weight
+    if not isinstance(w, Ternary):
+        problem = f"ternary_linear: weight is {type(weight).__name__}, not a Ternary"
+        raise DTypeError(f"{problem}; pass ternary_quantize(weight), or call linear")
     if activations not in ACTIVATIONS:
         raise ConfigError(f"ternary_linear: activations={activations!r}; choose None or 'int8'")
     if activations is not None and bias is None and (native([x]) or isinstance(x, Traced)):
-        scale, group = held.scales.astype(np.float32, copy=False), held.group or GROUP_STEP
-        return ternary_linear_forward(x, held.planes, scale, held.marks, group=group, int8=True)
+        scale, group = w.scales.astype(np.float32, copy=False), w.group or GROUP_STEP
+        return ternary_linear_forward(x, w.planes, scale, w.marks, group=group, int8=True)
     if activations is not None:
-        held = copy.copy(held)
-        held.activations = activations
-    return linear_as("ternary_linear", x, held, bias)
+        w = copy.copy(w)
+        w.activations = activations
+    return linear_as("ternary_linear", x, w, bias)
 
 
 @op(
@@ -92,10 +94,10 @@ def ternary_linear_forward(
     group: int = GROUP_STEP,
     int8: bool = False,
 ) -> Array:
-    """Return ``x @ w.T`` of the parts that a ``Ternary`` is made of.
+    """Return ``x @ w.T`` from the arrays of a ``Ternary``.
 
-    Marks say which 256 columns of a row of w hold a code that is not 0; group is the columns that
-    share a scale, where a row has several.
+    ``marks`` has a bit for every 256 columns of a row of w, set unless all their codes are 0.
+    ``group`` is the number of columns that share a scale, if a row has several scales.
     """
     inputs, outputs, scale = x.shape[-1], len(planes), by_row(scale)
     rows: Any = packed(x.reshape(math.prod(x.shape[:-1]), inputs))
@@ -105,8 +107,8 @@ def ternary_linear_forward(
         rows = rows.astype(x.dtype)
     y = empty((len(rows), outputs), x.dtype, like=x)
     for part in representative_steps(x, row_blocks(outputs, inputs)):
-        own = scale if len(scale) == 1 else scale[part]
-        w = dense_part(planes[part], own, group, *_all(planes[part], inputs), x.dtype)
+        part_scale = scale if len(scale) == 1 else scale[part]
+        w = dense_part(planes[part], part_scale, group, *_all(planes[part], inputs), x.dtype)
         gemm(rows, w.T, out=y[:, part])
     if scales is not None:
         y *= scales[:, None]
@@ -117,7 +119,7 @@ def ternary_linear_forward(
 def ternary_linear_backward(
     dy: Array, x: Array, planes: Array, scale: Array, *, group: int = GROUP_STEP
 ) -> tuple[Array, None, None, None]:
-    """Return the gradient of x: ``dy @ w``, by chunks of columns; the weight is frozen."""
+    """Return dx, ``dy @ w``, computed in chunks of columns of w, which is frozen; and None."""
     rows = packed(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))
     dx = empty((len(rows), x.shape[-1]), dy.dtype, like=dy)
     for part in representative_steps(dy, row_blocks(x.shape[-1], len(planes))):
@@ -127,21 +129,22 @@ def ternary_linear_backward(
 
 
 def _all(planes: Array, columns: int) -> tuple[slice, slice]:
+    """Return the slices of all rows and columns."""
     return slice(0, len(planes)), slice(0, columns)
 
 
 @ternary_linear_forward.require
 def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None:
-    wanted = 2, row_bytes(x.shape[-1])
-    if planes.shape[1:] != wanted:
+    row = 2, row_bytes(x.shape[-1])
+    if planes.shape[1:] != row:
         raise ShapeError(
-            f"{call}: planes are {tuple(planes.shape)}; {x.shape[-1]} columns take {wanted} a row",
-            expected=(len(planes), *wanted),
+            f"{call}: planes are {tuple(planes.shape)}; {x.shape[-1]} columns take {row} per row",
+            expected=(len(planes), *row),
             actual=tuple(planes.shape),
         )
     groups = scale.shape[-1]
     if groups != 1 and groups != -(-x.shape[-1] // max(group, 1)):
-        problem = f"{call}: scale has {groups} groups; they are not of {group} columns"
+        problem = f"{call}: scale has {groups} groups; they do not have {group} columns each"
         raise ShapeError(problem, expected=-(-x.shape[-1] // max(group, 1)), actual=groups)
 
 
@@ -149,20 +152,20 @@ def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None
 def _launch(
     x: Array, planes: Array, scale: Array, marks: Array | None, group: int, int8: bool
 ) -> Any:
-    outputs, (inputs, groups), held = (
+    outputs, (inputs, groups), plane_bytes = (
         planes.shape[0],
         (x.shape[-1], scale.shape[-1]),
         planes.shape[2],
     )
     rows = x.size // inputs
-    aligned = lanes(held, planes)
-    apart = (rows > FEW and not int8) or (groups > 1 and group % GROUP_STEP != 0)
-    if apart:
+    aligned = lanes(plane_bytes, planes)
+    unsupported = (rows > FEW and not int8) or (groups > 1 and group % GROUP_STEP != 0)
+    if unsupported:
         many = f"{rows} rows of activations that are not int8 are multiplied by cuBLAS"
-        step = f"groups of {group} columns are not multiples of {GROUP_STEP}"
+        step = f"the {group} columns of a group are not a multiple of {GROUP_STEP}"
         return no_kernel(many if rows > FEW and not int8 else step)
     if aligned < 4 or x.ndim * outputs == 0:
-        return no_kernel("bytes of a row are not a multiple of 4, or begin at no such address")
+        return no_kernel("rows of the planes are not aligned to 4 bytes")
     factors, values = None, x
     if int8:
         values, factors, _ = launch_quantize(x)
@@ -176,22 +179,22 @@ def _launch(
     tiles = -(-rows // (8 * n_tiles))
     kernel = load("ternary_linear.cu", "ternary_linear", x, chosen)
     kernel[-(-outputs // (16 * wm)) * tiles, 32 * wm * wk, shared](
-        *(values, factors, planes, scale, marks, y, rows, inputs, outputs, held // 4),
+        *(values, factors, planes, scale, marks, y, rows, inputs, outputs, plane_bytes // 4),
         *(group, groups, groups if scale.size > groups else 0, tiles),
     )
     return y
 
 
 def _tiles(rows: int, size: int, inputs: int, shared: int) -> tuple[int, int, int]:
-    """Return N_TILES, WM and WK for values of so many bytes, in so much shared memory of a block.
+    """Return N_TILES, WM and WK for values of ``size`` bytes and a block's ``shared`` memory.
 
         rows     integers    16 bits    float32     a block has 16 outputs, and its warps share
-        <= 8     1, 1, 8     1, 1, 8    1, 1, 4     out the columns: loads of all SMs are under
-        <= 16    2, 1, 8     2, 1, 4    2, 1, 2     way with few outputs too; x fills 32 to 96 KiB
+        <= 8     1, 1, 8     1, 1, 8    1, 1, 4     the columns: all SMs have loads in flight, even
+        <= 16    2, 1, 8     2, 1, 4    2, 1, 2     for few outputs; x fills 32 to 96 KiB
         more     8, 8, 1                            64 rows by 128 outputs: weights are decoded
                                                     once for 64 rows
 
-    Half as many warps share the columns, and x fills half, where a block has less than 128 KiB.
+    If a block has less than 128 KiB, half as many warps share the columns, and x fills half.
     """
     if rows > FEW:
         return 8, 8, 1
@@ -205,7 +208,7 @@ def _tiles(rows: int, size: int, inputs: int, shared: int) -> tuple[int, int, in
 def _constants(
     x: Any, y: Any, scale: Any, n_tiles: int, wm: int, wk: int, *flags: bool
 ) -> tuple[Constants, int]:
-    """Return the constants, and the bytes of shared memory: x, then the sums of all warps."""
+    """Return the constants, and the bytes of shared memory for x and, later, the warps' sums."""
     grouped, wide, x_wide, marked = flags
     cell = 1 if x == INT8 else 6 if x.itemsize == 4 else 2
     shared = wk * 8 * n_tiles * max(COLUMNS * cell, (16 * wm + PAD) * 4)

@@ -1,14 +1,14 @@
-"""Weights as -1, 0 or 1 times a scale.
+"""Quantization of weights to -1, 0 or 1 times a scale.
 
-w is about code * scale, of a tensor, a row or a group of columns; code is the sign of w where |w|
-is large enough, else 0:
+w is about code * scale, with one scale per tensor, row or group of columns; code is the sign of w
+if |w| is large enough, else 0:
 
 absmean     |w| > mean(|w|) / 2           scale mean(|w|), at least 1e-5
 twn         |w| > 0.7 mean(|w|)           scale the mean of |w| where the code is not 0
 absmax      |w| >= max(|w|) / 2           scale max(|w|)
 percentile  |w| > its percentile          scale as twn
 mean_std    |w| > mean + c std of |w|     scale as twn
-manual      |w| > threshold               scale as twn, or given
+manual      |w| > threshold               scale as passed, or as twn
 
 Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits, 2024 (absmean).
 Li, Zhang and Liu, Ternary Weight Networks, 2016 (twn).
@@ -42,38 +42,38 @@ def ternary_quantize(
     threshold: float | None = None,
     scale: float | None = None,
 ) -> Ternary:
-    """Keep a weight as codes -1, 0 and 1, two bits each, and scales: ``w`` is about codes * scale.
+    """Quantize a weight to codes -1, 0 and 1, two bits each: ``w`` is about ``codes * scale``.
 
     Parameters
     ----------
     w : (outputs, inputs) float
-        NumPy's or CuPy's.
+        An array of NumPy or CuPy.
     method : str
-        ``absmean``, ``twn``, ``absmax``, ``percentile``, ``mean_std`` or ``manual``: which codes
-        are 0 and what the scale is, as the module says.
+        ``absmean``, ``twn``, ``absmax``, ``percentile``, ``mean_std`` or ``manual``: the rule for
+        zeros and scales; the docstring of the module defines each.
     per : str
-        What shares a scale: the ``tensor``, a ``row``, or a ``group`` of neighbours in a row.
+        The weights that share a scale: those of the ``tensor``, a ``row``, or a ``group`` of
+        neighbouring columns in a row.
     group : int
         Columns of a group: a multiple of 32.
     percentile : float
-        Of ``abs(w)``, from 0 to 100, of the method of that name.
+        The percentile of ``abs(w)``, from 0 to 100, for ``method="percentile"``.
     deviations : float
-        How many standard deviations above the mean of ``abs(w)`` the
-        threshold of ``mean_std`` lies.
+        The threshold of ``mean_std`` is so many standard deviations above the mean of ``abs(w)``.
     threshold, scale : float, optional
-        Those of ``manual``.
+        For ``method="manual"``; ``threshold`` is required there.
 
     Returns
     -------
     quantized : Ternary
-        With ``statistics``: the share of zeros and of ones, the mean and the largest error.
+        Its ``statistics`` have the shares of 0, 1 and -1, and the mean and the largest error.
 
     Raises
     ------
     ConfigError
-        An option does not make sense, or ``w`` is quantized already.
+        An option is invalid, or ``w`` is quantized already.
     RangeError
-        ``w`` holds NaN or an infinity; the message names the place.
+        ``w`` holds NaN or an infinity; the message names its position.
     ShapeError, DTypeError
         ``w`` is not a matrix of floats.
 
@@ -90,14 +90,15 @@ def ternary_quantize(
     _check(w, per, group)
     _check_method(method, percentile, deviations, threshold, scale)
     options = percentile, deviations, threshold, scale
-    own = group if per == "group" else None
+    columns = group if per == "group" else None
     with at(w):
         planes, scales, errors = parts_of(w, per, group, method, *options)
-        return Ternary(planes, scales, w.shape, group=own, dtype=w.dtype, errors=errors)
+        return Ternary(planes, scales, w.shape, group=columns, dtype=w.dtype, errors=errors)
 
 
-# ---- what is asked ------------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------
 def _check(w: Any, per: str, group: int) -> None:
+    """Raise unless w is a dense matrix of floats, and per and group are valid."""
     if hasattr(w, "dequantize"):
         raise ConfigError(
             f"ternary_quantize: w is quantized already, as {type(w).__name__}; pass w.dequantize()"
@@ -119,13 +120,14 @@ def _check(w: Any, per: str, group: int) -> None:
 def _check_method(
     method: str, percentile: float, deviations: float, threshold: float | None, scale: float | None
 ) -> None:
+    """Raise ConfigError unless the method and its options are valid."""
     check_choice("ternary_quantize", "method", method, METHODS)
     if not 0 <= percentile <= 100:
         raise ConfigError(f"ternary_quantize: percentile={percentile!r}; it must be in 0 .. 100")
     if deviations < 0:
         raise ConfigError(f"ternary_quantize: deviations={deviations!r}; it must be 0 or more")
-    given = {"threshold": threshold, "scale": scale}
-    for name, value in given.items():
+    manual_options = {"threshold": threshold, "scale": scale}
+    for name, value in manual_options.items():
         if value is None:
             continue
         if method != "manual":

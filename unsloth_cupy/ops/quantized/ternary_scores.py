@@ -1,9 +1,9 @@
-"""Products of ternary rows, by counting bits.
+"""Products of the rows of two ternary matrices, computed by counting bits.
 
 s[i, j] = q_scale[i] * k_scale[j] * sum over d of q[i, d] k[j, d]
 
-The sum is an integer: of the columns where both codes are not 0, those whose signs agree less those
-whose signs differ.
+The sum is an integer: over the columns where both codes are not 0, the number of equal signs minus
+the number of different signs.
 """
 
 from functools import cache
@@ -23,32 +23,32 @@ from ._planes import WORD, codes_of, row_blocks
 from .ternary import Ternary
 
 SIDE = 16  # threads of a block along either axis
-FEW = 16  # rows of q, for which a thread has one of them
+FEW = 16  # up to so many rows of q, a thread has one row instead of four
 
 
 def ternary_scores(q: Any, k: Any) -> Array:
-    """Multiply every row of q by every row of k: integers, times both scales.
+    """Multiply every row of q by every row of k: sums of integers, times both scales.
 
     Parameters
     ----------
     q : Ternary
-        (q rows, inputs), with a scale a tensor or row.
+        (q rows, inputs), with one scale per tensor or row.
     k : Ternary
-        (k rows, inputs), alike.
+        (k rows, inputs), with one scale per tensor or row.
 
     Returns
     -------
     scores : (q rows, k rows) float32
-        Each one rounded product of an exact integer and the scales.
+        Each is the product of an exact integer and the scales, rounded once.
 
     Raises
     ------
     DTypeError
         q or k is not a Ternary.
     ConfigError
-        One has a scale a group.
+        q or k has one scale per group.
     ShapeError
-        Their rows differ in length.
+        The rows of q and k differ in length.
 
     Examples
     --------
@@ -59,8 +59,8 @@ def ternary_scores(q: Any, k: Any) -> Array:
     """
     for name, each in (("q", q), ("k", k)):
         if not isinstance(each, Ternary):
-            given = f"{name} is {type(each).__name__}, not a Ternary"
-            raise DTypeError(f"ternary_scores: {given}; pass ternary_quantize({name}, per='row')")
+            problem = f"{name} is {type(each).__name__}, not a Ternary"
+            raise DTypeError(f"ternary_scores: {problem}; pass ternary_quantize({name}, per='row')")
         if each.group is not None:
             problem = f"{name} has a scale for {each.group} columns"
             raise ConfigError(f"ternary_scores: {problem}; quantize it per='row' or 'tensor'")
@@ -81,7 +81,7 @@ def ternary_scores(q: Any, k: Any) -> Array:
     operations=lambda a: 16 * a["q"].size // 2 * len(a["k"]),
 )
 def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Array:
-    """Return the scores of planes, and of a scale a row or one in all."""
+    """Return the scores of two pairs of planes, with one scale per row or a single one."""
     columns, wide = q.shape[2] * 8, q_scale.dtype
     scores = empty((len(q), len(k)), wide, like=q_scale)
     rows = codes_of(q, columns).astype(wide)
@@ -103,11 +103,11 @@ def _check(call: str, q: Array) -> None:
 def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
     words = q.shape[2] * 8 // WORD
     if q.shape[2] % 4 or lanes(q.shape[2], q, k) < 4:
-        return no_kernel("bytes of a row are not a multiple of 4, or begin at no such address")
+        return no_kernel("rows of the planes are not aligned to 4 bytes")
     scores = empty((q.shape[0], k.shape[0]), q_scale.dtype, like=q_scale)
-    own = 1 if q.shape[0] <= FEW else 4
-    kernel = load("ternary_scores.cu", "ternary_scores", q, _constants(q_scale.dtype, own))
-    tiles = -(-q.shape[0] // (SIDE * own))
+    q_rows = 1 if q.shape[0] <= FEW else 4  # of a thread
+    kernel = load("ternary_scores.cu", "ternary_scores", q, _constants(q_scale.dtype, q_rows))
+    tiles = -(-q.shape[0] // (SIDE * q_rows))
     kernel[-(-k.shape[0] // (SIDE * 4)) * tiles, SIDE * SIDE](
         *(q, k, q_scale, k_scale, scores, q.shape[0], k.shape[0], words, tiles),
         *(int(q_scale.size > 1), int(k_scale.size > 1)),
@@ -116,5 +116,5 @@ def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
 
 
 @cache
-def _constants(dtype: Any, own: int) -> Constants:
-    return Constants(T=dtype, OWN=own)
+def _constants(dtype: Any, q_rows: int) -> Constants:
+    return Constants(T=dtype, OWN=q_rows)

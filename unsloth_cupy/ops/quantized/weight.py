@@ -1,11 +1,11 @@
-"""What all quantized weights share: a frozen matrix that products take as they take a dense one.
+"""The base class of quantized weights: a frozen matrix that products accept like a dense one.
 
-    y = linear(x, weight)           gemm(x, weight.T) asks the weight for x W^T
-    dx = dy W                       gemm(dy, weight), for dy W
+    y = linear(x, weight)           gemm(x, weight.T) calls the weight for x W^T
+    dx = dy W                       gemm(dy, weight) calls it for dy W
 
-Where a weight does not read its codes in the product itself, it is dequantized by chunks, and the
-library's product reads each from where it was just written: chunks of rows for x W^T, of columns
-for dy W, so that every result is one sum, rounded once, and no whole dense weight exists.
+A weight that has no kernel for a product is dequantized in chunks, each multiplied by cuBLAS while
+it is still in cache: chunks of rows for x W^T, of columns for dy W.  So every result is one sum,
+rounded once, and the whole dense weight never exists.
 """
 
 import copy
@@ -23,25 +23,25 @@ from ...placement import at_home, check_library
 from ..common.gemm import gemm
 from ..common.steps import representative_steps
 
-CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of dense values, by whether a GPU reads them
-CHUNK_STEP = 64  # rows or columns of a chunk are a multiple of it, where there are so many
+CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of a dense chunk: on the host, on a GPU
+CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has more
 
 
 @at_home("home")
 class Quantized(Stored, ABC):
-    """A frozen matrix (outputs, inputs) in few bits: what ``Nf4`` and its like have in common.
+    """A frozen matrix (outputs, inputs) in few bits, the base of ``Nf4``, ``Int8`` and ``Ternary``.
 
-    ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` take one where
-    they take a dense weight; ``shape``, ``ndim``, ``size``, ``len``, ``T`` and rows by slice are
-    those of the dense weight, and ``dtype`` is what it is dequantized to where nothing else says.
-    ``nbytes`` counts all that it holds.
+    ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as
+    their weight.  ``shape``, ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the
+    dense weight; ``dtype`` is the dtype that it is dequantized to by default.  ``nbytes`` counts
+    all arrays that store it.
     """
 
     KIND: ClassVar[str]  # its name in errors and in files
 
     ndim = 2
     size = property(lambda self: self.shape[0] * self.shape[1])
-    strides = ()  # of what a replay is known by
+    strides = ()  # part of the key of a replay
     device = property(lambda self: self.home.device)
     data = property(lambda self: self.home.data)
     ctypes = property(lambda self: self.home.ctypes)
@@ -49,45 +49,45 @@ class Quantized(Stored, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays that the weight is kept in."""
+        """The bytes of all arrays that store the weight."""
         return sum(int(array.nbytes) for array in self.held().values())
 
     @abstractmethod
     def held(self) -> dict[str, Any]:
-        """Return the arrays that the weight is kept in, by name."""
+        """Return the arrays that store the weight, by name."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        """Return the arguments of the constructor other than the arrays of ``held``."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return arrays from which ``from_state`` makes the weight again.
+        """Return the arrays from which ``from_state`` restores the weight.
 
-        Their names are those that follow a layer's in a checkpoint: ``weight`` and others.
+        Their names follow the layer's name in a checkpoint: ``weight`` and others.
         """
 
     @classmethod
     @abstractmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the weight of such arrays."""
+        """Return the weight from the arrays of ``state``."""
 
     @abstractmethod
     def quantization_config(self, dtype: str) -> dict[str, Any]:
-        """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
+        """Return the ``quantization_config`` of a checkpoint; products compute in ``dtype``."""
 
     @abstractmethod
     def requantized(self, w: Array) -> Self:
-        """Return another matrix of the same shape, quantized as this one is."""
+        """Return another matrix, quantized in the same way as this one."""
 
     @abstractmethod
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows, or columns with axis 1, end to end, with the values that they have here.
+        """Return the rows, or with axis 1 the columns, of all slices, with unchanged values.
 
         Raises
         ------
         ConfigError
-            Values that share a scale would be parted.
+            The cut would separate values that share a scale.
         """
 
     @abstractmethod
@@ -95,11 +95,11 @@ class Quantized(Stored, ABC):
         """Return a part of the dense weight as a new array; both slices have start and stop."""
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
-        """Write or add ``x @ W.T`` straight from the codes, or return False."""
+        """Write or add ``x @ W.T`` directly from the codes; return False if no kernel can."""
         return False
 
     def dequantize(self, dtype: Any = None) -> Array:
-        """Return the dense weight (outputs, inputs), in its own dtype or another float dtype.
+        """Return the dense weight (outputs, inputs), in ``dtype`` or its own dtype.
 
         Raises
         ------
@@ -107,19 +107,19 @@ class Quantized(Stored, ABC):
             The dtype is not a float dtype.
         """
         call = f"{type(self).__name__}.dequantize"
-        made = self.dtype if dtype is None else float_dtype(call, dtype)
-        return self._dense(slice(0, self.shape[0]), slice(0, self.shape[1]), made)
+        target = self.dtype if dtype is None else float_dtype(call, dtype)
+        return self._dense(slice(0, self.shape[0]), slice(0, self.shape[1]), target)
 
     def astype(self, dtype: Any) -> Array:
-        """Return the dense weight: a new array."""
+        """Return the dense weight, a new array."""
         return self.dequantize(dtype)
 
     def moved(self, place: Callable[[Any], Any]) -> Self:
-        """Return the same weight, its arrays put elsewhere."""
+        """Return the weight with each of its arrays replaced by ``place(array)``."""
         return type(self)(**{n: place(array) for n, array in self.held().items()}, **self.facts())
 
     def computed_in(self, dtype: Any) -> Self:
-        """Return the same weight, which is dequantized to this dtype where nothing else says."""
+        """Return the same weight with another default dtype, without copying its arrays."""
         other = copy.copy(self)
         other.dtype = float_dtype(f"{type(self).__name__}.computed_in", dtype)
         return other
@@ -141,14 +141,14 @@ class Quantized(Stored, ABC):
         return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.nbytes} bytes)"
 
     def product(self, a: Array, out: Array, add: bool) -> None:
-        """Write ``a @ W`` to out, or add it: by chunks of columns."""
+        """Write ``a @ W`` to out, or add it, in chunks of columns of W."""
         for part in self._chunks(a, self.shape[1], self.shape[0]):
             chunk = self._dense(slice(0, self.shape[0]), part, a.dtype)
             gemm(a, chunk, out=out[:, part], add=add)
-            del chunk  # before the next one is made
+            del chunk  # frees it before the next one is allocated
 
     def product_transposed(self, a: Array, out: Array, add: bool) -> None:
-        """Write ``a @ W.T`` to out, or add it: few rows at once, more by chunks of rows of W."""
+        """Write ``a @ W.T`` to out, or add it: a kernel for few rows, or chunks of rows of W."""
         if self._few_rows(a, out, add):
             return
         for part in self._chunks(a, self.shape[0], self.shape[1]):
@@ -157,8 +157,8 @@ class Quantized(Stored, ABC):
             del chunk
 
     def _chunks(self, like: Array, length: int, other: int) -> Any:
-        """Return the chunks of an axis of this length, beside another: slices."""
-        size = max(like.dtype.itemsize, 1 if on_gpu(like) else 4)  # NumPy widens 16 bits
+        """Yield the slices of an axis of ``length``; the other axis has length ``other``."""
+        size = max(like.dtype.itemsize, 1 if on_gpu(like) else 4)  # NumPy computes in float32
         step = max(1, CHUNK_BYTES[on_gpu(like)] // max(1, other * size))
         if step > CHUNK_STEP:
             step -= step % CHUNK_STEP
@@ -167,7 +167,7 @@ class Quantized(Stored, ABC):
 
 
 class Transposed(Stored):
-    """The transpose of a quantized weight, to multiply by."""
+    """The transpose of a quantized weight, as an operand of products."""
 
     def __init__(self, weight: Quantized) -> None:
         self.weight, self.dtype, self.home = weight, weight.dtype, weight.home
@@ -182,22 +182,22 @@ class Transposed(Stored):
 
 
 def on_gpu(array: Any) -> bool:
-    """Say whether a target runs kernels on an array, or would on the one that it stands for."""
+    """Return whether kernels run on an array, or on the array that a stand-in represents."""
     return target_of(array) is not None
 
 
 def checked_weight(call: str, w: Any) -> Array:
-    """Return what is to be quantized, a matrix of floats, in float32 or 16 bits; or raise.
+    """Return a dense weight, float64 converted to float32; raise unless it is a matrix of floats.
 
-    What float32 does not hold of float64 is infinite.
+    Values beyond float32 become infinite.
     """
     if isinstance(w, Stored):
         raise DTypeError(f"{call}: w is quantized already: {w!r}; pass the dense weight")
     check_library(f"{call}: w", w)
     if w.dtype not in FLOATS:
-        given = w.dtype
-        problem = f"{call}: w is {given}; pass an array of {', '.join(d.name for d in FLOATS)}"
-        raise DTypeError(problem, expected=FLOATS, actual=given)
+        actual = w.dtype
+        problem = f"{call}: w is {actual}; pass an array of {', '.join(d.name for d in FLOATS)}"
+        raise DTypeError(problem, expected=FLOATS, actual=actual)
     if w.ndim != 2:
         problem = f"{call}: w has shape {tuple(w.shape)}; pass a matrix (outputs, inputs)"
         raise ShapeError(problem, expected=("outputs", "inputs"), actual=tuple(w.shape))
@@ -206,7 +206,7 @@ def checked_weight(call: str, w: Any) -> Array:
 
 
 def check_finite(call: str, w: Array, extremes: Array) -> None:
-    """Raise and name the first place of w that is not finite, if the largest sizes are not all."""
+    """Raise RangeError at the first value of w that is not finite, if ``extremes`` are not all."""
     if is_planned(w) or bool(np.isfinite(extremes).all()):
         return
     row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(w)))
@@ -215,7 +215,7 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
 
 
 def in_blocks(shape: Sequence[int], axis: int, places: Sequence[slice], block: int) -> bool:
-    """Say whether rows or columns of a matrix part no block of so many of its flat values."""
+    """Return whether slices of rows or columns split no block of ``block`` flattened values."""
     borders = [border for where in places for border in (where.start, where.stop)]
     if axis:
         return shape[1] % block == 0 and all(border % block == 0 for border in borders)
@@ -225,7 +225,10 @@ def in_blocks(shape: Sequence[int], axis: int, places: Sequence[slice], block: i
 def cut_flat(
     flat: Array, shape: Sequence[int], axis: int, places: Sequence[slice], values: int
 ) -> Array:
-    """Return what rows or columns of a matrix take of an array, each so many of its values."""
+    """Return the entries of a flat array that belong to slices of the rows or columns of a matrix.
+
+    Each entry stands for ``values`` values of the flattened matrix.
+    """
     if axis:
         rows = flat.reshape(shape[0], -1)
         parts = [rows[:, where.start // values : where.stop // values] for where in places]
@@ -235,7 +238,7 @@ def cut_flat(
 
 
 def held_arrays(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays that parameters are kept in, each with the name of its parameter."""
+    """Yield the arrays that store parameters, each with the name of its parameter."""
     for name, value in named.items():
         if hasattr(value, "held"):  # a quantized weight, or a part of one
             yield from ((name, array) for array in value.held().values())

@@ -1,6 +1,7 @@
 """How a call is checked, planned, run and rounded; what the author of an op is told."""
 
 import contextlib
+import inspect
 import warnings
 
 import ml_dtypes
@@ -68,6 +69,11 @@ def test_help_shows_signature_and_docstring() -> None:
     assert repr(add) == "<op add: a(*axes), b(*axes) -> c(*axes)>"
     assert add.__doc__ == add.definition.__doc__
     assert OPS["add"] is add
+
+
+def test_help_shows_short_types() -> None:
+    shown = str(inspect.signature(rms_norm))
+    assert shown.startswith("(x: numpy.ndarray, weight: numpy.ndarray, *, eps: float = 1e-06, ")
 
 
 def test_sixteen_bits_are_widened_and_rounded_once() -> None:

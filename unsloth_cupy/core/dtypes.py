@@ -1,14 +1,17 @@
 """The dtypes that operands of each kind may have."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 from ..errors import ConfigError
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or an array of another library
+if TYPE_CHECKING:
+    Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or an array of another library
+else:
+    Array = np.ndarray  # so that help() prints a short name
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))

@@ -52,8 +52,7 @@ OWN = ("numpy", "cupy", "unsloth_cupy")  # ops take their arrays without adoptin
 def door_of(array: Any) -> Any:
     """Return ``door(op, arrays, options)`` of a library that differentiates or traces calls itself.
 
-    Return None for other libraries.  Compilers of other libraries trace this function, and set a
-    guard on everything that it reads.
+    None for other libraries.  Their compilers trace this function, and guard all that it reads.
     """
     for kind in array.__class__.__mro__:
         name = kind.__module__.partition(".")[0].replace("jaxlib", "jax")

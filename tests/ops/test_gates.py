@@ -88,7 +88,7 @@ def test_in_place_needs_arrays_that_may_change(gate: Gate) -> None:
     with pytest.raises(ConfigError, match=f"gate is read-only; call {gate.name}_backward"):
         gate.over(x, x, x.copy())
     y = x.copy()
-    with pytest.raises(ConfigError, match="gate and up lie in the same memory; copy one"):
+    with pytest.raises(ConfigError, match="gate and up share memory; copy one"):
         gate.over(x, y, y)
 
 
@@ -105,7 +105,7 @@ def test_what_is_read_lies_over_what_changes_wholly_or_not_at_all(place: Any) ->
     there, apart = np.ones((8, 8), np.float32), np.ones(32, np.float32)
     rows, halves = there.reshape(-1), (there[:, :4], there[:, 4:])
     for x, total in ((rows[:32], rows[4:36]), (rows[4:36], rows[:32]), (rows[:40], rows[:32])):
-        with pytest.raises(ConfigError, match="f_: x lies partly over total, which changes; copy"):
+        with pytest.raises(ConfigError, match="f_: x partly overlaps total, which changes; copy"):
             check_unshifted("f_", {"total": place(total)}, {"x": place(x)})
     for x, total in ((rows, rows), halves, (apart, rows[:32]), (rows[:32], rows[32:])):
         check_unshifted("f_", {"total": place(total)}, {"x": place(x)})
@@ -114,14 +114,14 @@ def test_what_is_read_lies_over_what_changes_wholly_or_not_at_all(place: Any) ->
 def test_ops_in_place_ask_for_it() -> None:
     there, apart = np.ones(64, np.float32), np.ones(32, np.float32)
     early, late = there[:32], there[4:36]
-    with pytest.raises(ConfigError, match="accumulate_: x lies partly over total"):
+    with pytest.raises(ConfigError, match="accumulate_: x partly overlaps total"):
         uc.accumulate_(late, early)
     for gate in (SWIGLU, GEGLU):
-        with pytest.raises(ConfigError, match=f"{gate.name}_backward_: dy lies partly over gate"):
+        with pytest.raises(ConfigError, match=f"{gate.name}_backward_: dy partly overlaps gate"):
             gate.over(early, late, apart)
-    with pytest.raises(ConfigError, match="relu2_backward_: dy lies partly over x"):
+    with pytest.raises(ConfigError, match="relu2_backward_: dy partly overlaps x"):
         uc.relu2_backward_(early, late)
     q, k, table = there[:32].reshape(1, 2, 1, 16), np.ones((1, 2, 1, 16), np.float32), there[8:24]
-    with pytest.raises(ConfigError, match="rope_qk_: cos lies partly over q"):
+    with pytest.raises(ConfigError, match="rope_qk_: cos partly overlaps q"):
         uc.rope_qk_(q, k, table.reshape(2, 8), apart[:16].reshape(2, 8))
     assert (there == 1).all()

@@ -253,7 +253,7 @@ def test_in_place_needs_arrays_apart() -> None:
     packed = np.concatenate([q, k[:, :, : q.shape[2]]], axis=2)
     half, before = packed.shape[2] // 2, packed.copy()
     for two in ((q, q), (q, q[:]), (packed[:, :, 1:], packed[:, :, :-1])):
-        with pytest.raises(ConfigError, match="rope_qk_: q and k lie in the same memory; copy one"):
+        with pytest.raises(ConfigError, match="rope_qk_: q and k share memory; copy one"):
             uc.rope_qk_(*two, *tables)
     np.testing.assert_array_equal(packed, before)
     beside = packed[:, :, :half], packed[:, :, half:]  # between each other's rows

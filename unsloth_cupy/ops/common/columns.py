@@ -33,4 +33,5 @@ def column_sums(rows: Array, first: Array, second: Array | None) -> None:
 
 @cache
 def _constants(rows: Any, first: Any, second: Any) -> Constants:
+    """Return the constants of column_sum.cu, from the dtypes of its arrays."""
     return Constants(T=rows, W=first, B=second)

@@ -63,15 +63,15 @@ def walk(*arrays: Any) -> Walk:
     strided = not all(array.flags.c_contiguous for array in arrays)
     widest = max(arrays, key=lambda array: array.dtype.itemsize)
     width = 16 // widest.dtype.itemsize
-    own: Sequence[Any] = arrays
+    views: Sequence[Any] = arrays
     if strided:
         columns = shape[-1]
-        own, layout = row_layout(*arrays)
+        views, layout = row_layout(*arrays)
         width |= layout.alignment(columns)
-    width = lanes(width, widest, *own)
+    width = lanes(width, widest, *views)
     tiles = -(-columns // (THREADS * width))
     rows = {"layouts": layout.struct(), "columns": columns, "tiles": tiles}
-    return Walk(own, rows, width, strided, size // columns * tiles)
+    return Walk(views, rows, width, strided, size // columns * tiles)
 
 
 def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) -> Op[..., Any]:

@@ -33,7 +33,7 @@ def check_apart(call: str, **arrays: Any) -> None:
     """Raise if two arrays share memory: the second would be read after a write to the first."""
     for (one, a), (other, b) in itertools.combinations(arrays.items(), 2):
         if _same_memory(a, b):
-            raise ConfigError(f"{call}: {one} and {other} lie in the same memory; copy one")
+            raise ConfigError(f"{call}: {one} and {other} share memory; copy one")
 
 
 def check_unshifted(call: str, changed: dict[str, Any], read: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def check_unshifted(call: str, changed: dict[str, Any], read: dict[str, Any]) ->
     """
     for (one, a), (other, b) in itertools.product(changed.items(), read.items()):
         if _same_memory(a, b) and _form(a) != _form(b):
-            raise ConfigError(f"{call}: {other} lies partly over {one}, which changes; copy one")
+            raise ConfigError(f"{call}: {other} partly overlaps {one}, which changes; copy one")
 
 
 def _form(array: Any) -> tuple[Any, ...]:

@@ -130,9 +130,12 @@ def map_of(ready: Callable[[Any], Any], box: Box, array: Any) -> Any:
 
 @functools.lru_cache(maxsize=KEPT)
 def _with_maps(kernel: Kernel, target: Any, boxes: tuple[Box, ...]) -> Kernel:
+    """Return the kernel of ``with_maps``, from a cache."""
     result, start, count = copy.copy(kernel), kernel.launch, len(boxes)
-    own = getattr(target, "tensor_map", None)
-    encode = [functools.partial(own or functools.partial(map_of, kernel.ready), b) for b in boxes]
+    custom = getattr(target, "tensor_map", None)
+    encode = [
+        functools.partial(custom or functools.partial(map_of, kernel.ready), b) for b in boxes
+    ]
 
     def launch(grid: Any, block: Any, args: Sequence[Any], shared: int) -> None:
         maps = [each(array) for each, array in zip(encode, args[:count], strict=True)]

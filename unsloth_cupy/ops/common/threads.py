@@ -22,6 +22,7 @@ def count() -> int:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
+    """Return the helper threads, one fewer than ``count``: the caller works too."""
     return ThreadPoolExecutor(count() - 1, "unsloth_cupy")
 
 

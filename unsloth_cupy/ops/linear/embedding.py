@@ -63,6 +63,7 @@ def embedding(tokens: Array, weight: Array) -> Array:
 
 @embedding.require
 def _check(call: str, tokens: Array) -> None:
+    """Raise DTypeError if tokens is a number."""
     refuse_number(call, "tokens", tokens)
 
 
@@ -78,6 +79,7 @@ def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
 
 @embedding.kernel
 def _launch(tokens: Array, weight: Array) -> Array:
+    """Return x from the kernel embedding."""
     tokens, weight = packed(tokens), packed(weight)
     vocab, hidden = weight.shape
     x = empty((*tokens.shape, hidden), weight.dtype, like=weight)
@@ -110,6 +112,7 @@ def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, A
 
 @embedding_backward.kernel
 def _launch_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
+    """Return None and dweight from three kernels: starts of rows, chunk sums, rows."""
     vocab, hidden = weight.shape
     order = np.argsort(tokens.ravel(), kind="stable")
     selected = tokens.ravel()[order]

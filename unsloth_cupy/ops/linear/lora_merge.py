@@ -108,7 +108,7 @@ def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: A
 
 
 def sum_dtype(array: Any) -> Any:
-    """Return the dtype in which elements of an array are summed: float32, or a wider own dtype."""
+    """Return the dtype for sums over an array: float32, or float64 for float64."""
     return np.promote_types(array.dtype, FLOAT32)
 
 

@@ -106,6 +106,7 @@ def _launch(
     labels: Array,
     **options: Any,
 ) -> tuple[Array, Array]:
+    """Return loss and lse from the kernel."""
     loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
     launch_losses(logits, labels, Options(**options), loss, lse)
     return loss, lse
@@ -136,6 +137,7 @@ def _launch_backward(
     lse: Array,
     **options: Any,
 ) -> tuple[Array, None]:
+    """Return the gradient of the logits from the kernel."""
     dlogits = empty(logits.shape, logits.dtype, like=logits)
     launch_gradients(logits, labels, lse, dloss, dlse, Options(**options), dlogits)
     return dlogits, None

@@ -111,6 +111,7 @@ def _launch(
     scale: float,
     **options: Any,
 ) -> Array:
+    """Return the loss from the kernel, which writes the gradient over the logits."""
     labels, dloss = packed(labels), None if dloss is None else packed(dloss)
     rows = packed(logits)  # the logits themselves if they are contiguous
     loss = empty(labels.shape, np.float32, like=logits)

@@ -127,6 +127,7 @@ def _launch(
     max_bytes: int | None,
     **options: Any,
 ) -> tuple[Array, Array]:
+    """Return loss and lse: cuBLAS computes a chunk of logits, a kernel its losses."""
     loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
     flat, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
     for part, logits in chunks(x, weight, max_bytes):
@@ -172,6 +173,7 @@ def _launch_backward(
     wanted: Set[str] | None,
     **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
+    """Return dx and dweight, with the gradient of each chunk of logits from the kernel."""
     labels, lse, dloss = (packed(array).reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else packed(dlse).reshape(-1)
 

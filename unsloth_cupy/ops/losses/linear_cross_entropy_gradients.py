@@ -101,6 +101,7 @@ def _launch(
     wanted: Set[str] | None,
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
+    """Return loss, dx and dweight, with both results for each chunk from one kernel."""
     loss, flat = empty(labels.shape, np.float32, like=x), packed(labels).reshape(-1)
     loss_rows, dloss = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
 
@@ -118,6 +119,7 @@ linear_cross_entropy_gradients.require(check_options)
 
 @linear_cross_entropy_gradients.require
 def _check_wanted(call: str, wanted: Any) -> None:
+    """Raise ConfigError unless wanted is None or a set of x and weight."""
     if wanted is not None and not (isinstance(wanted, Set) and wanted <= {"x", "weight"}):
         cure = "pass {'x'}, {'weight'}, or None for both gradients"
         raise ConfigError(f"{call}: wanted={wanted!r}; {cure}")

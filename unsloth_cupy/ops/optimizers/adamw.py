@@ -110,6 +110,7 @@ def _launch(
     weight_decay: float,
     step: int,
 ) -> Array:
+    """Update the arrays by the kernel, and return the parameter."""
     arrays = parameter, gradient, mean, square
     if not all(array.flags.c_contiguous for array in arrays):
         return no_kernel("an array is not contiguous")

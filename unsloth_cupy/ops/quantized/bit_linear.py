@@ -105,6 +105,7 @@ def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tu
 
 @bit_linear_forward.kernel
 def _launch(x: Array, weight: Array, bias: Array | None) -> Any:
+    """Return y and the scale of the weight from the kernels."""
     outputs, inputs = weight.shape
     if inputs > MOST_INPUTS:
         return no_kernel(f"sums of {inputs} products may overflow 32 bits; at most {MOST_INPUTS}")
@@ -185,6 +186,7 @@ def _launch_backward(
     w_scale: Array,
     wanted: Set[str] | None,
 ) -> Any:
+    """Return the gradients of x, weight and bias, from codes that kernels compute."""
     needed, rows = asked_of(wanted, x=x, weight=weight, bias=bias), flat(dy)
     dx = _launch_dx(rows, x, weight, w_scale) if "x" in needed else None
     dweight = gemm(rows.T, _launch_rounded(x)) if "weight" in needed else None
@@ -233,7 +235,7 @@ def row_tops(rows: Any) -> Array:
 
 
 def row_codes(rows: Any, tops: Array) -> tuple[Array, Array]:
-    """Return rows rounded to integers -127 .. 127, in their own dtype, and their scales."""
+    """Return rows rounded to integers -127 .. 127, in the dtype of rows, and their scales."""
     wide: Any = tops.dtype
     top = np.maximum(tops, wide.type(LEAST))
     codes = np.rint(rows.astype(wide, copy=False) * (wide.type(LARGEST) / top))

@@ -130,6 +130,7 @@ def _exact(a: Array, b: Array, dtype: Any) -> Array:
 
 @int8_linear_forward.require
 def _check(x: Array, threshold: Any) -> None:
+    """Raise unless the threshold is valid and 32-bit sums cannot overflow."""
     _check_threshold(threshold)
     if x.shape[-1] > MOST_INPUTS:
         problem = f"int8_linear: x has {x.shape[-1]} inputs; 32-bit sums allow {MOST_INPUTS}"
@@ -137,6 +138,7 @@ def _check(x: Array, threshold: Any) -> None:
 
 
 def _check_threshold(threshold: Any) -> None:
+    """Raise ConfigError unless threshold is None or above 0."""
     if threshold is not None and not threshold > 0:
         cure = "pass a number above 0, such as 6.0, or None for no outliers"
         raise ConfigError(f"int8_linear(threshold={threshold}): {cure}")
@@ -144,6 +146,7 @@ def _check_threshold(threshold: Any) -> None:
 
 @int8_linear_forward.kernel
 def _launch(x: Array, codes: Array, absmax: Array, threshold: float | None) -> Array:
+    """Return y from the kernels: outlier columns, codes of x, and the product."""
     outputs, inputs = codes.shape
     rows = x.size // inputs
     outliers, listed, count = None, None, None

@@ -61,6 +61,7 @@ def launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
 
 @cache
 def _dequantize_constants(dtype: Any, absmax: Any, lanes: int) -> Constants:
+    """Return the constants of int8_dequantize.cu."""
     return Constants(T=dtype, A=absmax, LANES=lanes, THREADS=THREADS)
 
 
@@ -83,6 +84,7 @@ def int8_few_rows_(x: Array, codes: Array, absmax: Array, y: Array, *, add: bool
 
 @int8_few_rows_.kernel
 def _launch_few_rows(x: Array, codes: Array, absmax: Array, y: Array, add: bool) -> Any:
+    """Write or add the product to y by the kernel, and return y."""
     (rows, inputs), outputs = x.shape, codes.shape[0]
     if rows > MOST_ROWS or not (y.flags.c_contiguous and codes.flags.c_contiguous):
         many = f"{rows} rows are more than {MOST_ROWS}"

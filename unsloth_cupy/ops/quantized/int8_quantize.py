@@ -55,4 +55,5 @@ def int8_quantize_forward(x: Array) -> tuple[Array, Array, Array]:
 
 @int8_quantize_forward.kernel(strided=("x",))
 def _launch(x: Array) -> tuple[Array, Array, Array]:
+    """Return codes, scales and absmax from the kernel."""
     return launch_quantize(x)

@@ -105,6 +105,7 @@ def _check(
     start: int,
     block: int,
 ) -> None:
+    """Raise ShapeError unless the arrays hold the part of the weight."""
     rows, width = w.shape
     last = start + (rows - 1) * columns + width if w.size else 0
     check_held(call, packed, absmax, absmax_codes, columns, last, block)
@@ -121,6 +122,7 @@ def _launch(
     block: int,
     fp4: bool,
 ) -> Any:
+    """Write the part of the weight to w by the kernel, and return w."""
     if not all(a is None or a.flags.c_contiguous for a in (w, packed, absmax, absmax_codes)):
         return no_kernel("w, codes or absmax are not contiguous")
     rows, width = w.shape
@@ -141,4 +143,5 @@ def _launch(
 
 @cache
 def _constants(dtype: Any, lanes: int, fp4: bool, double: bool) -> Constants:
+    """Return the constants of nf4_dequantize.cu."""
     return Constants(T=dtype, LANES=lanes, THREADS=THREADS, FP4=fp4, DOUBLE=double)

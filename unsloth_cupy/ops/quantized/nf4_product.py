@@ -61,6 +61,7 @@ def _check(
     absmax_codes: Array | None,
     block: int,
 ) -> None:
+    """Raise ShapeError unless the arrays hold the whole weight."""
     inputs = x.shape[1]
     check_held(call, packed, absmax, absmax_codes, inputs, out.shape[1] * inputs, block)
 
@@ -86,6 +87,7 @@ def _launch(
     fp4: bool,
     add: bool,
 ) -> Any:
+    """Write or add the product to out by the kernel, and return out."""
     whole = all(a is None or a.flags.c_contiguous for a in (packed, absmax, absmax_codes))
     if not whole:
         return no_kernel("codes or absmax are not contiguous")

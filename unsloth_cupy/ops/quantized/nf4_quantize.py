@@ -42,6 +42,7 @@ def nf4_quantize_forward(w: Array, *, block: int = 64, fp4: bool = False) -> tup
 
 @nf4_quantize_forward.kernel
 def _launch(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
+    """Return packed codes and absmax from the kernel."""
     packed = empty((-(-w.size // 2),), UINT8, like=w)
     absmax = empty((-(-w.size // block),), FLOAT32, like=w)
     constants = _constants(w.dtype, block, lanes(0, w), fp4)

@@ -57,6 +57,7 @@ NOT_PACKED = "w, planes or scale are not contiguous"
 def _check(
     call: str, w: Array, planes: Array, scale: Array, row: int, column: int, group: int
 ) -> None:
+    """Raise ShapeError unless planes and scale hold the part of the weight."""
     (rows, columns), (outputs, signs, plane_bytes) = w.shape, planes.shape
     groups = scale.shape[-1]
     scaled = plane_bytes * EIGHT if groups == 1 else groups * group
@@ -71,6 +72,7 @@ def _check(
 
 @ternary_dense_.kernel
 def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group: int) -> Any:
+    """Write the part of the weight to w by the kernel, and return w."""
     columns, plane_bytes, groups = w.shape[1], planes.shape[2], scale.shape[-1]
     packed = w.flags.c_contiguous and planes.flags.c_contiguous and scale.flags.c_contiguous
     if not packed or column % EIGHT or row_bytes(column + columns) > plane_bytes:
@@ -89,4 +91,5 @@ def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group:
 
 @cache
 def _constants(dtype: Any, scale: Any, lanes: int, grouped: bool) -> Constants:
+    """Return the constants of ternary_dense.cu."""
     return Constants(T=dtype, S=scale, LANES=lanes, GROUPED=grouped)

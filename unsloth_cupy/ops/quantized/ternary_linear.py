@@ -135,6 +135,7 @@ def _all(planes: Array, columns: int) -> tuple[slice, slice]:
 
 @ternary_linear_forward.require
 def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None:
+    """Raise ShapeError unless planes and scale fit x and group."""
     row = 2, row_bytes(x.shape[-1])
     if planes.shape[1:] != row:
         raise ShapeError(
@@ -152,6 +153,7 @@ def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None
 def _launch(
     x: Array, planes: Array, scale: Array, marks: Array | None, group: int, int8: bool
 ) -> Any:
+    """Return y from the kernel; with ``int8`` another kernel rounds x first."""
     outputs, (inputs, groups), plane_bytes = (
         planes.shape[0],
         (x.shape[-1], scale.shape[-1]),

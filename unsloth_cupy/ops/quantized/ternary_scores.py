@@ -93,6 +93,7 @@ def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -
 
 @ternary_scores_forward.require
 def _check(call: str, q: Array) -> None:
+    """Raise ShapeError unless q has two planes."""
     if q.shape[1] != 2:
         raise ShapeError(
             f"{call}: q has {q.shape[1]} planes; pass 2", expected=2, actual=q.shape[1]
@@ -101,6 +102,7 @@ def _check(call: str, q: Array) -> None:
 
 @ternary_scores_forward.kernel
 def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
+    """Return the scores from the kernel."""
     words = q.shape[2] * 8 // WORD
     if q.shape[2] % 4 or lanes(q.shape[2], q, k) < 4:
         return no_kernel("rows of the planes are not aligned to 4 bytes")
@@ -117,4 +119,5 @@ def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
 
 @cache
 def _constants(dtype: Any, q_rows: int) -> Constants:
+    """Return the constants of ternary_scores.cu."""
     return Constants(T=dtype, OWN=q_rows)

@@ -16,7 +16,7 @@ REPORTER = faults.reporter(
 )
 STATIC = 2048  # most bytes of static shared memory of a block, in addition to the dynamic part
 HELD = 4  # accesses that a thread holds in 16 registers: it needs 64 then, so an SM runs 1,024
-ALONE = 16  # accesses held if the block is the only one of an SM, with 128 registers a thread
+ALONE = 16  # accesses held by a thread with 128 registers, in the only block of an SM
 
 
 class Access(NamedTuple):

@@ -1,4 +1,4 @@
-"""A step of AdamW over all parameters of an optimizer: one launch, without waiting for the host.
+"""A step of AdamW over all parameters of an optimizer: one launch, and no read by the host.
 
 ``adamw.py`` has the formula.  If the averages of a parameter are stored as 8-bit codes, a step is
 

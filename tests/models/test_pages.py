@@ -154,7 +154,7 @@ def test_bad_calls(model: Any) -> None:
             call(TOKENS, sequences=[one, other])
         with pytest.raises(ConfigError, match=r"cache is a dict; pass a \w*KVCache"):
             call(TOKENS, cache={})
-    with pytest.raises(ConfigError, match="hold no padding; leave mask out"):
+    with pytest.raises(ConfigError, match="not hold padding; leave mask out"):
         model.logits(TOKENS, mask=mask, cache=cache, sequences=[one, other])
     with pytest.raises(ConfigError, match="leave cache out"):
         model.logits(TOKENS, offsets=np.array([0, 18]), cache=cache, sequences=[one, other])

@@ -78,7 +78,7 @@ def read_adapter(
             module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
             if not name.startswith(PREFIX) or module not in known:
                 raise ConfigError(
-                    f"{path / WEIGHTS}: tensor {name!r} belongs to no linear layer of the"
+                    f"{path / WEIGHTS}: tensor {name!r} does not belong to a linear layer of the"
                     f" {config.model_type}'s blocks; pass the model that the adapter is for"
                 )
             if array.dtype not in FLOATS:
@@ -105,7 +105,9 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
     initialisation = settings.get("init_lora_weights")
     if isinstance(initialisation, str) and initialisation.startswith(RESIDUAL):
         cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
-        raise ConfigError(f"{path}: it goes with a base that {initialisation!r} changed; {cure}")
+        raise ConfigError(
+            f"{path}: it needs the base weights that {initialisation!r} changed; {cure}"
+        )
     for key in ("r", "lora_alpha"):
         _check_number(path, key, settings.get(key, 8))
     for key in ("rank_pattern", "alpha_pattern"):
@@ -117,7 +119,7 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"{path}: {key} has {pattern!r}, with {error}") from None
+                raise ConfigError(f"{path}: {key} has the pattern {pattern!r}: {error}") from None
     dropout = settings.get("lora_dropout") or 0.0
     if not is_number(dropout) or not 0 <= dropout < 1:
         raise ConfigError(f"{path}: lora_dropout is {dropout!r}; it must be in 0 .. 1")

@@ -116,7 +116,7 @@ def stages_of(model: Network) -> Stages | None:
 def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
     """Raise unless generation can continue in the paged cache, if there is one."""
     if not isinstance(cache, PagedKVCache | None):
-        cure = "pass a PagedKVCache; without one, generate has a KVCache of its own"
+        cure = "pass a PagedKVCache; without one, generate creates a KVCache"
         raise ConfigError(f"generate: cache is a {type(cache).__name__}; {cure}")
     if cache is None:
         if sequences is not None:
@@ -125,8 +125,8 @@ def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
         return
     if (switch := _switch(config)) is not None:
         raise ConfigError(
-            f"generate: from {switch} tokens on the angles of this model are others for all"
-            " positions, which pages of several sequences cannot follow; leave cache out"
+            f"generate: from {switch} tokens on the angles of this model change for all positions,"
+            " which a PagedKVCache does not support; leave cache out"
         )
     if sequences is not None:
         PagedRows("generate", cache, sequences, batch)

@@ -281,7 +281,7 @@ def check_chunked(config: Config, adapter: Adapter | None) -> None:
     adapted = [] if adapter is None else [name for name in adapter.scales if ".mlp." in name]
     kind = f"the MLP of a {config.model_type} model"
     if config.bit_layers:
-        problem = f"{kind} is rounded as BitNet's"
+        problem = f"{kind} rounds its weights as BitNet does"
     elif config.activation != "silu":
         problem = f"{kind} has the activation {config.activation}, not silu"
     elif config.sub_norms or config.mlp_bias:

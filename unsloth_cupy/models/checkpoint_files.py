@@ -201,7 +201,8 @@ def _weight_files(folder: Path) -> list[str]:
         files = sorted(set(weights.values()))
         for file in files:
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ConfigError(f"{folder / INDEX}: {file!r} is not a safetensors file beside it")
+                problem = "is not the name of a safetensors file in this folder"
+                raise ConfigError(f"{folder / INDEX}: {file!r} {problem}")
         return files
     if (folder / SINGLE).exists():
         return [SINGLE]

@@ -45,8 +45,8 @@ class Context(NamedTuple):
         if comm is None or comm.size == 1:
             return None
         if mask is not None:
-            cure = "lay texts end to end with offsets, or give padding labels of -100"
-            raise ConfigError(f"Transformer: a mask is not divided among ranks; {cure}")
+            cure = "pack texts with offsets, or give padding labels of -100"
+            raise ConfigError(f"Transformer: a mask cannot be divided among ranks; {cure}")
         length = int(tokens.shape[1] if offsets is None else tokens.size)
         if kind not in KINDS:
             problem = f"Transformer: context_attention {kind!r} is not known"

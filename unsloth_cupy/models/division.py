@@ -256,7 +256,7 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if division is None:
         return adapter
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
-        problem = "the norms of DoRA are over whole rows, and are not divided among ranks"
+        problem = "DoRA needs the norms of whole rows, which ranks divide"
         raise ConfigError(f"Division: {problem}; use LoRA")
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
     own = {name: division.own(name, array) for name, array in held.items()}
@@ -269,8 +269,8 @@ def check_divides(config: Config, ranks: int) -> None:
     fits = dividing(heads, kv_heads)
     if ranks not in fits:
         listed = ", ".join(map(str, fits))
-        problem = f"{heads} heads, with {kv_heads} of keys, are not a multiple of {ranks} ranks"
-        raise ConfigError(f"Division: {problem}; divide the model among {listed}")
+        problem = f"{heads} heads and {kv_heads} key heads are not a multiple of {ranks} ranks"
+        raise ConfigError(f"Division: {problem}; divide it among {listed}")
     for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"

@@ -68,7 +68,7 @@ class Options:
         self._require(
             "cache_dtype",
             supported,
-            "be 'int8', or None: beside a cache, which has its own",
+            "be 'int8', or None; it must be None with a cache",
         )
         greedy = self.temperature == 0 and self.seed is None
         self._require(

@@ -72,9 +72,9 @@ def check(
         return rows
     if isinstance(cache, PagedKVCache):
         cure = "leave mask out, and pass texts of different lengths one at a time"
-        raise ConfigError(f"Transformer: sequences in pages hold no padding; {cure}")
+        raise ConfigError(f"Transformer: a PagedKVCache does not hold padding; {cure}")
     if mask.shape not in ((batch, new), (batch, held + new)):
-        problem = f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make equal"
+        problem = f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make them equal"
         raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(mask.shape))
     if mask.dtype.kind not in "biu":
         raise DTypeError(f"Transformer: mask is {mask.dtype}; it must be bool or an integer")
@@ -86,7 +86,7 @@ def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
     if mask is not None or cache is not None:
         other = "mask" if mask is not None else "cache"
         raise ConfigError(
-            f"Transformer: offsets lay texts end to end, without padding; leave {other} out"
+            f"Transformer: offsets are for packed texts without padding; leave {other} out"
         )
     if offsets.ndim != 1 or not len(offsets):
         problem = f"Transformer: offsets are {offsets.shape}; they must be (texts + 1,)"

@@ -83,7 +83,7 @@ def _checked(
     dtype = arrays["model.norm.weight"].dtype
     kinds = sorted({str(a.dtype) for a in arrays.values() if not isinstance(a, Stored)})
     if len(kinds) > 1 or dtype not in FLOATS:
-        cure = "bring them to one of float32, bfloat16 and float16: model.to(dtype)"
+        cure = "convert them to one of float32, bfloat16 and float16: model.to(dtype)"
         raise ConfigError(f"from_torch: the weights are {' and '.join(kinds)}; {cure}")
     return {n: a.computed_in(dtype) if isinstance(a, Stored) else a for n, a in arrays.items()}
 

@@ -28,7 +28,7 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     arrays.framework_of(labels, "loss: labels")  # raises for None and for a number
     arrays.common("loss", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
-        problem = f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal"
+        problem = f"loss: labels are {labels.shape}, tokens {tokens.shape}; make them equal"
         raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(labels.shape))
     if labels.dtype.kind != "i":
         raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")

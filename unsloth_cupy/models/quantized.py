@@ -130,7 +130,7 @@ def quantize(
     quantize_weight, division = maker_of("quantize", kind, skip, least), model.division
     quantizer = Quantizer("quantize", kind, division)
     if frozen := [name for name, array in model.parameters.items() if isinstance(array, Stored)]:
-        raise ConfigError(f"quantize: {frozen[0]} is quantized already; load the model anew")
+        raise ConfigError(f"quantize: {frozen[0]} is quantized already; load the model again")
     report = QuantizationReport(kind)
     for name in [*model.parameters]:
         array: Any = model.parameters[name]

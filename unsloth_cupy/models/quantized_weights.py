@@ -98,7 +98,7 @@ def saved_config(
     if inverse_scales(config):
         entries = [{**each, "linear_class": "bitlinear"} for each in entries]
     if any(each != entries[0] for each in entries):
-        raise ConfigError("save: weights are quantized in more than one way; quantize them alike")
+        raise ConfigError("save: weights are quantized in more than one way; use one kind")
     matrices = {n.removesuffix(".weight") for n, value in parameters.items() if value.ndim == 2}
     dense = matrices - {n.removesuffix(".weight") for n in quantized}
     listed = sorted(dense - {"model.embed_tokens", "lm_head"})  # the head is dense by default

@@ -130,13 +130,13 @@ class Step:
         if not self.captures:
             return self.run()
         cuda = gpu.cupy().cuda
-        here = cuda.get_current_stream()
+        current = cuda.get_current_stream()
         if self.side is None:
             self.side, self.pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
         # the graph stores addresses, so its arrays need memory that nothing else can reuse
         try:
             with self.side, cuda.using_allocator(self.pool.malloc):
-                self.side.wait_event(here.record())
+                self.side.wait_event(current.record())
                 if self.warm:
                     self._capture()
                 else:  # compilation and one-time allocations cannot be part of a graph
@@ -152,7 +152,7 @@ class Step:
                 whole,
             ) from error
         finally:
-            here.wait_event(self.side.record())
+            current.wait_event(self.side.record())
         return self._played()
 
     def _capture(self) -> None:

@@ -68,7 +68,7 @@ class Transformer(Network):
         if self.adapter is not None:
             raise ConfigError(
                 "add_adapter: the model has an adapter, which a new one would replace; call"
-                " merge_adapter() to keep what it learned, or set adapter = None to let it go"
+                " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
         if self.parts is not None and options.get("dora"):
             problem = "norms are of whole rows, which ranks keep parts of"

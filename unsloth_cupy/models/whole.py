@@ -25,7 +25,7 @@ def whole_parameters(
     frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
     if frozen is not None:
         cure = "save_adapter(folder) writes what was learned"
-        raise ConfigError(f"save: parts of {frozen} are quantized, and not a whole weight; {cure}")
+        raise ConfigError(f"save: {frozen} is quantized and divided, so not a whole weight; {cure}")
     first, stages = division.comm.rank == 0, division.stages
     whole: dict[str, Any] = {}
     for stage, name, shape, dtype in _listed(parameters, division):

@@ -56,7 +56,7 @@ class Overdue:
             self.waiting.popleft()
             self.since = time.monotonic()
         if self.waiting and time.monotonic() - self.since > self.timeout:
-            call, cure = self.waiting[0][1], "checked=True names the rank that does not come"
+            call, cure = self.waiting[0][1], "checked=True names the late rank"
             self._end(f"{call} waited {self.timeout:g} s for other ranks; {cure}")
 
     def _end(self, problem: str) -> None:

@@ -174,4 +174,4 @@ def check_reduction(op: str) -> None:
 def check_color(color: int) -> None:
     """Raise ConfigError unless color is a color."""
     if not is_integer(color) or not 0 <= color < 2**31:
-        raise ConfigError(f"split(color={color!r}) is not a color; pass an integer from 0 on")
+        raise ConfigError(f"split(color={color!r}) is not a color; pass an integer, 0 or more")

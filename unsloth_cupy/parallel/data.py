@@ -57,7 +57,7 @@ class DataParallel:
             problem = f"DataParallel(bucket_bytes={bucket_bytes!r}) is not a size"
             raise ConfigError(f"{problem}; pass 1 or more")
         self.model, self.comm, self.bucket_bytes = model, comm, bucket_bytes
-        self.beside = Beside(comm)
+        self.concurrent = ConcurrentSum(comm)
         for array in model.trainable.values():
             array[...] = comm.broadcast(array)
 
@@ -71,7 +71,7 @@ class DataParallel:
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
-        buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes, self.beside)
+        buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes, self.concurrent)
         token = take_gradients.set(buckets.take)
         try:
             loss, _ = self.model.loss_and_gradients(tokens, labels, count=count, **options)
@@ -82,13 +82,13 @@ class DataParallel:
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sums over ranks of gradients by name, such as sums of several batches."""
-        buckets = Buckets(gradients, self.comm, self.bucket_bytes, self.beside)
+        buckets = Buckets(gradients, self.comm, self.bucket_bytes, self.concurrent)
         for array in gradients.values():
             buckets.take(array, array)
         return buckets.sums()
 
 
-class Beside:
+class ConcurrentSum:
     """Computes sums over ranks; on a GPU in a second stream, concurrently with the current one."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -128,9 +128,9 @@ class Buckets:
         parameters: Mapping[str, Any],
         comm: Communicator,
         most: int,
-        beside: Beside | None = None,
+        concurrent: ConcurrentSum | None = None,
     ) -> None:
-        self.beside = Beside(comm) if beside is None else beside
+        self.concurrent = ConcurrentSum(comm) if concurrent is None else concurrent
         self.names = {id(array): name for name, array in parameters.items()}
         self.shapes = {name: array.shape for name, array in parameters.items()}
         self.own: dict[str, Any] = {}  # gradients that wait for their bucket to fill
@@ -145,7 +145,7 @@ class Buckets:
 
     def sums(self) -> dict[str, Any]:
         """Return all sums by name, which later work on the current stream may use."""
-        self.beside.join()
+        self.concurrent.join()
         return {name: self.summed[name] for name in self.shapes}
 
     def _next(self) -> list[str]:
@@ -174,7 +174,7 @@ class Buckets:
             places.append(slice(start, start + array.size))
             flat[places[-1]] = array.reshape(-1)
             start += array.size
-        total = self.beside.sum(flat)
+        total = self.concurrent.sum(flat)
         for name, place in zip(names, places, strict=True):
             self.summed[name] = total[place].reshape(self.shapes[name])
 

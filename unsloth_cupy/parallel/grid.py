@@ -48,7 +48,7 @@ def grid(
     listed = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
     valid = all(is_integer(size, 1) for size in sizes.values())
     if not valid or sizes["data"] * others != comm.size:
-        cure = "let their product be that number"
+        cure = "choose sizes whose product is that number"
         raise ConfigError(f"grid({listed}) is not a grid of {comm.size} ranks; {cure}")
     step, communicators = 1, dict[str, Communicator]()
     for name, size in [*sizes.items()][::-1]:

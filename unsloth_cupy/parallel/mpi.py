@@ -17,7 +17,7 @@ from ._killed import FAILED, farewell, watched
 from .communicator import check_color
 from .exchanges import Exchanges, raw
 
-DATA, TOLD = range(2)  # tags of messages
+DATA, NUMBERS = range(2)  # message tags: of arrays, and of ``_told``
 PRINTED = 0.3  # seconds for mpiexec to forward printed output before it ends all processes
 SPINS = 200  # polls without a pause, if each rank has a core
 NAP = 1e-4  # seconds of the first pause between polls
@@ -76,7 +76,7 @@ class MpiCommunicator(Exchanges):
 
     def _told(self, call: str, row: Any) -> Any:
         rows = np.empty((self.size, *row.shape), row.dtype)
-        self._swap(call, [row] * self.size, [*rows], TOLD)
+        self._swap(call, [row] * self.size, [*rows], NUMBERS)
         return rows
 
     def _post(self, x: Any, to: int) -> None:

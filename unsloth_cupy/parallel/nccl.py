@@ -92,7 +92,7 @@ class NcclCommunicator(Exchanges):
     def _met(cls, host: Host, checked: bool) -> "NcclCommunicator":
         """Return the communicator of the ranks of ``host``, each with a GPU of its machine."""
         if not (cupy() and count()):
-            cure = "see nvidia-smi; --device cpu, or MpiCommunicator, needs none"
+            cure = "check nvidia-smi, or use --device cpu or MpiCommunicator"
             raise DeviceError(f"NcclCommunicator: CuPy sees no GPU; {cure}")
         local = first_of(os.environ, LOCAL_RANK)
         own = host.local_rank() if local is None else int(local)

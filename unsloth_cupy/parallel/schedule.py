@@ -77,7 +77,7 @@ def pipeline_schedule(
     check_choice(call, "kind", kind, KINDS)
     chunks = (2 if kind == "interleaved" else 1) if chunks is None else chunks
     if not all(is_integer(size, 1) for size in (stages, microbatches, chunks)):
-        raise ConfigError(f"{call}: a size is not an integer of 1 or more; pass such sizes")
+        raise ConfigError(f"{call}: a size is not a positive integer; pass 1 or more")
     check_bytes(call, REFERENCE * 2 * stages * microbatches * chunks)
     if chunks > 1 and kind != "interleaved":
         raise ConfigError(f"{call}: {kind} does not have chunks; choose 'interleaved'")

@@ -159,7 +159,7 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
         listed = ", ".join(f"{n}={v}" for n, v in variables.items() if v is not None)
         problem = f"from_environment: {listed} MASTER_ADDR={address} MASTER_PORT={port} is not"
         cure = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
-        raise ConfigError(f"{problem} how ranks meet; {cure}")
+        raise ConfigError(f"{problem} enough to connect ranks; {cure}")
     port_is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(rank or 0), int(size or 0), address, int(port or 0) + port_is_taken
 

@@ -87,7 +87,7 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if (config.output_bias or config.mlp_bias) and not known.biases:
         yield "has no bias in its output projection and its MLP"
     if known.output == "tied" and not config.tied:
-        yield "has no head of its own beside the embedding"
+        yield "has no head of its own, separate from the embedding"
     if known.softcap and not (config.softcap and config.logit_softcap):
         yield "always caps scores and logits"
     rope, local_rope = ropes(config)

@@ -162,7 +162,7 @@ def _new_file(file: Any) -> Path:
     if path.exists():
         raise ConfigError(f"export_gguf: {path} exists; remove it, or name another file")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"export_gguf: {path.parent} is not a folder; make it first")
+        raise ConfigError(f"export_gguf: {path.parent} is not a folder; create it first")
     return path
 
 

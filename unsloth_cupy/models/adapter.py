@@ -54,6 +54,7 @@ class Adapter:
         self.scales = {module.removeprefix(PREFIX): self._scale(module) for module in modules}
 
     def _scale(self, module: str) -> float:
+        """Return alpha / rank of a module; alpha / sqrt(rank) for rsLoRA."""
         rank = self.parameters[f"{module}.{DOWN}"].shape[0]
         patterns = self.settings.get("alpha_pattern") or {}
         alpha = by_pattern(patterns, module, self.settings.get("lora_alpha", 8))
@@ -89,6 +90,7 @@ class Adapter:
         ]
 
     def _layer(self, parameters: Mapping[str, Any], module: str) -> LoraLayer:
+        """Return the arrays and the scale of an adapted layer."""
         prefix = f"{PREFIX}{module}."
         return LoraLayer(
             parameters[f"{module}.weight"],

@@ -126,6 +126,7 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_number(path: Path, key: str, value: Any) -> None:
+    """Raise a ConfigError unless a setting is a positive number."""
     if not is_number(value) or not 0 < value < math.inf:
         raise ConfigError(f"{path}: {key} is {value!r}; it must be positive")
 

@@ -93,6 +93,7 @@ class InPages:
         return logits
 
     def _last(self, tokens: Array, sequences: Sequence[int]) -> Array:
+        """Return the logits after the last of these tokens, which are on the host."""
         new = on_device_of(tokens, self.like)
         return last_logits(self.model, new, cache=self.cache, sequences=sequences)
 

@@ -147,6 +147,7 @@ def join(call: Call, prefix: str, norm: str | None, branch: Any, stream: Any) ->
 
 
 def _norm(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
+    """Return an RMS norm of x; x itself if there is no such norm."""
     if norm is None:
         return x
     weight = call.parameters[f"{prefix}{norm}.weight"]

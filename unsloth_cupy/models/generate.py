@@ -76,6 +76,7 @@ class Options:
         )
 
     def _require(self, name: str, valid: bool, must: str) -> None:
+        """Raise a ConfigError that says what an option must be, unless it is valid."""
         if not valid:
             raise ConfigError(f"{self.CALL}: {name}={getattr(self, name)!r} must {must}")
 

@@ -147,6 +147,7 @@ def _packed(angles: Angles, total: int, offsets: Any) -> Places:
 
 
 def _tables(angles: Angles, length: int) -> dict[str, tuple[Any, Any]]:
+    """Return cos and sin of ``length`` positions, by layer type."""
     return {kind: tables(max(length, 1)) for kind, tables in angles.tables.items()}
 
 

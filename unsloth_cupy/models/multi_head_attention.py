@@ -203,6 +203,7 @@ class MultiHeadAttention:
             array[...] = arrays.rounded(named[name], array.dtype)
 
     def _check_names(self, call: str, wrong: Any, what: str) -> None:
+        """Raise a ConfigError if there are wrong names of parameters."""
         if wrong:
             known = ", ".join(self.parameters)
             listed = ", ".join(sorted(map(str, wrong)))
@@ -212,5 +213,6 @@ class MultiHeadAttention:
 
 
 def _require(valid: bool, name: str, value: Any, cure: str) -> None:
+    """Raise a ConfigError unless an argument is valid."""
     if not valid:
         raise ConfigError(f"MultiHeadAttention({name}={value!r}): {cure}")

@@ -58,6 +58,7 @@ def narrow(
 
 
 def _int8(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice]) -> Narrow | None:
+    """Return rows or columns of an ``Int8`` weight; see ``narrow``."""
     if not _fit(tensors, {CODES: shape, "SCB": shape[:1]}):
         return None
     cut = (CODES,) if axis else (CODES, "SCB")
@@ -65,6 +66,7 @@ def _int8(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice]) -> N
 
 
 def _four_bits(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice]) -> Narrow | None:
+    """Return rows of an ``Nf4`` weight; see ``narrow``."""
     name, quant_state = _facts(tensors, STATES)
     block, (rows, columns) = quant_state.get("blocksize"), shape
     if axis or block not in BLOCKS or quant_state.get("shape") != [rows, columns]:
@@ -88,6 +90,7 @@ def _four_bits(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice])
 
 
 def _ternary(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice]) -> Narrow | None:
+    """Return rows or columns of a packed ``Ternary`` weight; see ``narrow``."""
     name, form = _facts(tensors, ("weight_form",))
     (rows, columns), quarter = shape, shape[0] // 4
     grouped = form.get("group") is not None
@@ -161,6 +164,7 @@ def _widened(places: Sequence[slice], step: int, size: int) -> list[slice]:
 
 
 def _length(places: Sequence[slice]) -> int:
+    """Return the sum of the lengths of slices."""
     return sum(piece.stop - piece.start for piece in places)
 
 

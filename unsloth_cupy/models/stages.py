@@ -85,6 +85,7 @@ class ModelStage:
         return None if x is None else gradients[-1]
 
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
+        """Return this rank's tokens of a microbatch; None if ranks do not divide them."""
         model, offsets = self.model, microbatch.get("offsets")
         kind = model.context_attention
         return Context.of(model.context, microbatch["tokens"], None, offsets, kind)

@@ -79,10 +79,12 @@ class Unread:
         return {key: Unread(self.name, each, self.files) for key, each in homes.items()}
 
     def _assembled(self, state: Mapping[str, Array], shape: Sequence[int]) -> Quantized:
+        """Return the quantized weight of these arrays."""
         kind: Any = self.home.kind
         return assembled(self.name, kind, state, shape, self.dtype, self.home.inverse)
 
     def _cast(self, read: Array) -> Array:
+        """Return an array that was read, in the dtype of results, writeable."""
         dtype = self.dtype or self.home.dtype
         return _owned(read if dtype is None else read.astype(dtype, copy=False))
 

@@ -45,6 +45,7 @@ class Overdue:
         self._end(f"rank {rank} has failed: {why}")
 
     def _look(self) -> None:
+        """Check for overdue calls for ever; the body of the thread."""
         with cupy().cuda.Device(self.device):
             while True:
                 self.look()
@@ -60,6 +61,7 @@ class Overdue:
             self._end(f"{call} waited {self.timeout:g} s for other ranks; {cure}")
 
     def _end(self, problem: str) -> None:
+        """Print the problem, abort NCCL and end the process."""
         print(f"rank {self.rank}: {problem}", file=sys.stderr, flush=True)
         self.comm.abort()
         os._exit(1)

@@ -75,11 +75,13 @@ class MpiCommunicator(Exchanges):
         return MpiCommunicator(comm, timeout=self.timeout, checked=self.checked)
 
     def _told(self, call: str, row: Any) -> Any:
+        """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
         rows = np.empty((self.size, *row.shape), row.dtype)
         self._swap(call, [row] * self.size, [*rows], NUMBERS)
         return rows
 
     def _post(self, x: Any, to: int) -> None:
+        """Send a copy of an array without waiting."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
         x = x.copy()
         self._sent.append((self._comm.Isend([raw(x), self._mpi.BYTE], to, DATA), x))

@@ -126,6 +126,7 @@ class NcclCommunicator(Exchanges):
         self._overdue.watch(call)
 
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
+        """Send and receive as in ``Exchanges``; NumPy arrays go through the host."""
         if self.host is not None and not all(map(_is_on_gpu, (*given, *taken))):
             self.host._swap(call, given, taken)
             return
@@ -149,6 +150,7 @@ class NcclCommunicator(Exchanges):
         self._overdue.watch(call)
 
     def _told(self, call: str, row: Any) -> Any:
+        """Return the rows of all ranks, exchanged by the hosts if there are any."""
         if self.host is not None:
             return self.host._told(call, row)
         module = cupy()
@@ -158,12 +160,14 @@ class NcclCommunicator(Exchanges):
         return rows.get()
 
     def _post(self, x: Any, to: int) -> None:
+        """Send an array; a NumPy array goes through the host."""
         if self.host is not None and not _is_on_gpu(x):
             self.host._post(x, to)
             return
         self._swap("send", self._only(to, x), [None] * self.size)
 
     def _own(self, call: str, x: Any) -> Any:
+        """Return x in C order; raise unless it is a CuPy array, or with a host a NumPy array."""
         kind: Any = type(x)
         if not is_cupys(kind):
             if self.host is not None:
@@ -173,6 +177,7 @@ class NcclCommunicator(Exchanges):
         return packed(x)
 
     def _placed(self, row: Any, like: Any) -> Any:
+        """Return a NumPy row on the device of ``like``."""
         return cupy().asarray(row) if _is_on_gpu(like) else row
 
 

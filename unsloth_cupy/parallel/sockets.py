@@ -98,6 +98,7 @@ class SocketCommunicator(Exchanges):
         return comm
 
     def _swap(self, call: str, given: list[Any], taken: list[Any], kind: str = "") -> None:
+        """Send and receive as in ``Exchanges``; ``kind`` separates messages of ``_told``."""
         for rank, array in enumerate(given):
             if array is not None and rank != self.rank:
                 self.peers.send(self._members[rank], self._group + kind, raw(array))
@@ -128,11 +129,13 @@ class SocketCommunicator(Exchanges):
         raw(array)[...] = np.frombuffer(data, np.uint8)
 
     def _told(self, call: str, row: Any) -> Any:
+        """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
         rows = np.empty((self.size, *row.shape), row.dtype)
         self._swap(call, [row] * self.size, [*rows], ":told")
         return rows
 
     def _post(self, x: Any, to: int) -> None:
+        """Send an array, which the other rank's thread receives at once."""
         self.peers.send(self._members[to], self._group, raw(x))
 
     def local_rank(self) -> int:

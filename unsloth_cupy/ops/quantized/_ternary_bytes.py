@@ -145,7 +145,7 @@ def _pack_tq1(blocks: Array) -> Array:
     for values, digits, count in PARTS:
         part = blocks[..., start : start + values].reshape(*blocks.shape[:2], digits, count)
         number = (part * POWERS[:digits, None]).sum(axis=-2, dtype=np.uint16)
-        packed.append((number * 256 + 242) // 243)  # rounded up: times 3, the carry is the exact digit
+        packed.append((number * 256 + 242) // 243)  # rounded up: times 3, the carry is the digit
         start += values
     return np.concatenate(packed, axis=-1).astype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""What is emitted: PTX, executed and read, and SASS."""
+"""Tests of the code that NVRTC emits: PTX, executed and parsed, and SASS."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ ARCHITECTURES = (80, 90, 100, 120)
 def on(
     architecture: int, kind: Callable[..., Emulator] = PtxEmulator, **more: Any
 ) -> Callable[..., Emulator]:
-    """Return what makes an emulator of an architecture, with its limits or lower ones."""
+    """Return a function that creates emulators of an architecture, with at most its limits."""
 
-    def made(**machine: Any) -> Emulator:
+    def create(**machine: Any) -> Emulator:
         clusters = architecture >= 90 and machine.pop("clusters", True)
         most = min(LIMITS[str(architecture)][3], machine.pop("shared_memory", 1 << 20))
-        how = {"architecture": architecture, "clusters": clusters, "shared_memory": most}
-        return kind(**(how | more | machine))
+        limits = {"architecture": architecture, "clusters": clusters, "shared_memory": most}
+        return kind(**(limits | more | machine))
 
-    return made
+    return create

@@ -1,10 +1,10 @@
-"""What the text of a kernel's PTX shows, without running it.
+"""Check the text of kernels' PTX without running it.
 
-    python -m tests.compiled.emitted [--arch 100] [KERNELS]     what is wrong with which variant
+    python -m tests.compiled.emitted [--arch 100] [KERNELS]     lists the faults of each variant
 
-All variants of all kernels on all architectures, or some.
-Registers are followed to the parameters that they come from, so that an access is known by its
-arrays, and to what every value of theirs is a multiple of, so that its alignment is.
+It checks all variants of all kernels on all architectures, or some.
+Registers are traced back to the kernel's parameters, which shows the arrays of an access, and to
+the power of two that divides all of their values, which shows its alignment.
 """
 
 import argparse
@@ -22,32 +22,33 @@ from ..sass import alignment, whole
 from ..variants import ARCHITECTURES, Variant, constants, declared, variants
 from .uniform import unproved_barriers
 
-# Kernels that compute in float64, and where they mean to.
+# Kernels that compute in float64 on purpose, and the reason.
 DOUBLE = {
     "adamw_step": "1 - beta^step, which float32 would lose",
     "measure": "a sum of squares of all gradients",
-    "loss_scaler": "a scale that grows for long",
-    "rope": "angles lose their half turns, for any position",
+    "loss_scaler": "a scale that grows over many steps",
+    "rope": "half turns are subtracted from angles, at any position",
 }
-# Kernels, and files, whose vector accesses no launch alone proves, and what does.
+# Kernels, and files, whose vector accesses cannot be proved aligned from the launch, and what
+# aligns them.
 ALIGNED_OTHERWISE = {
     "attention_gradient.cuh": "rows of numbers beside scores are padded to whole tiles",
-    "cross_entropy_forward": "a row begins where `cut` says that it may",
-    "cross_entropy_backward": "a row begins where `cut` says that it may",
-    "cross_entropy_over_": "a row begins where `cut` says that it may",
-    "rescale": "a table of addresses holds arrays of which each says what it allows",
-    "measure": "a table of addresses holds arrays of which each says what it allows",
-    "adamw_step": "a table of addresses holds arrays of which each says what it allows",
-    "nf4_product_": "a row of codes begins behind a division that the proof does not follow",
-    "int8_linear": "a pair of columns begins at an even one, which PAIRS asserts",
-    "ternary_linear": "WIDE and X_WIDE say it of rows of words and of x, not LANES",
+    "cross_entropy_forward": "`cut` moves the begin of a row to an aligned address",
+    "cross_entropy_backward": "`cut` moves the begin of a row to an aligned address",
+    "cross_entropy_over_": "`cut` moves the begin of a row to an aligned address",
+    "rescale": "a table of addresses also has the alignment of each array",
+    "measure": "a table of addresses also has the alignment of each array",
+    "adamw_step": "a table of addresses also has the alignment of each array",
+    "nf4_product_": "the begin of a row of codes is a quotient, which the proof does not follow",
+    "int8_linear": "a pair of columns begins at an even column, which PAIRS asserts",
+    "ternary_linear": "WIDE and X_WIDE give the alignment of rows of words and of x, not LANES",
 }
 COPIES = ("mov", "cvta", "cvt", "add", "sub", "or", "selp", "mad", "and", "xor", "min", "max")
 WRITES = ("st", "red", "atom")
 
 
 class Statement(NamedTuple):
-    """An instruction of PTX: its guard, words, operands, and place in the source."""
+    """An instruction of PTX: its guard, the parts of its name, operands, source location."""
 
     guard: str
     words: tuple[str, ...]
@@ -60,7 +61,7 @@ class Statement(NamedTuple):
 
 
 class Kernel:
-    """The statements of an entry, and what its registers come from."""
+    """The statements of an entry function; ``arrays`` has the origins of its registers."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -75,32 +76,32 @@ class Kernel:
 
     def _follow(self) -> dict[str, frozenset[str]]:
         """Return the parameters that each register may point into."""
-        found: dict[str, frozenset[str]] = {}
+        origins: dict[str, frozenset[str]] = {}
         grows = True
         while grows:
             grows = False
             for s in self.statements:
                 if s.name == "ld" and "param" in s.words and s.words[-1].endswith("64"):
                     base, _, offset = s.ops[1].strip("[]").partition("+")
-                    made = frozenset([base] if not offset else [])
+                    more = frozenset([base] if not offset else [])
                 elif s.name in COPIES and s.ops and not s.ops[0].startswith("{"):
-                    made = frozenset().union(*(found.get(o, frozenset()) for o in s.ops[1:]))
+                    more = frozenset().union(*(origins.get(o, frozenset()) for o in s.ops[1:]))
                 else:
                     continue
-                before = found.get(s.ops[0], frozenset())
-                if not made <= before:
-                    found[s.ops[0]] = before | made
+                before = origins.get(s.ops[0], frozenset())
+                if not more <= before:
+                    origins[s.ops[0]] = before | more
                     grows = True
-        return found
+        return origins
 
     def of(self, address: str) -> frozenset[str]:
-        """Return the arrays that an address may lie in."""
+        """Return the arrays that an address may point into."""
         return self.arrays.get(address.strip("[]").partition("+")[0].strip(), frozenset())
 
 
-# ---- what may not be --------------------------------------------------------------------------
+# ---- faults: each check yields those of a kernel ----------------------------------------------
 def read_only_cache(kernel: Kernel) -> Iterator[str]:
-    """No ld.global.nc of memory that the launch writes: that cache does not see stores."""
+    """No ld.global.nc of memory that the launch writes, as that cache does not see stores."""
     written = frozenset().union(
         *(kernel.of(op) for s in kernel.statements if s.name in WRITES for op in s.ops[:2]),
         *(kernel.of(s.ops[0]) for s in kernel.statements if "bulk_group" in s.words and s.ops),
@@ -116,7 +117,7 @@ def local_memory(kernel: Kernel) -> Iterator[str]:
 
 
 def double_precision(kernel: Kernel) -> Iterator[str]:
-    """No float64: a GPU for graphics does one for 64 of float32."""
+    """No float64: graphics GPUs have 1/64 of the throughput of float32."""
     for s in kernel.statements:
         if "f64" in s.words and s.name not in ("mov", "ld", "st"):
             yield f"{s.place}: {'.'.join(s.words)}"
@@ -124,7 +125,7 @@ def double_precision(kernel: Kernel) -> Iterator[str]:
 
 
 def reciprocals(kernel: Kernel) -> Iterator[str]:
-    """No product with a rounded reciprocal where the source divides."""
+    """No multiplication by a rounded reciprocal where the source divides."""
     for s in kernel.statements:
         number = re.fullmatch(r"0[fF](\w{8})", s.ops[-1]) if s.name == "mul" and s.ops else None
         if number is None or "f32" not in s.words:
@@ -138,14 +139,14 @@ def reciprocals(kernel: Kernel) -> Iterator[str]:
 
 
 def source_of(place: str) -> str:
-    """Return the line of the source, without its comment; nothing where it is not ours."""
+    """Return the source line of a location, without its comment; "" if it is not in kernels_cu."""
     file, line = place.partition(" in ")[0].rsplit(":", 1)
     path = next((p for p in source_root().rglob(file)), None)
     return path.read_text().splitlines()[int(line) - 1].partition("//")[0] if path else ""
 
 
 def split_stores(kernel: Kernel) -> Iterator[str]:
-    """No store of 16 bytes that falls into four: see ``store`` of common/vector.cuh."""
+    """No store of 16 bytes that is split into four: see ``store`` of common/vector.cuh."""
     run = 0
     last = ("", 0)
     for s in kernel.statements:
@@ -162,29 +163,30 @@ def split_stores(kernel: Kernel) -> Iterator[str]:
 
 
 def guarded_barriers(kernel: Kernel) -> Iterator[str]:
-    """No barrier under a predicate: all threads of a warp come to it, or branch around it."""
+    """No barrier under a predicate: either all threads of a warp execute it, or they branch."""
     for s in kernel.statements:
         if s.guard and (s.name in ("bar", "barrier") and s.words[1] != "red"):
             yield f"{s.place}: @{s.guard} {'.'.join(s.words)}"
 
 
 # ---- alignment ----------------------------------------------------------------------------------
-ANY = 1 << 30  # what 0 is a multiple of
+ANY = 1 << 30  # stands for every power of two, of which 0 is a multiple
 
 
 def twos(number: int) -> int:
-    """Return the power of two that divides a number."""
+    """Return the largest power of two that divides a number."""
     return number & -number if number else ANY
 
 
 def multiples(kernel: Kernel, aligned: int, lanes: int) -> dict[str, int]:
-    """Return the power of two that divides each register.
+    """Return the power of two that divides every value of each register.
 
-    Pointers are aligned as the launch says, and its strides are multiples of what a thread takes.
+    Pointer parameters have the alignment that the launch gives; other parameters, such as strides,
+    are multiples of the values in a thread's access.
     """
     known: dict[str, int] = {}
     pointers = {s.ops[1] for s in kernel.statements if s.name == "cvta"}
-    for s in reversed(kernel.statements):  # one of several, which the kernel chooses
+    for s in reversed(kernel.statements):  # pointers between which the kernel chooses
         if s.name in ("mov", "selp") and s.ops[0] in pointers:
             pointers |= {*s.ops[1:3]}
 
@@ -193,7 +195,7 @@ def multiples(kernel: Kernel, aligned: int, lanes: int) -> dict[str, int]:
             return twos(int(operand))
         return known.get(operand, ANY if operand.startswith("%r") else 1)
 
-    def made(s: Statement) -> int:  # noqa: PLR0911
+    def result(s: Statement) -> int:  # noqa: PLR0911
         a = [of(o) for o in s.ops[1:]]
         match s.name:
             case "ld" if "param" in s.words:
@@ -217,7 +219,7 @@ def multiples(kernel: Kernel, aligned: int, lanes: int) -> dict[str, int]:
             case "shl" if s.ops[2].isdigit():
                 return min(a[0] << int(s.ops[2]), ANY)
             case "shr" if s.ops[2] == str(8 * SIZE[WIDTH[s.words[-1]]] - 1):
-                return ANY  # the sign of an index, which a division by 2 adds: 0
+                return ANY  # the sign of an index, which a division by 2 adds; it is 0
             case "shr" if s.ops[2].isdigit():
                 return max(a[0] >> int(s.ops[2]), 1)
         return 1
@@ -229,7 +231,7 @@ def multiples(kernel: Kernel, aligned: int, lanes: int) -> dict[str, int]:
             if not s.ops or not s.ops[0].startswith("%"):
                 continue
             for target in operands(s.ops[0].strip("{}")):
-                value = made(s) if s.name not in ("bfi", "bfe") else 1
+                value = result(s) if s.name not in ("bfi", "bfe") else 1
                 if value < known.get(target, ANY + 1):
                     known[target] = value
                     shrinks = True
@@ -237,7 +239,7 @@ def multiples(kernel: Kernel, aligned: int, lanes: int) -> dict[str, int]:
 
 
 def unproved(kernel: Kernel, aligned: int, lanes: int) -> Iterator[str]:
-    """Yield vector accesses of global memory that are aligned by no proof from the launch."""
+    """Yield vector accesses of global memory that are not provably aligned."""
     known = multiples(kernel, aligned, lanes)
     for s in kernel.statements:
         if s.name not in ("ld", "st") or "global" not in s.words:
@@ -262,43 +264,43 @@ CHECKS: dict[str, Callable[[Kernel], Iterator[str]]] = {
 
 
 def kernel_of(variant: Variant) -> Kernel:
-    """Return what NVRTC makes of a variant's kernel."""
+    """Return the PTX of a variant's kernel, parsed."""
     arch = f"{variant.arch}{'a' * (variant.arch == '90')}"
-    made = ptx(variant.launch.source, variant.kernel, arch)
-    bodies = functions(made.text)[1]
-    return Kernel(next(body for body in bodies if body.name == made.entry))
+    compiled = ptx(variant.launch.source, variant.kernel, arch)
+    bodies = functions(compiled.text)[1]
+    return Kernel(next(body for body in bodies if body.name == compiled.entry))
 
 
 def faults(variant: Variant) -> list[str]:
-    """Return what is wrong with a variant."""
-    kernel, found = kernel_of(variant), []
+    """Return the faults of a variant by all checks."""
+    kernel, messages = kernel_of(variant), []
     for name, check in CHECKS.items():
         if name == "double precision" and variant.kernel in DOUBLE:
             continue
-        found += [f"{variant}: {name}: {said}" for said in check(kernel)]
+        messages += [f"{variant}: {name}: {fault}" for fault in check(kernel)]
     lanes = int(constants(variant.launch.source).get("LANES", 1))
     known = ALIGNED_OTHERWISE if whole(variant) else {}
     if variant.kernel not in known:
-        several = unproved(kernel, alignment(variant), lanes)
-        several = (said for said in several if said.partition(":")[0] not in known)
-        found += [f"{variant}: alignment: {said}" for said in several]
-    return found
+        accesses = unproved(kernel, alignment(variant), lanes)
+        accesses = (access for access in accesses if access.partition(":")[0] not in known)
+        messages += [f"{variant}: alignment: {access}" for access in accesses]
+    return messages
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(prog="python -m tests.compiled.emitted", description=__doc__)
-    words.add_argument("--arch", choices=ARCHITECTURES, action="append", help="all by default")
-    words.add_argument("kernels", nargs="*", help="names of kernels; all by default")
-    given = words.parse_args()
-    every = (v for arch in given.arch or ARCHITECTURES for v in variants(arch))
-    several = [v for v in every if v.kernel in (given.kernels or declared())]
+    parser = argparse.ArgumentParser(prog="python -m tests.compiled.emitted", description=__doc__)
+    parser.add_argument("--arch", choices=ARCHITECTURES, action="append", help="all by default")
+    parser.add_argument("kernels", nargs="*", help="names of kernels; all by default")
+    args = parser.parse_args()
+    every = (v for arch in args.arch or ARCHITECTURES for v in variants(arch))
+    chosen = [v for v in every if v.kernel in (args.kernels or declared())]
     bad = 0
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        for found in pool.map(faults, several, chunksize=8):
-            bad += len(found)
-            for said in found:
-                print(said, flush=True)
-    print(f"{len(several)} variants, {bad} faults")
+        for messages in pool.map(faults, chosen, chunksize=8):
+            bad += len(messages)
+            for message in messages:
+                print(message, flush=True)
+    print(f"{len(chosen)} variants, {bad} faults")
     sys.exit(bad > 0)
 
 

@@ -1,14 +1,14 @@
-"""Break the inline assembly, one piece at a time: a run must notice, or the piece is harmless.
+"""Mutation tests of the inline assembly: a run must detect each change, or it must be harmless.
 
     python -m tests.compiled.mutants [--arch 100] [--nvrtc 13.5] [WORDS]
 
-All, or those whose names hold words.
+runs all mutants, or those whose names contain the words.
 
 A mutant is a copy of ``common/ptx.cuh`` or ``common/hopper.cuh`` in which one asm statement lacks
 ``volatile`` or ``memory``, has two operands swapped, another constraint, size, modifier or count,
-or is gone.  It is judged by the primitives and the loops of ``kernels/order.cu`` whose PTX it
-changes.  One that changes no PTX of theirs is told as ``same``; one that changes it and is noticed
-by none must stand in ``harmless.toml``, with a reason.
+or is removed.  Its judges are those primitives, and loops of ``kernels/order.cu``, whose PTX it
+changes.  A mutant that changes no PTX of theirs is reported as ``same``; one that changes it and
+that no judge detects must be listed in ``harmless.toml``, with a reason.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from . import on
 HARMLESS = tomllib.loads((Path(__file__).with_name("harmless.toml")).read_text())
 OWN = Path(__file__).with_name("kernels")
 FILES = ("common/ptx.cuh", "common/hopper.cuh")
-JUDGES = 4  # that a mutant is shown to, at most
+JUDGES = 4  # the most judges of a mutant
 ROUNDS = 3
 ASM = re.compile(r"\basm( volatile)?\s*\(")
 FUNCTION = re.compile(r"PTX [\w *]*?\b(\w+(?:##\w+)*)\s*\(")
-# In a template: what is replaced, by what.
+# Edits of an asm template: pattern and replacement.
 EDITS = {
     r"\.trans\b": "",
     r"\.x4\.shared": ".x4.trans.shared",
@@ -71,7 +71,7 @@ EDITS = {
 
 
 class Mutant(NamedTuple):
-    """A change of one asm statement: of a file, in a function, what is done, the new text."""
+    """A change of one asm statement: file, function, description, new text of the file."""
 
     file: str
     function: str
@@ -84,9 +84,9 @@ class Mutant(NamedTuple):
 
 
 def statements(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the asm statements: function, start, end behind the closing bracket."""
-    for found in ASM.finditer(text):
-        depth, quoted, end = 0, False, found.end() - 1
+    """Yield the asm statements: function, start, and end (after the closing bracket)."""
+    for statement in ASM.finditer(text):
+        depth, quoted, end = 0, False, statement.end() - 1
         while True:
             c = text[end]
             quoted ^= c == '"' and text[end - 1] != "\\"
@@ -94,24 +94,24 @@ def statements(text: str) -> Iterator[tuple[str, int, int]]:
             end += 1
             if not depth:
                 break
-        names = FUNCTION.findall(text[: found.start()])
-        named = "#define WGMMA_NAME" in text[found.start() - 100 : found.start()]
-        yield "WGMMA_NAME" if named else names[-1], found.start(), end
+        names = FUNCTION.findall(text[: statement.start()])
+        named = "#define WGMMA_NAME" in text[statement.start() - 100 : statement.start()]
+        yield "WGMMA_NAME" if named else names[-1], statement.start(), end
 
 
 def parts(asm: str) -> list[str]:
-    """Return template, outputs, inputs and clobbers, with what stands before."""
-    found, quoted, last = [], False, 0
+    """Split an asm statement at colons: begin and template, outputs, inputs, clobbers."""
+    split, quoted, last = [], False, 0
     for i, c in enumerate(asm):
         quoted ^= c == '"' and asm[i - 1] != "\\"
         if c == ":" and not quoted:
-            found.append(asm[last:i])
+            split.append(asm[last:i])
             last = i + 1
-    return [*found, asm[last:]]
+    return [*split, asm[last:]]
 
 
 def changes(asm: str) -> Iterator[tuple[str, str]]:
-    """Yield what can be done to a statement, and the statement then."""
+    """Yield every change of a statement: its description, and the changed statement."""
     if " volatile" in asm:
         yield "no volatile", asm.replace(" volatile", "", 1)
     if '"memory"' in asm:
@@ -139,19 +139,19 @@ def changes(asm: str) -> Iterator[tuple[str, str]]:
 
 def mutants() -> list[Mutant]:
     """Return every mutant of both files."""
-    found = []
+    every = []
     for file in FILES:
         text = (source_root() / file).read_text()
         for number, (function, start, end) in enumerate(statements(text)):
             for what, asm in changes(text[start:end]):
                 edited = text[:start] + asm + text[end:]
-                found.append(Mutant(file, function, number, what, edited))
-    return found
+                every.append(Mutant(file, function, number, what, edited))
+    return every
 
 
 # ---- judges -------------------------------------------------------------------------------------
 class Judge(NamedTuple):
-    """A kernel, and what runs it: 0 where the result is right."""
+    """A kernel that detects mutants: ``wrong`` runs it, and is 0 if the result is correct."""
 
     file: str
     kernel: str
@@ -161,17 +161,17 @@ class Judge(NamedTuple):
         return f'#include "common/device.cuh"\n#include "{self.file}"\n'
 
     def ptx(self, folders: tuple[Path, ...], arch: int) -> str:
-        """Return the PTX of the kernel, without what changes with every edit of a line."""
-        made = ptx(self.source(), self.kernel, f"{arch}{'a' * (arch == 90)}", folders)
-        text = made.text[made.text.index(f".entry {made.entry}(") :]
+        """Return the PTX of the kernel, without comments and line numbers."""
+        compiled = ptx(self.source(), self.kernel, f"{arch}{'a' * (arch == 90)}", folders)
+        text = compiled.text[compiled.text.index(f".entry {compiled.entry}(") :]
         text = re.sub(r"(?m)^\s*\.loc.*$|//.*$", "", text[: text.index("\n}")])
         return re.sub(r"\n\s*\n+", "\n", text)
 
     def wrong(self, folders: tuple[Path, ...], arch: int, seed: int) -> int:
-        """Return how many words are wrong."""
+        """Return the number of wrong words in the result."""
 
-        def kind(**how: Any) -> PtxEmulator:
-            return on(arch)(**{**how, "folders": (*folders, *how["folders"])})
+        def kind(**options: Any) -> PtxEmulator:
+            return on(arch)(**{**options, "folders": (*folders, *options["folders"])})
 
         if self.file != "order.cu":
             return primitive(self.name, kind=kind, seed=seed)
@@ -195,7 +195,7 @@ ORDER = {  # blocks, threads
 
 @functools.cache
 def expected(name: str) -> np.ndarray:
-    """Return what a loop of order.cu writes."""
+    """Return the correct output of a loop of order.cu."""
     t, rounds = np.arange(32), np.arange(ROUNDS)
     if name == "own_copy":
         return (ROUNDS * 4 * t).astype(np.float32)
@@ -210,18 +210,19 @@ def expected(name: str) -> np.ndarray:
         row, column = t // 4, t % 4 * 2
         pair = lambda a, b: a.astype(np.uint32) | b.astype(np.uint32) << 16  # noqa: E731
         plain = [pair(m[row, column], m[row, column + 1]) for m in tiles]
-        turned = [pair(m[column, row], m[column + 1, row]) for m in tiles]
-        total += plain[0] + 2 * plain[3] + 3 * turned[1] + 4 * turned[2]
+        transposed = [pair(m[column, row], m[column + 1, row]) for m in tiles]
+        total += plain[0] + 2 * plain[3] + 3 * transposed[1] + 4 * transposed[2]
         total += 5 * plain[0] + 6 * plain[1]
     return (total & 0x3FFFFFFF).view(np.float32)
 
 
 @functools.cache
 def judges(arch: int) -> list[Judge]:
-    """Return the kernels that judge on an architecture, each once."""
-    found = {(launch(n).file, launch(n).kernel): n for n in [*PRIMITIVES][::-1] if runs_on(n, arch)}
+    """Return the distinct kernels that are judges on an architecture."""
+    names = [name for name in [*PRIMITIVES][::-1] if runs_on(name, arch)]
+    labels = {(launch(name).file, launch(name).kernel): name for name in names}
     own = [Judge("order.cu", name, name) for name in ORDER]
-    return [*own, *(Judge(file, name, label) for (file, name), label in found.items())]
+    return [*own, *(Judge(file, name, label) for (file, name), label in labels.items())]
 
 
 @functools.cache
@@ -231,7 +232,7 @@ def plain_ptx(judge: Judge, arch: int) -> str:
 
 @functools.cache
 def marked(arch: int) -> list[tuple[Judge, str]]:
-    """Return each judge with its PTX, in which every asm statement says which it is."""
+    """Return each judge with its PTX, in which a comment names each asm statement."""
     with tempfile.TemporaryDirectory() as folder:
         for file in FILES:
             text = (source_root() / file).read_text()
@@ -252,22 +253,22 @@ def place(folder: Path, file: str, text: str) -> None:
 
 
 def shown(mutant: Mutant, arch: int) -> list[Judge]:
-    """Return the judges that a mutant is shown to: those that hold its statement."""
+    """Return the judges of a mutant: JUDGES of those whose PTX contains its statement."""
     own = mark(mutant.file, mutant.number)
     return [judge for judge, text in marked(arch) if own in text][:JUDGES]
 
 
 def verdict(mutant: Mutant, arch: int) -> str:
-    """Say what became of a mutant: unused, same, caught, and how, or survived."""
-    found = shown(mutant, arch)
-    if not found:
+    """Return the outcome of a mutant: unused, same, survived, or caught and by what."""
+    own_judges = shown(mutant, arch)
+    if not own_judges:
         return "unused"
     changed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         place(folder, mutant.file, mutant.text)
         folders = (folder, OWN, KERNELS)
-        for judge in found:
+        for judge in own_judges:
             try:
                 if judge.ptx(folders, arch) == plain_ptx(judge, arch):
                     continue
@@ -285,62 +286,64 @@ def verdict(mutant: Mutant, arch: int) -> str:
 
 
 def judged(mutant: Mutant, arch: int) -> str:
-    """Return the verdict of a process of its own, which a mutant may end."""
+    """Return the verdict, computed in a child process, which a mutant may crash."""
     for judge in shown(mutant, arch):
-        plain_ptx(judge, arch)  # here, for all mutants: what a child compiles goes with it
+        plain_ptx(judge, arch)  # cached in this process for all mutants; a child's cache is lost
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
 
-    def tell() -> None:
-        faulthandler.disable()  # that it may end like this is known
+    def send() -> None:
+        faulthandler.disable()  # a crash is expected
         writer.send(verdict(mutant, arch))
 
-    child = context.Process(target=tell)
+    child = context.Process(target=send)
     child.start()
     writer.close()
     try:
-        said = str(reader.recv())
+        outcome = str(reader.recv())
     except EOFError:
-        said = "caught: the process ends"
+        outcome = "caught: the process ends"
     child.join()
     if child.exitcode:
         assert child.exitcode < 0, f"{mutant}: no signal ends its judge, but the error above"
-    return said
+    return outcome
 
 
-def accepted(mutant: Mutant, said: str) -> bool:
-    """Say whether a verdict is as it should be."""
-    return said.startswith(("caught", "same", "unused")) or reason(mutant) is not None
+def accepted(mutant: Mutant, outcome: str) -> bool:
+    """Return whether a mutant was caught, changes nothing, or is listed as harmless."""
+    return outcome.startswith(("caught", "same", "unused")) or reason(mutant) is not None
 
 
 def reason(mutant: Mutant) -> str | None:
-    """Return why a mutant is harmless, if a line of the file says so."""
+    """Return why a mutant is harmless by harmless.toml, or None."""
     lines = (why for pattern, why in HARMLESS.items() if re.fullmatch(pattern, str(mutant)))
     return next(lines, None)
 
 
 def architecture(mutant: Mutant) -> int:
-    """Return where a mutant is judged: on sm_100, or on sm_90a what that alone has."""
+    """Return the architecture of a mutant's judges: 100, or 90 for instructions of sm_90a only."""
     return 100 if "100" in supported() and shown(mutant, 100) else 90
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(prog="python -m tests.compiled.mutants", description=__doc__)
-    words.add_argument("--arch", type=int, help="90 or 100; else 100, and 90 for what it alone has")
-    words.add_argument("--nvrtc", help="12.0, 13.5, ...: of another version, which is installed")
-    words.add_argument("only", nargs="*", help="words of a mutant")
-    given = words.parse_args()
-    if given.nvrtc and given.nvrtc != compiler_version():
-        sys.exit(run_with_nvrtc(given.nvrtc, "tests.compiled.mutants"))
+    parser = argparse.ArgumentParser(prog="python -m tests.compiled.mutants", description=__doc__)
+    parser.add_argument(
+        "--arch", type=int, help="90 or 100; default: 100, or 90 for instructions of sm_90a only"
+    )
+    parser.add_argument("--nvrtc", help="12.0, 13.5, ...: the version to use")
+    parser.add_argument("only", nargs="*", help="run mutants whose names contain these words")
+    args = parser.parse_args()
+    if args.nvrtc and args.nvrtc != compiler_version():
+        sys.exit(run_with_nvrtc(args.nvrtc, "tests.compiled.mutants"))
     bad = 0
     for mutant in mutants():
-        if not all(word in str(mutant) for word in given.only):
+        if not all(word in str(mutant) for word in args.only):
             continue
-        arch = given.arch or architecture(mutant)
-        said = judged(mutant, arch)
-        fine = accepted(mutant, said)
+        arch = args.arch or architecture(mutant)
+        outcome = judged(mutant, arch)
+        fine = accepted(mutant, outcome)
         bad += not fine
-        print(f"sm_{arch} {mutant}: {said}{'' if fine else '  <---'}", flush=True)
+        print(f"sm_{arch} {mutant}: {outcome}{'' if fine else '  <---'}", flush=True)
     sys.exit(bad > 0)
 
 

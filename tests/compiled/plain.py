@@ -1,7 +1,7 @@
-"""Plain arithmetic: what an instruction must give, from the bits of its operands, exactly.
+"""Exact arithmetic: the correct result of an instruction, from the bits of its operands.
 
-Floats are fractions, rounded once by the rules of IEEE 754; denormals are kept, or flushed on both
-sides where an instruction says .ftz.  Nothing here is shared with the translator.
+Floats are computed as fractions and rounded once by the rules of IEEE 754; denormals are kept, or
+flushed in operands and result for instructions with .ftz.  No code is shared with the translator.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Format(NamedTuple):
-    """A float: bits of its exponent, bits behind the point."""
+    """A float format: the bits of its exponent and of its fraction."""
 
     exponent: int
     mantissa: int
@@ -37,14 +37,14 @@ Number = Any  # a Fraction, an infinity, NAN, or minus zero as -0.0
 
 
 def signed(bits: int, width: int) -> int:
-    """Return the two's complement of so many bits."""
+    """Return the value of an integer of this width in two's complement."""
     bits &= (1 << width) - 1
     return bits - (1 << width) if bits >> (width - 1) else bits
 
 
 @functools.cache
 def decoded(bits: int, kind: str, flush: bool = False) -> Number:
-    """Return the number that a float holds."""
+    """Return the value of a float from its bits."""
     f = FORMATS[kind]
     sign = -1 if bits >> (f.bits - 1) & 1 else 1
     size = bits & ((1 << (f.bits - 1)) - 1)
@@ -58,14 +58,14 @@ def decoded(bits: int, kind: str, flush: bool = False) -> Number:
 
 
 def whole(value: Fraction, mode: str) -> int:
-    """Return a fraction as a whole number: n to nearest, ties to even; z, m, p."""
+    """Round a fraction to a whole number: n to nearest even, z to zero, m down, p up."""
     if mode == "n":
         return round(value)
     return {"z": math.trunc, "m": math.floor, "p": math.ceil}[mode](value)
 
 
 def encoded(value: Number, kind: str, mode: str = "n", flush: bool = False) -> int | None:
-    """Return the bits of a number, rounded; None for NaN, whose bits nothing says."""
+    """Return the bits of a rounded number; None for NaN, whose bits are not specified."""
     f = FORMATS[kind]
     if isinstance(value, str):
         return None
@@ -92,11 +92,11 @@ def infinite(value: Number) -> bool:
     return not isinstance(value, str) and value in (INFINITY, -INFINITY)
 
 
-def computed(op: str, given: list[Number], mode: str) -> Number:  # noqa: PLR0911
+def computed(op: str, operands: list[Number], mode: str) -> Number:  # noqa: PLR0911
     """Return the exact result of +, -, *, /, sqrt or fma."""
-    if NAN in given:
+    if NAN in operands:
         return NAN
-    x, y, *rest = [*given, 1][: max(2, len(given))]
+    x, y, *rest = [*operands, 1][: max(2, len(operands))]
     if op == "sub":
         return computed("add", [x, -y if y else (Fraction(0) if _minus(y) else -0.0)], mode)
     if op in ("rcp", "sqrt"):
@@ -116,8 +116,8 @@ def computed(op: str, given: list[Number], mode: str) -> Number:  # noqa: PLR091
     exact = {"add": x + y, "mul": x * y, "div": x / (y or 1)}[op]
     if exact:
         return exact
-    both = _minus(given[0]) and _minus(given[1])  # a sum that is zero
-    other = _minus(given[0]) != _minus(given[1]) and mode == "m"
+    both = _minus(operands[0]) and _minus(operands[1])  # a sum that is zero
+    other = _minus(operands[0]) != _minus(operands[1]) and mode == "m"
     return -0.0 if both or other else Fraction(0)
 
 
@@ -138,7 +138,7 @@ def _root(x: Number) -> Number:
 
 
 def clipped(value: Number, width: int, is_signed: bool, mode: str) -> int:
-    """Return a float as an integer of so many bits: too large becomes the largest, NaN is 0."""
+    """Convert a float to an integer of this width; it saturates at the limits, and NaN is 0."""
     low = -(1 << (width - 1)) if is_signed else 0
     high = (1 << (width - is_signed)) - 1
     if value == NAN:

@@ -1,11 +1,11 @@
-"""Barriers of a block are reached by all of its threads or by none: a proof from PTX.
+"""Prove from PTX that either all threads of a block reach a barrier, or none.
 
-A value is uniform where all threads of a block have it: parameters, numbers of the block and of
-the grid, votes of the block, votes of warps that ask the same, loads from uniform addresses (the
-emulator shows that nobody writes there meanwhile), and what is computed from such values alone, on
-paths that uniform branches choose.  A barrier is proved where all branches that decide whether it
-is reached ask uniform predicates.  One with a number of threads is for some warps: there it is
-enough that the lanes of a warp agree on the way to it, on its number and on its count.
+A value is uniform if it is the same in all threads of a block: parameters, block and grid indices,
+votes of the block, votes of warps on the same question, loads from uniform addresses (the emulator
+shows that nothing writes there at the same time), and values computed only from uniform values, on
+paths that uniform branches choose.  A barrier is proved if all branches that decide whether it is
+reached test uniform predicates.  A barrier with a thread count is for some warps: it is enough that
+the lanes of a warp agree on the path to it, on its number and on its count.
 """
 
 import functools
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from ..ptx import Body, instruction
 
-THREAD, LANE = r"%(tid|warpid)", r"%lane"  # what threads differ in; what lanes do, in each warp
-# Results that threads differ in, whatever they are made of.
+THREAD, LANE = r"%(tid|warpid)", r"%lane"  # special registers that differ by thread; by lane only
+# Instructions whose results differ between threads, whatever their operands are.
 LANES = ("atom", "ldmatrix", "mma", "wgmma", "mbarrier", "call", "mapa")
 ENDS = ("ret", "exit", "trap")
 
 
 class Line(NamedTuple):
-    """An instruction: guard, words, operands, place; the numbers of the lines that may follow."""
+    """An instruction: guard, the parts of its name, operands, location, possible successors."""
 
     guard: str
     words: tuple[str, ...]
@@ -31,18 +31,18 @@ class Line(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """Say whether this is a barrier of some warps."""
+        """Whether this is a barrier with a thread count, for some warps."""
         return self.words in (("bar", "sync"), ("bar", "arrive")) and len(self.ops) == 2
 
     @property
     def is_barrier(self) -> bool:
-        """Say whether all threads of the block, or of the cluster, must come."""
+        """Whether this is a barrier that all threads of the block or the cluster must reach."""
         whole = self.words[0] == "bar" and "warp" not in self.words and not self.is_counted
         return self.words[:2] == ("barrier", "cluster") or whole
 
 
 def lines(body: Body) -> list[Line]:
-    """Return the instructions of a function with the paths between them."""
+    """Return the instructions of a function, and the paths between them."""
     labels, pieces = dict[tuple[str, int], int](), []
     for piece in body.pieces:
         if piece.kind == "label":
@@ -62,7 +62,7 @@ def lines(body: Body) -> list[Line]:
 
 
 def deciding(several: list[Line]) -> list[int]:
-    """Return for each line, as bits, the branches that decide whether it is reached."""
+    """Return for each line, as bits, the branches that determine whether it is reached."""
     end = len(several)
     before = [list[int]() for _ in range(end + 1)]
     for number, line in enumerate(several):
@@ -70,15 +70,15 @@ def deciding(several: list[Line]) -> list[int]:
             before[follow].append(number)
         if line.guard and line.words[0] in ENDS:
             before[end].append(number)
-    after = [-1] * end + [1 << end]  # lines that each path to the end passes, as bits
+    after = [-1] * end + [1 << end]  # for each line, as bits: the lines on all paths to the end
     left = [end]
     while left:
         for number in before[left.pop()]:
             exits = not several[number].follow or several[number].words[0] in ENDS
-            ways = [*several[number].follow, *([end] if exits else [])]
+            successors = [*several[number].follow, *([end] if exits else [])]
             passed = -1
-            for way in ways:
-                passed &= after[way]
+            for successor in successors:
+                passed &= after[successor]
             passed |= 1 << number
             if passed != after[number]:
                 after[number] = passed
@@ -88,8 +88,8 @@ def deciding(several: list[Line]) -> list[int]:
         exits = line.guard and line.words[0] in ENDS
         if len(line.follow) + bool(exits) > 1:
             passed = 0
-            for way in (*line.follow, *([end] if exits else [])):
-                passed |= after[way]
+            for successor in (*line.follow, *([end] if exits else [])):
+                passed |= after[successor]
             passed &= ~(after[number] & ~(1 << number)) & ((1 << end) - 1)
             while passed:
                 low = passed & -passed
@@ -99,7 +99,7 @@ def deciding(several: list[Line]) -> list[int]:
 
 
 def closed(found: list[int]) -> list[int]:
-    """Add to the branches that decide over a line those that decide over them."""
+    """Add to the branches that decide a line those that decide these branches, and so on."""
     grows = True
     while grows:
         grows = False
@@ -116,7 +116,7 @@ def closed(found: list[int]) -> list[int]:
 
 @functools.cache
 def registers(*texts: str) -> frozenset[str]:
-    """Return the registers, and special ones, in operands."""
+    """Return the registers in operands, special registers included."""
     return frozenset(re.findall(r"%[\w.]+|\b[a-z]\w*\b", " ".join(texts)))
 
 
@@ -134,9 +134,9 @@ def results(line: Line) -> frozenset[str]:
 
 
 def sources(several: list[Line], doubted: set[int]) -> list[set[int]]:
-    """Return for each line those that made what it reads, its guard too.
+    """Return for each line the lines that wrote the registers it reads, and its guard.
 
-    Paths tell which of several that write a register, where some of them are doubted, not all.
+    If some writers of a register are doubted and others are not, paths decide which of them count.
     """
     makers = dict[str, list[int]]()
     for number, line in enumerate(several):
@@ -158,7 +158,7 @@ def sources(several: list[Line], doubted: set[int]) -> list[set[int]]:
 
 
 def until(several: list[Line], start: int, others: list[int]) -> set[int]:
-    """Return the lines that run after one, up to those that write the same register."""
+    """Return the lines that may run after a line, up to those that write the same register."""
     ends = {n for n in others if not several[n].guard}
     found, left = set[int](), [*several[start].follow]
     while left:
@@ -176,7 +176,7 @@ def spread(
     starts: set[int],
     ends: set[int],
 ) -> set[int]:
-    """Return the lines that some reach: by what they read, or by branches that decide over them."""
+    """Return the lines that depend on ``starts``: by a register, or by a deciding branch."""
     found, size = starts - ends, -1
     while len(found) > size:
         size = len(found)
@@ -186,9 +186,9 @@ def spread(
 
 
 def undecided(several: list[Line], decide: list[int]) -> list[int]:
-    """Return what ``deciding`` does, but for moves that a branch does not decide over.
+    """Return the result of ``deciding`` without branches that make no difference to a move.
 
-    Those are where all paths from it copy one register to another before any line reads that.
+    They make none if all paths from the branch copy the same register before any line reads it.
     """
     reads, writes = dict[str, set[int]](), dict[str, set[int]]()
     copies = dict[tuple[str, ...], set[int]]()
@@ -228,13 +228,13 @@ def different(
     doubted: set[int],
     in_warps: bool,
 ) -> set[int]:
-    """Return the lines whose results, or guards, threads of a block, or of a warp, may differ in.
+    """Return the lines whose results or guards may differ between threads of a block, or a warp.
 
-    Lanes that do, in each warp alike, come to one result by a vote, or by a shuffle from one lane.
+    If lanes differ in the same way in each warp, a vote, or a shuffle from one lane, is uniform.
     """
     reads, made_by = [registers(*line.ops[1:]) for line in several], sources(several, doubted)
     own, lanes, mixed, block = set[int](), set[int](), set[int](), set[int]()
-    by_lane = [*made_by]  # of what lanes of a warp get from others, what tells which
+    by_lane = [*made_by]  # of votes nothing, of shuffles only the lines that select the lane
     for n, (_, words, ops, _, _) in enumerate(several):
         if words[:2] == ("bar", "red"):
             block.add(n)
@@ -253,7 +253,7 @@ def different(
     ids = {n for n in own if "%tid.x" in reads[n] and several[n].words[0] == "mov"}
     for n, made in enumerate(made_by):
         if made and made <= ids and several[n].words[0] == "and" and several[n].ops[2] == "31":
-            lanes.add(n)  # a thread's number in its warp
+            lanes.add(n)  # the lane index: a thread's number in its warp
     if in_warps:
         alike = {
             n for n, made in enumerate(made_by) if made and made <= ids and by_warp(several[n])
@@ -265,7 +265,7 @@ def different(
 
 
 def by_warp(line: Line) -> bool:
-    """Say whether what a line makes of a thread's number is one for a warp."""
+    """Return whether a line turns a thread's index into a value that is uniform in a warp."""
     if not re.fullmatch(r"-?\d+", line.ops[-1]):
         return False
     match line.words[:2], int(line.ops[-1]) % 32:
@@ -277,42 +277,42 @@ def by_warp(line: Line) -> bool:
 
 
 def same_for_all(words: tuple[str, ...], ops: tuple[str, ...], parameters: tuple[str, ...]) -> bool:
-    """Say whether a load from one address gives all threads one value: results of a call differ."""
+    """Return whether a load from one address is uniform: results of a call are not."""
     base = ops[1].strip("[] ").partition("+")[0].strip()
     own = "param" in words and base[0] != "%" and base not in parameters
     return not own and "local" not in words
 
 
 def unproved_barriers(body: Body) -> list[str]:
-    """Return the barriers that threads of a block, or of a warp, may come to alone."""
-    several, said = lines(body), list[str]()
+    """Return the barriers that a part of a block's, or of a warp's, threads may reach alone."""
+    several, messages = lines(body), list[str]()
     for in_warps in (False, True):
         own = {n for n, line in enumerate(several) if (line.is_barrier, line.is_counted)[in_warps]}
         if own:
-            said += unproved(several, body.parameters, own, in_warps)
-    return said
+            messages += unproved(several, body.parameters, own, in_warps)
+    return messages
 
 
 def unproved(
     several: list[Line], parameters: tuple[str, ...], barriers: set[int], in_warps: bool
 ) -> list[str]:
-    """Return those of some barriers; threads of a warp must agree on their operands too."""
+    """Return those of some barriers; in a warp, threads must also agree on their operands."""
     decide = deciding(several)
     paths = undecided(several, decide) if in_warps else decide
-    found, said = set[int](), list[str]()
-    for _ in range(2):  # most are proved without a look at paths
-        found, said = different(several, paths, parameters, found, in_warps), []
-        made_by = sources(several, found)
+    doubted, messages = set[int](), list[str]()
+    for _ in range(2):  # the first round ignores paths, which proves most barriers
+        doubted, messages = different(several, paths, parameters, doubted, in_warps), []
+        made_by = sources(several, doubted)
         for number in sorted(barriers):
             line = several[number]
-            asked = decide[number] | bool(line.guard) << number
-            by = {n for n in found if asked >> n & 1} | (
-                found & made_by[number] if in_warps else set()
+            branches = decide[number] | bool(line.guard) << number
+            by = {n for n in doubted if branches >> n & 1} | (
+                doubted & made_by[number] if in_warps else set()
             )
-            said += [
+            messages += [
                 f"{line.place}: {'.'.join(line.words)} by {b.guard or b.ops[0]} of {b.place}"
                 for b in (several[n] for n in sorted(by))
             ]
-        if not said:
+        if not messages:
             break
-    return said
+    return messages

@@ -1,12 +1,13 @@
-"""CUDA on the CPU: a Target that runs the kernels of kernels_cu, unchanged, on NumPy arrays.
+"""A CUDA emulator: a Target that runs the unchanged kernels of kernels_cu on NumPy arrays.
 
     with using(Emulator()):
         rms_norm(x, weight)                      the real launch code, the real .cu file
 
-g++ compiles the translation unit that NVRTC would get; ``include/`` supplies CUDA's language as
-C++, ``src/`` the machine.  ``Emulator(check=True)`` reports what a GPU would not have forgiven as
-``EmulatorError``: file:line, block and thread.  ``seed`` draws another schedule of threads and
-blocks.  Builds are kept by content in $UNSLOTH_CUPY_EMULATOR_CACHE, or in the user's cache folder.
+g++ compiles the translation unit that NVRTC would get; ``include/`` implements CUDA's language in
+C++, ``src/`` the machine.  ``Emulator(check=True)`` reports errors that would be undefined
+behaviour or a crash on a GPU as ``EmulatorError``, with file:line, block and thread.  ``seed``
+selects another schedule of threads and blocks.  Builds are cached by content in
+$UNSLOTH_CUPY_EMULATOR_CACHE, or in the user's cache folder.
 """
 
 import contextlib
@@ -33,20 +34,20 @@ from unsloth_cupy.ops.common.strides import spanned
 from . import build, traffic
 from .build import DYNAMIC_SHARED, HERE
 
-PATIENCE = 50_000_000  # accesses of a block between two collectives: seconds
-SECONDS = 60  # of CPU time for a launch
-KEPT = 30 * 86400  # seconds that a build is kept
-ONE = threading.Lock()  # launch at a time: kernels and the runtime have one shared memory
-GRID, BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)  # the largest, by axis
-WITHOUT_LEAVE = 48 << 10  # bytes of shared memory; static memory alone never takes more
-ALIGNED = 128  # bytes: where dynamic shared memory begins
-GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
+PATIENCE = 50_000_000  # the most accesses of a block between two collectives; takes seconds
+SECONDS = 60  # the most CPU time of a launch
+KEPT = 30 * 86400  # seconds until a build is deleted from the cache
+ONE = threading.Lock()  # one launch at a time, as kernels and the runtime share their memory
+GRID, BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)  # the largest sizes, by axis
+WITHOUT_LEAVE = 48 << 10  # bytes of shared memory without opt-in; the limit of static memory
+ALIGNED = 128  # bytes: dynamic shared memory begins at a multiple of this
+GAP = 1 << 16  # bytes around every buffer, so that a stray index reaches no other buffer
 GUARD = 0xCB
-HUGE = 1 << 26  # bytes from which a buffer is used where it lies: what is not touched costs nothing
+HUGE = 1 << 26  # bytes: larger buffers are not copied, so that untouched pages take no memory
 
 
 class EmulatorError(AssertionError):
-    """What a kernel did that a GPU would not have forgiven."""
+    """An error of a kernel: undefined behaviour or a fault on a GPU."""
 
 
 class TensorMap(NamedTuple):
@@ -57,44 +58,44 @@ class TensorMap(NamedTuple):
     swizzle: int = 128
 
     def packed(self, address: int) -> np.ndarray:
-        """Return 128 bytes, aligned to 64, as async_copy.cpp reads them."""
+        """Return the descriptor: 128 bytes, aligned to 64, in the format of async_copy.cpp."""
         shape, strides = self.array.shape[::-1], self.array.strides[::-1]
         size = self.array.itemsize
         fits = 1 <= len(shape) == len(self.box) <= 5 and address % 16 == 0 and strides[0] == size
         fits &= all(0 < count < 2**32 for count in shape)
-        outer = zip(shape[1:], strides[1:], strict=True)  # a stride of an axis of one is nobody's
+        outer = zip(shape[1:], strides[1:], strict=True)  # an axis of size 1 has any stride
         fits &= all(n == 1 or (0 < step < 2**40 and step % 16 == 0) for n, step in outer)
         fits &= all(0 < side <= 256 for side in self.box) and self.box[0] * size % 16 == 0
         if not fits:
-            said = f"{self.array.dtype} {self.array.shape} with strides {self.array.strides}"
-            raise EmulatorError(f"no tensor map of {said} and box {self.box}")
+            array = f"{self.array.dtype} {self.array.shape} with strides {self.array.strides}"
+            raise EmulatorError(f"no tensor map of {array} and box {self.box}")
         padded = [[*values, 0, 0, 0, 0, 0, 0] for values in (shape, self.box, strides[1:])]
         mode = {0: 0, 32: 1, 64: 2, 128: 3}[self.swizzle]
-        numbers = ("", "float32", "float16", "bfloat16", "int32")  # what a reduction can add
+        numbers = ("", "float32", "float16", "bfloat16", "int32")  # dtypes that a reduction adds
         number = numbers.index(name) if (name := self.array.dtype.name) in numbers else 0
         head = (0x544D4150, len(shape), self.array.itemsize, mode, number, address)
         raw = struct.pack(
             "=I4BQ5I6H4Q", *head, *padded[0][:5], *padded[1][:6], *padded[2][:4]
         ).ljust(128, b"\0")
-        room = np.zeros(192, np.uint8)
-        room = room[-room.ctypes.data % 64 :][:128]
-        room[:] = np.frombuffer(raw, np.uint8)
-        return room
+        buffer = np.zeros(192, np.uint8)
+        buffer = buffer[-buffer.ctypes.data % 64 :][:128]
+        buffer[:] = np.frombuffer(raw, np.uint8)
+        return buffer
 
 
 class Emulator(NamedTuple):
-    """A Target: owns NumPy arrays and compiles for the CPU, with checks or fast."""
+    """A Target that owns NumPy arrays and compiles for the CPU, with checks or without (faster)."""
 
     check: bool = True
-    seed: int = 0  # 0: threads take turns; else a random schedule
+    seed: int = 0  # 0: threads take turns; otherwise a random schedule
     folders: tuple[Path, ...] = ()  # searched for #include before kernels_cu
-    shared_memory: int = DYNAMIC_SHARED  # bytes a block may ask for
-    architecture: int = 90  # whose rows of the launch tables are taken
-    clusters: bool = True  # as from sm_90 on
+    shared_memory: int = DYNAMIC_SHARED  # the most bytes of a block
+    architecture: int = 90  # selects rows of the launch tables
+    clusters: bool = True  # False: a GPU before sm_90
     processors: int = 1
-    last: int = 0  # run so many clusters at the end of a grid; 0: all
-    fuse: bool = True  # a * b + c rounds once, where the compiler likes to
-    together: int = 1  # blocks that run side by side where so many divide a grid: up to 8
+    last: int = 0  # run only this many clusters, at the end of the grid; 0: all
+    fuse: bool = True  # the compiler may contract a * b + c, which then rounds once
+    together: int = 1  # blocks that run concurrently, if the number divides the grid: up to 8
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -106,7 +107,7 @@ class Emulator(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What says which threads and blocks run, when, and beside whom."""
+        """The schedule: seed, clusters to run, blocks that run concurrently."""
         return self.seed, self.last, self.together
 
     def limits(self, array: Any) -> Limits:
@@ -116,12 +117,12 @@ class Emulator(NamedTuple):
         return np.empty(shape, dtype)
 
     def tensor_map(self, box: tuple[int, ...], array: np.ndarray) -> "TensorMap":
-        """Return what a kernel gets of an array that it names as a TensorMap."""
+        """Return the argument for a kernel's TensorMap parameter."""
         return TensorMap(array[(None,) * (len(box) - array.ndim)], box)
 
 
 def missing() -> str | None:
-    """Return why the emulator cannot run here, or None."""
+    """Return the reason why the emulator cannot run here, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "the CUDA emulator needs Linux on x86-64"
     for program in ("g++", "addr2line", "nm", "readelf"):
@@ -136,7 +137,7 @@ def missing() -> str | None:
 # ---- running ------------------------------------------------------------------------------------
 @functools.cache
 def _sweep() -> None:
-    """Forget the builds of a month ago: every change of a kernel leaves some."""
+    """Delete builds older than KEPT from the cache, as every change of a kernel leaves some."""
     for path in build.cache_folder().iterdir():
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - KEPT:
@@ -180,7 +181,7 @@ class _Launch(ctypes.Structure):
 
 
 class _Allocation:
-    """Device memory for arrays that share theirs: the bytes, between two guard gaps."""
+    """Device memory of arrays that overlap on the host: their bytes, between two guard gaps."""
 
     def __init__(self, names: list[str], arrays: list[np.ndarray]) -> None:
         self.name, self.arrays = " and ".join(names), arrays
@@ -191,11 +192,11 @@ class _Allocation:
             self.base = self.start
             return
         self.slab = np.full(self.size + 2 * GAP + 256, GUARD, np.uint8)
-        # 256-byte alignment, as cudaMalloc gives, where the array has 16; else as misaligned
+        # an array aligned to 16 bytes gets the alignment of cudaMalloc, 256; others stay misaligned
         self.first = GAP + (self.start % 16 - self.slab.ctypes.data - GAP) % 256
         self.base = self.slab.ctypes.data + self.first
-        for array, mine in self._pairs():
-            mine[:] = array
+        for array, copy in self._pairs():
+            copy[:] = array
 
     def _pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for array in self.arrays:
@@ -203,47 +204,47 @@ class _Allocation:
             yield array.reshape(-1).view(np.uint8), self.slab[at : at + array.nbytes]
 
     def read_back(self) -> None:
-        """Copy what the kernel wrote; raise where it wrote beside the buffer."""
+        """Copy the values to writable arrays; raise if the kernel wrote outside of the buffer."""
         if self.size >= HUGE:
             return
         outside = self.slab[: self.first], self.slab[self.first + self.size :]
         if any((gap != GUARD).any() for gap in outside):
             raise EmulatorError(f"write beside {self.name}")
-        for array, mine in self._pairs():
+        for array, copy in self._pairs():
             if array.flags.writeable:
-                array[:] = mine
+                array[:] = copy
 
 
 def _guards(path: Path) -> Any:
-    """Return where g++ keeps, among shared memory, whether a variable was constructed."""
-    found = []
+    """Return the offsets in shared memory of g++'s guard bytes: is a variable constructed?"""
+    offsets = []
     if b"_ZGV" in path.read_bytes():
         command = ["nm", str(path)]
         symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = re.findall(r"^(\w+) [bBdD] _ZGV", symbols, re.M)
-    return (ctypes.c_size_t * len(found))(*(int(offset, 16) for offset in found))
+        offsets = re.findall(r"^(\w+) [bBdD] _ZGV", symbols, re.M)
+    return (ctypes.c_size_t * len(offsets))(*(int(offset, 16) for offset in offsets))
 
 
 class _Memory:
-    """The device memory of a launch: every array, and those whose addresses a table holds."""
+    """The device memory of a launch: its arrays, and those whose addresses are in a table."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         tables: dict[str, Any] = {
             n: array for n, array in arrays.items() if hasattr(array, "places")
         }
-        held = {
+        addressed = {
             f"{name}[{at}]": array
             for name, table in tables.items()
             for at, array in table.places.items()
         }
-        self.homes = list(_allocate(arrays | held))
+        self.homes = list(_allocate(arrays | addressed))
         for table in tables.values():
             numbers = ctypes.cast(self.address(table), ctypes.POINTER(ctypes.c_int64))
             for at, array in table.places.items():
                 numbers[at] = self.address(array)
 
     def address(self, array: np.ndarray) -> int:
-        """Return where a kernel finds an array; 0 for an empty one."""
+        """Return the device address of an array; 0 for an empty one."""
         for home in self.homes:
             if array.size and 0 <= (offset := array.ctypes.data - home.start) < home.size:
                 return home.base + offset
@@ -265,15 +266,15 @@ class Module:
 
     @functools.cached_property
     def static(self) -> int:
-        """Bytes of static shared memory, the library's thread-local variables, before dynamic."""
+        """Bytes of static shared memory (thread-local variables of the library), rounded up."""
         command = ["readelf", "--wide", "--syms", str(self.path)]
         table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = re.findall(r": (\w+) +(\d+) TLS +\w+ +\w+ +\d+ (?!_ZL9emu_first|_ZGV)", table)
-        return -(-sum(int(size) for _, size in {*found}) // ALIGNED) * ALIGNED
+        symbols = re.findall(r": (\w+) +(\d+) TLS +\w+ +\w+ +\d+ (?!_ZL9emu_first|_ZGV)", table)
+        return -(-sum(int(size) for _, size in {*symbols}) // ALIGNED) * ALIGNED
 
     @functools.cached_property
     def base(self) -> int:
-        """Return where the library was loaded."""
+        """The address at which the library is loaded."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         return min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)
 
@@ -286,16 +287,16 @@ class Module:
         args: Sequence[Any],
         shared: int = 0,
     ) -> None:
-        """Run every block; arrays are copied to guarded buffers and back, scalars are values."""
+        """Run every block; arrays are copied to guarded buffers and back, scalars by value."""
         if len(args) != self.arity:
             raise TypeError(f"{self.name} takes {self.arity} arguments, not {len(args)}")
         sides = zip((*grid, 1, 1)[:3], (*block, 1, 1)[:3], GRID, BLOCK, strict=True)
         fits = all(1 <= g <= most and 1 <= b <= side for g, b, most, side in sides)
-        held = shared + self.static if shared + WITHOUT_LEAVE > most else shared
-        if not fits or math.prod(block) > BLOCK[0] or held > most:
+        total = shared + self.static if shared + WITHOUT_LEAVE > most else shared
+        if not fits or math.prod(block) > BLOCK[0] or total > most:
             raise EmulatorError(
                 f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads"
-                f" with {shared} bytes of dynamic shared memory, {held} with the static ones, of"
+                f" with {shared} bytes of dynamic shared memory, {total} with the static ones, of"
                 f" {most}"
             )
         args = [
@@ -367,7 +368,7 @@ class Module:
             traffic.collect(self.runtime, self._line)
 
     def _line(self, file: int, line: int) -> str:
-        """Return file:line of a place as the runtime keeps it: a name, or an address of code."""
+        """Return file:line from the runtime's numbers: file name and line, or a code address."""
         if line < 0:
             return self._source(file)
         return f"{Path(ctypes.string_at(file).decode()).name}:{line}"
@@ -376,7 +377,7 @@ class Module:
         return self._source(int(match[1], 16))
 
     def _source(self, address: int) -> str:
-        """Turn an address of the library's code into file:line, with the line that called it."""
+        """Return file:line of a code address, with the lines that inlined calls come from."""
         command = ["addr2line", "-i", "-e", str(self.path), hex(address - 1 - self.base)]
         frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ours = [line.split(" ")[0] for line in frames.splitlines() if str(HERE) not in line]

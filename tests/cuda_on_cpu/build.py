@@ -1,4 +1,4 @@
-"""From a translation unit to a library that the CPU runs; libraries are kept by content."""
+"""Compile a translation unit to a shared library for the CPU; libraries are cached by content."""
 
 import contextlib
 import ctypes
@@ -18,13 +18,13 @@ from unsloth_cupy.errors import KernelError
 HERE = Path(__file__).resolve().parent
 COMMON = [
     "-std=c++17",
-    "-g1",  # names of lines, for addr2line
+    "-g1",  # line numbers, for addr2line
     "-fPIC",
     "-mavx2",
     "-mfma",
     "-mf16c",
     "-ffp-contract=fast",  # a * b + c rounds once, as on a GPU
-    "-fno-gnu-unique",  # else two builds of one template would share its statics
+    "-fno-gnu-unique",  # otherwise two builds of one template would share its static variables
     "-fno-strict-aliasing",
     "-fwrapv",
     "-fno-math-errno",
@@ -37,26 +37,26 @@ CHECKED = [
     "--param=tsan-instrument-func-entry-exit=0",
     "--param=tsan-distinguish-volatile=1",
 ]
-DYNAMIC_SHARED = 232448  # bytes a block of sm_90 may ask for
+DYNAMIC_SHARED = 232448  # the most bytes of a block on sm_90
 
 
 @functools.cache
 def cache_folder() -> Path:
-    """Return a folder that can be written, outside the repository."""
-    given = os.environ.get("UNSLOTH_CUPY_EMULATOR_CACHE")
+    """Return a writable folder outside the repository, which is created if needed."""
+    chosen = os.environ.get("UNSLOTH_CUPY_EMULATOR_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     shared = Path(tempfile.gettempdir()) / f"unsloth_cupy-{os.getuid()}"
-    for folder in [Path(given)] if given else [Path(home) / "unsloth_cupy", shared]:
+    for folder in [Path(chosen)] if chosen else [Path(home) / "unsloth_cupy", shared]:
         with contextlib.suppress(OSError):
             (folder / "emulator").mkdir(parents=True, exist_ok=True)
             if os.access(folder / "emulator", os.W_OK):
                 return folder / "emulator"
-    raise OSError(f"{given or home} cannot be written; set UNSLOTH_CUPY_EMULATOR_CACHE")
+    raise OSError(f"{chosen or home} cannot be written; set UNSLOTH_CUPY_EMULATOR_CACHE")
 
 
 @functools.cache
 def _recipe() -> bytes:
-    """Return what changes every build: the compiler, this file."""
+    """Return the part of the key that all builds share: the compiler's version and this file."""
     version = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, check=True).stdout
     return version + Path(__file__).read_bytes()
 
@@ -73,11 +73,11 @@ def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
 
 
 def kept_file(name: str, key: bytes, build: Callable[[Path], Path], suffix: str) -> Path:
-    """Return the file kept under a key; else build it in a folder of its own, then rename."""
+    """Return the cached file of a key; if missing, build it in a temporary folder and rename it."""
     digest = hashlib.sha256(key).hexdigest()[:24]
     path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}{suffix}"
     if not path.exists():
-        with open(path.with_suffix(".lock"), "wb") as lock:  # one of many processes builds
+        with open(path.with_suffix(".lock"), "wb") as lock:  # only one of several processes builds
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -89,13 +89,13 @@ def _built(name: str, key: str, build: Callable[[Path], Path], suffix: str = ".s
     return kept_file(name, _recipe() + key.encode(), build, suffix)
 
 
-def made(name: str, text: str, key: str, *how: Any, suffix: str = ".so") -> Path:
-    """Return what g++ makes of a text, built if need be; a key says what else decides."""
+def compiled(name: str, text: str, key: str, *flags: Any, suffix: str = ".so") -> Path:
+    """Return the compiled file of a C++ text; the key has all else that its content depends on."""
 
     def build(folder: Path) -> Path:
         (folder / "unit.cpp").write_text(text, encoding="utf-8")
         try:
-            _compile(name, ["g++", *how, "unit.cpp", "-o", f"unit{suffix}"], cwd=folder)
+            _compile(name, ["g++", *flags, "unit.cpp", "-o", f"unit{suffix}"], cwd=folder)
         except KernelError as error:
             raise KernelError(f"{error}\n{text}") from None
         return folder / f"unit{suffix}"
@@ -104,7 +104,7 @@ def made(name: str, text: str, key: str, *how: Any, suffix: str = ".so") -> Path
 
 
 def frame(buffers: Iterable[str], cluster: str) -> str:
-    """Return what the runtime asks of a unit: its dynamic shared memory, by any names; clusters."""
+    """Return C++ that every unit needs: its dynamic shared memory under all names, its clusters."""
     names = sorted(buffers)
     labels = [f".globl {b}; .type {b}, @object; {b}:" for b in ("emu_buffer", *names)]
     section = '.section .tbss, \\"awT\\", @nobits; .balign 1024'
@@ -121,6 +121,7 @@ extern "C" {{ extern const unsigned emu_cluster[3] = {{{cluster}}}; }}
 
 @functools.cache
 def runtime() -> Any:
+    """Return the runtime of src/, compiled and loaded."""
     sources = sorted((HERE / "src").glob("*.cpp"))
     flags = [*(flag for flag in COMMON if not flag.startswith("-g")), "-O2", f"-I{HERE / 'src'}"]
 
@@ -142,7 +143,7 @@ def runtime() -> Any:
 
 
 def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[str]:
-    """Yield a source and, in order, everything it includes from the folders."""
+    """Yield a source and then, in order, all sources that it includes from the folders."""
     yield text
     for file in re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.M):
         path = next((f / file for f in folders if (f / file).is_file()), None)
@@ -152,30 +153,30 @@ def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[s
 
 
 def _cluster(name: str, text: str) -> str:
-    """Return what CLUSTER_KERNEL or the __cluster_dims__ of a kernel say, as C."""
+    """Return the sizes in CLUSTER_KERNEL or __cluster_dims__ of a kernel, as a C initializer."""
     bare = re.escape(name.partition("<")[0])
     dims = rf"__cluster_dims__\(([^()]*)\)\s*{bare}\s*\("
-    found = re.search(dims, text) or re.search(
+    match = re.search(dims, text) or re.search(
         rf"CLUSTER_KERNEL\(([^(),]*)[^()]*\)\s*{bare}\s*\(", text
     )
-    return ", ".join([*(found[1].split(",") if found else []), "1", "1", "1"][:3])
+    return ", ".join([*(match[1].split(",") if match else []), "1", "1", "1"][:3])
 
 
 def module(
     name: str, source: str, check: bool, roots: tuple[Path, ...], fuse: bool = True
 ) -> tuple[Path, str]:
-    """Return the library of one kernel, built if need be, and the whole text behind it."""
+    """Return the library of one kernel, built if needed, and its source with all includes."""
     folders = (HERE / "include", *roots)
-    text = re.sub(r"^// kernels_cu \w+\n", "", source)  # only the files that it includes matter
+    text = re.sub(r"^// kernels_cu \w+\n", "", source)  # the digest of all files of kernels_cu
     whole = "\n".join(_included(f'#include "cuda_on_cpu.hpp"\n{text}', folders, set()))
-    # Dynamic shared memory is one buffer; kernels declare it by any name and type.
+    # Dynamic shared memory is one buffer, which kernels declare under any name and type.
     buffers = set(re.findall(r"extern __shared__ (?:__align__\(\d+\) )?[\w ]+?(\w+)\[\]", whole))
     buffers |= set(re.findall(r"^(?!#).*\bDYNAMIC_SHARED\([^,]+,\s*(\w+)\)", whole, re.M))
     unit = f"{text}\n{frame(buffers, _cluster(name, whole))}EMU_ENTRY({name})\n"
     flags = [*COMMON, *(CHECKED if check else FAST), "-fno-extern-tls-init", "-w"]
     flags += [] if fuse else ["-ffp-contract=off"]
-    # without the sanitiser's libraries, for which src/hooks.cpp stands in, and without others,
-    # that the process has loaded: reading their symbols takes four times as long as the rest
-    how = (*flags, *(f"-I{path}" for path in folders), "-include", "cuda_on_cpu.hpp")
+    # -nostdlib: src/hooks.cpp replaces the sanitiser's libraries, and the process has loaded all
+    # others; linking with them would take four times as long as everything else
+    flags += [*(f"-I{path}" for path in folders), "-include", "cuda_on_cpu.hpp"]
     key = f"{check}\0{fuse}\0{whole}"
-    return made(name, unit, key, *how, "-shared", "-nostdlib"), whole
+    return compiled(name, unit, key, *flags, "-shared", "-nostdlib"), whole

@@ -1,26 +1,28 @@
-"""PTX on the CPU: a Target that runs what NVRTC makes of the kernels, on NumPy arrays.
+"""A PTX emulator: a Target that runs the PTX that NVRTC compiles, on NumPy arrays.
 
     with using(PtxEmulator(architecture=90)):
         rms_norm(x, weight)              the real launch code, the real PTX of sm_90a
 
-``tests/cuda_on_cpu`` runs the source with g++ and has twins of the files with inline assembly.
-Here its text is executed, code under ``__CUDA_ARCH__``, and whatever the compiler moved, fused or
-replaced, on the same machine: fibers, checks, tensor cores, copies, clusters.
+``tests/cuda_on_cpu`` compiles the source with g++ and replaces the headers with inline assembly by
+its own.  Here the assembly itself runs, and so do code under ``__CUDA_ARCH__`` and whatever the
+compiler moved, fused or replaced, on the same machine: fibers, checks, tensor cores, copies,
+clusters.  PTX is translated to C++.
 
 =================  =============================================================
-``function.py``    a function of C++ of each function; how a line of a table is read
+``function.py``    translates a function; the language of the tables
 ``arithmetic.py``  arithmetic, logic, comparisons, conversions
 ``machine.py``     control, memory, barriers, warps, tensor cores, copies
-``ptx.hpp``        what the C++ calls beside the machine
+``ptx.hpp``        C++ functions that translated code calls, besides the machine
 =================  =============================================================
 
 A message names both lines: ``PTX 287, ptx.cuh:61 in tile.cuh:113``.  Traffic is counted by the line
-of the source.  What is not known raises ``UnknownError`` with the instruction: the tables hold what
-NVRTC 12.0, 12.9 and 13.5 make of the kernels and of the primitives, carries and pairs of float32.
+of the source.  An unsupported instruction raises ``UnknownError``: the tables have the instructions
+that NVRTC 12.0, 12.9 and 13.5 emit for the kernels and the primitives, and carries and pairs of
+float32.
 
-Nobody knows here what ptxas makes of PTX.  Approximations are glibc's, and NaN has the CPU's bits.
-Floats flush denormals where an instruction says .ftz, and only there.  A static array's own bounds
-are not checked, only those of the block's shared memory.
+Limits: ptxas may still change the code.  Approximations are those of glibc, and NaN has the CPU's
+bits.  Floats flush denormals only in instructions with .ftz.  The bounds of a static array are not
+checked, only those of the block's shared memory.
 """
 
 import functools
@@ -32,7 +34,7 @@ from unsloth_cupy.core.source import source_root
 
 from ..cuda_on_cpu import Emulator, Module, build
 from ..ptx import Compiled, UnknownError, functions, ptx
-from . import arithmetic, machine  # noqa: F401  they say what they know
+from . import arithmetic, machine  # noqa: F401  they register their instructions
 from .function import Function, variable
 
 __all__ = ["PtxEmulator", "UnknownError"]
@@ -40,54 +42,55 @@ __all__ = ["PtxEmulator", "UnknownError"]
 FLAGS = [
     *(flag for flag in build.COMMON if not flag.startswith(("-g1", "-ffp-contract"))),
     "-Og",
-    "-ffp-contract=off",  # what is fused says so
+    "-ffp-contract=off",  # PTX has explicit fma instructions
     "-fno-extern-tls-init",
     "-w",
 ]
 
 
 def unit(text: str, name: str) -> str:
-    """Return the C++ of an entry of a PTX module, and of the functions that it may call."""
+    """Return the C++ of an entry function of a PTX module, and of the functions it may call."""
     declared, bodies = functions(text)
     variables = [variable(statement) for statement in declared]
     places: dict[tuple[str, int], int] = {("?", 0): 0}
-    wanted = [body for body in bodies if not body.entry or body.name == name]
-    if not wanted or not wanted[-1].entry:
+    chosen = [body for body in bodies if not body.entry or body.name == name]
+    if not chosen or not chosen[-1].entry:
         raise UnknownError(f"no entry {name}")
-    made = [Function(body, {n: space for space, n, _ in variables}, places) for body in wanted]
+    translated = [Function(b, {n: space for space, n, _ in variables}, places) for b in chosen]
     lines = [
         *(code for *_, code in variables),
         "static const Where W[] = {",
         *(f'  {{"{file}", {line}}},' for file, line in places),
         "};",
-        *(f"static void {f.name}(void **a);" for f in made[:-1]),
+        *(f"static void {f.name}(void **a);" for f in translated[:-1]),
         'extern "C" {',
-        f"extern const int emu_arity = {len(wanted[-1].parameters)};",
-        *(line for f in made for line in f.code),
+        f"extern const int emu_arity = {len(chosen[-1].parameters)};",
+        *(line for f in translated for line in f.code),
         "}",
     ]
     buffers = [line.split()[-1].rstrip("[];") for line in lines if line.startswith("extern thread")]
-    return "\n".join([*lines, build.frame(buffers, ", ".join(map(str, wanted[-1].cluster)))])
+    return "\n".join([*lines, build.frame(buffers, ", ".join(map(str, chosen[-1].cluster)))])
 
 
 @functools.cache
 def header() -> Path:
-    """Return ptx.hpp and what it includes, compiled: that takes longest of a small unit."""
+    """Return ptx.hpp, precompiled with its includes: it takes most of a small unit's time."""
     text, folder = (Path(__file__).parent / "ptx.hpp").read_text(), build.HERE / "include"
     key = "\n".join([*FLAGS, *build._included(text, (folder,), set())])
-    how = (*FLAGS, f"-I{folder}", "-x", "c++-header")
-    return build.made("ptx", text, key, *how, suffix=".hpp.gch").with_suffix("")
+    flags = (*FLAGS, f"-I{folder}", "-x", "c++-header")
+    return build.compiled("ptx", text, key, *flags, suffix=".hpp.gch").with_suffix("")
 
 
 def library(compiled: Compiled) -> Path:
     """Return the library of a kernel."""
-    how = (*FLAGS, "-include", header(), "-shared", "-nostdlib")  # what it calls is loaded
+    # -nostdlib, as the process has loaded all libraries that it calls
+    flags = (*FLAGS, "-include", header(), "-shared", "-nostdlib")
     name = f"ptx_{compiled.entry[:40]}"
-    return build.made(name, unit(*compiled), header().name, *how)
+    return build.compiled(name, unit(*compiled), header().name, *flags)
 
 
 class PtxModule(Module):
-    """A kernel of PTX; traffic goes by the line of the source."""
+    """A kernel compiled from PTX; traffic is counted by the line of the CUDA source."""
 
     def _line(self, file: int, line: int) -> str:
         return re.sub(r"^PTX \d+, ", "", super()._line(file, line))
@@ -103,9 +106,9 @@ def _module(
 
 
 class PtxEmulator(Emulator):
-    """The emulator, with NVRTC and the translator in the place of g++ and the twins."""
+    """The emulator with NVRTC and the translator instead of g++ and its own headers."""
 
-    def __eq__(self, other: object) -> bool:  # the library keeps kernels by target
+    def __eq__(self, other: object) -> bool:  # the library caches kernels by target
         return type(other) is PtxEmulator and tuple.__eq__(self, other)
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""Arithmetic, logic, comparisons and conversions."""
+"""The tables of PTX's arithmetic, logic, comparisons and conversions: see function.py."""
 
 import re
 
@@ -7,7 +7,7 @@ from .function import RULES, bits, spelled
 
 INT, BIT = "[.u16|.s16|.u32|.s32|.u64|.s64]", "[.b16|.b32|.b64]"
 ANY, WORD = f"[.u8|.s8|{INT}]", "[.u32|.s32|.u64|.s64]"
-CC = "carry, {has[cc]} ? carry : none)"  # what a sum takes, and leaves
+CC = "carry, {has[cc]} ? carry : none)"  # the carry that an addition takes, and the one it sets
 INTEGERS = {
     f"add{INT}": "{t}({x} + {y})",
     f"sub{INT}": "{t}({x} - {y})",
@@ -51,7 +51,7 @@ INTEGERS = {
     "dp4a.s32.s32": "__dp4a({x}, {y}, {z})",
     "dp2a.lo.u32.u32": "dp2a({x}, {y}, {z})",
     "dp2a.hi.u32.u32": "dp2a({x}, {y} >> 16, {z})",
-    # a number of one type as another
+    # conversions
     f"cvt{ANY}{ANY}": "{to}({x})",
     f"cvt.sat{ANY}{ANY}": "clamped<{to}>({x})",
     "cvt.f32.[f16|bf16]": "AS(u32, f32(AS({of}, {x})))",
@@ -102,14 +102,15 @@ for _word, _sign in zip(("eq", "ne", "lt", "ge", "le", "gt"), OPPOSITE, strict=T
     FLOATS.setdefault(f"setp.{_word}{BOTH}", f"{{x}} {_sign} {{y}}")
     FLOATS.setdefault(f"setp.{_word}u{BOTH}", f"!({{x}} {OPPOSITE[_sign]} {{y}})")  # or NaN
 INTEGERS, FLOATS = spelled(INTEGERS), spelled(FLOATS)
-EXACT = ("neg", "abs", "copysign")  # they move bits and round nothing
-ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt", "setp")  # by the CPU, which flushes
+EXACT = ("neg", "abs", "copysign")  # they change bits and do not round
+# Computed by CPU instructions, which flush denormals themselves when the CPU is set to.
+ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt", "setp")
 ROUND = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
 TO_WHOLE = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
-def as_said(name: str, code: str) -> str:
-    """Return a line of FLOATS with what the name says of rounding and denormals, and of pairs."""
+def with_modifiers(name: str, code: str) -> str:
+    """Return a line of FLOATS with the rounding, flushing and pairs that the name asks for."""
     words = name.split(".")
     of, into = WIDTH[words[-1].removesuffix("x2")], WIDTH[words[-2]] if words[0] == "cvt" else ""
     code = code.replace("{t}", of).replace("{s}", "f" * (of == "f32"))
@@ -118,13 +119,13 @@ def as_said(name: str, code: str) -> str:
     if is_pair := words[-1] == "f32x2":
         code = re.sub(r"\{(.)\}", r"AS(f32, \1)", code)
     mode = next((ROUND[word] for word in words if word in ROUND), "NEAREST")
-    how = f"{mode} | {'FLUSH' if 'ftz' in words or of[0] != 'f' else 'DENORMALS'}"
+    control = f"{mode} | {'FLUSH' if 'ftz' in words or of[0] != 'f' else 'DENORMALS'}"
     operand = r"(\{.\}|AS\(f32, .\))"
     if flush := "ftz" in words and words[0] not in ROUNDED:
         code = re.sub(operand, r"flushed(\1)", code)
-    if words[0] not in EXACT and how != "NEAREST | FLUSH":  # as a launch sets the CPU
+    if words[0] not in EXACT and control != "NEAREST | FLUSH":  # which is how a launch sets the CPU
         code = re.sub(rf"flushed\({operand}\)|{operand}", r"hidden(\g<0>)", code)
-        code = f"under<{how}>([&] {{{{ return {code}; }}}})"
+        code = f"under<{control}>([&] {{{{ return {code}; }}}})"
     code = f"flushed({code})" if flush else code
     code = bits(
         f"__saturatef({code})" if "sat" in words else code,
@@ -135,4 +136,4 @@ def as_said(name: str, code: str) -> str:
     return code
 
 
-RULES.update(INTEGERS | {name: as_said(name, code) for name, code in FLOATS.items()})
+RULES.update(INTEGERS | {name: with_modifiers(name, code) for name, code in FLOATS.items()})

@@ -1,25 +1,27 @@
-"""A function of PTX as one of C++: blocks are blocks, registers locals, a branch is a goto.
+"""Translate a PTX function to C++: blocks become blocks, registers variables, branches gotos.
 
-An instruction becomes C++ by a line of a table, found by its whole name, or by a function:
+An instruction is translated by the table line of its full name, or by a Python function:
 
     "sh[l|r].b32"     shl.b32 and shr.b32; [a|b|] is a, b or nothing
     "bfi.b32": "bfi<{t}>({x}, {y}, {z:u32}, {v:u32})"
 
-C++ that ends in a semicolon is a statement; other C++ is a value, which the first operand gets.
-Operands are x, y, z, v, w.  Each is read as the type that stands behind its name, or as t:
+C++ that ends in a semicolon is a statement; other C++ is a value, which is assigned to the first
+operand.  Operands are x, y, z, v, w.  Each is read as the type after its name, or as t:
 
 ========  ===========================================================================
-t wide    the type that the last word names; twice as wide
-b to      the bits of t; the type of the word before
-a8        a pointer to so many bytes of shared memory; a: to one; g: to global memory
-u32*4     {a, b, c, d}, as an initializer; D*4: they get what an array D holds
-# - _     a number as it stands; what does not matter; no result
+t wide    the type of the last word of the instruction's name; a type twice as wide
+b to      the bits of t; the type of the word before the last
+a8        a pointer to 8 bytes of shared memory; a: to one byte; g: to global memory
+u32*4     {a, b, c, d}, as an initializer; D*4: they are assigned from an array D
+# - _     a literal number; an ignored operand; a result that is not needed
 r|p       two results, of which the second may be missing
-label ?   where to go; behind another: it may be missing, and is 0
+label     the target of a branch
+?         after another type: the operand may be missing, and is then 0
 ========  ===========================================================================
 
-``at`` is the place of a message, ``line`` that without the line of PTX, for lanes that must meet;
-``words[1]`` is a word of the name, and ``has[trans]`` says whether it has one.
+``at`` is the location for messages; ``line`` is the same without the line of PTX, for collectives,
+in which lanes must meet at one line.  ``words[1]`` is a word of the name, and ``has[trans]`` says
+whether the name has that word.
 """
 
 import collections
@@ -43,14 +45,15 @@ SPECIAL = {f"%{name}.{axis}": f"{of}.{axis}" for axis in "xyz" for name, of in P
     "%cluster_ctarank": "cluster_rank()",
     "%cluster_nctarank": "cluster_size()",
 }
-MOVES = ("mov", "selp", "wgmma")  # what may touch a sum in flight
+MOVES = ("mov", "selp", "wgmma")  # may use the registers of a wgmma that has not been waited for
 
 
 class Function:
-    """Translates one function; ``code`` holds its lines of C++."""
+    """Translates one function; ``code`` has its lines of C++."""
 
     def __init__(self, body: Body, spaces: dict[str, str], places: dict[tuple[str, int], int]):
-        self.spaces, self.places = dict(spaces), places  # of variables; of messages, numbered
+        # the state spaces of variables; the locations for messages, numbered
+        self.spaces, self.places = dict(spaces), places
         self.name = "emu_entry" if body.entry else f"f_{body.name}"
         self.params = {name: number for number, name in enumerate(body.parameters)}
         self.labels = {(p.text, p.blocks[-1]) for p in body.pieces if p.kind == "label"}
@@ -68,40 +71,41 @@ class Function:
             return self.declared(piece.text)
         if piece.kind != "instruction":
             return piece.text
-        said = " ".join(piece.text.split())
+        text = " ".join(piece.text.split())
         try:
             guard, self.words, ops = instruction(piece.text)
             test = f"if ({self.value(guard, 'bool')}) " if guard else ""
-            return f"{test}{{ {write(self, self.words, ops)} }}  // {piece.line}: {said}"
+            return f"{test}{{ {write(self, self.words, ops)} }}  // {piece.line}: {text}"
         except (UnknownError, KeyError, ValueError, IndexError, StopIteration) as error:
-            raise UnknownError(f"PTX line {piece.line}: {said} ({error})") from error
+            raise UnknownError(f"PTX line {piece.line}: {text} ({error})") from error
 
     # ---- names ---------------------------------------------------------------------------------
     def declared(self, text: str) -> str:
         """Declare registers, .reg .b32 %r<5>; or a variable, .shared .align 4 .b8 name[40]."""
-        if (found := re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)) is None:
+        if (match := re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)) is None:
             space, name, code = variable(text)
             self.spaces[name] = space
             return code
         names = list[str]()
-        for name in operands(found[2]):
+        for name in operands(match[2]):
             bare, _, count = name.rstrip(">").partition("<")
             names += [f"{bare}{i}" for i in range(int(count))] if count else [bare]
-        return f"{BITS[WIDTH[found[1]]]} {', '.join(map(self.register, names))};"
+        return f"{BITS[WIDTH[match[1]]]} {', '.join(map(self.register, names))};"
 
     def register(self, name: str) -> str:
-        """Return the C++ of a register; what is none is not declared there."""
+        """Return the C++ variable of a register; an undeclared one is an error of g++."""
         return f"v{name.replace('%', '_')}"
 
     def label(self, name: str) -> str:
-        """Return the label of that name in the nearest block."""
+        """Return the C++ label for this name in the innermost block that has it."""
         block = next(b for b in reversed(self.piece.blocks) if (name, b) in self.labels)
         return f"L_{name.replace('$', '_')}_{block}"
 
     def at(self, collective: bool = False) -> str:
-        """Return where this is, the line of PTX and that of the source.
+        """Return the location of the current statement: the line of PTX and that of the source.
 
-        Lanes may meet in copies that the compiler made of one line: there the line alone counts.
+        In a collective only the source line counts, as lanes may meet in copies of one line that
+        the compiler made.
         """
         file, line = self.piece.place
         key = (file if collective else f"PTX {self.piece.line}, {file}", line)
@@ -109,7 +113,7 @@ class Function:
 
     # ---- operands ------------------------------------------------------------------------------
     def value(self, text: str, kind: str) -> str:
-        """Return an operand, read as a C++ type; {a, b} as one number."""
+        """Return an operand as a value of a C++ type; {a, b} as one number."""
         if text[0] == "{":
             names = several(text)
             each = SIZE[kind] * 8 // len(names)
@@ -131,7 +135,7 @@ class Function:
         return f"AS({kind}, {code})" if kind[0] == "f" else f"{kind}({code})"
 
     def address(self, text: str, space: str, size: int = 1) -> str:
-        """Return [register+offset] as a pointer of the CPU; a parameter by its name."""
+        """Return [register+offset], or the name of a parameter, as a pointer of the CPU."""
         base, _, offset = (part.strip() for part in text.strip("[] ").partition("+"))
         own = self.spaces.get(base, "")
         if base in self.params:
@@ -143,7 +147,7 @@ class Function:
         return f"({code} + ({offset}))" if offset else code
 
     def to(self, name: str, value: str, kind: str = "") -> str:
-        """Return what writes a register; kind is the type of a value that is a float."""
+        """Return the assignment of a value to a register; kind is its type if it is a float."""
         if name == "_":
             return f"(void)({value});"
         if name[0] == "{":
@@ -153,19 +157,19 @@ class Function:
         return f"{self.register(name)} = {bits(value, kind)};"
 
     def sums(self) -> str:
-        """Return the registers that may hold sums of wgmma."""
+        """Return pointers to the registers that may hold accumulators of wgmma."""
         return ", ".join(f"&{self.register(name)}" for name in sorted(self.poison))
 
 
 def bits(value: str, kind: str) -> str:
-    """Return a value as a register holds it."""
+    """Return a value as the bits that a register holds."""
     return f"AS({BITS[kind]}, {kind}({value}))" if kind[:1] == "f" else value
 
 
 def constant(text: str, kind: str) -> str | None:
-    """Return a number of PTX as one of C++; None for what is none."""
-    if found := re.fullmatch(r"0([fFdD])([0-9A-Fa-f]+)", text):
-        own, number = ("f32", f"0x{found[2]}u") if found[1] in "fF" else ("f64", f"0x{found[2]}ull")
+    """Return a literal number of PTX in C++; None if the text is not one."""
+    if match := re.fullmatch(r"0([fFdD])([0-9A-Fa-f]+)", text):
+        own, number = ("f32", f"0x{match[2]}u") if match[1] in "fF" else ("f64", f"0x{match[2]}ull")
         return f"AS({own}, {number})" if kind == own else f"{kind}({number})"
     if not re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", text):
         return None
@@ -173,10 +177,10 @@ def constant(text: str, kind: str) -> str | None:
 
 
 def variable(text: str) -> tuple[str, str, str]:
-    """Return space, name and C++ of .global, .const, .shared, .local or .param."""
-    if (found := VARIABLE.fullmatch(text)) is None:
+    """Return the space, name and C++ of a .global, .const, .shared, .local or .param variable."""
+    if (match := VARIABLE.fullmatch(text)) is None:
         raise UnknownError(text)
-    space, align, kind, name, sides, value = found.groups(default="")
+    space, align, kind, name, sides, value = match.groups(default="")
     own = BITS[WIDTH[kind]]
     code = f"__attribute__((aligned({align or SIZE[own]}))) {own} s_{name}{sides or '[1]'}"
     if space == "shared" and (text.startswith(".extern") or sides == "[]"):
@@ -188,26 +192,26 @@ def variable(text: str) -> tuple[str, str, str]:
 
 
 def in_flight(pieces: list[Piece]) -> set[str]:
-    """Return the registers that wgmma writes, and those that copies of them may reach.
+    """Return the registers that wgmma writes, and those that moves may copy them to.
 
-    Until the wait such a register holds the name of its sum, which a move carries along; whatever
-    computes with one fails.  The wait puts sums where their names have come to.
+    Until the wait, such a register holds the name of its accumulator.  A move copies the name; any
+    other use is an error.  The wait writes the accumulator to every register that has its name.
     """
-    found, edges = set[str](), list[tuple[str, str]]()
+    registers, edges = set[str](), list[tuple[str, str]]()
     for piece in pieces:
         if "wgmma.mma_async" in piece.text:
-            found |= {*operands(piece.text[piece.text.index("{") + 1 :].split("}")[0])}
+            registers |= {*operands(piece.text[piece.text.index("{") + 1 :].split("}")[0])}
         elif moved := re.match(r"(?:@\S+ )?(?:mov|selp)\.[bf]32\s+(.*)", piece.text):
             target, *sources = operands(moved[1])
             edges += [(target, source) for source in sources[:2]]
     reached = 0
-    while found and reached < len(found):
-        reached = len(found)
-        found |= {target for target, source in edges if source in found}
-    return found
+    while registers and reached < len(registers):
+        reached = len(registers)
+        registers |= {target for target, source in edges if source in registers}
+    return registers
 
 
-# ---- how an instruction is written ---------------------------------------------------------------
+# ---- the translation of an instruction -----------------------------------------------------------
 Write = Callable[[Function, Words, Ops], str]
 RULES: dict[str, str] = {}
 WRITERS: dict[str, Write] = {}
@@ -223,12 +227,12 @@ def forms(pattern: str) -> Iterator[str]:
 
 
 def spelled(table: dict[str, str]) -> dict[str, str]:
-    """Return a table by whole names."""
+    """Return a table with every pattern replaced by the names that it stands for."""
     return {name: code for pattern, code in table.items() for name in forms(pattern)}
 
 
 def writes(*names: str) -> Callable[[Write], Write]:
-    """Keep a function as what writes the instructions that begin so."""
+    """Return a decorator: the function translates instructions whose names start with these."""
 
     def keep(write: Write) -> Write:
         WRITERS.update(dict.fromkeys(names, write))
@@ -238,9 +242,9 @@ def writes(*names: str) -> Callable[[Write], Write]:
 
 
 def only(words: Iterable[str], known: str) -> None:
-    """Raise UnknownError for a word that is not known."""
-    if strange := {*words} - {*known.split()}:
-        raise UnknownError(f"no .{' .'.join(sorted(strange))}")
+    """Raise UnknownError if a word is not among the known ones."""
+    if unknown := {*words} - {*known.split()}:
+        raise UnknownError(f"no .{' .'.join(sorted(unknown))}")
 
 
 def write(f: Function, words: Words, ops: Ops) -> str:
@@ -254,14 +258,14 @@ def write(f: Function, words: Words, ops: Ops) -> str:
 
 
 class Operand(NamedTuple):
-    """An operand, which a line of a table reads as it says."""
+    """An operand; a table line's format specification says how it is read."""
 
     f: Function
     text: str
     types: dict[str, str]
 
-    def __format__(self, how: str) -> str:  # noqa: PLR0911
-        kind, _, count = (how.rstrip("?") or "t").partition("*")
+    def __format__(self, spec: str) -> str:  # noqa: PLR0911
+        kind, _, count = (spec.rstrip("?") or "t").partition("*")
         if kind in ("#", "-"):
             return self.text * (kind == "#")
         if kind == "_":
@@ -285,17 +289,17 @@ class Operand(NamedTuple):
 
 
 def by_rule(f: Function, words: Words, ops: Ops, code: str) -> str:
-    """Write what a line of a table says."""
+    """Return the C++ of an instruction by its table line."""
     target, ops = ((), ops) if code.endswith(";") else (ops[:1], ops[1:])
     fields = dict(re.findall(r"\{([v-z])(?::(.*?))?\}", code))
-    if len(ops) not in (len(fields), sum("?" not in how for how in fields.values())):
+    if len(ops) not in (len(fields), sum("?" not in spec for spec in fields.values())):
         raise UnknownError(f"{len(ops)} operands")
     into, of = words[-2:] if words[1:] else ("", words[0])
     kind = WIDTH.get(of, "")
     types = {"t": kind, "b": BITS.get(kind, ""), "to": WIDTH.get(into, ""), "of": of, "into": into}
     types["wide"] = kind and f"{kind[0]}{SIZE[kind] * 16}"
-    given = {n: Operand(f, o, types) for n, o in zip("xyzvw", (*ops, "0"), strict=False)}
+    named = {n: Operand(f, o, types) for n, o in zip("xyzvw", (*ops, "0"), strict=False)}
     has = collections.defaultdict(lambda: "false", dict.fromkeys(words, "true"))
     here = {name: f.at(name == "line") for name in ("at", "line") if f"{{{name}}}" in code}
-    code = code.format(**here, sums=f.sums(), **types, **given, has=has, words=words)
+    code = code.format(**here, sums=f.sums(), **types, **named, has=has, words=words)
     return f.to(target[0], code) if target else code

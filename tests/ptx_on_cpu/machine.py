@@ -1,4 +1,4 @@
-"""Control, memory, barriers, warps, tensor cores and copies: what the machine does."""
+"""The tables of PTX's control, memory, warps, tensor cores and copies: see function.py."""
 
 from ..ptx import SIZE, WIDTH, UnknownError, operands, several
 from .function import BITS, RULES, Function, Operand, Ops, Words, only, spelled, writes
@@ -9,7 +9,7 @@ STRONG = "volatile relaxed acquire release mmio"
 CACHES = "ca cg cs cv lu wb wt nc L1::no_allocate L1::evict_last L1::evict_first L2::128B L2::256B"
 OWN = ".shared::cta.b64"
 TENSOR, BYTES = "cp.async.bulk.tensor", ".mbarrier::complete_tx::bytes"
-# Of a product: how many values of its operands a sum takes.
+# The K of a product: the values of each operand that an element of the result sums.
 STEPS = {"bf16": 16, "f16": 16, "tf32": 8, "s8": 32, "e4m3": 32, "e5m2": 32}
 MACHINE = {
     # control
@@ -40,11 +40,11 @@ MACHINE = {
         "{x:_} mbarrier_arrive({y:a8}, 0, {at});"
     ),
     f"mbarrier.arrive.expect_tx{OWN}": "{x:_} mbarrier_arrive({y:a8}, {z:s32}, {at});",
-    # as many bytes as are expected have come
+    # signals the arrival of bytes
     "mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64": (
         "mbarrier_complete({x:a8}, {y:s32}, {at});"
     ),
-    # it waits until it is true
+    # waits until the phase is complete, and returns true
     f"mbarrier.try_wait.parity[.acquire.cluster|]{OWN}": (
         "(mbarrier_wait({x:a8}, {y:s32}, {at}), true)"
     ),
@@ -80,7 +80,7 @@ MACHINE = {
     f"cp.async.bulk.shared::cluster.global{BYTES}": (
         "bulk_load({x:a}, {y:g}, {z:s32}, {v:a8}, {at});"
     ),
-    # a box of an array that a descriptor describes
+    # copies of a box of an array by a tensor map
     f"{TENSOR}[.2d|.3d|.4d].shared::cluster.global.tile{BYTES}": (
         "const int c[] = {y:s32*{words[4][0]}};"
         " tma_load({words[4][0]}, {x:a}, (void *){y:u64}, {z:a8}, c, {at});"
@@ -113,27 +113,27 @@ ATOMICS = "add inc exch min max and or xor cas"
 
 @writes("call")
 def call(f: Function, words: Words, ops: Ops) -> str:
-    """Results and arguments lie in variables of the space .param, in the order of the head."""
+    """Write a call: results and arguments are .param variables, in the order of the declaration."""
     (name,) = (op for op in ops if not op.startswith("("))
-    given = [each for op in ops if op.startswith("(") for each in operands(op[1:-1])]
-    cells = ", ".join(f"(void *)s_{each}" for each in given)
+    variables = [each for op in ops if op.startswith("(") for each in operands(op[1:-1])]
+    cells = ", ".join(f"(void *)s_{each}" for each in variables)
     return f"void *cells[] = {{{cells or 'nullptr'}}}; f_{name}(cells);"
 
 
 # ---- memory -------------------------------------------------------------------------------------
 def space_of(words: Words) -> str:
-    """Return the space that is named, or nothing."""
+    """Return the state space that the instruction names, or ""."""
     return next((word for word in words if word in SPACES.split()), "")
 
 
 @writes("ld", "st")
 def access(f: Function, words: Words, ops: Ops) -> str:
-    """Write a load or a store: p points at checked bytes, one value a register."""
+    """Write a load or a store: p points to the checked bytes, with one value for each register."""
     verb, *more, last = words
     only(more, f"{STRONG} {SCOPES} {CACHES} {SPACES} v2 v4 v8")
     address, names = (ops[1], ops[0]) if verb == "ld" else ops
     names, kind, space = several(names), BITS.get(WIDTH[last], ""), space_of(words)
-    kind = WIDTH[last] if last[0] == "s" else kind  # to widen
+    kind = WIDTH[last] if last[0] == "s" else kind  # signed, as a wider register is sign-extended
     size = SIZE[kind] * len(names)
     if len(names) != next((int(word[1]) for word in more if word in ("v2", "v4", "v8")), 1):
         raise UnknownError(f"{len(names)} registers")
@@ -152,14 +152,15 @@ def access(f: Function, words: Words, ops: Ops) -> str:
 
 @writes("atom", "red")
 def atom(f: Function, words: Words, ops: Ops) -> str:
-    target, address, *given = ops if words[0] == "atom" else ("_", *ops)
+    """Write an atomic operation, with or without a result."""
+    target, address, *arguments = ops if words[0] == "atom" else ("_", *ops)
     _, *more, last = words
     (what,) = (word for word in more if word in ATOMICS.split())
     only(more, f"{what} relaxed acquire release acq_rel {SCOPES} {SPACES}")
     only([last], "b32 b64 u32 u64 s32 s64 f32 f64")
     kind, name = WIDTH[last], what.upper() if what == "cas" else what.title()
     pointer = f"({kind} *){f.address(address, space_of(words), SIZE[kind])}"
-    values = ", ".join(f.value(each, kind) for each in given)
+    values = ", ".join(f.value(each, kind) for each in arguments)
     fence = f"threadfence({int('cta' not in words)});"
     before = fence * (not {"release", "acq_rel"}.isdisjoint(words))
     after = fence * (not {"acquire", "acq_rel"}.isdisjoint(words))
@@ -168,27 +169,30 @@ def atom(f: Function, words: Words, ops: Ops) -> str:
 
 @writes("bar.red.popc.u32", "bar.red.or.pred", "bar.red.and.pred")
 def vote(f: Function, words: Words, ops: Ops) -> str:
-    target, number, *threads, given = ops
+    """Write a barrier that also counts votes."""
+    target, number, *threads, predicate = ops
     numbers = [f.value(each, "s32") for each in (number, *(threads or "0"))]
-    negated, found = {"popc": ("", ""), "or": ("", " != 0"), "and": ("!", " == 0")}[words[2]]
-    own = f"{', '.join(numbers)}, {negated}{f.value(given, 'bool')}, {f.at(collective=True)}"
-    return f.to(target, f"barrier_count({own}){found}")
+    negated, test = {"popc": ("", ""), "or": ("", " != 0"), "and": ("!", " == 0")}[words[2]]
+    own = f"{', '.join(numbers)}, {negated}{f.value(predicate, 'bool')}, {f.at(collective=True)}"
+    return f.to(target, f"barrier_count({own}){test}")
 
 
 # ---- warps and tensor cores ---------------------------------------------------------------------
 @writes("wgmma.mma_async.sync.aligned")
 def wgmma(f: Function, words: Words, ops: Ops) -> str:
+    """Write a wgmma; A is in registers, or in shared memory like B."""
     names, (kind, shape) = several(ops[0]), (words[-1], words[4])
     if words[4:] != (f"m64n{2 * len(names)}k{STEPS[kind]}", "f32", kind, kind):
         raise UnknownError(f"accumulators, {shape} or dtypes of wgmma")
     a, b, scale, *signs = ops[1:]
     if signs[:2] != ["1", "1"]:
         raise UnknownError("signs of wgmma")
-    held = a.startswith("{")
-    registers = Operand(f, a, {}).__format__("u32*4") if held else "nullptr"
-    turns = [*["0"] * held, *signs[2:], "0", "0"][:2]
-    given = ["0" if held else f.value(a, "u64"), f.value(b, "u64"), f.value(scale, "bool"), *turns]
+    in_registers = a.startswith("{")
+    registers = Operand(f, a, {}).__format__("u32*4") if in_registers else "nullptr"
+    transposed = [*["0"] * in_registers, *signs[2:], "0", "0"][:2]
+    descriptors = ["0" if in_registers else f.value(a, "u64"), f.value(b, "u64")]
+    arguments = [*descriptors, f.value(scale, "bool"), *transposed]
     own = ", ".join(f"&{f.register(name)}" for name in names)
     opened = f"u32 *const D[] = {{{own}}}; float *sum = products.open(D, {f.at()});"
-    called = f"wgmma({2 * len(names)}, {kind.upper()}, sum, A, {', '.join(given)}, {f.at()});"
-    return f"u32 {'A[]' if held else '*A'} = {registers}; {opened} {called}"
+    called = f"wgmma({2 * len(names)}, {kind.upper()}, sum, A, {', '.join(arguments)}, {f.at()});"
+    return f"u32 {'A[]' if in_registers else '*A'} = {registers}; {opened} {called}"

@@ -1,8 +1,8 @@
-// What translated PTX calls beside the machine and the language of tests/cuda_on_cpu.
+// Functions that translated PTX calls, besides the machine and the language of tests/cuda_on_cpu.
 //
-// Registers are unsigned integers of their width, predicates bool; AS(T, x) reads the bits of one
-// as a float, or a float's.  A shared address is one of the block's window, from 0 on, with the rank
-// plus 1 of another block in its top byte; all other addresses are those of the CPU.
+// Registers are unsigned integers of their width, predicates bool; AS(T, x) reinterprets bits, for
+// example of a register as a float.  A shared address is an offset in the block's shared memory,
+// with the rank plus 1 of another block in its top byte; all other addresses are the CPU's.
 #pragma once
 #include "cuda_on_cpu.hpp"
 #include "cuda_bf16.h"
@@ -16,11 +16,11 @@ using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using u64 = uint
 using s8 = int8_t; using s16 = int16_t; using s32 = int32_t; using s64 = int64_t;
 using f16 = __half; using bf16 = __nv_bfloat16; using f32 = float; using f64 = double;
 using u128 = unsigned __int128;
-// Not a template: g++ reads thousands of these.
+// A macro, as g++ compiles thousands of uses faster than with a template.
 #define AS(T, x) __builtin_bit_cast(T, x)
 #define AT(w) (w).file, (w).line
 #define WHERE const char *file, int line
-#define OWN static __attribute__((noinline))  // once in a unit, however often it is called
+#define OWN static __attribute__((noinline))  // one copy in a unit, for all calls
 template <class T> using Raw = typename std::make_unsigned<T>::type;
 template <class T> constexpr u32 width = sizeof(T) * 8;
 
@@ -83,9 +83,9 @@ template <class T> inline T brev(T a) {
   return r;
 }
 inline u32 dp2a(u32 a, u32 b, u32 c) { return c + u16(a) * u8(b) + (a >> 16) * u8(b >> 8); }
-template <class D, class T> inline D clamped(T x) {  // a number of any type, which is whole
+template <class D, class T> inline D clamped(T x) {  // x: a whole number of any type
   using Limits = std::numeric_limits<D>;
-  const long double exact = x, least = Limits::min(), most = Limits::max();  // 64 bits are
+  const long double exact = x, least = Limits::min(), most = Limits::max();  // exact for 64 bits
   return x != x ? 0 : exact > most ? Limits::max() : exact < least ? Limits::min() : D(x);
 }
 
@@ -93,7 +93,7 @@ template <class D, class T> inline D clamped(T x) {  // a number of any type, wh
 enum : unsigned { NEAREST = 0x1f80, DOWN = 0x3f80, UP = 0x5f80, TO_ZERO = 0x7f80 };
 enum : unsigned { DENORMALS = 0, FLUSH = 0x8040 };
 constexpr int e4m3x2 = E4M3, e5m2x2 = E5M2;
-template <class T> inline T hidden(T x) {  // from the compiler, which would compute it elsewhere
+template <class T> inline T hidden(T x) {  // the compiler must not move the computation past this
   asm volatile("" : "+m"(x));
   return x;
 }
@@ -112,8 +112,9 @@ template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
   return f(a, b, c) | u64(f(a >> 32, b >> 32, c >> 32)) << 32;
 }
 
-// ---- accumulators of wgmma in flight: registers hold a name until the wait ------------------------
-constexpr u32 kName = 0xffa00000;  // a NaN that no arithmetic gives; then 5 bits of sum, 7 of place
+// ---- accumulators of wgmma: registers hold a name until the wait --------------------------------
+// A NaN that no arithmetic returns; then 5 bits of the accumulator, 7 of the element in it.
+constexpr u32 kName = 0xffa00000;
 inline bool is_name(u32 v) { return (v & 0xfffff000) == kName; }
 OWN u32 arrived(u32 v, WHERE) {
   if (is_name(v)) trap("accumulators of a wgmma before its wgmma.wait_group", file, line);
@@ -121,7 +122,7 @@ OWN u32 arrived(u32 v, WHERE) {
 }
 struct Products {
   f32 value[32][128];
-  u32 taken = 0;  // a bit for each sum
+  u32 taken = 0;  // a bit for each accumulator
   template <size_t N> f32 *open(u32 *const (&d)[N], WHERE) {
     bool more = is_name(*d[0]);
     if (!more && !~taken) trap("more wgmma in flight than the translator holds", file, line);
@@ -136,7 +137,7 @@ struct Products {
     taken |= 1u << sum;
     return value[sum];
   }
-  template <size_t N> void land(u32 *const (&sums)[N]) {  // what is no longer poison has come
+  template <size_t N> void land(u32 *const (&sums)[N]) {  // accumulators that are not poison: done
     for (u32 *r : sums)
       if (is_name(*r) && AS(u32, value[*r >> 7 & 31][0]) != ~0u) *r = AS(u32, value[0][*r & 0xfff]);
     for (int s = 0; s < 32; s++)

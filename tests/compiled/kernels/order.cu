@@ -1,7 +1,7 @@
-// What an instruction orders, in loops from which a compiler would move an access if it might.
+// Loops from which a compiler would move an access if an instruction did not order it.
 #include <common/hopper.cuh>
 
-// A thread copies four floats and reads them itself: no barrier is needed, the wait is.
+// A thread copies four floats and reads them itself: this needs the wait, but no barrier.
 KERNEL(32) own_copy(const float *x, float *out, int rounds) {
   __shared__ __align__(16) float s[128];
   int t = threadIdx.x;
@@ -15,7 +15,7 @@ KERNEL(32) own_copy(const float *x, float *out, int rounds) {
   out[t] = sum;
 }
 
-// What a thread wrote is copied: to shared memory, and what is there is overwritten.
+// A thread writes global memory and copies it to shared memory, over the previous values.
 KERNEL(32) copy_own(float *x, float *out, int rounds) {
   __shared__ __align__(16) float s[128];
   int t = threadIdx.x;
@@ -30,7 +30,7 @@ KERNEL(32) copy_own(float *x, float *out, int rounds) {
   out[t] = sum;
 }
 
-// One warp writes, another reads; neither reads what it writes itself.
+// One warp writes and another reads; neither reads its own writes.
 KERNEL(64) by_named_barriers(const float *x, float *out, int rounds) {
   __shared__ float s[32];
   int lane = threadIdx.x % 32;
@@ -51,7 +51,7 @@ KERNEL(64) by_named_barriers(const float *x, float *out, int rounds) {
   }
 }
 
-// A warp reads by ldmatrix what it has just written, over and over.
+// A warp reads with ldmatrix what it has just written, in every round.
 KERNEL(32) rows_that_change(const float *x, float *out, int rounds) {
   __shared__ __align__(16) uint32_t s[128];
   int t = threadIdx.x;
@@ -97,7 +97,7 @@ KERNEL(64) by_mbarriers(const float *x, float *out, int rounds) {
   }
 }
 
-// Blocks of a cluster: one writes into the other, which reads.
+// Two blocks of a cluster: one writes into the other's shared memory, and the other reads it.
 KERNEL(32) __cluster_dims__(2, 1, 1) by_clusters(const float *x, float *out, int rounds) {
   __shared__ float s[32];
   int lane = threadIdx.x, rank = cluster_rank();
@@ -116,7 +116,7 @@ KERNEL(32) __cluster_dims__(2, 1, 1) by_clusters(const float *x, float *out, int
   if (rank == 1) out[lane] = sum;
 }
 
-// Bulk copies of what threads wrote, there and back.
+// Bulk copies of values that threads wrote, to global memory and back.
 KERNEL(32) by_bulk(float *x, float *out, int rounds) {
   __shared__ __align__(128) float s[32], back[32];
   __shared__ uint64_t full;

@@ -1,4 +1,4 @@
-// The CPU's cuda_bf16.h: bfloat16 by its bits, rounded to nearest even, NaN kept quiet.
+// Emulates cuda_bf16.h: bfloat16 stored as bits, rounded to nearest even; NaN stays a quiet NaN.
 #pragma once
 struct alignas(2) __nv_bfloat16 {
   unsigned short bits;

@@ -1,4 +1,4 @@
-// The CPU's cuda_fp16.h: IEEE half on g++'s _Float16, computed in float, rounded once; one NaN.
+// Emulates cuda_fp16.h: half as g++'s _Float16, computed in float and rounded once; a single NaN.
 #pragma once
 struct alignas(2) __half {
   _Float16 v;

@@ -1,6 +1,6 @@
-// CUDA C as C++: what g++ includes before a kernel's translation unit.
+// CUDA C in C++: g++ includes this header before a kernel's translation unit.
 //
-// The language surface only: keywords, vector types, intrinsics.  The machine behind it (fibers,
+// It has only the language: keywords, vector types, intrinsics.  The machine behind it (fibers,
 // barriers, memory checks) is in src/.  Nothing here is visible to nvcc or NVRTC.
 #pragma once
 #include "../src/calls.hpp"
@@ -42,14 +42,14 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-// Constant for the fiber that reads them: the scheduler rewrites threadIdx at each switch, and a
-// value that the compiler keeps lives in that fiber's own registers or stack.  `const` also keeps
-// the sanitiser pass from instrumenting the reads.
+// Constant for the fiber that reads them: the scheduler writes threadIdx at each switch, and a
+// value that the compiler caches is in that fiber's own registers or stack.  `const` also keeps the
+// sanitiser pass from instrumenting the reads.
 extern const uint3 threadIdx, blockIdx, blockDim, gridDim;
 constexpr int warpSize = 32;
 
 // ---- the machine -------------------------------------------------------------------------------
-// Default arguments record the place of the call, for messages.
+// Default arguments record the location of the call, for messages.
 #define EMU_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define EMU_HERE file, line
 
@@ -77,7 +77,7 @@ template <class T> inline T shfl_as(unsigned mask, T v, int src, const char *fil
 inline int lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & 31;
 }
-// The lane of which shfl.up, .down, .bfly or .idx reads; c has a mask of segments, and a bound.
+// Returns the lane that shfl.up, .down, .bfly or .idx reads; c has a segment mask and a bound.
 inline int source(char mode, int by, unsigned c, bool *in = nullptr) {
   int own = lane(), seg = c >> 8 & 31, first = own & seg, last = first | (c & 31 & ~seg);
   by &= 31;
@@ -139,8 +139,8 @@ template <class T> inline T __ldcs(const T *p) { return *p; }
 template <class T> inline T __ldcg(const T *p) { return *p; }
 template <class T> inline void __stcs(T *p, T v) { *p = v; }
 template <class T> inline void __stcg(T *p, T v) { *p = v; }
-// Declared here rather than through <math.h>, which NVRTC has not (nor INFINITY) and which takes
-// g++ longer to read than a kernel.
+// Declared here instead of by <math.h>, which NVRTC does not have (nor INFINITY) and which takes
+// g++ longer to compile than a kernel.
 #define EMU_UNARY(F)                                             \
   extern "C" float F##f(float) noexcept;                         \
   extern "C" double F(double) noexcept;                          \
@@ -186,7 +186,7 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   return c;
 }
 namespace emu {
-inline unsigned prmt(unsigned x, unsigned y, unsigned s) {  // 8 in a digit: its sign alone
+inline unsigned prmt(unsigned x, unsigned y, unsigned s) {  // bit 3 of a digit: replicate the sign
   unsigned r = 0;
   for (int i = 0; i < 32; i += 8) {
     unsigned k = s >> i / 2, byte = ((uint64_t)y << 32 | x) >> 8 * (k & 7) & 255;
@@ -194,7 +194,7 @@ inline unsigned prmt(unsigned x, unsigned y, unsigned s) {  // 8 in a digit: its
   }
   return r;
 }
-// Of a NaN and a number the number; -0 is less than 0.
+// The minimum of a NaN and a number is the number; -0 is less than 0.
 template <class T> inline T least(T a, T b) {
   if (a != a || b != b) return a != a ? b : a;
   return a < b || (a == b && __builtin_signbit(a)) ? a : b;
@@ -212,7 +212,7 @@ inline float __log2f(float x) { return log2f(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
 inline float __powf(float x, float y) { return powf(x, y); }
-inline float __fdividef(float x, float y) {  // of a divisor beyond 2^126 the reciprocal is 0
+inline float __fdividef(float x, float y) {  // the reciprocal of a divisor beyond 2^126 is 0
   return fabsf(y) > 0x1p126f && !isinf(y) ? x * copysignf(0, y) : x / y;
 }
 inline float __fdiv_rn(float x, float y) { return x / y; }
@@ -221,10 +221,10 @@ inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-// rounded on their own: never part of a fused multiply-add
+// rounded separately, never contracted to a fused multiply-add
 inline float __fadd_rn(float a, float b) { a += b; asm("" : "+x"(a)); return a; }
 inline float __fmul_rn(float a, float b) { a *= b; asm("" : "+x"(a)); return a; }
-inline float __saturatef(float x) {  // by its bits, of which a comparison sees no denormal
+inline float __saturatef(float x) {  // compares bits, as float comparisons would flush denormals
   int bits = __float_as_int(x);
   return isnan(x) || bits < 0 ? 0 : bits < 0x3f800000 ? x : 1;
 }

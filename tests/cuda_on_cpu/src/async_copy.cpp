@@ -1,8 +1,8 @@
 // Asynchronous copies: cp.async, mbarrier and the tensor memory accelerator (TMA).
 //
-// Every copy lands as late as the rules allow: cp.async at its wait, TMA when nobody else can run
-// (or, with a seed, at a random moment before).  Until then the bytes are poison, so a missing
-// wait shows.
+// Every copy completes as late as the rules allow: cp.async at its wait, TMA when no thread can run
+// (or, with a seed, at a random earlier moment).  Until then the destination is poison, so that a
+// missing wait is detected.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct MBarrier {
   int owner = 0;
   bool fenced = false;
   int count = 0, pending = 0, phase = 0;
-  long bytes = 0;  // expected and not yet landed
+  long bytes = 0;  // expected bytes that have not arrived yet
   Together arriving;
   Known passed;
   std::vector<Fiber *> waiting;
@@ -54,8 +54,8 @@ static MBarrier &mbar(const void *p, Where at) {
   return i->second;
 }
 
-// Its initialisation must be ordered before us: by clocks or, once published, by the cluster's
-// barrier, a relaxed one too.
+// The initialisation of an mbarrier must be ordered before its use: by clocks or, once a fence has
+// published it, by the cluster's barrier, even a relaxed one.
 static MBarrier &initialised(const void *p, Where at) {
   auto i = mbarriers.find(p);
   if (i == mbarriers.end() || !i->second.fenced || !M.cur->met) touch(p, 8, Read, at);
@@ -103,7 +103,7 @@ void mbarrier_arrive(void *p, int expect_tx, const char *file, int line) {
   end_phase(b);
 }
 
-// Bytes that a thread wrote itself are there: it has fenced before.
+// Signals the arrival of bytes that a thread wrote itself, before a fence.
 void mbarrier_complete(void *p, int bytes, const char *file, int line) {
   MBarrier &b = initialised(p, {file, line});
   if (M.checks) {
@@ -125,7 +125,7 @@ void mbarrier_wait(void *p, int parity, const char *file, int line) {
 }
 
 // ---- TMA ---------------------------------------------------------------------------------------
-struct Map {  // what tensor_map() in __init__.py packs
+struct Map {  // the format of TensorMap.packed() in __init__.py
   uint32_t magic;
   uint8_t rank, elem, swizzle;
   Number type;
@@ -135,19 +135,19 @@ struct Map {  // what tensor_map() in __init__.py packs
   uint64_t stride[4];
 };
 static_assert(sizeof(Map) <= 128);
-constexpr uint32_t kMagic = 0x544d4150, kValue = 1;  // kValue: st.async, out of no memory
+constexpr uint32_t kMagic = 0x544d4150, kValue = 1;  // kValue: st.async, whose source is no memory
 
 struct Copy {
   Map map;
   uint32_t dst;
-  int rank;  // of the block whose shared memory it fills
+  int rank;  // of the block whose shared memory is the destination
   int coord[5];
   MBarrier *bar;
   int agent;
   Where at;
 };
 static std::deque<Copy> copies;
-static std::deque<uint32_t> values;  // of st.async; a deque does not move them
+static std::deque<uint32_t> values;  // of st.async; a deque keeps their addresses
 static int turn;
 
 static int next_agent() { return M.wgmma_agents + turn++ % kCopyAgents; }
@@ -163,7 +163,7 @@ static size_t box_bytes(const Map &m) {
   return n;
 }
 
-// Visit the box one inner row at a time: f(shared offset, global row or null, first, last valid).
+// Call f for each inner row of the box: f(shared offset, global row or null, first, end of valid).
 template <class F> static void each_row(const Map &m, const int *c, F f) {
   int index[5] = {}, rows = 1;
   for (int i = 1; i < m.rank; i++) rows *= m.box[i];
@@ -196,7 +196,7 @@ static Map check_map(int rank, const void *tensor_map, uint32_t shared, Where at
   return m;
 }
 
-// One copy into the block of a rank; its mbarrier is there too.
+// Issues one copy to the block of a rank, which also has its mbarrier.
 static void issue(const Map &map, uint32_t dst, int rank, uint32_t bar, const int *coord,
                   Where at) {
   char *barrier = from_shared(bar, 8, at, rank);
@@ -254,7 +254,7 @@ void land_oldest_copy() {
   end_phase(*t.bar);
 }
 
-// `ordered`: sums of what others add too, in an order that the kernel holds.
+// `ordered`: the kernel keeps additions to the same memory in order, so that they are no race.
 static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at,
                   bool ordered = false) {
   int agent = next_agent();
@@ -315,7 +315,7 @@ void bulk_store(void *dst, const void *src, int bytes, const char *file, int lin
   store(line_of(dst, src, bytes, at), shared_address(src, at), &zero, false, at);
 }
 
-// Sums of floats whose order nothing holds are a race: their last bits would differ.
+// Additions of floats in no fixed order are a race: the last bits of sums would differ.
 void bulk_add(float *dst, const void *src, int bytes, const char *file, int line) {
   Where at{file, line};
   int zero = 0;
@@ -326,10 +326,10 @@ void bulk_add(float *dst, const void *src, int bytes, const char *file, int line
   store(m, shared_address(src, at), &zero, true, at, true);
 }
 
-// ---- st.async: its value waits in a cell of ours until it lands ---------------------------------
+// ---- st.async: the value is stored in `values` until it lands -----------------------------------
 void store_async(void *dst, uint32_t value, void *bar, int rank, const char *file, int line) {
   Where at{file, line};
-  cluster_map(dst, rank, file, line);  // the rank is checked
+  cluster_map(dst, rank, file, line);  // checks the rank
   uint32_t to = shared_address(dst, at);
   if (to % 4) fail("st.async operand is not aligned to its size", at);
   values.push_back(value);

@@ -1,4 +1,4 @@
-// What kernels call: the twins of the files with inline assembly, and translated PTX.
+// Functions that kernels call: from the emulated ptx.cuh and hopper.cuh, and from translated PTX.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -11,7 +11,7 @@ struct Where {
 };
 // collectives.cpp
 void barrier(int id, int count, bool wait, WHERE);
-int barrier_count(bool pred, WHERE);  // of barrier 0, of all threads
+int barrier_count(bool pred, WHERE);  // barrier 0, all threads
 int barrier_count(int id, int count, bool pred, WHERE);
 void syncwarp(unsigned mask, WHERE);
 uint64_t shfl(unsigned mask, uint64_t v, int src, WHERE);
@@ -23,8 +23,8 @@ void atomic_enter(void *p, unsigned size, WHERE);
 void threadfence(bool device);
 uint32_t shared_address(const void *p, WHERE);
 char *from_shared(uint32_t address, size_t n, Where at, int rank);
-// hooks.cpp: every access of a checked build
-enum Access { Read, Write, Atomic, Peek };  // Peek: a volatile read, which may meet atomics
+// hooks.cpp: called for every access of a checked build
+enum Access { Read, Write, Atomic, Peek };  // Peek: a volatile read; it may meet atomics
 void access(char *p, size_t n, Access a, Where at);
 void access_volatile(char *p, size_t n, bool write, Where at);
 void check_alignment(const void *p, size_t n, Where at, const char *type = nullptr);

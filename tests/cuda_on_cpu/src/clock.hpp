@@ -1,8 +1,8 @@
-// Vector clocks: what happened before what.
+// Vector clocks: they tell which accesses happened before which.
 //
 // A clock has one time for every thread and agent of a cluster.  Threads that leave a barrier know
-// the same of each other, so they share one table, and each keeps its own time apart: a barrier of
-// n threads costs n steps, and not n tables of n.
+// the same times of each other, so they share one table, and each stores its own time separately: a
+// barrier of n threads takes n steps instead of n tables of n times.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -13,7 +13,7 @@
 namespace emu {
 using Clock = uint32_t;
 using Times = std::vector<Clock>;
-using Known = std::shared_ptr<const Times>;  // a table that nobody changes any more
+using Known = std::shared_ptr<const Times>;  // an immutable table
 
 class VectorClock {
   Known known;
@@ -31,7 +31,7 @@ class VectorClock {
   Clock operator[](int id) const { return id == me ? own : (*known)[id]; }
   explicit operator bool() const { return bool(known); }
 
-  // Take over a table that holds all that is known here already.
+  // Use a table that includes all times known here.
   void replace(const Known &all) { known = all; }
 
   void learn(int id, Clock time) {
@@ -40,7 +40,7 @@ class VectorClock {
       int id;
       Clock time;
     };
-    static Step last;  // the next thread mostly takes the same one
+    static Step last;  // cached, as the next thread usually takes the same step
     if ((*this)[id] >= time) return;
     if (last.from != known || last.id != id || last.time != time) {
       auto to = std::make_shared<Times>(*known);
@@ -70,10 +70,10 @@ class VectorClock {
   }
 };
 
-// What several clocks know together.
+// The merged times of several clocks.
 class Together {
   Times times;
-  Known added;  // the table that came last: threads that share it differ in their own time
+  Known added;  // the last table: threads that share it only differ in their own time
 
  public:
   void clear(size_t ids) {

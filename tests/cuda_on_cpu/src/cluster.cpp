@@ -1,8 +1,8 @@
-// Clusters: blocks that run side by side, and reach into each other's shared memory.
+// Clusters: blocks that run concurrently and access each other's shared memory.
 //
-// __shared__ is thread_local, so every block of a cluster has a CPU thread of its own, whose
-// variables are its shared memory.  Only one of these CPU threads runs at a time: where the next
-// fiber belongs to another block, its CPU thread is woken and this one sleeps.
+// __shared__ is thread_local, so every block of a cluster has its own CPU thread, whose
+// thread-local variables are the block's shared memory.  Only one of these CPU threads runs at a
+// time: if the next fiber belongs to another block, its CPU thread is woken and this one sleeps.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -15,13 +15,13 @@ namespace emu {
 static thread_local int this_rank = -1;
 static pthread_t threads[kMaxCluster];
 static sem_t turn[kMaxCluster];
-static void *home[kMaxCluster];  // stacks to which a block's fibers leave for another block
+static void *home[kMaxCluster];  // the stack to which a block's fibers switch to leave the block
 static bool quit;
 static void (*image)();
 static const void *symbol;
 
 static void sleep_until_called(int rank) {
-  while (sem_wait(&turn[rank])) {}  // signals interrupt it
+  while (sem_wait(&turn[rank])) {}  // again if a signal interrupts it
 }
 
 void switch_to(Fiber *f) {
@@ -85,7 +85,7 @@ void stop_blocks() {
   }
 }
 
-// A signal for the process may come to any of its threads: pass it to the one that runs.
+// A signal to the process may reach any of its threads: pass it to the one that runs fibers.
 bool pass_signal(int number) {
   if (!M.cur || this_rank == M.cur->rank) return false;
   pthread_kill(threads[M.cur->rank], number);

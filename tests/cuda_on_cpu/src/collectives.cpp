@@ -1,8 +1,8 @@
-// Collectives: barriers, shuffles, votes, and the rendezvous that tensor-core products share.
+// Collectives: barriers, shuffles, votes, and the rendezvous that tensor-core products also use.
 //
-// Lanes that bring the same operation under the same mask meet; the last to arrive does the work
-// for all.  Lanes of one mask that meet with different operations, or at different lines, diverge:
-// undefined on a GPU, an error here.  A barrier joins the vector clocks of those it lets through.
+// Lanes with the same operation and mask meet; the last one to arrive does the work for all.  Lanes
+// of one mask that meet with different operations, or at different lines, diverge: this is
+// undefined on a GPU and an error here.  A barrier merges the vector clocks of its threads.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -58,7 +58,7 @@ struct Barrier {
   int arrived = 0, count = 0, votes = 0;
   Where at{};
   std::vector<Fiber *> waiting;
-  std::vector<VectorClock> passed;  // of bar.arrive, as they were
+  std::vector<VectorClock> passed;  // clocks at bar.arrive
 };
 static Barrier barriers[kMaxCluster][16];
 
@@ -142,7 +142,7 @@ void syncwarp(unsigned mask, const char *file, int line) {
   collective(SYNCWARP, M.cur->index / 32, 32, mask, "__syncwarp", M.cur, op, {file, line});
 }
 
-// Shuffles and votes order no memory: they leave the clocks alone.
+// Shuffles and votes order no memory accesses: they do not change the clocks.
 uint64_t shfl(unsigned mask, uint64_t v, int src, const char *file, int line) {
   struct Lane {
     uint64_t in, out;

@@ -1,5 +1,5 @@
-// Hooks: checked builds are compiled with g++'s thread and undefined-behaviour sanitisers, whose
-// calls are answered here instead of by libtsan and libubsan.
+// Hooks: checked builds are compiled with g++'s thread and undefined-behaviour sanitisers; this
+// file implements the functions that they call, instead of libtsan and libubsan.
 #include "machine.hpp"
 
 namespace emu {
@@ -15,7 +15,7 @@ void access(char *p, size_t n, Access a, Where at) {
   touch(p, n, a, at);
 }
 
-// Volatile accesses are relaxed atomics: a flag that one thread writes and others poll.
+// Volatile accesses are relaxed atomics, for flags that one thread writes and others poll.
 void access_volatile(char *p, size_t n, bool write, Where at) {
   if (!M.checks || !M.cur || size_t(p - M.cur->stack) < kStack) return;
   access(p, n, write ? Atomic : Peek, at);

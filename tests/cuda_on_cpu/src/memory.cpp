@@ -1,7 +1,7 @@
 // Memory: bounds, initialisation and races of shared and global memory.
 //
-// Every access of a kernel outside its own stack comes to touch(), by way of hooks.cpp.  A shadow
-// cell per byte remembers the last writer and two readers with their vector-clock times; an access
+// Every access of a kernel outside of its stack calls touch(), through hooks.cpp.  A shadow cell
+// for each byte stores the last writer and two readers with their vector-clock times; an access
 // that no barrier, fence or wait orders after them is a race.
 #include "machine.hpp"
 
@@ -20,23 +20,23 @@ static int shared_regions() { return M.blocks * REGIONS_OF_A_BLOCK; }
 static Region *find_region(const char *p);
 
 // ---- order between blocks ----------------------------------------------------------------------
-// As in PTX: a thread's __threadfence and an atomic of it afterwards publish, at the atomic's
-// address, all that had happened before the fence.  A thread whose atomic finds that address, and
-// that has a __threadfence afterwards, is behind it.  Clusters run in turn, so what others have
-// published stands still while one runs.
-using Clusters = std::map<unsigned, Known>;  // what each has published
+// As in PTX: a thread's __threadfence followed by its atomic publishes, at the atomic's address,
+// all that happened before the fence.  A thread with an atomic at that address followed by a
+// __threadfence is ordered after it.  Clusters run one after the other, so what other clusters have
+// published does not change while one runs.
+using Clusters = std::map<unsigned, Known>;  // the times that each cluster has published
 
 struct Order {  // of a thread
-  VectorClock fence[2];  // its clock at its last fence, of [0] a block and [1] the device
-  std::set<const void *> heard[2];  // addresses of atomics since
+  VectorClock fence[2];  // its clock at its last fence: [0] of the block, [1] of the device
+  std::set<const void *> heard[2];  // addresses of its atomics since then
 };
-struct Acquired {  // from its time `since` on, a thread knows what others published
+struct Acquired {  // from its time `since` on, a thread is ordered after what others published
   int thread;
   Clock since;
   Clusters known;
 };
 static std::vector<Order> orders;
-static std::vector<Acquired> acquired;  // by the cluster that runs
+static std::vector<Acquired> acquired;  // by threads of the running cluster
 static std::map<const void *, Clusters> published;
 static std::map<const void *, Together> published_here;  // within the cluster, by either fence
 
@@ -83,7 +83,7 @@ void heard(const void *p) {
 
 void publish(const void *p, bool replace) {
   Order &order = orders[M.cur->index];
-  if (replace) {  // a plain store ends what the atomics before it began
+  if (replace) {  // a plain store ends the release sequence of earlier atomics
     published.erase(p);
     published_here.erase(p);
   }
@@ -103,7 +103,7 @@ void publish(const void *p, bool replace) {
   merge(known, M.serial, all.table());
 }
 
-// Whether what an agent or thread did at a time is over for a clock of the running cluster.
+// Returns whether an access of a thread or agent at a time happened before a clock of this cluster.
 static bool ordered(unsigned cluster, int id, Clock time, const VectorClock &clock) {
   if (cluster == M.serial) return time <= clock[id];
   for (auto &a : acquired)
@@ -121,13 +121,13 @@ void atomic_enter(void *p, unsigned size, const char *file, int line) {
   publish(p, false);
 }
 
-// ---- what an address belongs to ----------------------------------------------------------------
+// ---- the region of an address ------------------------------------------------------------------
 static Region *find_region(const char *p) {
   Region *r = &M.regions[M.last_region];
   if (p >= r->base && p < r->base + r->size) return r;
   for (int i = DYNAMIC; i < shared_regions(); i += REGIONS_OF_A_BLOCK) {
     r = &M.regions[i];
-    if (size_t(p - r->base) < M.dynamic_capacity) {  // only the bytes that the launch asked for
+    if (size_t(p - r->base) < M.dynamic_capacity) {  // only the bytes that the launch requested
       M.last_region = i;
       return size_t(p - r->base) < r->size ? r : nullptr;
     }
@@ -171,7 +171,7 @@ static std::string owner(int id, unsigned cluster = M.serial) {
   return "thread " + text(f.tid) + of;
 }
 
-// Source places are interned, so that a shadow cell names one in two bytes.
+// Source locations are numbered, so that a shadow cell stores one in two bytes.
 static std::vector<Where> sites;
 static std::map<std::pair<const void *, int>, uint16_t> site_ids;
 
@@ -185,14 +185,14 @@ static uint16_t site(Where at) {
   return last_id = i->second;
 }
 
-// The shared window as a GPU numbers it: static variables, then dynamic from the next KiB.
+// Addresses of shared memory as on a GPU: static variables, then dynamic memory from the next KiB.
 static uint32_t window(int region) {
   uint32_t below = M.regions[STATIC_BELOW].size, above = M.regions[STATIC_ABOVE].size;
   return region == STATIC_BELOW ? 0 : region == STATIC_ABOVE ? below : (below + above + 1023) & ~1023u;
 }
 
-// g++ asks a byte whether a __shared__ variable of a class, such as __half, was constructed.  That
-// byte lies in the image too; its poison says yes.
+// g++ reads a guard byte to see if a __shared__ variable of a class, such as __half, is
+// constructed.  That byte is in the image too; its poison means yes.
 static bool is_guard(const char *p) {
   size_t offset = p - M.regions[M.cur->rank * REGIONS_OF_A_BLOCK + STATIC_BELOW].base;
   return std::find(M.guards.begin(), M.guards.end(), offset) != M.guards.end();
@@ -217,7 +217,7 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   if (r->shadow.empty()) r->shadow.resize(r->size);
   int region = int(r - &M.regions[0]);
   bool shared = region < shared_regions();
-  if (M.counting && (agent < 0 || !shared))  // a bank is known from the address in the window
+  if (M.counting && (agent < 0 || !shared))  // the bank follows from the address in shared memory
     count_access(shared ? window(region % REGIONS_OF_A_BLOCK) + (p - r->base) : (uint64_t)p, n,
                  shared, a == Peek ? Read : a, at, agent < 0 ? f : &M.fiber[0]);
   if (shared && region / REGIONS_OF_A_BLOCK != f->rank)
@@ -243,7 +243,7 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
       bool mine = c.writer == me && !foreign_write, both = c.atomic && (a == Atomic || a == Peek);
       if (!mine && !both && !ordered(c.wrote_in, c.writer, c.wrote, clock))
         race(c.atomic ? "atomic" : "write", c.writer, c.wrote_in, c.wrote_at, i);
-      // of global memory there is no fence.proxy.async among the instructions of hopper.cuh
+      // no fence of hopper.cuh orders a thread's write to global memory before an async read of it
       if (agent >= 0 && c.writer < M.fibers && a != Atomic &&
           (shared ? c.wrote > M.fiber[c.writer].fence : a == Read))
         fail("async proxy " + std::string(name_of(a)) + "s " + r->name + " written by " +
@@ -270,7 +270,7 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
     if (shared && !c.wrote) fail("read of uninitialised " + byte(i), at);
     if (a == Peek) continue;
     if (c.read_in != M.serial) {
-      if (c.read[0]) {  // what this cluster writes after it has read, others may still be reading
+      if (c.read[0]) {  // kept, as a later write of this cluster may race with that read
         c.foreign = c.reader[0];
         c.foreign_read = c.read[0];
         c.foreign_in = c.read_in;
@@ -304,7 +304,7 @@ void settle(const void *p, size_t n) {
   }
 }
 
-// Whether somebody outside a block touches its shared memory at a time that nothing orders before
+// Returns whether a thread or agent outside of a block accesses its shared memory unordered with
 // `end`.
 bool touched_after(int rank, const Times &end, std::string &what, Where &at) {
   auto late = [&](int id, Clock time) {
@@ -323,12 +323,12 @@ bool touched_after(int rank, const Times &end, std::string &what, Where &at) {
   return false;
 }
 
-// ---- the shared window -------------------------------------------------------------------------
+// ---- addresses of shared memory ----------------------------------------------------------------
 uint32_t shared_address(const void *p, Where at) {
   for (int i = 0; i < REGIONS_OF_A_BLOCK; i++) {
     auto &r = M.regions[M.cur->rank * REGIONS_OF_A_BLOCK + i];
     size_t offset = (const char *)p - r.base;
-    bool begins = i == DYNAMIC && r.base;  // a kernel may name it, and be given none of it
+    bool begins = i == DYNAMIC && r.base;  // a kernel may use its address even if its size is 0
     if ((r.size || begins) && offset <= r.size) return window(i) + uint32_t(offset);
   }
   fail("not a pointer to the block's own shared memory", at);
@@ -341,7 +341,7 @@ uint32_t shared_address(const void *p, const char *file, int line) {
 char *from_shared(uint32_t a, size_t n, Where at, int rank) {
   for (int i : {STATIC_BELOW, STATIC_ABOVE, DYNAMIC}) {
     auto &r = M.regions[rank * REGIONS_OF_A_BLOCK + i];
-    // a place of no bytes at the end of one region is that at the begin of the next
+    // an address at the end of one region, without bytes, is the one at the start of the next
     size_t least = i == DYNAMIC ? n : std::max<size_t>(n, 1);
     if (a >= window(i) && a - window(i) + least <= r.size) return r.base + (a - window(i));
   }
@@ -350,8 +350,8 @@ char *from_shared(uint32_t a, size_t n, Where at, int rank) {
 }
 
 // ---- a launch, a block -------------------------------------------------------------------------
-// __shared__ is thread_local in the module: its thread-local image is the static shared memory,
-// with the dynamic buffer somewhere inside.
+// __shared__ is thread_local in the module: the thread-local image is the static shared memory,
+// with the dynamic buffer somewhere inside it.
 void start_memory(size_t size, size_t capacity) {
   M.regions.assign(shared_regions(), {nullptr, 0, "static shared memory", true, {}});
   for (int r = 0; r < M.blocks; r++)
@@ -406,7 +406,7 @@ void reset_memory() {
   published_here.clear();
   for (int i = 0; i < shared_regions(); i++) {
     Region &r = M.regions[i];
-    if (r.size) memset(r.base, 0xff, r.size);  // NaN: what a kernel finds before it writes
+    if (r.size) memset(r.base, 0xff, r.size);  // NaN: the values before a kernel's first write
     if (M.checks) r.shadow.assign(r.size, Shadow{});
   }
 }

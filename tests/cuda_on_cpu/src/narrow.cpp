@@ -1,4 +1,4 @@
-// Numbers of few bits: conversions to and from 8-bit floats, and the sums of TMA's reduction.
+// Conversions to and from 8-bit floats, and the additions of TMA's reductions in every dtype.
 #include "machine.hpp"
 
 #include <cmath>
@@ -20,7 +20,7 @@ static uint32_t encode(int type, double x) {
   double size = std::fabs(x);
   if (size >= largest) size = largest;
   int exponent = size ? std::max(std::ilogb(size), 1 - bias) : 1 - bias;
-  // steps of the last place: nearbyint rounds ties to even; a carry runs into the exponent
+  // in units of the last place: nearbyint rounds ties to even; a carry increments the exponent
   auto steps = uint32_t(std::nearbyint(std::ldexp(size, mantissa - exponent)));
   return sign | ((uint32_t(exponent + bias - 1) << mantissa) + steps);
 }

@@ -1,10 +1,10 @@
-// Scheduler: every CUDA thread of a block is a fiber; clusters of blocks (of one, mostly) run in
-// turn.
+// Scheduler: every CUDA thread of a block is a fiber; clusters of blocks (usually of one block) run
+// one after the other.
 //
-// A fiber runs until a collective, a barrier or an mbarrier makes it wait; then the next ready one
-// goes on: round robin for seed 0, else in a random order, with TMA traffic landing at random
-// moments.  Where nobody is ready and no copy is outstanding, the block is deadlocked.
-// A failed check switches back to the launch for good, which returns the error text.
+// A fiber runs until a collective, a barrier or an mbarrier makes it wait; then the next ready
+// fiber continues: round robin for seed 0, otherwise in a random order, with TMA copies that
+// complete at random moments.  If no fiber is ready and no copy is pending, the block is deadlocked.
+// A failed check switches back to the launch, which returns the error text.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ uint3 threadIdx, blockIdx, blockDim, gridDim;
 namespace emu {
 Machine M;
 
-// Save the callee-saved registers on this stack, go to the other.
+// Saves the callee-saved registers on this stack and switches to the other stack.
 asm(R"(
 .text
 .globl emu_switch
@@ -46,7 +46,7 @@ std::string text(uint3 v) {
 }
 
 std::string place(Where at) {
-  if (at.line == kInstructionPointer) {  // the Python side turns it into file:line
+  if (at.line == kInstructionPointer) {  // Python converts it to file:line
     char pc[32];
     snprintf(pc, sizeof pc, "<pc %p>", (const void *)at.file);
     return pc;
@@ -76,7 +76,7 @@ static void deadlock() {
   std::string s = "deadlock:";
   for (auto &[what, threads] : by) {
     s += " " + std::to_string(threads.size()) + " thread(s) [";
-    for (size_t i = 0; i < threads.size();) {  // runs of neighbours as first-last
+    for (size_t i = 0; i < threads.size();) {  // consecutive numbers as first-last
       size_t j = i;
       while (j + 1 < threads.size() && threads[j + 1] == threads[j] + 1) j++;
       s += (i ? "," : "") + std::to_string(threads[i]);
@@ -140,17 +140,17 @@ void yield(Where at) {
   run_next();
 }
 
-// A thread looks once more for what another may have stored: the others go first.
+// A thread polls a value that another one may store: all others run first.
 void polled(const char *file, int line) {
   if (++M.idle > kIdle) fail("deadlock: nobody stores what is polled for", {file, line});
   yield({file, line});
 }
 
-// ---- watchdog: memory.cpp counts accesses; a loop without any is seen by the CPU time it takes ---
+// ---- watchdog: memory.cpp counts accesses; a loop without any is detected by its CPU time ------
 static void out_of_time(int number, siginfo_t *, void *context) {
   if (pass_signal(number)) return;
   auto pc = (char *)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
-  for (auto &r : M.regions)  // in the kernel's own code: nothing of ours is half done
+  for (auto &r : M.regions)  // only in the kernel's own code, so as not to interrupt the runtime
     if (M.cur && !r.writable && pc >= r.base && pc < r.base + r.size)
       fail("watchdog: seconds without an end", {pc + 1, kInstructionPointer});
 }
@@ -158,7 +158,7 @@ static void out_of_time(int number, siginfo_t *, void *context) {
 static void watch(unsigned seconds) {
   struct sigaction action {};
   action.sa_sigaction = out_of_time;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER;  // fail() leaves the handler for good
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;  // as fail() never returns from the handler
   sigaction(SIGVTALRM, &action, nullptr);
   itimerval timer{{0, seconds ? 100000 : 0}, {seconds, 0}};
   setitimer(ITIMER_VIRTUAL, &timer, nullptr);
@@ -192,7 +192,7 @@ static void start(Fiber &f, int index) {
   f.accumulating = 0;
   f.groups.assign(1, {});
   f.stores.assign(1, {});
-  // staggered, because equal offsets in all stacks would share cache sets
+  // staggered, as equal offsets in all stacks would map to the same cache sets
   void **sp = (void **)(f.stack + kStack - 64 - index * 448 % 32768);
   *--sp = nullptr;  // keeps the entry frame 16-byte aligned
   *--sp = (void *)enter;
@@ -230,7 +230,7 @@ static void run_blocks() {
   M.cur = nullptr;
 }
 
-static uint3 clusters;  // of the grid
+static uint3 clusters;  // the size of the grid in clusters
 
 uint3 block_of(unsigned serial, int rank) {
   unsigned b = serial - 1, r = rank;
@@ -256,7 +256,7 @@ struct Launch {
   int buffer_count, checks;
   uint64_t seed, patience;  // patience: accesses without a collective
   unsigned seconds;         // of CPU time for the launch; 0: no watchdog
-  unsigned last;            // clusters to run, those at the end of the grid; 0: all
+  unsigned last;            // number of clusters to run, at the end of the grid; 0: all
 };
 
 // Returns nullptr, or the error text.
@@ -296,7 +296,7 @@ extern "C" const char *emu_launch(const Launch *l) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_bits() % i]);
 
   unsigned control = _mm_getcsr();
-  _mm_setcsr(control | 0x8040);  // denormals are zero, as under the -ftz=true that CuPy appends
+  _mm_setcsr(control | 0x8040);  // flush denormals, as with the -ftz=true that CuPy appends
   watch(l->seconds);
   for (unsigned b : order) {
     if (!M.error.empty()) break;

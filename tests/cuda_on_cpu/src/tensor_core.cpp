@@ -1,7 +1,7 @@
-// Tensor cores: mma.sync, ldmatrix and wgmma, by the fragment layouts of the PTX ISA.
+// Tensor cores: mma.sync, ldmatrix and wgmma, with the fragment layouts of the PTX ISA.
 //
-// wgmma reads its operands when issued; its accumulators are poison until the wait, and a kernel
-// that touches them before is told so.  Its reads of shared memory go through the async proxy.
+// wgmma reads its operands when issued; its accumulators are poison until the wait, and an earlier
+// access to them is an error.  Its reads of shared memory use the async proxy.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ static double element(int type, uint32_t r, int i) {
   if (type >= E4M3) return decode(type, r >> 8 * i & 255);
   if (type != TF32) return decode(type, uint16_t(r >> 16 * i));
   float f;
-  r &= ~0x1fffu;  // a tensor core does not look at the last 13 bits
+  r &= ~0x1fffu;  // a tensor core ignores the last 13 bits
   memcpy(&f, &r, 4);
   return f;
 }
@@ -86,7 +86,7 @@ void ldmatrix(int n, bool trans, uint32_t *r, const void *row, const char *file,
     int warp = M.cur->index & ~31;
     for (int m = 0; m < L(0).n; m++) {
       uint16_t t[8][8];
-      for (int i = 0; i < 8; i++) {  // lane 8 m + i gives the address of row i of matrix m
+      for (int i = 0; i < 8; i++) {  // lane 8 m + i has the address of row i of matrix m
         auto &l = L(m * 8 + i);
         if ((uintptr_t)l.row & 15)
           fail("ldmatrix row address of lane " + std::to_string(m * 8 + i) +
@@ -120,8 +120,8 @@ struct WgState {
 };
 static std::vector<WgState> wg;
 
-// The 16-byte unit that holds element (mn, k): 8 elements along k (K-major) or mn (MN-major), 16
-// of 8 bits, for which the caller counts k in pairs.
+// Returns the 16-byte unit of element (mn, k): 8 elements along k (K-major) or mn (MN-major); 16
+// elements of 8 bits, for which the caller counts k in pairs.
 static const char *unit(uint64_t desc, bool mn_major, int mn, int k, Where at, int agent) {
   uint32_t start = (desc & 0x3fff) << 4;
   uint32_t leading = (desc >> 16 & 0x3fff) << 4, stride = (desc >> 32 & 0x3fff) << 4;
@@ -146,7 +146,7 @@ static void load_operand(float *out, int rows, uint64_t desc, bool mn_major, int
       const char *from = unit(desc, mn_major, mn, k, at, agent);
       uint16_t h[8];
       memcpy(h, from, 16);
-      if (type >= E4M3)  // K-major alone
+      if (type >= E4M3)  // always K-major
         for (int i = 0; i < 16; i++) out[(2 * k + i) * rows + mn] = decode(type, uint8_t(from[i]));
       else
         for (int i = 0; i < 8; i++)
@@ -164,9 +164,9 @@ void wgmma_commit() {
   s.fenced = false;
 }
 
-// The calls that led here, innermost first.  A GPU's compiler copies what kernels call into each
-// place that calls it, and a product is one instruction for all four warps: these must agree.  To
-// walk a stack takes time: the first and the last lane of a warp do it.
+// The call stack, innermost call first.  A GPU's compiler inlines functions at each call, and a
+// product is one instruction for all four warps, so their call stacks must agree.  Walking a stack
+// takes time, so only the first and the last lane of a warp do it.
 struct Calls {
   uintptr_t pc[24];
   int count = 0;
@@ -225,7 +225,7 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
     static float A[32][64], B[32 * 256], D[64][256];
     int e = values_of_word(z.type);
     if (!z.registers) load_operand(A[0], 64, z.a, z.ta, z.type, z.at, agent);
-    for (int t = 0; z.registers && t < 128; t++)  // a warp's 16 rows as mma.m16n8 has them
+    for (int t = 0; z.registers && t < 128; t++)  // a warp's 16 rows, in the layout of mma.m16n8
       for (int r = 0; r < 4; r++)
         for (int h = 0; h < e; h++)
           A[t % 4 * e + (r >> 1) * 4 * e + h][t / 32 * 16 + t % 32 / 4 + (r & 1) * 8] =

@@ -1,9 +1,9 @@
 // Traffic: the requests of warps, in sectors of global memory and passes over shared memory.
 //
-// Lanes of a warp that execute one instruction the same number of times make one request.  Global
-// memory moves sectors of 32 bytes.  Shared memory has 32 banks of 4 bytes; a pass serves a warp's
+// The n-th executions of one instruction by the lanes of a warp form one request.  Global memory
+// moves sectors of 32 bytes.  Shared memory has 32 banks of 4 bytes; a pass serves a warp's
 // accesses of up to 4 bytes, half a warp's of 8, a quarter's of 16, and two different words of one
-// bank take two passes.  Of a tile that TMA copies each row is a request of global memory.
+// bank take two passes.  In a TMA copy, each row of the tile is a request to global memory.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ static void close(const Place &place, const std::vector<Lane> &lanes) {
   } else {
     uint32_t widest = 4;
     for (auto &l : lanes) widest = std::max(widest, l.size);
-    int together = widest >= 16 ? 8 : widest >= 8 ? 16 : 32;  // lanes of a pass
+    int together = widest >= 16 ? 8 : widest >= 8 ? 16 : 32;  // lanes in a pass
     for (int first = 0; first < 32; first += together) {
       std::set<uint64_t> bank[32];
       size_t most = 0;
@@ -65,7 +65,7 @@ void count_access(uint64_t address, size_t size, bool shared, Access a, Where at
   open[{place, f->index / 32, turn}].push_back({address, uint32_t(size), f->index % 32});
 }
 
-void close_traffic() {  // the end of a cluster
+void close_traffic() {  // at the end of a cluster
   for (auto &[key, lanes] : open) close(std::get<0>(key), lanes);
   open.clear();
   occurrences.clear();

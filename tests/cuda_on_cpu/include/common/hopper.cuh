@@ -1,4 +1,4 @@
-// The CPU's common/hopper.cuh: the same functions, emulated.
+// Emulates common/hopper.cuh: the same functions, without inline assembly.
 #pragma once
 #include <common/ptx.cuh>
 struct alignas(64) TensorMap { uint64_t opaque[16]; };
@@ -60,7 +60,7 @@ inline void cluster_wait(EMU_PLACE) { emu::cluster_wait(EMU_HERE); }
 inline void *cluster_map(const void *p, int rank, EMU_PLACE) {
   return emu::cluster_map(p, rank, EMU_HERE);
 }
-// Not used by kernels, which take functions that need the address: those of other blocks differ.
+// Kernels do not use the address itself, which differs from a GPU's for other blocks.
 inline uint32_t cluster_smem_u32(const void *p, int rank, EMU_PLACE) {
   emu::cluster_map(p, rank, EMU_HERE);
   return uint32_t(rank + 1) << 24 | smem_u32(p, EMU_HERE);

@@ -1,4 +1,5 @@
-// The CPU's common/ptx.cuh: the same functions, emulated.  It comes first on the include path.
+// Emulates common/ptx.cuh: the same functions, without inline assembly.  This folder comes before
+// kernels_cu on the include path.
 #pragma once
 
 inline uint32_t smem_u32(const void *p, EMU_PLACE) { return emu::shared_address(p, EMU_HERE); }

@@ -289,7 +289,7 @@ def test_wrong_devices(bad: Any) -> None:
 
 def test_one_block_at_a_time() -> None:
     pool: MemoryPool = memory_pool()
-    with pool, pytest.raises(ConfigError, match="in use; make another"):
+    with pool, pytest.raises(ConfigError, match="in use; create another"):
         pool.__enter__()
 
 

@@ -295,6 +295,4 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     def requantized(self, w: Array) -> Self:
         """Return another matrix, quantized by absmean, with scales of the same kind as here."""
         planes, scale, errors = parts_of(w, self.per, self.group or GROUP_STEP)
-        new = type(self)(planes, scale, w.shape, group=self.group, dtype=self.dtype, errors=errors)
-        new.activations = self.activations
-        return new
+        return type(self)(planes, scale, **self.facts() | {"shape": w.shape, "errors": errors})

@@ -1,4 +1,4 @@
-"""The emulator's own tests: primitives against arithmetic, planted bugs, deleted statements."""
+"""Tests of the CUDA emulator: primitives against arithmetic, planted bugs, deleted statements."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,7 +85,7 @@ def split_k(rows: int = 16, columns: int = 3000, last: bool = False, **how: Any)
 
 
 def emulated(arg: Any) -> Any:
-    """Return what the emulator takes for an argument of a primitive's launch."""
+    """Return an argument of a primitive's launch as the emulator takes it."""
     if not isinstance(arg, Tile):
         return arg
     number = ml_dtypes.bfloat16 if arg.number == "bfloat16" else arg.array.dtype
@@ -94,14 +94,14 @@ def emulated(arg: Any) -> Any:
 
 def primitive(name: str, **how: Any) -> int:
     """Run a primitive; return how many of its words are wrong."""
-    made = launch(name)
-    args = [emulated(arg) for arg in made.args]
-    kernel(made.file, made.kernel, **how)((made.grid,), (made.block,), args, made.shared)
+    case = launch(name)
+    args = [emulated(arg) for arg in case.args]
+    kernel(case.file, case.kernel, **how)((case.grid,), (case.block,), args, case.shared)
     wrong = 0
-    for position, expected in made.expected.items():
-        found = getattr(args[position], "array", args[position]).view(expected.dtype)
+    for position, expected in case.expected.items():
+        actual = getattr(args[position], "array", args[position]).view(expected.dtype)
         bits = np.dtype(f"u{expected.itemsize}")
-        wrong += int((found.view(bits) != expected.view(bits)).sum())
+        wrong += int((actual.view(bits) != expected.view(bits)).sum())
     return wrong
 
 
@@ -110,5 +110,5 @@ def primitives(file: str = "cluster.cu", **how: Any) -> float:
     return sum(primitive(name, **how) for name in PRIMITIVES if launch(name).file == file)
 
 
-# half a step of bfloat16; float32 sums; integers
+# The largest errors: half a step of bfloat16; sums of float32; less than one wrong word
 LIMITS = {flash: 2e-2, gemm: 1e-2, split_k: 1e-3, primitives: 0.5}

@@ -1,12 +1,12 @@
 """Run every primitive on the GPU at hand: ``python -m tests.hardware [NAME ...]``.
 
-With ``--all FOLDER`` all tests that need a GPU run, and then the times: see ``session``.  With
-``--attention FOLDER`` attention on Hopper is measured alone: see ``attention``.
+With ``--all FOLDER``, it runs all tests that need a GPU and then times ops: see ``session``.  With
+``--attention FOLDER``, it only measures attention on Hopper: see ``attention``.
 
-A bare checkout with NumPy and CuPy is enough.  Each primitive runs in a process of its own, so
-that a fault or a hang is one line of the table.  The GPU must give the bits of plain arithmetic,
-which the emulator's tests ask of the emulator; where g++ is at hand, the emulator runs beside it.
-What agrees is written to fixtures.json, with the date, the device and a digest of the launch.
+A bare checkout with NumPy and CuPy is enough.  Each primitive runs in its own process, so that a
+fault or a hang is one line of the output.  The GPU's result must equal that of plain arithmetic bit
+by bit, as the emulator's must in its own tests; if g++ is installed, the emulator runs here too.
+Primitives that agree are written to fixtures.json, with date, device and a digest of the launch.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from .fixtures import ROOT, Fixture, digest, read, write
 from .primitives import PRIMITIVES, Launch, Tile, launch, runs_on
 from .session import everything
 
-SECONDS = 120  # for one primitive, with its compilation
+SECONDS = 120  # for one primitive, including its compilation
 
-# of CUtensorMapDataType
+# CUtensorMapDataType
 KINDS = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7}
 KINDS |= {"bfloat16": 9}
 
 
 def tensor_map(tile: Tile, address: int) -> np.ndarray:
-    """Return a TMA descriptor, which the driver makes: one item of 128 bytes, passed by value."""
-    room = np.zeros(256, np.uint8)
-    made = room[-room.ctypes.data % 64 :][:128]
+    """Return a TMA descriptor from the driver: one item of 128 bytes, to be passed by value."""
+    buffer = np.zeros(256, np.uint8)
+    descriptor = buffer[-buffer.ctypes.data % 64 :][:128]
     shape, strides = tile.array.shape[::-1], tile.array.strides[::-1]
     rank = len(shape)
     longs, words = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(made.ctypes.data),
+        ctypes.c_void_p(descriptor.ctypes.data),
         ctypes.c_int(KINDS[tile.number or tile.array.dtype.name]),
         ctypes.c_uint32(rank),
         ctypes.c_void_p(address),
@@ -53,26 +53,26 @@ def tensor_map(tile: Tile, address: int) -> np.ndarray:
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {status}")
-    return made.view("V128")  # CuPy passes arrays of one item by value
+    return descriptor.view("V128")  # CuPy passes arrays of one item by value
 
 
-def run(made: Launch) -> dict[int, np.ndarray]:
-    """Launch on the GPU; return what was written, by position of argument."""
+def run(primitive: Launch) -> dict[int, np.ndarray]:
+    """Launch a primitive on the GPU; return the arrays that it wrote, by position of argument."""
     import cupy
 
     capability = cupy.cuda.Device().compute_capability
-    source = f'#include "common/device.cuh"\n#include "{made.file}"\n'
+    source = f'#include "common/device.cuh"\n#include "{primitive.file}"\n'
     options = ["-std=c++17", f"-I{ROOT / 'kernels_cu'}", f"-I{ROOT / 'tests/emulator/kernels'}"]
     if capability == "90":
-        options.append("-arch=sm_90a")  # NVRTC from 12.9 on keeps the first; CuPy adds another
-    template = [made.kernel] if "<" in made.kernel else None
+        options.append("-arch=sm_90a")  # NVRTC from 12.9 on uses the first one; CuPy adds another
+    template = [primitive.kernel] if "<" in primitive.kernel else None
     module = cupy.RawModule(code=source, options=tuple(options), name_expressions=template)
-    function = module.get_function(made.kernel)
-    if made.shared:  # 48 KiB without leave are for static and dynamic memory together
-        function.max_dynamic_shared_size_bytes = made.shared
+    function = module.get_function(primitive.kernel)
+    if primitive.shared:  # the 48 KiB without opt-in are the sum of static and dynamic memory
+        function.max_dynamic_shared_size_bytes = primitive.shared
     arrays: dict[int, Any] = {}
     args: list[Any] = []
-    for position, arg in enumerate(made.args):
+    for position, arg in enumerate(primitive.args):
         host = arg.array if isinstance(arg, Tile) else arg
         if isinstance(host, np.ndarray):
             arrays[position] = cupy.asarray(host)
@@ -80,13 +80,13 @@ def run(made: Launch) -> dict[int, np.ndarray]:
             args.append(tensor_map(arg, arrays[position].data.ptr))
         else:
             args.append(arrays.get(position, arg))
-    function((made.grid,), (made.block,), tuple(args), shared_mem=made.shared)
+    function((primitive.grid,), (primitive.block,), tuple(args), shared_mem=primitive.shared)
     cupy.cuda.Device().synchronize()
-    return {position: arrays[position].get() for position in made.expected}
+    return {position: arrays[position].get() for position in primitive.expected}
 
 
 def emulated(name: str) -> str:
-    """Run a primitive on the CPU where that can be; say so, or exit where it differs."""
+    """Run a primitive on the emulator if possible; return the outcome, or exit on a difference."""
     try:
         from ..cuda_on_cpu import missing
         from ..emulator import primitive
@@ -100,51 +100,51 @@ def emulated(name: str) -> str:
 
 
 def confirm(name: str) -> None:
-    """Run one primitive and keep its fixture; exit with the first difference."""
+    """Run one primitive and store its fixture; exit with the first difference."""
     import cupy
 
-    made = launch(name)
-    for position, found in run(made).items():
-        wanted = np.ascontiguousarray(made.expected[position])
-        bits = np.dtype(f"u{wanted.itemsize}")
-        pairs = found.view(bits).reshape(-1), wanted.view(bits).reshape(-1)
+    primitive = launch(name)
+    for position, actual in run(primitive).items():
+        expected = np.ascontiguousarray(primitive.expected[position])
+        bits = np.dtype(f"u{expected.itemsize}")
+        pairs = actual.view(bits).reshape(-1), expected.view(bits).reshape(-1)
         wrong = np.flatnonzero(pairs[0] != pairs[1])
         if wrong.size:
             first = wrong[0]
             sys.exit(
-                f"{wrong.size} of {wanted.size} differ in argument {position}; "
+                f"{wrong.size} of {expected.size} differ in argument {position}; "
                 f"word {first} is {pairs[0][first]:#x}, not {pairs[1][first]:#x}"
             )
     print(emulated(name))
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    write({**read(), name: Fixture(date.today().isoformat(), device, digest(made))})
+    write({**read(), name: Fixture(date.today().isoformat(), device, digest(primitive))})
 
 
 def main() -> None:
-    """Run the primitives that are named, or all, each in a process of its own."""
+    """Run the primitives that are named, or all, each in its own process."""
     parser = argparse.ArgumentParser(prog="python -m tests.hardware", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a primitive; none: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a primitive; default: all")
     parser.add_argument("--one", action="store_true", help="run it in this process")
-    told = "run all tests that need a GPU, then time the ops; keep what they said in FOLDER"
-    parser.add_argument("--all", type=Path, metavar="FOLDER", help=told)
-    told = "measure attention on Hopper beside its peers, which is a part of --all"
-    parser.add_argument("--attention", type=Path, metavar="FOLDER", help=told)
-    parser.add_argument("--minutes", type=float, default=60, help="that these may take (60)")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(PRIMITIVES):
+    text = "run all tests that need a GPU, then time the ops; write results to FOLDER"
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help=text)
+    text = "measure attention on Hopper and its peers, which is a part of --all"
+    parser.add_argument("--attention", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--minutes", type=float, default=60, help="time limit of these two (60)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(PRIMITIVES):
         sys.exit(f"no primitive is called {sorted(unknown)}; there are: {', '.join(PRIMITIVES)}")
-    if given.one:
-        return confirm(given.names[0])
+    if arguments.one:
+        return confirm(arguments.names[0])
     try:
         import cupy
 
         capability = int(cupy.cuda.Device().compute_capability)
     except (ImportError, RuntimeError) as error:
         sys.exit(f"tests.hardware needs a GPU and CuPy: {error}")
-    if folder := given.all or given.attention:
-        return everything(folder.resolve(), given.minutes, given.all is None)
+    if folder := arguments.all or arguments.attention:
+        return everything(folder.resolve(), arguments.minutes, arguments.all is None)
     failed = 0
-    for name in given.names or PRIMITIVES:
+    for name in arguments.names or PRIMITIVES:
         if not runs_on(name, capability):
             print(f"{name}: needs compute capability {PRIMITIVES[name][0]}, skipped", flush=True)
             continue
@@ -154,11 +154,11 @@ def main() -> None:
                 command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS
             )
             lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-            said = lines[-1] if lines else f"ended with {done.returncode}"
+            outcome = lines[-1] if lines else f"ended with {done.returncode}"
         except subprocess.TimeoutExpired:
-            said = f"no end in {SECONDS} s"
-        failed += not said.startswith("agrees")
-        print(f"{name}: {said}", flush=True)
+            outcome = f"no end in {SECONDS} s"
+        failed += not outcome.startswith("agrees")
+        print(f"{name}: {outcome}", flush=True)
     sys.exit(bool(failed))
 
 

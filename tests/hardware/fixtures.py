@@ -1,4 +1,4 @@
-"""What GPUs have confirmed: a day, a device and a digest of launch and result per primitive."""
+"""The primitives that GPUs have confirmed: date, device, and a digest of launch and result."""
 
 import hashlib
 import json
@@ -14,18 +14,18 @@ FILE = Path(__file__).with_name("fixtures.json")
 
 
 class Fixture(NamedTuple):
-    """One primitive that a GPU ran as plain arithmetic says."""
+    """A primitive whose result on a GPU was equal to that of plain arithmetic."""
 
     date: str
     device: str
     digest: str
 
 
-def digest(made: Launch) -> str:
-    """Return a hash of a launch: its shape, its arguments, what they must become."""
-    described = [made.file, made.kernel, made.grid, made.block, made.shared]
-    total = hashlib.sha256(repr(described).encode())
-    for arg in (*made.args, *made.expected.values()):
+def digest(primitive: Launch) -> str:
+    """Return a hash of a launch: its sizes, its arguments, and the expected results."""
+    sizes = [primitive.file, primitive.kernel, primitive.grid, primitive.block, primitive.shared]
+    total = hashlib.sha256(repr(sizes).encode())
+    for arg in (*primitive.args, *primitive.expected.values()):
         tile = arg if isinstance(arg, Tile) else Tile(np.asarray(arg), ())
         total.update(repr(tile[1:]).encode() + np.ascontiguousarray(tile.array).tobytes())
     return total.hexdigest()[:16]
@@ -39,19 +39,19 @@ def read() -> dict[str, Fixture]:
 
 
 def write(fixtures: dict[str, Fixture]) -> None:
-    """Keep fixtures, in the order of the primitives."""
+    """Write fixtures to the file, in the order of the primitives."""
     order = sorted(fixtures, key=list(PRIMITIVES).index)
     kept = {name: fixtures[name]._asdict() for name in order}
     FILE.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def table() -> str:
-    """Return every primitive in Markdown: when a GPU confirmed it, or that none did."""
+    """Return a Markdown table of all primitives: date and GPU of the confirmation, if any."""
     fixtures = read()
     lines = ["| primitive | from sm | confirmed on a GPU |", "|---|---|---|"]
     for name, (capability, _) in PRIMITIVES.items():
         kept = fixtures.get(name)
         current = kept is not None and kept.digest == digest(launch(name))
-        said = f"{kept.date}, {kept.device}" if kept and current else "unconfirmed"
-        lines.append(f"| {name} | {capability} | {said} |")
+        status = f"{kept.date}, {kept.device}" if kept and current else "unconfirmed"
+        lines.append(f"| {name} | {capability} | {status} |")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Every primitive once: a launch, and what plain arithmetic says that it must write.
+"""A launch for each primitive of the kernels, with the result expected from plain arithmetic.
 
-NumPy is all that is needed.  Values are small integers, so that sums are exact in any order and
-a GPU, the emulator and arithmetic must agree bit by bit.
+It needs only NumPy.  Values are small integers, so that sums are exact in any order and the results
+of a GPU, the emulator and plain arithmetic must be equal bit by bit.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ import numpy as np
 
 
 class Tile(NamedTuple):
-    """An array that a kernel reaches through a TMA descriptor; box is innermost first."""
+    """An array that a kernel accesses by a TMA descriptor; box starts with the innermost axis."""
 
     array: np.ndarray
     box: tuple[int, ...]
     swizzle: int = 128
-    number: str = ""  # the dtype, where the array holds bits of one that NumPy has not
+    number: str = ""  # the dtype, if NumPy does not have it and the array has its bits
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel of tests/emulator/kernels; ``expected`` by position of argument."""
+    """A launch of a kernel of tests/emulator/kernels; ``expected`` is by position of argument."""
 
     file: str
     kernel: str
@@ -36,7 +36,7 @@ Make = Callable[..., Launch]
 
 
 def primitive(capability: int, *args: Any, name: str = "") -> Callable[[Make], Make]:
-    """Register a function that draws a launch, for GPUs of this compute capability on."""
+    """Register a function that creates a launch, for GPUs of at least this compute capability."""
 
     def add(make: Make) -> Make:
         PRIMITIVES[name or make.__name__] = (capability, lambda rng: make(rng, *args))
@@ -46,7 +46,7 @@ def primitive(capability: int, *args: Any, name: str = "") -> Callable[[Make], M
 
 
 def runs_on(name: str, capability: int) -> bool:
-    """Say whether GPUs of a compute capability have a primitive; wgmma is of Hopper alone."""
+    """Return whether GPUs of a compute capability have a primitive; only Hopper has wgmma."""
     hopper = name.startswith(("wgmma", "multicast"))
     return capability == 90 if hopper else capability >= PRIMITIVES[name][0]
 
@@ -57,7 +57,7 @@ def launch(name: str) -> Launch:
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """Return the bits of values that bfloat16 holds exactly."""
+    """Return the bits of values that bfloat16 represents exactly."""
     bits = values.astype(np.float32).view(np.uint32)
     assert not (bits & 0xFFFF).any()
     return (bits >> 16).astype(np.uint16)
@@ -65,7 +65,7 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
 
 # ---- products ---------------------------------------------------------------------------------
 def fragments(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what each lane holds of A (16 x inner) and B (inner x 8), packed in words."""
+    """Return each lane's fragments of A (16 x inner) and B (inner x 8), packed in words."""
     each = 4 // a.itemsize  # values in a word
     lane = np.arange(32)
     row, first = lane // 4, lane % 4 * each
@@ -96,10 +96,10 @@ primitive(80, "m16n8k32_s8", 32, np.int8, np.int32, name="mma s8")(mma)
 
 @primitive(80, name="mma tf32 ignores 13 bits")
 def mma_tf32_bits(rng: np.random.Generator) -> Launch:
-    made = mma(rng, "m16n8k8_tf32", 8, np.float32, np.float32)
-    a, b, c, out = made.args
+    product = mma(rng, "m16n8k8_tf32", 8, np.float32, np.float32)
+    a, b, c, out = product.args
     noise = rng.integers(0, 1 << 13, a.shape).astype(np.uint32)
-    return made._replace(args=(a | noise, b, c, out))
+    return product._replace(args=(a | noise, b, c, out))
 
 
 @primitive(80)
@@ -141,13 +141,13 @@ def nearest_code(table: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return the code of the nearest finite value, ties to the even code."""
     positive = table[:128][np.isfinite(table[:128])].astype(np.float64)
     size, between = np.abs(x.astype(np.float64)), (positive[1:] + positive[:-1]) / 2
-    code = np.searchsorted(between, size)  # of two equally near ones the lower
+    code = np.searchsorted(between, size)  # the lower one of a tie
     code += (code % 2 == 1) & (size == np.append(between, np.nan)[code])
     return np.where(np.isnan(x), 127, code + 128 * np.signbit(x)).astype(np.uint32)
 
 
 def fp8(table: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from values that a format holds exactly to their codes."""
+    """Return a function that converts values, which the format has exactly, to their codes."""
 
     def encode(values: np.ndarray) -> np.ndarray:
         codes = nearest_code(table, values.astype(np.float32).reshape(-1)).astype(np.uint8)
@@ -177,7 +177,7 @@ def fp8_pack(rng: np.random.Generator) -> Launch:
 @primitive(89)
 def fp8_unpack(rng: np.random.Generator) -> Launch:
     codes = rng.permutation(256).astype(np.uint8)
-    codes = codes[~np.isnan(E4M3[codes]) & ~np.isnan(E5M2[codes])]  # of NaN the bits are not said
+    codes = codes[~np.isnan(E4M3[codes]) & ~np.isnan(E5M2[codes])]  # NaN has no specified bits
     codes = np.resize(codes, 256)
     halves = [table[codes].astype(np.float16).view(np.uint32) for table in (E4M3, E5M2)]
     args = (codes.view(np.uint16), np.zeros((128, 2), np.uint32))
@@ -248,7 +248,7 @@ def bulk(rng: np.random.Generator) -> Launch:
 def reduce_add(rng: np.random.Generator, kernel: str, number: str, encode: Any) -> Launch:
     start, added = rng.integers(-9, 9, (10, 32)), rng.integers(-9, 9, (3, 8, 16))
     total = start.copy()
-    total[4:10, 16:32] += added.sum(0)[:6]  # two rows hang over the edge
+    total[4:10, 16:32] += added.sum(0)[:6]  # two rows are beyond the edge
     sums, parts = encode(start), encode(added)
     args = (Tile(sums, (16, 8), 0, number), parts)
     return Launch("cluster.cu", kernel, 3, 128, args, {0: encode(total)})
@@ -445,7 +445,7 @@ def integers(rng: np.random.Generator) -> Launch:
 
 # ---- TMA --------------------------------------------------------------------------------------
 def swizzle(tile: np.ndarray, span: int) -> np.ndarray:
-    """Return a tile of 16-bit values as it lies in shared memory under a swizzle."""
+    """Return a tile of 16-bit values in its order in shared memory under a swizzle."""
     linear = np.arange(tile.size) * 2
     mask = {0: 0, 32: 0x10, 64: 0x30, 128: 0x70}[span]
     lying = np.zeros(tile.size, np.uint16)
@@ -479,6 +479,6 @@ for rank in (2, 3, 4):
 def tma_store(rng: np.random.Generator) -> Launch:
     words = rng.integers(0, 1 << 31, (8, 16)).astype(np.int32)
     expected = np.zeros((10, 32), np.int32)
-    expected[4:10, 16:32] = words[:6]  # two rows hang over the edge
+    expected[4:10, 16:32] = words[:6]  # two rows are beyond the edge
     args = (Tile(np.zeros((10, 32), np.int32), (16, 8), 0), words)
     return Launch("cluster.cu", "store_tile", 1, 128, args, {0: expected})

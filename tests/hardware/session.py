@@ -1,12 +1,14 @@
-"""All that a GPU can confirm, in a box of time: ``python -m tests.hardware --all FOLDER``.
+"""All checks that need a GPU, within a time limit: ``python -m tests.hardware --all FOLDER``.
 
-The tests that are marked ``gpu`` come first: primitives, one of each kind and dtype, the rest;
-then what broke a process once more under compute-sanitizer, then times beside peers.  Processes
-share the GPU for all but the times, as compiling takes cores.
+First come the tests marked ``gpu``: primitives, then one test of each kind and dtype, then the
+rest; then tests that broke their process run again under compute-sanitizer; then ops and their
+peers are timed.  Several processes share the GPU, as compilation takes CPU time, but not while ops
+are timed.
 
-What was tried is a line of FOLDER/results.jsonl at once, and report.md shows it, so that a run that
-is cut off tells what it saw.  Called again with the same folder, a session goes on: what passed is
-not run again unless kernels or library have changed since; then what failed comes first.
+Each result is written to FOLDER/results.jsonl at once and shown in report.md, so that an
+interrupted run keeps its results.  With the same folder, a session continues: tests that passed are
+not run again unless the kernels or the library have changed; then tests that failed before come
+first.
 """
 
 import contextlib
@@ -34,10 +36,10 @@ from .primitives import PRIMITIVES, launch
 Line = dict[str, Any]
 
 START = 120  # seconds for a process to collect the tests
-SECONDS = 60  # for one test, with its compilation: a second or two
-BREAKS = 3  # processes that tests of one kind may break; the others of the kind are left out
-QUIET = 300  # for the times of one op
-LOOKS = 4  # under compute-sanitizer, which is slow
+SECONDS = 60  # for one test, including compilation, which takes a second or two
+BREAKS = 3  # after this many broken processes, other tests of the same kind are left out
+QUIET = 300  # seconds for the times of one op
+LOOKS = 4  # tests to run under compute-sanitizer, which is slow
 LIBRARY = ("numpy", "scipy", "ml_dtypes", "safetensors", "cupy")
 NEEDS = {
     "tests": (*LIBRARY, "pytest"),
@@ -52,23 +54,24 @@ ATTENTION = (sys.executable, "-m", "tests.hardware.attention")
 FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
 OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
 ENVIRONMENT = os.environ | {
-    "PYTEST_ADDOPTS": "",  # options of the suite that this may run in: its plugins are not loaded
+    "PYTEST_ADDOPTS": "",  # not those of a surrounding run of pytest, whose plugins are not loaded
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins have nothing to say here
-    "OMP_NUM_THREADS": "1",  # there are as many processes as cores
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no other installed plugins
+    "OMP_NUM_THREADS": "1",  # as there is a process for each core
 }
 
 
 def state() -> str:
-    """Return a hash of the kernels and the library: what results are of."""
+    """Return a hash of the kernels and the library, for which results are valid."""
     files = [*(ROOT / "kernels_cu").rglob("*.cu*"), *(ROOT / "unsloth_cupy").rglob("*.py")]
     return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:12]
 
 
 def in_order(names: Sequence[str], failed: Container[str], before: Container[str]) -> list[str]:
-    """Return tests, the most telling first: primitives, then one of each kind and dtype.
+    """Return tests, the most informative first: primitives, then one of each kind and dtype.
 
-    What failed before, as things were then, goes ahead; what failed as they are now is last.
+    Tests that failed in an earlier state of the library come first, those that failed in this state
+    last.
     """
     seen: set[tuple[str, str]] = set()
 
@@ -80,21 +83,21 @@ def in_order(names: Sequence[str], failed: Container[str], before: Container[str
         return 3 if name in failed else 0 if kind == HERE or name in before else 1 + later
 
     ranks = {name: rank(name) for name in names}
-    return sorted(names, key=ranks.__getitem__)  # which keeps the order within a rank
+    return sorted(names, key=ranks.__getitem__)  # stable: it keeps the order within a rank
 
 
 class Results:
-    """What was tried, by name, kept in a folder as it comes."""
+    """The results by name, written to a folder as they come."""
 
     def __init__(self, folder: Path, now: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.now, self.shown = folder, now, 0.0
         self.lines: dict[str, Line] = {}
-        self.failed_before: set[str] = set()  # in another state
+        self.failed_before: set[str] = set()  # in another state of the library
         self.lock = threading.Lock()
         self.file = folder / "results.jsonl"
         for text in self.file.read_text().splitlines() if self.file.exists() else ():
-            with contextlib.suppress(ValueError):  # a line that was cut off
+            with contextlib.suppress(ValueError):  # an incomplete line
                 line = json.loads(text)
                 if line["state"] == now:
                     self.lines[line["name"]] = line
@@ -102,11 +105,11 @@ class Results:
                     self.failed_before.add(line["name"])
 
     def add(self, name: str, outcome: str, seconds: float = 0, said: str = "", **more: Any) -> None:
-        """Keep one result; renew the report now and then."""
+        """Add one result; rewrite the report at most every 5 seconds."""
         line = {"name": name, "outcome": outcome, "seconds": round(seconds, 2), "said": said}
         with self.lock:
             self.lines[name] = line | more | {"state": self.now}
-            with self.file.open("a") as file:  # the last line may be half of one
+            with self.file.open("a") as file:  # \n comes first, as the last line may be incomplete
                 file.write(f"\n{json.dumps(self.lines[name])}")
             if outcome not in DONE:
                 print(f"{name}: {outcome}: {said.splitlines()[0] if said else ''}", flush=True)
@@ -121,12 +124,12 @@ class Results:
         self.shown = time.monotonic()
 
     def waiting(self, names: Sequence[str]) -> list[str]:
-        """Return those that neither passed nor were skipped."""
+        """Return the names that have neither passed nor been skipped."""
         return [n for n in names if self.lines.get(n, {}).get("outcome") not in DONE]
 
 
 def report(lines: dict[str, Line]) -> str:
-    """Return counts by file, errors with the tests that gave them, warnings, the slowest."""
+    """Return the report: counts by file, errors with their tests, warnings, the slowest tests."""
     machine = lines.get("machine", {}).get("said", "")
     tried = {name: line for name, line in lines.items() if name != "machine"}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -141,18 +144,18 @@ def report(lines: dict[str, Line]) -> str:
     columns = ("passed", "failed", "hung", "crashed", "left out", "skipped", "seconds")
     text = ["# What a GPU said", "", machine, "", f"| | {' | '.join(columns)} |"]
     text += ["|---|" + "--:|" * len(columns)]
-    for group, found in sorted(counts.items()):
-        text.append(f"| {group} | {' | '.join(str(found[c]) for c in columns)} |")
-    for said, names in sorted(errors.items(), key=lambda pair: -len(pair[1])):
-        text += ["", f"## {len(names)} x {names[0]}", "", "```text", said, "```", *names[1:6]]
-    text += ["", "## Warnings", "", *(f"{n} x {said}" for said, n in warned.most_common(20))]
+    for group, count in sorted(counts.items()):
+        text.append(f"| {group} | {' | '.join(str(count[c]) for c in columns)} |")
+    for error, names in sorted(errors.items(), key=lambda pair: -len(pair[1])):
+        text += ["", f"## {len(names)} x {names[0]}", "", "```text", error, "```", *names[1:6]]
+    text += ["", "## Warnings", "", *(f"{n} x {words}" for words, n in warned.most_common(20))]
     slowest = sorted(tried, key=lambda name: -tried[name]["seconds"])[:10]
     text += ["", "## Slowest", "", *(f"{tried[name]['seconds']:.1f} s {name}" for name in slowest)]
     return "\n".join([*text, ""])
 
 
 class Worker:
-    """A process of ``worker``, which runs one test after another until it is lost."""
+    """A process of ``worker``, which runs one test after another until it breaks."""
 
     def __init__(self, root: Path, paths: Sequence[str]) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by end()
@@ -167,12 +170,12 @@ class Worker:
         )
 
     def answer(self, seconds: float) -> Line:
-        """Return the next line; where none comes, the process is "hung" or "crashed"."""
+        """Return the next line; without one, the outcome is "hung" or "crashed"."""
         late = threading.Event()
 
         def stop() -> None:
             late.set()
-            self.process.send_signal(signal.SIGUSR1)  # it says where it is
+            self.process.send_signal(signal.SIGUSR1)  # it prints its stack
             time.sleep(0.3)
             self.process.kill()
 
@@ -190,13 +193,13 @@ class Worker:
         return line | {"said": "\n".join([why, *tail(self.errors)]), "seconds": hung * seconds}
 
     def ask(self, name: str, seconds: float) -> Line:
-        """Run one test."""
-        with contextlib.suppress(BrokenPipeError):  # it is gone, as answer() will say
+        """Run one test and return its result."""
+        with contextlib.suppress(BrokenPipeError):  # the process is gone, as answer() will report
             print(name, file=self.process.stdin, flush=True)
         return self.answer(seconds)
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         for file in (self.process.stdin, self.process.stdout, self.errors):
@@ -205,7 +208,7 @@ class Worker:
 
 
 def tail(errors: IO[bytes]) -> list[str]:
-    """Return the last lines of what a process said, or the first of what Python died of."""
+    """Return the last lines of a process's error output, or the first of a fatal Python error."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
     marks = ("Fatal Python error", "Stack (most recent")
@@ -215,25 +218,25 @@ def tail(errors: IO[bytes]) -> list[str]:
 
 
 class Session:
-    """The steps of a session, until its time is over."""
+    """The steps of a session, which stop when its time is over."""
 
     def __init__(self, results: Results, seconds: float, workers: int, root: Path = ROOT) -> None:
         self.results, self.workers, self.root = results, workers, root
         self.end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining seconds."""
         return max(0.0, self.end - time.monotonic())
 
     def tests(self, *paths: str) -> None:
-        """Run the tests under paths, in processes that take one after another."""
+        """Run the tests under these paths in several processes, each one test after another."""
         first = Worker(self.root, paths)
-        found = first.answer(min(START, self.left()))
-        for path, said in found.get("errors", {}).items():
-            self.results.add(path, "failed", 0, f"its tests are not collected: {said}")
-        if "said" in found and self.left():
-            self.results.add("collecting", found["outcome"], 0, found["said"])
-        names = self.results.waiting(found.get("tests", ()))
+        collected = first.answer(min(START, self.left()))
+        for path, error in collected.get("errors", {}).items():
+            self.results.add(path, "failed", 0, f"its tests are not collected: {error}")
+        if "said" in collected and self.left():
+            self.results.add("collecting", collected["outcome"], 0, collected["said"])
+        names = self.results.waiting(collected.get("tests", ()))
         ordered = in_order(names, self.results.lines, self.results.failed_before)
         files = [*dict.fromkeys(name.split("::")[0] for name in ordered)]
         waiting, lock, broke = iter(ordered), threading.Lock(), Counter[str]()
@@ -254,7 +257,7 @@ class Session:
                 if "said" not in line:
                     line = worker.ask(name, min(SECONDS, self.left()))
                 if line["outcome"] == "hung" and not self.left():
-                    break  # cut off
+                    break  # interrupted by the time limit
                 self.results.add(name, **line)
                 broke[kind] += line["lost"]
                 if line["lost"]:
@@ -267,7 +270,7 @@ class Session:
             list(pool.map(work, [first, *[None] * (self.workers - 1)]))
 
     def closer(self) -> None:
-        """Run tests that broke their process under compute-sanitizer, one of each kind."""
+        """Run one test of each kind that broke its process again, under compute-sanitizer."""
         tool, lines = shutil.which("compute-sanitizer"), self.results.lines
         lost = {n.partition("[")[0]: n for n in reversed(lines) if lines[n].get("lost")}
         names = [n for n in lost.values() if f"compute-sanitizer {n}" not in lines]
@@ -275,12 +278,12 @@ class Session:
         def look(name: str) -> None:
             command = [str(tool), "--print-limit", "2", sys.executable, "-m", "pytest", *OPTIONS]
             with tempfile.TemporaryFile() as out, contextlib.suppress(subprocess.TimeoutExpired):
-                given: Any = {"cwd": self.root, "env": ENVIRONMENT, "stdout": out, "stderr": out}
-                given["timeout"] = min(2 * SECONDS, self.left())
-                subprocess.run([*command, name], check=False, **given)
+                options: Any = {"cwd": self.root, "env": ENVIRONMENT, "stdout": out, "stderr": out}
+                options["timeout"] = min(2 * SECONDS, self.left())
+                subprocess.run([*command, name], check=False, **options)
                 out.seek(0)
-                told = [text.decode() for text in out if text.startswith(b"=========")]
-                self.results.add(f"compute-sanitizer {name}", "told", 0, "".join(told[:12]))
+                output = [text.decode() for text in out if text.startswith(b"=========")]
+                self.results.add(f"compute-sanitizer {name}", "told", 0, "".join(output[:12]))
 
         with ThreadPoolExecutor(LOOKS) as pool:
             list(pool.map(look, names[:LOOKS] if tool else ()))
@@ -288,9 +291,10 @@ class Session:
     def times(
         self, ops: Sequence[str], *options: str, what: str = "time", command: Sequence[str] = ()
     ) -> None:
-        """Time ops, alone on the GPU; what ends the process is left out of the next.
+        """Time ops, with one process on the GPU; an op that ends it is left out of the next one.
 
-        With a command, it does that: `what` is the word that its results begin with.
+        With ``command``, that program runs instead of the benchmark; `what` is the first word of
+        the names of its results.
         """
         waiting = self.results.waiting([f"{what} {op}" for op in ops])
         waiting = [name.partition(" ")[2] for name in waiting]
@@ -302,36 +306,36 @@ class Session:
                     [*(command or BENCH), *waiting, "--json", str(numbers), *options],
                     **{"cwd": self.root, "stdout": subprocess.DEVNULL, "stderr": errors},
                 )
-                told, outcome = self._watched(process, len(waiting), numbers, what)
+                count, outcome = self._watched(process, len(waiting), numbers, what)
                 process.kill()
                 process.wait()
-                if outcome and told < len(waiting):
-                    said = "\n".join(tail(errors))
-                    self.results.add(f"{what} {waiting[told]}", outcome, 0, said)
-            if numbers.exists() and '"attention"' in numbers.read_text():  # known shapes
+                if outcome and count < len(waiting):
+                    error = "\n".join(tail(errors))
+                    self.results.add(f"{what} {waiting[count]}", outcome, 0, error)
+            if numbers.exists() and '"attention"' in numbers.read_text():  # the known shapes
                 shutil.copy(numbers, numbers.with_name("attention.json"))
-            idle, waiting = 0 if told else idle + 1, waiting[told + 1 :]
+            idle, waiting = 0 if count else idle + 1, waiting[count + 1 :]
 
     def _watched(self, process: Any, ops: int, numbers: Path, what: str) -> tuple[int, str]:
-        """Return how many ops were timed, and what became of the process: "" if time was over."""
-        told, last = 0, time.monotonic()
+        """Return the number of timed ops, and the outcome: failed, hung, or "" if time was over."""
+        count, last = 0, time.monotonic()
         while self.left():
             ended = process.poll() is not None
             done = json.loads(numbers.read_text())["ops"] if numbers.exists() else []
-            for op in done[told:]:
+            for op in done[count:]:
                 self.results.add(f"{what} {op}", "passed", time.monotonic() - last)
                 last = time.monotonic()
-            told = len(done)
+            count = len(done)
             if ended:
-                return told, "failed"
-            if told < ops and time.monotonic() > last + QUIET:
-                return told, "hung"
+                return count, "failed"
+            if count < ops and time.monotonic() > last + QUIET:
+                return count, "hung"
             time.sleep(0.1)
-        return told, ""
+        return count, ""
 
 
 def keep_fixtures(lines: dict[str, Line], device: str) -> None:
-    """Enter the primitives that passed into fixtures.json."""
+    """Write the primitives that passed to fixtures.json."""
     today = date.today().isoformat()
     passed = [n for n in PRIMITIVES if lines.get(f"{HERE}[{n}]", {}).get("outcome") == "passed"]
     if passed:
@@ -339,12 +343,12 @@ def keep_fixtures(lines: dict[str, Line], device: str) -> None:
 
 
 def everything(folder: Path, minutes: float, attention_alone: bool = False) -> None:
-    """Do all steps that this machine has the packages for; say first what it lacks.
+    """Run all steps whose packages are installed; print first which packages are missing.
 
-    Attention on Hopper, where this is one, is measured behind the tests; or alone.
+    On a Hopper GPU, attention is measured after the tests, or as the only step.
     """
-    found = {name: importlib.util.find_spec(name) for names in NEEDS.values() for name in names}
-    lacking = {what: [n for n in names if not found[n]] for what, names in NEEDS.items()}
+    specs = {name: importlib.util.find_spec(name) for names in NEEDS.values() for name in names}
+    lacking = {what: [n for n in names if not specs[n]] for what, names in NEEDS.items()}
     missing = [f"no {what} without {', '.join(names)}" for what, names in lacking.items() if names]
     for line in missing:
         print(line, flush=True)
@@ -356,9 +360,9 @@ def everything(folder: Path, minutes: float, attention_alone: bool = False) -> N
     results = Results(folder, state())
     session = Session(results, minutes * 60, workers)
     device = about["name"].decode()
-    said = [device, f"driver {runtime.driverGetVersion()}", f"CuPy {cupy.__version__}"]
-    said += [f"NVRTC {version}", f"Python {sys.version.split()[0]}", f"{workers} processes"]
-    results.add("machine", "passed", 0, "; ".join([*said, f"state {results.now}", *missing]))
+    parts = [device, f"driver {runtime.driverGetVersion()}", f"CuPy {cupy.__version__}"]
+    parts += [f"NVRTC {version}", f"Python {sys.version.split()[0]}", f"{workers} processes"]
+    results.add("machine", "passed", 0, "; ".join([*parts, f"state {results.now}", *missing]))
     try:
         for page in (ROOT / "docs").glob("performance.*"):
             if not (folder / page.name).exists():

@@ -1,8 +1,8 @@
-"""A process that runs the tests it is told to, one at a time: ``session`` keeps several of them.
+"""A process that runs tests by request, one at a time: ``session`` uses several of them.
 
-It collects the files of its command line, says in one line of JSON what is there, and then reads
-names of tests from its input: one line in, one line out.  After an error that leaves its GPU
-unusable it says so and ends, as every later test of the process would fail.
+It collects the tests of its command line, writes their names as one line of JSON, and then reads
+names of tests from its input; for each it writes one line.  After an error that makes its GPU
+context unusable it reports that and exits, as all later tests of the process would fail.
 """
 
 import faulthandler
@@ -15,14 +15,14 @@ from typing import IO, Any
 
 import pytest
 
-LINES, CHARACTERS = 8, 160  # of an error that are told
+LINES, CHARACTERS = 8, 160  # the most lines of an error message, and characters in a line
 
 
-class Obeying:
-    """A plugin of pytest that runs what it is asked to."""
+class RunByName:
+    """A plugin of pytest that runs the tests whose names it reads."""
 
-    def __init__(self, asked: IO[str], answers: IO[str]) -> None:
-        self.asked, self.answers = asked, answers
+    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
+        self.requests, self.answers = requests, answers
         self.reports: list[Any] = []
         self.errors: dict[str, str] = {}
         self.warned: list[str] = []
@@ -32,7 +32,7 @@ class Obeying:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.errors[report.nodeid] = told(report)
+            self.errors[report.nodeid] = message_of(report)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.reports.append(report)
@@ -44,27 +44,27 @@ class Obeying:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         self.say(tests=[*items], errors=self.errors)
-        for line in self.asked:
+        for line in self.requests:
             self.reports, self.warned = [], []
             began = time.monotonic()
             item = items[line.rstrip("\n")]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            found = {report.outcome: report for report in self.reports}
-            outcome = next(name for name in ("failed", "skipped", "passed") if name in found)
-            said = "" if outcome == "passed" else told(found[outcome])
+            reports = {report.outcome: report for report in self.reports}
+            outcome = next(name for name in ("failed", "skipped", "passed") if name in reports)
+            message = "" if outcome == "passed" else message_of(reports[outcome])
             if problem := lost():
-                outcome, said = "failed", f"{said}\n{problem}".strip()
+                outcome, message = "failed", f"{message}\n{problem}".strip()
             seconds = round(time.monotonic() - began, 2)
             more = {"warned": self.warned} if self.warned else {}
-            self.say(outcome=outcome, seconds=seconds, said=said, lost=bool(problem), **more)
+            self.say(outcome=outcome, seconds=seconds, said=message, lost=bool(problem), **more)
             if problem:
-                os._exit(1)  # without the ends of a context that is gone
+                os._exit(1)  # without cleanup, which would use the lost context
         return True
 
 
-def told(report: Any) -> str:
-    """Return the first lines of what a report says went wrong."""
-    if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+def message_of(report: Any) -> str:
+    """Return the first lines of a report's error, or the reason of a skip."""
+    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
         return str(report.longrepr[2])
     lines = report.longreprtext.splitlines()
     errors = [line[1:].strip() for line in lines if line.startswith("E ")]
@@ -72,7 +72,7 @@ def told(report: Any) -> str:
 
 
 def lost() -> str:
-    """Return what CUDA says where no later kernel of this process will run; else nothing."""
+    """Return CUDA's error if this process can run no more kernels; otherwise ""."""
     cupy: Any = sys.modules.get("cupy")
     if cupy is None or not cupy.cuda.is_available():
         return ""
@@ -84,13 +84,13 @@ def lost() -> str:
 
 
 def main() -> None:
-    """Keep the channels for the session; what tests print or read goes nowhere."""
-    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    """Keep standard input and output for the session; tests get /dev/null instead."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     faulthandler.register(signal.SIGUSR1, os.dup(2), all_threads=False)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    sys.exit(pytest.main(sys.argv[1:], plugins=[Obeying(asked, answers)]))
+    sys.exit(pytest.main(sys.argv[1:], plugins=[RunByName(requests, answers)]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny models of transformers whose layers are those of bitsandbytes."""
+"""Tiny models of transformers with layers of bitsandbytes."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def one_layout(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Keep bitsandbytes from packing weights anew for some CPUs; return the library."""
+    """Disable bitsandbytes' repacking of weights for some CPUs; return the library."""
     library = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     for module in (library.functional, library.nn.modules):
         monkeypatch.setattr(module, "has_avx512bf16", lambda: False)
@@ -31,7 +31,7 @@ def one_layout(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def quantized_model(folder: Any, kind: str, family: str = "llama", **options: Any) -> Any:
-    """Return a model that transformers quantizes as it reads a folder, which is written first."""
+    """Write a model to a folder, and return it as transformers loads and quantizes it."""
     dtype = options.pop("dtype", torch.float32)
     config = KINDS[kind] | options
     if "load_in_4bit" in config:

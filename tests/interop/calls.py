@@ -14,7 +14,7 @@ OPS = [op for op in operators() if op.backward is not None]
 
 
 def _has_more(op: Any) -> bool:
-    """Say whether an op has operands that may be absent, and that can be drawn."""
+    """Return whether an op has optional operands for which arrays can be drawn."""
     both = [cases.draw(op, SCALE, optional=optional).arrays for optional in (False, True)]
     return any((a is None) != (b is None) for a, b in zip(*(c.values() for c in both), strict=True))
 
@@ -30,7 +30,7 @@ every_call = pytest.mark.parametrize(
 
 
 def drawn(op: Any, optional: bool) -> tuple[cases.Call, list[str]]:
-    """Return a call with all its options, and the names of what has a gradient in it."""
+    """Return a call with all its options, and the names of its arrays that have a gradient."""
     call, parameters = cases.draw(op, SCALE, optional=optional), inspect.signature(op.definition)
     options = {p.name: p.default for p in parameters.parameters.values() if p.name in op.options}
     kinds, back = {o.name: o.kind for o in op.contract.inputs}, op.backward.contract.outputs

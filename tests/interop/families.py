@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and one step of training."""
+"""Tiny random models of transformers, and a training step."""
 
 import copy
 from typing import Any
@@ -68,12 +68,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {"sliding_window": 5},
 }
-LOOSE = {"lambda_": 2e-5}  # all of its gradient is one number, the difference of two attentions
+LOOSE = {"lambda_": 2e-5}  # its gradient depends on one number, the difference of two attentions
 Step = dict[str, torch.Tensor]
 
 
 def model_of(family: str, **options: Any) -> Any:
-    """Return a model whose parameters are all random, those of norms too."""
+    """Return a model whose parameters are all random, including those of norms."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **SIZES | (NINE | OTHERS)[family] | options)
@@ -86,22 +86,22 @@ def model_of(family: str, **options: Any) -> Any:
 def texts(scene: str) -> dict[str, Any]:
     """Return two texts: padded on the ``left`` or ``right``, ``whole``, or ``packed`` of two."""
     tokens = torch.arange(48).reshape(2, 24) * 7 % 94 + 3
-    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
     if scene == "packed":
-        places = torch.cat([torch.arange(10), torch.arange(14)])
-        return given | {"position_ids": places.expand(2, -1).contiguous()}
+        positions = torch.cat([torch.arange(10), torch.arange(14)])
+        return inputs | {"position_ids": positions.expand(2, -1).contiguous()}
     if scene in ("left", "right"):
         padding = slice(7) if scene == "left" else slice(-7, None)
-        given["attention_mask"] = torch.ones_like(tokens)
-        given["attention_mask"][0, padding] = 0
-        given["labels"][0, padding] = -100
+        inputs["attention_mask"] = torch.ones_like(tokens)
+        inputs["attention_mask"][0, padding] = 0
+        inputs["labels"][0, padding] = -100
         if scene == "left":
-            given["labels"][0, 7] = -100  # a row of padding, which sees no key, predicts it
-    return given
+            inputs["labels"][0, 7] = -100  # predicted by a padding row, which sees no key
+    return inputs
 
 
 def step(model: Any, scene: str = "left", call: Any = None) -> Step:
-    """Return the loss and the gradients of a step."""
+    """Return the loss and the gradients of a training step."""
     model.zero_grad()
     loss = (model if call is None else call)(**texts(scene)).loss
     loss.backward()
@@ -115,9 +115,10 @@ def double(model: Any, scene: str) -> Step:
 
 
 def check(found: Step, plain: Step, model: Any, scene: str) -> None:
-    """Raise where a patched step is not that of the model, which is unpatched by now.
+    """Raise if a patched step differs from the plain step of the model, which is unpatched again.
 
-    Where a gradient is a small rest of a sum, it may be as far from float64 as the model's own.
+    If a gradient is the small remainder of a sum, its error against float64 may be a few times as
+    large as that of the plain step.
     """
     assert found.keys() == plain.keys()
     exact: Step = {}

@@ -1,6 +1,6 @@
-"""Processes that train layers together by torch's own means, one of them, or more.
+"""Train layers of this library in several processes with torch's DDP and FSDP.
 
-python -m tests.interop.groups RANK WORLD STORE        one of a world of processes
+python -m tests.interop.groups RANK WORLD STORE        runs one of WORLD processes
 """
 
 import copy
@@ -18,7 +18,7 @@ KINDS = ("whole", "shards", "bfloat16")
 
 @contextmanager
 def group(store: str, rank: int = 0, world: int = 1) -> Iterator[None]:
-    """Let this process be one of a world that meets at a file."""
+    """Initialize torch's process group, whose processes find each other by a file."""
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
     try:
         yield
@@ -27,7 +27,7 @@ def group(store: str, rank: int = 0, world: int = 1) -> Iterator[None]:
 
 
 def shard(model: torch.nn.Module, *parts: torch.nn.Module) -> None:
-    """Divide the weights of some parts, and of what is left of a model, among all processes."""
+    """Shard the weights of some parts, and all other weights of a model, among all processes."""
     world = torch.distributed.get_world_size()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
     for part in (*parts, model):
@@ -35,7 +35,7 @@ def shard(model: torch.nn.Module, *parts: torch.nn.Module) -> None:
 
 
 class Layer(torch.nn.Module):
-    """A norm and a product of this library."""
+    """A layer with a norm and a product of this library."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -47,13 +47,13 @@ class Layer(torch.nn.Module):
 
 
 def average(kind: str) -> None:
-    """Check that gradients of a row for each process are, on average, those of all rows."""
+    """Check that the gradients of one row in each process are, on average, those of all rows."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     alone = torch.nn.Sequential(Layer(dtype), Layer(dtype))
     x = torch.arange(32.0, dtype=dtype).reshape(2, 2, 8) - 7
     both = copy.deepcopy(alone)
-    both(x).sum().backward()  # as a trial before it is wrapped
+    both(x).sum().backward()  # a trial run before it is wrapped
     both.zero_grad()
     if kind == "whole":
         both = torch.nn.parallel.DistributedDataParallel(both)

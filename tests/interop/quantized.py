@@ -1,4 +1,4 @@
-"""Calls with quantized weights, of any library's arrays."""
+"""Calls with quantized weights, for the arrays of any library."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ Call = Callable[..., Any]
 
 
 def weight(kind: str, seed: int = 0) -> Any:
-    """Return a weight of a kind, made of random numbers."""
+    """Return a random quantized weight of a kind."""
     return KINDS[kind](np.random.default_rng(seed).standard_normal((SIZE, SIZE), np.float32))
 
 
 def drawn(*names: str) -> list[Any]:
-    """Return NumPy's arrays of these names; some rows of x hold outliers."""
+    """Return NumPy arrays with these names; some rows of x have outliers."""
     rng = np.random.default_rng(1)
     arrays = {n: rng.standard_normal(shape, np.float32) for n, shape in SHAPES.items()}
     arrays["x"][0, 1, 5] = 9
@@ -67,7 +67,7 @@ NAMES = [f"{call}-{kind}" for call in CALLS for kind in KINDS] + [*OWN]
 
 
 def gradients(call: Call, given: list[Any]) -> tuple[Any, list[Any]]:
-    """Return what a call gives on the library's own tape, and the gradients of its sum."""
+    """Return the result of a call on the library's own tape, and the gradients of its sum."""
     tape = uc.Tape()
     watched = [tape.watch(array) for array in given]
     y = call(*watched)

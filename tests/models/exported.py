@@ -1,4 +1,4 @@
-"""Tiny models with a tokenizer beside them, to be written as GGUF files."""
+"""Tiny models with a tokenizer, for tests that write GGUF files."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MERGES = (("t", "h"), ("th", "e"), ("\u0120", "the"), ("i", "n"))
 
 
 def byte_level(vocab: int, merges: Sequence[tuple[str, str]] = MERGES) -> dict[str, Any]:
-    """Return a tokenizer.json of byte-level BPE, with so many tokens at most."""
+    """Return a tokenizer.json of byte-level BPE, with at most this many tokens."""
     texts = [*ENDS, *CHARACTERS, *map("".join, merges)]
     assert len(texts) <= vocab
     return {
@@ -48,7 +48,7 @@ def byte_level(vocab: int, merges: Sequence[tuple[str, str]] = MERGES) -> dict[s
 
 
 def make(folder: Path, config: dict[str, Any] | str, **options: Any) -> models.Transformer:
-    """Save a random model with a tokenizer, and return it as ``load`` does."""
+    """Save a random model with a tokenizer, and return it loaded by ``load``."""
     named = CONFIGS[config] if isinstance(config, str) else config
     model = models.create(SIZES | named, seed=1, **options)
     draw = np.random.default_rng(2)
@@ -61,14 +61,14 @@ def make(folder: Path, config: dict[str, Any] | str, **options: Any) -> models.T
 
 
 def write_tokenizer(folder: Path, values: dict[str, Any], **settings: Any) -> None:
-    """Write tokenizer.json and, where there are settings, tokenizer_config.json."""
+    """Write tokenizer.json and, if there are settings, tokenizer_config.json."""
     (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
-    """Return the keys of a file, its tensors as float32 and the names of their types."""
+    """Return a file's metadata, its tensors as float32, and the names of their types."""
     import gguf
 
     reader = gguf.GGUFReader(file)

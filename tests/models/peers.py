@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, and what transformers makes of them."""
+"""Tiny random Hugging Face models, and the results of transformers for them."""
 
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
-    """Save a random model of this config and return it, in float32."""
+    """Save a random model with this config, and return it in float32."""
     import torch
     import transformers
 
@@ -122,7 +122,7 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
 
 
 def batch(seed: int, tokens: int, vocab: int = 97) -> dict[str, np.ndarray]:
-    """Return two rows, one of them padded on the left, and the same padded on the right."""
+    """Return two rows, one of them padded on the left, and the same with padding on the right."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(3, vocab, (2, tokens))
     pad = max(1, tokens // 3)

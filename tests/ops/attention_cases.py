@@ -1,4 +1,4 @@
-"""What tests of attention's kernels share: sizes, drawings, option cases, what they are held to."""
+"""Helpers shared by the tests of attention's kernels: sizes, random arrays, cases, error bounds."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,12 +26,12 @@ def hides(keys: int) -> Callable[[np.random.Generator], np.ndarray]:
 
 
 def some_sinks(rng: np.random.Generator) -> np.ndarray:
-    """Return the sinks of four heads, of which the last is none: exp(-inf)."""
+    """Return the sinks of four heads; the last one is -inf and has no effect: exp(-inf) is 0."""
     return np.append(rng.standard_normal(3), -np.inf)
 
 
 def all_options(small: dict[str, int], **more: Any) -> Case:
-    """Return a case of all options at once."""
+    """Return a case with all options at once."""
     return Case(
         "all",
         **small | {"queries": 140, "keys": 150},
@@ -50,7 +50,7 @@ def all_options(small: dict[str, int], **more: Any) -> Case:
 
 
 def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
-    """Return cases of options that every kernel of attention takes, at grouped sizes."""
+    """Return cases of the options that every attention kernel supports, with grouped heads."""
     return (
         Case("rows that see no key", **small, causal=True, arrays={"key_lengths": [0, 12]}),
         Case("bias and alibi", **small, given=["bias", "alibi"], causal=True),
@@ -60,20 +60,21 @@ def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
     )
 
 
-# positions that 32 bits do not hold, and slopes so small that float32 tells keys apart there
+# positions beyond 32 bits, and slopes so small that float32 still distinguishes keys there
 AFAR = {"alibi": 2.0 ** -np.arange(21, 25), "query_start": [2**40, -(2**33)]}
 
 
 def beyond_denormals(found: Arrays, exact: Arrays) -> Arrays:
-    """Return the results whose rounding is a normal number of float32: a GPU makes others 0."""
+    """Return the outputs whose values are 0 or normal in float32; a GPU flushes others to 0."""
     return {name: a for name, a in found.items() if not 0 < _size(exact[name]) < LEAST}
 
 
 def orders(call: Call) -> Iterator[tuple[Call, np.ndarray, np.ndarray]]:
-    """Yield the call with columns of q and k, and of v, in some orders, and these two.
+    """Yield the call with the columns of q and k, and of v, in several orders; and both orders.
 
-    The order of columns means nothing, but where scores are large, or where dout v and dout out
-    cancel, it decides what rounding costs: one order alone would ask a kernel for the luck of BLAS.
+    The order does not change the exact result, but it changes the rounding errors if scores are
+    large, or if dout v and dout out cancel.  With a single order, a kernel would have to be as
+    accurate as BLAS happens to be in it.
     """
     values_of = next(call.arrays[name] for name in ("v", "v_pages") if name in call.arrays)
     sizes = call.arrays["q"].shape[-1], values_of.shape[-1]
@@ -85,12 +86,12 @@ def orders(call: Call) -> Iterator[tuple[Call, np.ndarray, np.ndarray]]:
 
 
 def _ordered(arrays: Arrays, by: dict[str, np.ndarray]) -> Arrays:
-    """Return arrays of these names with their columns in an order."""
+    """Return the arrays with these names, with their columns in another order."""
     return {n: np.ascontiguousarray(arrays[n][..., by[n]]) for n in by if n in arrays}
 
 
 def worst_plain(call: Call, exact: Arrays) -> Arrays:
-    """Return, of each output, the worst that plain computation makes in any order of columns."""
+    """Return for each output the plain computation's worst result in any order of columns."""
 
     def results() -> Iterator[Arrays]:
         for moved, _, values in orders(call):
@@ -100,16 +101,17 @@ def worst_plain(call: Call, exact: Arrays) -> Arrays:
     return _worst(results(), exact)
 
 
-def worst_gradients(call: Call, made: Arrays, seeds: Arrays, exact: Arrays) -> Arrays:
-    """Return the same of gradients that are made from this out and lse, whoever rounded them.
+def worst_gradients(call: Call, outputs: Arrays, seeds: Arrays, exact: Arrays) -> Arrays:
+    """Return the same for gradients computed from this out and lse, which any rounding may have.
 
-    They are those of other scores than backward makes again, by some roundings.  Where two large
-    scores compete, delta does not go with their p then, and neither do sums of ds.
+    Backward computes scores again, which differ by some roundings from those behind out and lse.
+    If two large scores compete, delta then does not match their p, nor do sums of ds.
     """
 
     def gradients() -> Iterator[Arrays]:
         for moved, own, values in orders(call):
-            given = ({**a, **_ordered(a, {n: values})} for a, n in ((made, "out"), (seeds, "dout")))
+            both = (outputs, "out"), (seeds, "dout")
+            given = ({**a, **_ordered(a, {n: values})} for a, n in both)
             found = outputs_of(moved.backward(*given))
             back = {"dq": np.argsort(own), "dk": np.argsort(own), "dv": np.argsort(values)}
             yield found | _ordered(found, back)

@@ -1,4 +1,4 @@
-"""Attention written down once more, the plain way: all scores at once, every option an array."""
+"""A second, plain definition of attention: all scores at once, every option as an array."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def visible(
     block_mask: Any = None,
     **_: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which pairs see each other and the distance of each pair."""
+    """Return which query-key pairs are visible, and the distance of each pair."""
     batch, _, queries, keys = shape
     lengths = np.full(batch, keys) if key_lengths is None else np.asarray(key_lengths)
     start = lengths - queries if query_start is None else np.broadcast_to(query_start, batch)
@@ -42,7 +42,7 @@ def visible(
 
 
 def dense(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return out and lse, with a (batch, heads, queries, keys) array for everything."""
+    """Return out and lse, computed with (batch, heads, queries, keys) arrays."""
     batch, queries, heads, dim = q.shape
     keys, group = k.shape[1], heads // k.shape[2]
     q, k, v = (a.astype(np.float64).transpose(0, 2, 1, 3) for a in (q, k, v))

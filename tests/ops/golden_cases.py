@@ -1,4 +1,4 @@
-"""Golden operator cases as parameters of a test."""
+"""Golden cases of operators as parameters of a test."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}  # the first is the README's of 
 
 
 def golden(group: str, *prefixes: str, without: tuple[str, ...] = ()) -> Any:
-    """Give a test ``golden``: the cases of a group whose names start with a prefix."""
+    """Parametrize ``golden`` by the cases of a group whose names start with a prefix."""
     found = [
         case
         for case in op_cases(FOLDER / "ops", group)
@@ -23,7 +23,7 @@ def golden(group: str, *prefixes: str, without: tuple[str, ...] = ()) -> Any:
 
 
 def cast(case: OpCase, dtype: Any) -> dict[str, np.ndarray]:
-    """Return the inputs of a case, its floats in dtype."""
+    """Return the inputs of a case, with floats in this dtype."""
     return {n: a.astype(dtype) if a.dtype.kind == "f" else a for n, a in case.inputs.items()}
 
 

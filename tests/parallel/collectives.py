@@ -1,4 +1,4 @@
-"""Every exchange in every rank, against what NumPy says of the arrays of all ranks."""
+"""Checks of every collective in every rank against NumPy on the arrays of all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from unsloth_cupy.parallel import Communicator, grid, part
 from unsloth_cupy.placement import to_numpy
 
 DTYPES = ("float16", ml_dtypes.bfloat16, "float32", "float64", "int32", "int64")
-Here = Callable[[Any], Any]  # puts an array of NumPy where the ranks have theirs
+Here = Callable[[Any], Any]  # places a NumPy array where the ranks have their arrays
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: object) -> np.ndarray:
-    """Return what a rank passes, which all ranks can make."""
+    """Return the array that a rank passes, which every rank can compute."""
     return (8 * np.random.default_rng(rank).standard_normal(shape)).astype(dtype)
 
 
@@ -38,7 +38,7 @@ def reductions(comm: Communicator, here: Here = np.asarray) -> None:
 
 
 def infinities(comm: Communicator, here: Here = np.asarray) -> None:
-    """Gradients that overflow are summed without a word, as on a GPU."""
+    """Gradients that overflow are summed without a warning, as on a GPU."""
     own = np.array([np.inf, 6e4, 1], np.float16) * np.float16(-1 if comm.rank else 1)
     found = to_numpy(comm.all_reduce(here(own)))
     if comm.size > 1:
@@ -58,7 +58,7 @@ def gathers(comm: Communicator, here: Here = np.asarray) -> None:
 
 
 def transposes(comm: Communicator, here: Here = np.asarray) -> None:
-    """Each rank brings rows of its own number, and gets its columns of all."""
+    """Each rank passes a different number of rows, and gets its columns of all rows."""
     x = [of_rank(rank, (2, rank, 7), "float32") for rank in range(comm.size)]
     own = np.concatenate(x, 1)[..., part(7, comm)]
     found = to_numpy(comm.all_to_all(here(x[comm.rank]), 2, -2))

@@ -1,8 +1,11 @@
-"""Commands in a rank: ``python -m tests.parallel.commands ARGUMENTS -- FAULT -- ARGUMENTS``.
+"""Run commands in a rank: ``python -m tests.parallel.commands ARGUMENTS -- FAULT -- ARGUMENTS``.
 
-ARGUMENTS that begin with the word wrong are refused.  FAULT is what goes wrong from there on in a
-run that saves every two steps: killed, the last rank is in the middle of step 3; full, the disk of
-rank 0 is; torn, rank 0 is killed when half of its second checkpoint is written.
+ARGUMENTS that start with the word ``wrong`` must be rejected.  FAULT is a fault of all later runs,
+which save every two steps:
+
+    killed    the last rank is killed in the middle of step 3
+    full      the disk of rank 0 is full
+    torn      rank 0 is killed when half of its second checkpoint is written
 """
 
 import errno

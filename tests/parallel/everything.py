@@ -1,7 +1,7 @@
-"""All checks, ranks started once: ``python -m tests.parallel.everything TEXT FOLDER SAMPLE``.
+"""Run all checks in one set of ranks: ``python -m tests.parallel.everything TEXT FOLDER SAMPLE``.
 
-SAMPLE is the number of the sample, or all.  At the end one of three ranks does not come, which ends
-all of them.
+SAMPLE is the number of the sample, or all.  At the end one of three ranks misses a collective,
+which ends all of them.
 """
 
 import sys
@@ -12,11 +12,11 @@ from unsloth_cupy.parallel import Communicator, MpiCommunicator
 from ..sample import Sample
 from . import collectives, faults, grids, layers, models, ring, training
 
-GROUPS = ((8,), (4, 3, 1), (2, 6))  # ranks that share the checks at a time
+GROUPS = ((8,), (4, 3, 1), (2, 6))  # sizes of the groups of ranks that run checks concurrently
 
 
 def checks(comm: Communicator, folder: Path) -> None:
-    """Check what so many ranks compute."""
+    """Run the checks for a group of this many ranks."""
     for checked in Sample.one_in(2, (True, False)):
         comm.checked = checked
         collectives.all_checks(comm)

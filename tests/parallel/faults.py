@@ -1,4 +1,4 @@
-"""One rank of three does what the others do not, and in the end comes not: by sockets or MPI."""
+"""Faults of one rank of three: calls that the others do not make, then a missing call."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from unsloth_cupy.errors import CommunicationError
 from unsloth_cupy.parallel import SocketCommunicator
 from unsloth_cupy.parallel.exchanges import Exchanges
 
-DISAGREE = {  # what rank 2 calls, where the others call all_reduce of three float32
+DISAGREE = {  # calls of rank 2, while the others call all_reduce of three float32
     "shape": lambda comm: comm.all_reduce(np.ones(4, np.float32)),
     "dtype": lambda comm: comm.all_reduce(np.ones(3, np.float64)),
     "order": lambda comm: comm.barrier(),
@@ -19,7 +19,7 @@ DISAGREE = {  # what rank 2 calls, where the others call all_reduce of three flo
 
 
 def told(call: Callable[[], object], said: str) -> None:
-    """Assert that a call raises for rank 2 and says so."""
+    """Assert that a call raises because of rank 2, and that the error names it."""
     try:
         call()
     except CommunicationError as error:
@@ -40,7 +40,7 @@ def disagree(comm: Exchanges, odd: bool) -> None:
 
 
 def sizes(comm: Exchanges, odd: bool) -> None:
-    """Without a check of calls, parts that are not as large as those asked for are noticed."""
+    """Without the check of calls, parts of another size than requested are detected."""
     try:
         comm.all_reduce(np.ones(3 + 9 * odd, np.float32))
     except CommunicationError as error:
@@ -51,7 +51,7 @@ def sizes(comm: Exchanges, odd: bool) -> None:
 
 
 def all_checks(comm: Exchanges) -> None:
-    """Of three ranks the last does other things than the others, and in the end waits."""
+    """The last of three ranks makes other calls than the others, and in the end waits."""
     odd = comm.rank == 2
     comm.all_reduce(np.ones(100_000, np.float32))  # all are under way
     checked = comm.split(0)

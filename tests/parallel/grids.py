@@ -1,7 +1,7 @@
-"""Runs of the command in many grids of ranks that were started once; each shall equal one rank's.
+"""Run the finetune command in many grids of one set of ranks; each must equal a run of one rank.
 
-As many grids run at a time as there are ranks for.  Beside the folder of a run lie the gradients of
-its first and its last step, and tokens that its model writes.
+As many grids run concurrently as there are ranks for.  Next to the folder of a run are the
+gradients of its first and last step, and tokens that its model generates.
 """
 
 import os
@@ -36,7 +36,7 @@ EPS = 1e-3
 
 
 class Run(NamedTuple):
-    """So many ranks, and their grid; the run that they go on with, or whose model they adapt."""
+    """A number of ranks and their grid; the run that they continue, or whose model they adapt."""
 
     ranks: int
     grid: str
@@ -89,7 +89,7 @@ WRONG = (  # said once
 
 
 def is_stopped(name: str) -> bool:
-    """Say whether the last rank alone stops a run, in the middle of a step."""
+    """Return whether only the last rank stops a run, in the middle of a step."""
     return name.endswith("stopped")
 
 
@@ -100,7 +100,7 @@ def todays() -> dict[str, Run]:
 
 
 def rounds(ranks: int) -> Iterator[dict[str, Run]]:
-    """Yield the runs of this sample, as many at a time as there are ranks for."""
+    """Yield the runs of this sample in groups that fit into the number of ranks."""
     left = todays()
     while left:
         now: dict[str, Run] = {}
@@ -113,7 +113,7 @@ def rounds(ranks: int) -> Iterator[dict[str, Run]]:
 
 
 def gradients(self: Any, before: Any) -> Any:
-    """Return what a step learns by; rank 0 writes it down at the ends of a run."""
+    """Return the gradients of a step; rank 0 writes those of a run's first and last step."""
     folder = self.run.folder
     comm = self.ranks.comm
     if is_stopped(folder.name) and self.step == STOP and comm.rank == comm.size - 1:
@@ -129,7 +129,7 @@ def gradients(self: Any, before: Any) -> Any:
 
 
 def sample(trainer: Any, _: int) -> None:
-    """Let all ranks write a few tokens; rank 0 keeps them."""
+    """Generate a few tokens in all ranks; rank 0 writes them to a file."""
     model, folder = trainer.model, trainer.run.folder
     found = model.generate(np.array([trainer.lessons.prompt[:5]]), max_new_tokens=4, stop=())
     if trainer.ranks.first:

@@ -1,4 +1,4 @@
-"""What ranks hold in a step is what is planned, by tensor, pipeline and data."""
+"""The memory of ranks in a step equals the plan, for tensor, pipeline and data parallelism."""
 
 import importlib
 from typing import Any
@@ -38,8 +38,8 @@ CASES: tuple[tuple[Layout, dict[str, Any]], ...] = (
     (Layout(2), {"rank": 4, "quantization": "nf4"}),
     (Layout(context=2), {}),
 )
-OBJECTS = 2**17  # bytes of Python's own, which are measured too
-COPIES = 3  # of messages that are under way
+OBJECTS = 2**17  # bytes of Python objects, which are measured too
+COPIES = 3  # copies of pending messages
 ROWS, PARTS = (2, 64), 4  # of a microbatch, and how many of them
 
 
@@ -62,7 +62,7 @@ def peak(
     comm: Communicator, layout: Layout, *, schedule: str = "1f1b", rank: int = 0,
     quantization: str = "",
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the stage of this rank, and the most bytes of arrays that a step holds."""
+    """Return the stage of this rank, and the peak of a step's arrays in bytes."""
     sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
     place = grid(comm, data=layout.data, **sizes)
     parts: dict[str, Any] = {} if layout.tensor == 1 else {"communicator": place.tensor}

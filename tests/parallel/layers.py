@@ -58,7 +58,7 @@ def mlp(comm: Communicator) -> None:
 
 
 def sums(comm: Communicator) -> None:
-    """A sum of what ranks hold: each gets the gradient of the sum, or of its part."""
+    """A sum over ranks: each gets the gradient of the sum, or of its part."""
     parts, dy = [drawn(5, 2) for _ in range(comm.size)], drawn(5, 2)
     x = parts[comm.rank]
     y, dx = learned(lambda x: many.all_reduce(x, comm), [x], dy)

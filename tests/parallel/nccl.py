@@ -1,6 +1,6 @@
-"""Stands in for CuPy and its NCCL: ranks are threads, arrays are NumPy's, messages are copies.
+"""A stand-in for CuPy and its NCCL: ranks are threads, arrays are NumPy's, messages are copies.
 
-Messages leave at ``groupEnd``, and a receive waits there, as a stream would.
+Messages are sent at ``groupEnd``, where a receive also waits, as a stream would.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-WAIT = 20  # seconds: a message that nobody sends is a fault
+WAIT = 20  # seconds until a missing message is an error
 
 
 class Array(np.ndarray):
@@ -67,7 +67,7 @@ class Array(np.ndarray):
 
 
 class Capture(threading.local):
-    """Whether a graph captures what this thread does."""
+    """Whether a graph captures the work of this thread."""
 
     on = False
 
@@ -76,12 +76,12 @@ CAPTURE = Capture()
 
 
 def waited() -> None:
-    """Raise where the host asks for a result while a graph captures, as CUDA does."""
+    """Raise if the host reads a result while a graph captures, as CUDA does."""
     assert not CAPTURE.on, "the host waits for the GPU"
 
 
 def asks_how_many(key: Any) -> None:
-    """Raise for a mask as a key: CuPy asks the GPU how many elements it means."""
+    """Raise for a mask as a key, as CuPy reads the number of selected elements from the GPU."""
     parts = key if isinstance(key, tuple) else (key,)
     if any(getattr(part, "dtype", None) in (bool,) for part in parts):
         waited()
@@ -95,7 +95,7 @@ class NcclError(RuntimeError):
 
 
 class Wires:
-    """What is under way, by communicator, source and target; and the calls of a thread's group."""
+    """Pending messages, by communicator, source and target; and the calls of a thread's group."""
 
     def __init__(self) -> None:
         self.under_way: Any = defaultdict(queue.Queue)
@@ -154,7 +154,7 @@ def communicators(wires: Wires) -> type:
 
 
 class Event:
-    """An event that is over, or not."""
+    """An event, which is complete or not."""
 
     done = True
 
@@ -164,7 +164,7 @@ class Event:
 
 
 class Stream:
-    """A stream that is not null: what is done, is done at once."""
+    """A stream other than the null stream; its work is done immediately."""
 
     ptr = 7
 
@@ -187,7 +187,7 @@ def array(values: Any) -> Array:
 
 @contextmanager
 def stand_in() -> Iterator[types.ModuleType]:
-    """Put the stand-in in the place of CuPy inside a ``with`` block."""
+    """Replace CuPy by the stand-in inside a ``with`` block."""
     wires = Wires()
     nccl = types.ModuleType("cupy.cuda.nccl")
     vars(nccl).update(
@@ -229,7 +229,7 @@ def stand_in() -> Iterator[types.ModuleType]:
 
 
 def in_threads(size: int, work: Callable[[int], None]) -> None:
-    """Call ``work(rank)`` in as many threads, and raise the first error."""
+    """Call ``work(rank)`` in a thread for each rank, and raise the first error."""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:

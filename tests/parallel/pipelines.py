@@ -1,4 +1,4 @@
-"""Pipelines equal one device: of small layers in each schedule, and of models."""
+"""Pipelines of small layers, in each schedule, and of models equal one device."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def small_layers(comm: Communicator) -> None:
 
 
 def written(model: Any, whole: Any, rng: np.random.Generator) -> None:
-    """All ranks write what one device does, whatever each row holds, drawn or not."""
+    """All ranks generate the tokens of one device, greedy or sampled, for any prompts."""
     prompts, mask = rng.integers(3, 97, (3, 5)), np.ones((3, 5), int)
     mask[1, :2] = 0
     for options in ({"mask": mask}, {"temperature": 2.0, "seed": 5, "min_new_tokens": 3}):
@@ -73,7 +73,7 @@ def written(model: Any, whole: Any, rng: np.random.Generator) -> None:
 
 
 def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None) -> None:
-    """Stages, of ranks that divide their weights where there are 4, equal one device."""
+    """Pipeline stages equal one device; with 4 ranks, two ranks divide the weights of a stage."""
     place = grid(comm, pipeline=2, tensor=comm.size // 2)
     whole = load(folder, lora=lora)
     model = load(folder, communicator=place.tensor, pipeline=place.pipeline, lora=lora)
@@ -117,7 +117,7 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
 
 
 def narrow(folder: Path, comm: Communicator) -> None:
-    """Hidden states of 16 bits, where norms in float32 are all that a stage has beside codes."""
+    """Hidden states have 16 bits, even if a stage has only float32 norms besides codes."""
     whole, model = load(folder, quantize="int8"), load(folder, quantize="int8", pipeline=comm)
     assert model.table.dtype == (np.float32 if comm.rank else whole.table.dtype)
     tokens = np.random.default_rng(4).integers(3, 97, (2, 5))

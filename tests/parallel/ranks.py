@@ -1,4 +1,4 @@
-"""Start programs of this folder in several ranks, and what those programs share."""
+"""Start programs of this folder in several ranks, and helpers that those programs share."""
 
 import importlib.util
 import os
@@ -28,14 +28,14 @@ THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
 
 class Ended(NamedTuple):
-    """How a process ended, and what it said."""
+    """The exit status of a process, and its output."""
 
     code: int
     said: str
 
 
 def free_port(ports: Iterable[int] = (0,)) -> int:
-    """Return a port at which nobody listens, any one or the first of some."""
+    """Return a free port: any, or the first of several consecutive ones."""
     for port in ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)) as door:
             return int(door.getsockname()[1])
@@ -43,9 +43,9 @@ def free_port(ports: Iterable[int] = (0,)) -> int:
 
 
 def by_sockets(ranks: int, *arguments: str, told: str = "", limit: float = 60) -> list[Ended]:
-    """Run ``python -m tests.parallel.*`` in ranks that meet as torchrun's do.
+    """Run ``python -m tests.parallel.*`` in ranks that find each other as those of torchrun do.
 
-    Rank 0 is told something; the others would wait for it until that one has ended.
+    Only rank 0 gets input (``told``); another rank that reads input would wait until rank 0 ends.
     """
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-W", "error", "-m", *arguments]
@@ -85,7 +85,7 @@ def run(ranks: int, *arguments: str, limit: float = 120) -> subprocess.Completed
 
 
 def close(found: object, wanted: object, relative: float = 1e-5) -> None:
-    """Assert that arrays agree, to a share of the largest element of what is wanted."""
+    """Assert that arrays agree within a fraction of the largest expected element."""
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     if wanted.size:

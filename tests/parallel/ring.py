@@ -19,18 +19,18 @@ from .ranks import close
 OPTIONS = (
     {},
     {"causal": True},
-    {"causal": True, "window": (5, 0)},  # most pieces see nothing of the others
+    {"causal": True, "window": (5, 0)},  # most pieces see no keys of other pieces
     {"window": (2, 3), "softcap": 1.5},
     {"causal": True, "scale": 0.7, "softcap": 2.0},
 )
 
 
-TEXTS = np.array([0, 1, 1, 9, 10, 21, 24])  # of one token, of none, over many ranks
+TEXTS = np.array([0, 1, 1, 9, 10, 21, 24])  # texts of one token, of none, across many ranks
 HEADS = ((12, 12), (12, 1), (4, 2), (8, 2))
 
 
 def rings(comm: Communicator) -> None:
-    """Four heads read two of keys; of 8 ranks each has two pieces of two tokens."""
+    """Four heads share two key heads; each of 8 ranks has two pieces of two tokens."""
     rng, few = np.random.default_rng(1), comm.size == 8
     tokens = 32 if few else 24
     for options in OPTIONS[1:3] if few else OPTIONS:
@@ -54,7 +54,7 @@ def compare(
 
 
 def whole(q: Any, k: Any, v: Any, texts: Any, options: Any) -> Any:
-    """Return the attention of one device; texts lie alike in all rows."""
+    """Return the attention of one device; all rows have the same texts."""
     if texts is None:
         return attention(q, k, v, **options)
     rows, tokens = q.shape[:2]
@@ -65,7 +65,7 @@ def whole(q: Any, k: Any, v: Any, texts: Any, options: Any) -> Any:
 
 
 def heads_instead(comm: Communicator) -> None:
-    """Ulysses: tokens need not divide; more ranks than heads of keys hold copies of them."""
+    """Ulysses: tokens need not divide evenly; with more ranks than key heads, ranks have copies."""
     rng = np.random.default_rng(2)
     for heads, kv_heads in HEADS:
         if heads % comm.size or (kv_heads % comm.size and comm.size % kv_heads):

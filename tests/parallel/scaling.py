@@ -1,7 +1,7 @@
-"""The table of the page Scaling: ``mpiexec -n 2 python -m tests.parallel.scaling``.
+"""Print the table of the page Scaling: ``mpiexec -n 2 python -m tests.parallel.scaling``.
 
-Each way of two ranks takes the same rows; a plan says bytes and seconds from the rate of products
-and the bandwidth that the same ranks reach just before.
+Each kind of parallelism of two ranks takes the same rows.  The plan's bytes and seconds are
+computed from the rate of products and the bandwidth that the same ranks reach just before.
 """
 
 import time
@@ -28,11 +28,11 @@ CONFIG = {
 }
 ROWS, TOKENS, PARTS = 8, 128, 4  # rows in a step, in as many microbatches
 TIMES = 7
-SIZE, MESSAGE = 1024, 2**22  # of the product and the message that are measured
+SIZE, MESSAGE = 1024, 2**22  # the sizes of the product and the message that are measured
 
 
 def shortest(comm: Any, call: Callable[[], Any]) -> float:
-    """Return the least seconds of a call, begun by all ranks together and ended by all."""
+    """Return the shortest time of a call, from its start in all ranks to its end in all."""
     call()
     found = []
     for _ in range(TIMES):

@@ -94,7 +94,7 @@ def parts_equal_the_whole(comm: Communicator) -> None:
 
 
 def grids_equal_the_whole(comm: Communicator, tensor: int = 2, family: str = "llama") -> None:
-    """Weights among some ranks, rows among groups of them, and all that is left by ZeRO."""
+    """Weights divided among some ranks, rows among groups of them, and the rest by ZeRO."""
     if comm.size % tensor:
         return
     groups, config = grid(comm, tensor=tensor), CONFIG | {"model_type": family, "pad_token_id": 0}
@@ -123,7 +123,7 @@ def grids_equal_the_whole(comm: Communicator, tensor: int = 2, family: str = "ll
 
 
 def contexts_equal_the_whole(comm: Communicator) -> None:
-    """Tokens of each row among ranks: borders inside of texts, windows, rows that do not divide."""
+    """Tokens of each row divided among ranks: inside of texts, windows, uneven lengths."""
     rng, layers = np.random.default_rng(7), {"model_type": "mistral", "sliding_window": 3}
     texts = np.array([0, 3, 4, 4, 15, 22])
     for config, kind in ((CONFIG, "ring"), (CONFIG | layers, "ring"), (CONFIG | layers, "ulysses")):
@@ -155,7 +155,7 @@ def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, A
 
 
 def parts_of_codes_equal_the_whole(comm: Communicator) -> None:
-    """8-bit averages of parts have the bits of whole ones, and go on from a whole state."""
+    """8-bit averages of parts have the bits of whole ones, and continue from a whole state."""
     rng, config = np.random.default_rng(6), CONFIG | {"vocab_size": 517}  # parts of many blocks
     model, other = (models.create(config, seed=1, dtype="float32") for _ in range(2))
     many = Zero3(other, comm)
@@ -192,7 +192,7 @@ def buckets_have_equal_bits(comm: Communicator) -> None:
 
 
 def counted_in_all(labels: Any, offsets: Any, comm: Communicator) -> int:
-    """Return how many labels of all ranks are predicted, one after the other."""
+    """Return the number of predicted labels, summed over all ranks."""
     total = 0
     for rank in range(comm.size):
         flat = labels[part(ROWS, comm, rank)].reshape(-1)

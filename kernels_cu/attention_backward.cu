@@ -188,11 +188,11 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             cp_async_commit();
         }
 
-        const bool none = BY_KEYS ? scores.none(here, last, top, bottom)
-                                  : scores.none(top, bottom, here, last);
+        const bool none = BY_KEYS ? scores.all_hidden(here, last, top, bottom)
+                                  : scores.all_hidden(top, bottom, here, last);
         if (!none) {
-            const bool edge = BY_KEYS ? scores.some(here, last, top, bottom)
-                                      : scores.some(top, bottom, here, last);
+            const bool edge = BY_KEYS ? scores.any_hidden(here, last, top, bottom)
+                                      : scores.any_hidden(top, bottom, here, last);
             const X other_x{ring + stage * STAGE};
             const Y other_y{other_x.start + TILE * X::PITCH};
             float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];

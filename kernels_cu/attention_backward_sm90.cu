@@ -338,12 +338,12 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 wgmma_name(g);
             }
         };
-        auto ask_scores = [&] {
+        auto issue_scores = [&] {
             wgmma_fence(s);
             begin_scores<T, padded(DIM), ROWS>(
                 s, rows_x, Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES), 16));
         };
-        auto ask_gradients = [&] {
+        auto issue_gradients = [&] {
             wgmma_fence(g);
             begin_scores<T, padded(VALUE_DIM), ROWS>(
                 g, rows_y,
@@ -392,8 +392,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             mbarrier_wait(&barriers.full[at.stage], at.phase);
             int stage;
             begin();
-            ask_scores();
-            if constexpr (DX) ask_gradients();
+            issue_scores();
+            if constexpr (DX) issue_gradients();
             while (true) {
                 const int head = walk.head, here = walk.row, last = here + TILE - 1;
                 stage = at.stage;
@@ -401,8 +401,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 at.next();
                 walk.next(scores);
                 wgmma_wait<DX>(s);
-                const bool edge = BY_KEYS ? scores.some(here, last, first_row, first_row + 63)
-                                          : scores.some(first_row, first_row + 63, here, last);
+                const bool edge = BY_KEYS
+                                      ? scores.any_hidden(here, last, first_row, first_row + 63)
+                                      : scores.any_hidden(first_row, first_row + 63, here, last);
                 if (edge) {  // a branch, because most tiles need no comparison of positions
                     scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, true);
                     wgmma_name(s);
@@ -440,13 +441,13 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
 
                 if constexpr (DX && DY && !TURNS) wgmma_free<1>(sum_y, p);
                 begin();
-                ask_scores();
+                issue_scores();
                 if constexpr (!TURNS) {
                     if constexpr (DX) wgmma_free<1>(sum_x, ds);
                     else wgmma_free<1>(sum_y, p);
                     release(&barriers.empty[stage]);
                 }
-                if constexpr (DX) ask_gradients();
+                if constexpr (DX) issue_gradients();
             }
             release(&barriers.own_empty);
             if constexpr (!TURNS) {

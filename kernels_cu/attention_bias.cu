@@ -69,7 +69,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         }
         const Scores scores(options, {key_lengths, starts, mask, bias, alibi, block_mask},
                             own_queries, own_keys, batch);
-        if (scores.none(first_row, first_row + ROWS - 1, here, last)) continue;
+        if (scores.all_hidden(first_row, first_row + ROWS - 1, here, last)) continue;
         if (scores.skipped(head, first_row, here)) continue;
 
         __syncthreads();  // all warps are done with the tiles of the previous batch and head

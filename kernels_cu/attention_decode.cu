@@ -300,7 +300,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 }
         }
 
-        const bool edge = scores.some(top_query, bottom_query, here, here + TILE_KEYS - 1);
+        const bool edge = scores.any_hidden(top_query, bottom_query, here, here + TILE_KEYS - 1);
         bool moved = false;
         float rescale[2];
 #pragma unroll

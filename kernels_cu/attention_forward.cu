@@ -130,10 +130,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         cp_async_commit();
 
         const int bottom_row = top_row + WARP_ROWS - 1;
-        const bool none = scores.none(top_row, bottom_row, here, last);
+        const bool none = scores.all_hidden(top_row, bottom_row, here, last);
         float s[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
         if (!none) {
-            const bool edge = scores.some(top_row, bottom_row, here, last);
+            const bool edge = scores.any_hidden(top_row, bottom_row, here, last);
             product_abt<KEPT>(s, kept, query_tile, warp_row, keys_at(stage));
             scores.score<false>(s, steep, head, top_row, here, edge);
 

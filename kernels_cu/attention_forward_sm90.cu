@@ -151,7 +151,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         bool moved = false;
         auto shift = [&](int half) { return shift_of(top[half], scores.unit); };
         // Turn products into probabilities; `moved`: earlier sums must be scaled by `by`.
-        auto soften = [&](int tile, bool edge) {
+        auto update_softmax = [&](int tile, bool edge) {
             scores.score<false, LEFT>(parts_of(s), steep, job.head, top_row, tile * TILE, edge);
             const float before[2] = {top[0], top[1]};
 #pragma unroll
@@ -167,12 +167,12 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 sum[half] += exponentiate(parts_of(s)[0], half, scores.unit, down);
             }
         };
-        auto ask_scores = [&] {
+        auto issue_scores = [&] {
             wgmma_fence(s);
             begin_scores<T, padded(DIM), ROWS>(s, ANEW ? Operand(own_rows, 16) : own_queries,
                                                Operand(keys_at + at.stage * KEY_BYTES, 16));
         };
-        auto ask_values = [&](Place of) {
+        auto issue_values = [&](Place of) {
             wgmma_fence(o);
             begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES,
                                           TILE * PANEL_ROW));
@@ -181,14 +181,14 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             int tile = tiles.last;
             mbarrier_wait(&barriers.queries_full, job_phase);
             mbarrier_wait(&barriers.keys_full[at.stage], at.phase);
-            ask_scores();
+            issue_scores();
             wgmma_wait<0>(s);
             release(&barriers.keys_empty[at.stage]);
             auto edge_of = [&](int tile) {
-                return scores.some(first_row, first_row + 63, tile * TILE,
-                                   tile * TILE + TILE - 1);
+                return scores.any_hidden(first_row, first_row + 63, tile * TILE,
+                                         tile * TILE + TILE - 1);
             };
-            soften(tile, edge_of(tile));
+            update_softmax(tile, edge_of(tile));
 
             Place of = at;  // the tile whose probabilities are in s, not yet multiplied
             uint64_t *done = nullptr;  // barrier to release after the products of values under way
@@ -207,16 +207,16 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 mbarrier_wait(&barriers.keys_full[at.stage], at.phase);
                 finish();
                 named_barrier_sync(own_turn, 256);
-                ask_scores();
+                issue_scores();
                 mbarrier_wait(&barriers.values_full[of.stage], of.phase);
-                ask_values(of);
+                issue_values(of);
                 named_barrier_arrive(next_turn, 256);
                 done = &barriers.values_empty[of.stage];
                 of = at;
                 at.next();
                 wgmma_wait<1>(s);
                 release(&barriers.keys_empty[of.stage]);
-                soften(tile, edge);
+                update_softmax(tile, edge);
                 wgmma_name(s);
             };
             // tiles whole_from .. whole_to have no hidden pair; a length ends in the last tile
@@ -233,7 +233,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
 
             finish();
             mbarrier_wait(&barriers.values_full[of.stage], of.phase);
-            ask_values(of);
+            issue_values(of);
             wgmma_wait<0>(o);
             release(&barriers.values_empty[of.stage]);
         }

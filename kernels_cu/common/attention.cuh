@@ -98,12 +98,12 @@ struct Scores : Options, Operands {
             range.stop = min(range.stop, (BY_KEYS ? last - low : last + high) + 1);
         return range;
     }
-    // Queries top .. bottom see none of the keys first .. last; `some`: at least one pair of them
-    // is hidden.
-    __device__ __forceinline__ bool none(int top, int bottom, int first, int last) const {
+    // Whether the queries top .. bottom see none of the keys first .. last; whether at least one
+    // pair of them is hidden.
+    __device__ __forceinline__ bool all_hidden(int top, int bottom, int first, int last) const {
         return first >= length || (LEFT && last < top + low) || (RIGHT && first > bottom + high);
     }
-    __device__ __forceinline__ bool some(int top, int bottom, int first, int last) const {
+    __device__ __forceinline__ bool any_hidden(int top, int bottom, int first, int last) const {
         return last >= length || (LEFT && first < bottom + low) || (RIGHT && last > top + high);
     }
     // block_mask skips the tile of this query and this key.

@@ -1,4 +1,4 @@
-"""Every benchmark runs once, draws what its op asks for, and has a version."""
+"""Every benchmark runs once with the arrays that its op needs, and has a version."""
 
 import functools
 import importlib
@@ -25,11 +25,11 @@ SMALLER = {
     **{"ROUNDS": 1, "LAYERS": 2, "TOKENS": 64, "ROWS": 128, "SIZE": 128},
     "Scale": functools.partial(Scale, tokens=64, hidden=128, inner=256, vocab=1024),
 }
-LONG = {("Long", 8192)}  # seconds long; asv runs it
+LONG = {("Long", 8192)}  # takes seconds; only asv runs it
 
 
 def suites() -> Iterator[tuple[str, type]]:
-    """Return every class of the benchmarks that holds one."""
+    """Return every class that has a benchmark."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         for name in MODULES:
@@ -58,7 +58,7 @@ def calls() -> Iterator[Any]:
 
 
 def test_what_each_run_rewrites_is_not_kept() -> None:
-    """And a fresh machine says what it is before it runs: asv would ask, or refuse."""
+    """The docs also run ``asv machine`` first, as asv would otherwise ask on a new machine."""
     root = Path(__file__).parents[1]
     ignored = (root / ".gitignore").read_text().splitlines()
     assert "asv_benchmarks/results/benchmarks.json" in ignored
@@ -70,7 +70,7 @@ def test_what_each_run_rewrites_is_not_kept() -> None:
 
 
 def test_exact_costs_have_a_history() -> None:
-    """All that asv tracks of them, of ten commits at least, with no path of a machine in it."""
+    """Results of everything that asv tracks, of ten commits at least, without machine paths."""
     found: Counter[str] = Counter()
     for path in (FOLDER / "results").glob("*/*-*.json"):
         text = path.read_text()
@@ -85,7 +85,7 @@ def test_exact_costs_have_a_history() -> None:
 
 @pytest.mark.parametrize("label", SUITES)
 def test_every_benchmark_has_a_version(label: str) -> None:
-    """asv would otherwise hash the source and throw old results away at every edit."""
+    """Without one, asv hashes the source and discards old results at every edit."""
     assert isinstance(getattr(SUITES[label], "version", None), str)
 
 
@@ -108,7 +108,7 @@ def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.Mon
                 assert math.isnan(result), name
             else:
                 assert name.startswith("time_") or result > 0 or "microseconds" in name
-    except NotImplementedError as error:  # how asv skips
+    except NotImplementedError as error:  # asv's way to skip
         pytest.skip(str(error))
     finally:
         if hasattr(bench, "teardown"):  # what setup changed, of CuPy for one

@@ -1,4 +1,4 @@
-"""Many threads that call the library at once, each with arrays of its own."""
+"""Many threads call the library at once, each with its own arrays."""
 
 import random
 import sys
@@ -27,7 +27,7 @@ NAMES = ("add", "softmax", "swiglu", "rms_norm_forward", "rope_qk", "cross_entro
 
 @pytest.fixture(autouse=True)
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let threads take turns between any two lines, and what is kept be let go all the time."""
+    """Make threads switch between any two lines, and caches evict entries all the time."""
     for module, name in (
         (op, "KEPT_ROUTES"),
         (replay, "KEPT"),
@@ -42,7 +42,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def at_once(work: Callable[[int], Any]) -> list[Any]:
-    """Return what as many calls of work give, one for each thread."""
+    """Return the results of concurrent calls of work, one in each thread."""
     with ThreadPoolExecutor(CALLERS) as threads:
         return [*threads.map(work, range(CALLERS))]
 
@@ -54,7 +54,7 @@ def bits(results: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("emulated", [False, True], ids=["definitions", "kernels"])
 def test_ops_of_any_shapes(emulated: bool) -> None:
-    """Each call gives the bits that it gives alone, whoever plans, records or forgets it."""
+    """Each result is bitwise equal to that of a single thread, whichever thread plans a call."""
     rng = random.Random(0)
     scales = [
         Scale(tokens=rng.choice((1, 3, 5)), hidden=rng.choice((8, 24)), heads=2, kv_heads=1, dim=8)
@@ -75,7 +75,7 @@ def test_ops_of_any_shapes(emulated: bool) -> None:
 
 
 class Slow(dict[Any, Any]):
-    """A dict that others come to before its caller goes on."""
+    """A dict that lets other threads use it before its caller continues."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
@@ -83,7 +83,7 @@ class Slow(dict[Any, Any]):
 
 
 def test_optimizers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of addresses are shared, and forgotten by whoever makes room for another."""
+    """Tables of addresses are shared, and any thread may evict one to make room for another."""
     monkeypatch.setattr(gradients, "tables", Slow())
 
     def trains(number: int) -> list[bytes]:
@@ -104,12 +104,12 @@ def test_optimizers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leave_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that needs less does not take away what another asked for."""
+    """A thread that needs less shared memory does not lower the limit that another one set."""
     leave: Any = Function.max_dynamic_shared_size_bytes
 
     def slowly(function: Any, size: int) -> None:
         leave.fset(function, size)
-        time.sleep(1e-4)  # others come before its caller goes on
+        time.sleep(1e-4)  # other threads run before its caller continues
 
     monkeypatch.setattr(Function, "max_dynamic_shared_size_bytes", property(leave.fget, slowly))
     with gpu("90"):

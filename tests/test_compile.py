@@ -1,9 +1,9 @@
-"""Kernels through NVRTC, as CuPy calls it: they compile, and ptxas is content.
+"""Kernels compile with NVRTC, as CuPy calls it, and ptxas has no complaints.
 
-No GPU is needed.  For every variant and architecture: no spilled register, no array in local
-memory, no line of ptxas beyond its routine, and what ``costs.toml`` says: shared memory to
-the byte, registers to a unit.  By default each kernel shows one variant for every third
-architecture, the others in the next runs; ``--sample all`` asks for all.
+No GPU is needed.  Every variant on every architecture has no spilled register, no array in local
+memory, no unusual line of ptxas, and the resources of ``costs.toml``: exact bytes of shared memory,
+registers within one allocation unit.  By default a run compiles one variant of each kernel for
+every third architecture, and others in the next runs; ``--sample all`` compiles all.
 """
 
 import importlib
@@ -56,7 +56,7 @@ HEAD, LINES = budget.read()
 
 
 def asked(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
-    """Return the variants to look at: one, where it is the turn of the architecture."""
+    """Return the variants to compile: one, if it is the turn of the architecture."""
     several = of_kernel(kernel, arch)
     at = (day // 3 + ARCHITECTURES.index(arch) * 7) % len(several) if several else 0
     return several if Sample.all else several[at : at + 1]
@@ -64,7 +64,7 @@ def asked(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_a_device() -> Iterator[None]:
-    """CuPy asks its device which -arch to append, and whether for a cubin; answer for it."""
+    """Patch the architecture, and whether to build a cubin, which CuPy reads from its device."""
     answer = lambda arch: (f"-arch=sm_{arch}", "cubin")  # noqa: E731
     with mock.patch("cupy.cuda.compiler._get_arch_for_options_for_nvrtc", answer):
         yield
@@ -72,7 +72,7 @@ def _without_a_device() -> Iterator[None]:
 
 @pytest.mark.parametrize("kernel", ["relu2", "attention_forward_sm90"])
 def test_a_binary_is_the_one_that_cupy_makes(kernel: str) -> None:
-    """But for the last byte, which CuPy drops; ``precompile`` and the tests make theirs alike."""
+    """Except for the last byte, which CuPy drops; ``precompile`` compiles as the tests do."""
     launch = of_kernel(kernel, "90")[0].launch
     options = core.assemble_cupy_compiler_options(compiler_options(launch.source))
     made, _ = compiler.compile_using_nvrtc(launch.source, (*options, "-ftz=true"), "90", "unit.cu")
@@ -86,9 +86,9 @@ def turns() -> list[tuple[str, str]]:
 
 
 def handed_out(source: str) -> int:
-    """Return the registers that warpgroups of a block ask for together, 0 of other kernels.
+    """Return the sum of the registers that a block's warpgroups request; 0 for other kernels.
 
-    A block has those that its threads started with: for more, setmaxnreg waits for ever.
+    A block has only the registers that its threads start with: for more, setmaxnreg waits forever.
     """
     said = constants(source)
     if "PRODUCER" not in said:
@@ -100,7 +100,7 @@ def handed_out(source: str) -> int:
 
 @pytest.mark.parametrize("kernel", ["attention_forward_sm90", "attention_backward_sm90"])
 def test_a_block_has_the_registers_that_its_warpgroups_ask_for(kernel: str) -> None:
-    """By what costs.toml says of every variant; ``test_ptxas_is_content`` asks ptxas for some."""
+    """By costs.toml, for every variant; ``test_ptxas_is_content`` compiles some of them."""
     for variant in filter(budget.kept, of_kernel(kernel, "90")):
         registers, *_ = LINES[kernel][variant.label]["90"]
         wanted = handed_out(variant.launch.source)
@@ -128,7 +128,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
 
 
 def test_no_pair_of_attentions_options_spills_on_warpgroups() -> None:
-    """A few of the calls of ``tests.spills``: by the number of the run, or all."""
+    """Some of the calls of ``tests.spills``, chosen by the number of the sample, or all."""
     first, every = (0, 1) if Sample.all else (Sample.day % 199, 199)
     several = [*spills.launches(first, every)]
     assert several
@@ -162,7 +162,7 @@ def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
 
 
 def dynamic() -> set[str]:
-    """Return the kernels that ask for dynamic shared memory."""
+    """Return the kernels that use dynamic shared memory."""
     several = (
         (k, numbers) for k, t in LINES.items() for by in t.values() for numbers in by.values()
     )
@@ -198,7 +198,7 @@ def test_every_kernel_is_asked_for_and_labels_are_unique() -> None:
 def test_a_kept_list_is_that_of_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that changes, or lies elsewhere, has another list."""
+    """The list is built again if a kernel changes, or if the sources are in another folder."""
     told = [variant_lists._sources.__wrapped__()]
     (tmp_path / "add.cu").write_text("KERNEL(256) add(float *x) {}")
     monkeypatch.setattr(variant_lists, "source_root", lambda: tmp_path)
@@ -330,13 +330,13 @@ def test_the_examples_of_the_emulator_compile(file: str, arch: str) -> None:
 
 
 def test_cupy_keeps_the_architecture_with_wgmma() -> None:
-    """CuPy appends -arch=sm_90 to -arch=sm_90a; NVRTC does not say which of two it takes."""
+    """CuPy appends -arch=sm_90 to -arch=sm_90a; NVRTC does not document which one it uses."""
     source = 'extern "C" __global__ void k(int *x) { x[0] = 1; }'
     assert ".target sm_90a" in ptx(source, "90", *WITH_WGMMA["90"])
 
 
 def ptx(source: str, arch: str, *more: str) -> str:
-    """Return what NVRTC makes of a unit, with the options that CuPy compiles kernels with."""
+    """Return the code that NVRTC compiles from a unit, with CuPy's options for kernels."""
     options = core.assemble_cupy_compiler_options((*compiler_options(source), *more))
     with pytest.MonkeyPatch.context() as patch:
         answer = lambda arch: (f"-arch=sm_{arch}", "ptx")  # noqa: E731
@@ -356,7 +356,7 @@ extern "C" __global__ void exact(float *x) { x[0] = divided_by<16>(x[0]); }
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_division_is_rounded_once(arch: str) -> None:
-    """NVRTC makes x / 24 a product with its rounded reciprocal from sm_100 on."""
+    """From sm_100 on, NVRTC compiles x / 24 to a product with the rounded reciprocal."""
     _, by_constant, rounded, exact = ptx(DIVISIONS, arch).split(".visible .entry")
     assert bool(re.search(CONSTANT_DIVISOR, by_constant)) == (int(arch) < 100)
     assert re.search(r"\bdiv\.rn\.ftz\.f32", rounded)
@@ -365,7 +365,7 @@ def test_a_division_is_rounded_once(arch: str) -> None:
 
 
 def shown(kernel: str) -> list[Variant]:
-    """Return variants that show every switch on and off, and sizes that are not powers of two."""
+    """Return variants with every switch on and off, and with sizes that are not powers of two."""
     several = {variant: constants(variant.launch.source) for variant in of_kernel(kernel, "90")}
     sizes = {v: [int(n) for n in own.values() if n.isdigit()] for v, own in several.items()}
 
@@ -383,7 +383,7 @@ def shown(kernel: str) -> list[Variant]:
 
 @pytest.mark.parametrize("kernel", Sample.one_in(2, declared()))
 def test_no_kernel_divides_by_a_constant(kernel: str) -> None:
-    """Such a division differs between architectures; PTX of sm_90 shows it as it was written."""
+    """Such a division differs between architectures; PTX of sm_90 has it as in the source."""
     several = shown(kernel)
     chosen = several if Sample.all else several[Sample.day // 2 % len(several) :][:1]
     for variant in chosen:

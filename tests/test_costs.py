@@ -1,4 +1,4 @@
-"""A call of every op costs what ``costs.toml`` says, to the last sector."""
+"""The costs of a call of every op equal those in ``costs.toml``, exactly."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_the_table_is_as_it_is_written() -> None:
 
 
 def test_there_is_no_other_table_of_ops() -> None:
-    """Who adds an op writes one: a name heads lines, or a part, of no other."""
+    """A new op needs lines in one file: no other TOML file has lines or tables named after ops."""
     word = re.compile(rf"^\[?(?:\w+\.)*\"?(?:{'|'.join(NAMES)})\"?(?:\]| =)", re.M)
     files = [*table.FILE.parent.rglob("*.toml")]
     assert [path for path in files if word.search(path.read_text())] == [table.FILE]
@@ -52,7 +52,7 @@ def test_opcodes_of_a_replayed_call(name: str) -> None:
 
 
 def chosen() -> list[str]:
-    """Return a third of the ops, another one after each commit; all of them if it is asked for."""
+    """Return a third of the ops, another third after each commit; all with ``--sample all``."""
     return Sample.one_in(3, NAMES)
 
 
@@ -63,7 +63,7 @@ def test_what_kernels_move(name: str) -> None:
 
 
 def compared() -> list[tuple[str, str]]:
-    """Return a few ops, each with an architecture: others after each commit."""
+    """Return a few ops, each with one architecture, and others after each commit."""
     every = 1 if Sample.all else 16
     return [
         (name, costs.ARCHITECTURES[Sample.day % 2]) for name in NAMES[Sample.day % every :: every]
@@ -72,7 +72,7 @@ def compared() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "arch"), compared())
 def test_hot_loops(name: str, arch: str) -> None:
-    """As one compiler makes them: another one has instructions of its own."""
+    """For the compiler in the table; another one emits other instructions."""
     try:
         nvdisasm()
         here = compiler_version()
@@ -84,7 +84,7 @@ def test_hot_loops(name: str, arch: str) -> None:
 
 
 def test_one_opcode_more_is_seen() -> None:
-    """What is counted is the library's own, each instruction once."""
+    """Only the library's own opcodes are counted, each once."""
     x = np.ones((4, 8), np.float32)
     for _ in range(3):
         softmax(x)
@@ -96,7 +96,7 @@ def test_one_opcode_more_is_seen() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the table, which is written in its place."""
+    """A copy of the table, to which the tests write instead."""
     made = tmp_path / "costs.toml"
     made.write_bytes(table.FILE.read_bytes())
     monkeypatch.setattr(table, "FILE", made)

@@ -1,4 +1,4 @@
-"""Arrays on one GPU while another is current, and streams that nothing orders: on a stand-in."""
+"""Arrays on a GPU that is not current, and streams without an order, on a stand-in for CuPy."""
 
 import contextlib
 import inspect
@@ -63,7 +63,7 @@ CONFIG = SIZES | {"model_type": "llama", "sliding_window": 6}
 
 
 def far(machine: Machine) -> Callable[..., Any]:
-    """Return what places arrays on the GPU that is not current."""
+    """Return a function that places arrays on the GPU that is not current."""
     return lambda values: machine.place(np.asarray(values), device=FAR)
 
 
@@ -77,7 +77,7 @@ def arrays_of(found: Any) -> list[Any]:
 
 
 def assert_far(found: Any) -> None:
-    """Hold arrays to the GPU that the operands are on."""
+    """Assert that arrays are on the GPU of the operands."""
     assert arrays_of(found)
     assert {array.device.id for array in arrays_of(found)} == {FAR}
 
@@ -85,7 +85,7 @@ def assert_far(found: Any) -> None:
 # ---- ops ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_ops_run_where_their_arrays_are(name: str) -> None:
-    """A launch is worked out, recorded and replayed, on either GPU."""
+    """A launch is planned, recorded and replayed on either GPU."""
     with gpu(devices=2) as machine:
         there = call_of(name, far(machine), np.dtype("float16"), optional=True)
         here = call_of(name, machine.place, np.dtype("float16"), optional=True)
@@ -383,7 +383,7 @@ def test_a_scaler_follows_gradients_to_another_gpu() -> None:
 
 
 def test_the_stand_in_notices_another_gpu() -> None:
-    """This is what makes the tests above ones that can fail."""
+    """This proves that the tests above can fail."""
     with gpu(devices=2) as machine:
         machine.strict = False
         here, there = (machine.place(np.ones(4, "f"), device=n) for n in range(2))
@@ -406,7 +406,7 @@ def test_the_stand_in_notices_another_gpu() -> None:
 
 # ---- streams -------------------------------------------------------------------------------------
 def on_streams(machine: Machine, use: Callable[[], Any]) -> None:
-    """Use something on streams that know nothing of each other."""
+    """Use an object on streams that do not wait for each other."""
     cuda = sys.modules["cupy"].cuda
     for stream in (cuda.Stream(non_blocking=True), contextlib.nullcontext(), cuda.Stream()):
         with stream:
@@ -464,7 +464,7 @@ def test_the_stand_in_notices_streams_that_nothing_orders() -> None:
 
 
 def test_threads_have_streams_of_their_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where CUDA's default stream is one for each thread, its address tells nothing."""
+    """If CUDA has a default stream for each thread, its address does not identify it."""
     with gpu() as machine:
         x = machine.array(3, "f")
         assert placement.stream(x) == (90, 0)

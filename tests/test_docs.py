@@ -1,4 +1,4 @@
-"""Every example and every block of Python in the pages runs; the pages build without a warning."""
+"""All examples and Python blocks of the documentation run, and it builds without a warning."""
 
 import configparser
 import doctest
@@ -35,7 +35,7 @@ LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the Python of a page, each block at its own line number."""
+    """Return the Python code of a page, each block at its line number in the page."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
     return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in found]
@@ -43,7 +43,7 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one page share their names, as a reader who types them would."""
+    """Blocks of a page share their names, as for a reader who runs them in order."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     if any("cuda_on_cpu" in block for block in blocks(page)) and (reason := missing()):
@@ -104,7 +104,7 @@ def test_public_functions_have_an_example(collect: Any) -> None:
 def test_examples_of_the_api_run(
     collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each by itself, and each calls all that it is for."""
+    """Each runs by itself, and calls all names that it is for."""
     monkeypatch.chdir(tmp_path)
     for names, block in collect.examples().items():
         needs = re.search(r"^# needs (\w+)$", block, re.M)
@@ -166,7 +166,7 @@ def test_every_extra_is_told_and_no_other() -> None:
 
 
 def test_performance_lists_every_kernel() -> None:
-    """With what a GPU showed, as the file beside the page keeps it, or that none did."""
+    """It has the GPU results of the file next to the page, or says that there are none."""
     page = DOCS / "performance.md"
     listed = re.findall(r"^\| `(\w+)` \| (.*?) \|", page.read_text(), re.M)
     kernels = {name for name, op in OPS.items() if op.launch is not None}
@@ -179,7 +179,7 @@ def test_performance_lists_every_kernel() -> None:
 
 
 def lost(folder: Path) -> list[str]:
-    """Return the links of built pages that lead to no file, or to no place on a page."""
+    """Return the broken links of built pages: without a file, or without an anchor in it."""
     made = (path.relative_to(folder) for path in folder.rglob("*.html"))
     own = [folder / path for path in made if path.parts[0] not in ("_static", "benchmarks")]
     texts = {path.resolve(): path.read_text(encoding="utf-8") for path in own}
@@ -197,7 +197,7 @@ def lost(folder: Path) -> list[str]:
 
 
 def test_pages_build(collect: Any, tmp_path: Path) -> None:
-    """``-W``: a docstring that numpydoc cannot read, or a link that leads nowhere, fails."""
+    """With ``-W``, a docstring that numpydoc cannot parse, or a broken link, is an error."""
     for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
         pytest.importorskip(package, reason="needs the extra `docs`")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
@@ -233,7 +233,7 @@ def test_pages_build(collect: Any, tmp_path: Path) -> None:
 def test_a_site_of_all_commits_or_a_word_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shallow clone has a branch, and not what results speak of."""
+    """A shallow clone has the branch, but not the commits of the results."""
     for package in ("sphinx", "asv"):
         pytest.importorskip(package, reason="needs the extra `docs`")
     history = loaded("history")
@@ -253,7 +253,7 @@ def pictures() -> Any:
 
 
 def test_pictures_are_drawn(pictures: Any, tmp_path: Path) -> None:
-    """Each file by a function of its name, and that of a measurement from what tells of it."""
+    """A function of the same name draws each file; measurements have their facts."""
     drawn = {path.stem for path in pictures.FOLDER.glob("*.svg")}
     assert drawn == pictures.PICTURES.keys()
     for name in ("attention", "beside-transformers", "trace"):

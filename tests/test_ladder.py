@@ -1,4 +1,4 @@
-"""docs/ladders.md says what its command measures."""
+"""The tables of docs/ladders.md equal the output of its command."""
 
 import pytest
 
@@ -17,7 +17,7 @@ except LookupError as error:
 
 @pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.name)
 def test_the_page_says_what_a_step_buys(ladder: Ladder) -> None:
-    """One step in a run; ``--sample all`` asks for all of them."""
+    """One step in each run; all steps with ``--sample all``."""
     if budget.read()[0]["compiler"] != budget.compiler_version():
         pytest.skip("another compiler than the page speaks of")
     lines = PAGE.read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,7 @@
-"""What a launch asks of the host: nothing that would stall a GPU or end the capture of a graph.
+"""The host does nothing in a launch that would stall a GPU or end the capture of a graph.
 
-Without a GPU ``stand_in`` tells.  With one, every op is captured into a CUDA graph and replayed
-on other data, and takes the memory that the stand-in foretold.
+Without a GPU, ``stand_in`` detects it.  With one, every op is captured into a CUDA graph, replayed
+on other data, and allocates the memory that the stand-in predicts.
 """
 
 import functools
@@ -76,7 +76,7 @@ def test_no_value_is_read_and_none_is_sent(name: str, optional: bool) -> None:
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "with options"])
 @pytest.mark.parametrize("name", [name for name in forward_ops() if name != "embedding"])
 def test_definitions_call_cupy_as_it_can_be_called(name: str, optional: bool) -> None:
-    """They run on a GPU where a kernel does not: in float64.  Embedding's counts tokens first."""
+    """They run on a GPU without a kernel, in float64.  Embedding's first counts tokens."""
     with gpu() as machine:
         machine.strict = False
         forward = draw(OPS[name], SMALL, optional=optional).cast(np.float64)
@@ -102,7 +102,7 @@ def test_launches_name_operands_and_options_as_definitions_do(name: str) -> None
 
 
 def test_a_training_step_stays_on_the_device() -> None:
-    """From the second on: the first sends the tables of its tensors."""
+    """From the second step on, as the first one sends the tables of its tensors."""
     with gpu() as machine:
         made = {name: machine.array((n, 8), "float16") for name, n in (("a", 4), ("b", 3))}
         gradients = {name: machine.array(a.shape, "float16") for name, a in made.items()}
@@ -129,7 +129,7 @@ def test_strided_arrays_are_packed_where_they_live() -> None:
 
 
 def between(array: Any, first: int = 1, gap: int = 0) -> Any:
-    """Return NumPy's array so many bytes after 16, with so many more between its elements."""
+    """Return a NumPy array ``first`` bytes after a multiple of 16, with gaps between elements."""
     array = np.asarray(array)
     size = array.itemsize + gap
     room = np.zeros(array.size * size + 32, np.uint8)
@@ -146,7 +146,7 @@ def between(array: Any, first: int = 1, gap: int = 0) -> Any:
     [o.__name__ for f in forward_ops() for o in (OPS[f], OPS[f].backward) if o is not None],
 )
 def test_arrays_between_two_elements_are_named(name: str, first: int, gap: int) -> None:
-    """A GPU ends the process for them, kernel and definition alike; each operand in turn."""
+    """On a GPU they would end the process, in kernel and definition; tests each operand."""
     with gpu() as machine:
         machine.strict = False
         call = call_of(name, machine.place, np.dtype("float16"), optional=True)
@@ -180,7 +180,7 @@ def test_optimizers_name_arrays_between_two_elements() -> None:
 
 @pytest.mark.parametrize("name", forward_ops())
 def test_numpys_arrays_between_two_elements_are_read_where_they_lie(name: str) -> None:
-    """As those of np.frombuffer at an odd offset, or a field of records."""
+    """Such as an array of np.frombuffer at an odd offset, or a field of records."""
     forward = draw(OPS[name], SMALL, optional=True).cast(np.float32)
     outputs = outputs_of(forward)
     calls = [forward]
@@ -193,7 +193,7 @@ def test_numpys_arrays_between_two_elements_are_read_where_they_lie(name: str) -
 
 
 def without(call: Call, axis: str) -> Call | None:
-    """Return the call with an axis of 0 wherever an operand has it; None where none has."""
+    """Return the call with an axis of size 0 in all operands that have it; None if none has."""
     arrays = dict(call.arrays)
     for operand in call.op.contract.inputs:
         array = arrays[operand.name]
@@ -213,7 +213,7 @@ def without(call: Call, axis: str) -> Call | None:
 @pytest.mark.parametrize("optional", [False, True], ids=["required", "every"])
 @pytest.mark.parametrize("name", forward_ops())
 def test_an_axis_may_be_empty(name: str, optional: bool) -> None:
-    """Each axis in turn: results without NaN, on a GPU too, or an error of the library."""
+    """For each axis: results without NaN, on a GPU too, or an error of the library."""
     op = OPS[name]
     whole = draw(op, SMALL, optional=optional).cast(np.float32)
     for axis in {parts(each)[0] for operand in op.contract.inputs for each in operand.axes}:
@@ -314,7 +314,7 @@ def computes_where_it_lives(x: Any) -> Any:
     ],
 )
 def test_the_stand_in_notices(body: Any, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is what makes the test above one that can fail."""
+    """This proves that the test above can fail."""
     monkeypatch.setattr("unsloth_cupy.core.op.OPS", {})
 
     @op("x(rows, four) -> y(*any)")
@@ -332,7 +332,7 @@ def test_the_stand_in_notices(body: Any, error: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_cupy_has_every_name_that_the_stand_in_has() -> None:
-    """What CuPy lacks would pass here and fail on a GPU."""
+    """Otherwise a function that CuPy lacks would pass here and fail on a GPU."""
     cupy = pytest.importorskip("cupy", reason="it is what the stand-in stands for")
     with gpu() as machine:
         names = ["cupy", "cupy._core._scalar", "cupy.cuda"]
@@ -354,7 +354,7 @@ def test_cupy_has_every_name_that_the_stand_in_has() -> None:
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("name", ["rms_norm_forward", "layer_norm_forward", "softmax"])
 def test_clusters_are_launched_where_the_device_takes_them(name: str, clusters: bool) -> None:
-    """The device says so itself: a capability from 9.0 on does not."""
+    """A device attribute decides, as a compute capability from 9.0 on does not."""
     sizes = {"columns": 65536} if name == "softmax" else {"hidden": 65536}
     form = Form(sizes, (), BFLOAT16, False, {})
     with gpu("90", clusters) as machine:
@@ -408,7 +408,7 @@ def ends(name: str, there: Limits) -> dict[int, int]:
 @pytest.mark.parametrize("arch", ["80", "86", "90", "120"])  # others have memory and clusters alike
 @pytest.mark.parametrize("name", BESIDE)
 def test_static_and_dynamic_memory_fit_together(name: str, arch: str) -> None:
-    """At every size where a launch table asks for another amount; the stand-in refuses as a GPU."""
+    """At every size where a launch table changes the amount; the stand-in rejects it as a GPU."""
     there, axis = Limits(int(arch), LIMITS[arch][3]), BESIDE[name][0]
     sizes = ends(name, there)
     assert len({*sizes.values()}) > 2
@@ -429,7 +429,7 @@ def test_static_and_dynamic_memory_fit_together(name: str, arch: str) -> None:
 
 @pytest.mark.parametrize("shared", [WITHOUT_LEAVE - 1024, WITHOUT_LEAVE, WITHOUT_LEAVE + 1024])
 def test_what_static_memory_leaves_needs_leave(shared: int) -> None:
-    """48 KiB without leave are for both."""
+    """The 48 KiB without opt-in are for static and dynamic memory together."""
     with gpu("90"):
         launch = CupyTarget().compile("norm_backward", "")
         for amount in (shared, 1024, shared + 1024, shared):
@@ -451,7 +451,7 @@ def test_memory_is_counted_until_it_is_let_go() -> None:
 
 
 def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
-    """Return what ``bench`` launches for an op and its backward op, each kernel once."""
+    """Return the launches of ``bench`` for an op and its backward op, each kernel once."""
     found: dict[tuple[str, str], Launch] = {}
     for scale in timing.DEVICE_SCALES:
         with gpu(capability) as machine:
@@ -474,7 +474,7 @@ def test_what_bench_asks_for_is_known_before() -> None:
 
 # ---- with a GPU -------------------------------------------------------------------------------
 def redrawn(call: Call) -> Call:
-    """Return the call with other values: its rows the other way round."""
+    """Return the call with other values: its rows in reverse order."""
     return call.mapped(lambda a: a[::-1].copy() if a.ndim > 1 else a.copy())
 
 
@@ -559,7 +559,7 @@ def test_a_small_call_takes_the_host_8_microseconds_at_most() -> None:
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in forward_ops() if name in LAUNCHED])
 def test_what_bench_asks_for_compiles_and_can_be_launched(name: str, dtype: Any) -> None:
-    """CuPy keeps it, so that ``bench`` does not wait for the compiler of one core."""
+    """CuPy caches it, so that ``bench`` does not wait for a compiler on one core."""
     import cupy
 
     capability = cupy.cuda.Device().compute_capability

@@ -1,9 +1,9 @@
-"""What holds for every op and every call, on calls that ``strategies.py`` draws.
+"""Properties of every op, tested on random calls of ``strategies.py``.
 
-Results have the shape and the dtype that the signature names, are finite, and are as near to a
-float64 run as arithmetic allows; gradients are slopes; what is wrong raises an error of the
-library; kernels agree with the definition.  The number of the sample draws the calls;
-``--sample all`` takes many.
+Results have the shape and the dtype of the signature, are finite, and are as close to a float64 run
+as arithmetic allows; gradients equal finite differences; a wrong call raises an error of the
+library; kernels agree with the definition.  The number of the sample seeds the calls;
+``--sample all`` makes many.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ LEAST = 1e-2  # slope: see judge_gradient
 
 
 def many(strategy: Any, judge: Callable[[Any], None], few: int = A_RUN, most: int = MANY) -> None:
-    """Judge as many calls of a strategy as the run takes, the same for one number of the sample."""
+    """Test as many calls of a strategy as the run has; the sample's number determines them."""
     rules = settings(
         max_examples=most if Sample.all else few,
         database=None,
@@ -58,18 +58,18 @@ def many(strategy: Any, judge: Callable[[Any], None], few: int = A_RUN, most: in
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let numbers overflow without a word, as they do on a GPU."""
+    """Let numbers overflow without a warning, as they do on a GPU."""
     with np.errstate(all="ignore"):
         yield
 
 
 # ---- results ------------------------------------------------------------------------------------
 def near(call: Call, roundings: int = 1) -> Arrays:
-    """Raise where a result is farther from a float64 run than arithmetic allows; return all.
+    """Raise if a result is farther from a float64 run than arithmetic allows; return all results.
 
-    A result is rounded once, after arithmetic in float32; or after that of a product of 16 bits,
-    whose every step is rounded too: calls in float32 are held to more.  Integers are off by one
-    where a number lies on a step.
+    A result is rounded once, after arithmetic in float32, or after a product in 16 bits, whose
+    every step is rounded too; calls in float32 have a tighter bound.  Integers may be off by one if
+    a value is between two steps.
     """
     op, plain, exact = call.op, outputs_of(call), outputs_of(call.cast(np.float64))
     given = {array.dtype.name for array in call.arrays.values() if array is not None}
@@ -84,7 +84,7 @@ def near(call: Call, roundings: int = 1) -> Arrays:
 
 
 def both_near(call: Call, roundings: int = 1) -> None:
-    """Judge a call and its backward op."""
+    """Test a call and its backward op."""
     as_signed(call)
     plain = near(call, roundings)
     if call.op.backward is not None:
@@ -140,7 +140,7 @@ def test_gradients(name: str) -> None:
 
 # ---- errors -------------------------------------------------------------------------------------
 def attempted(call: Call) -> None:
-    """Run a call that may be wrong; let through what is no error of the library."""
+    """Run a call that may be wrong; errors that are not the library's propagate."""
     in_place = call.op.__name__.endswith("_")
     copied = lambda a: _copied(a) if in_place and isinstance(a, np.ndarray) else a  # noqa: E731
     with quiet(), contextlib.suppress(UnslothCupyError), warnings.catch_warnings():
@@ -155,7 +155,7 @@ def test_errors_are_the_librarys(name: str) -> None:
 
 # ---- kernels ------------------------------------------------------------------------------------
 def kernels() -> list[str]:
-    """Return the ops whose kernels this run judges: each takes its turn."""
+    """Return the ops whose kernels this run tests; they take turns."""
     named = [name for name in NAMES if OPS[name].launch is not None]
     first = Sample.day * EMULATED % len(named)
     return named if Sample.all else [*named, *named][first : first + EMULATED]
@@ -167,7 +167,7 @@ def full(call: Call) -> bool:
 
 @pytest.mark.parametrize("name", kernels())
 def test_kernels(name: str) -> None:
-    """A kernel rounds five times as often as its definition at most: see parity.py."""
+    """A kernel has at most five times the rounding errors of its definition: see parity.py."""
 
     def judge(call: Call) -> None:
         with quiet(), emulator():

@@ -1,4 +1,4 @@
-"""The sample of a run: the commit draws it, and neither the date nor the order of tests."""
+"""The sample of a run depends on the commit, and not on the date or the order of tests."""
 
 import os
 import random
@@ -22,7 +22,7 @@ DATED = {"hardware/__main__.py", "hardware/attention.py", "hardware/session.py"}
 
 
 def emulated(cls: type, label: str, dtype: str) -> Any:
-    """Return what pytest makes of a case in a dtype, as far as a sample asks."""
+    """Return a stand-in for pytest's item of a case in a dtype, with what ``sampled`` reads."""
     case = SimpleNamespace(label=label)
     return SimpleNamespace(
         nodeid=f"{cls.__name__}[{label}-{dtype}]",
@@ -34,7 +34,7 @@ def emulated(cls: type, label: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize("count", [FEW, FEW + 1])
 def test_the_order_of_tests_changes_no_sample(count: int) -> None:
-    """As where pytest-randomly shuffles them before; of many cases a run takes every second."""
+    """Even if pytest-randomly shuffles tests before; of many cases a run takes every second."""
     classes = [type(name, (KernelParity,), {}) for name in ("TestA", "TestB")]
     items = [
         emulated(cls, str(label), dtype)
@@ -112,7 +112,7 @@ def test_a_run_begins_or_says_what_it_needs(given: dict[str, str], said: str) ->
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_the_marker_alone_says_what_needs_a_gpu(marked: bool) -> None:
-    """pytest counts the ids of cases and the names of folders among the keywords of a test."""
+    """The keywords of a test include the ids of cases and the names of folders."""
     markers: list[Any] = []
     item: Any = SimpleNamespace(
         keywords={"gpu": True},

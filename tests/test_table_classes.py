@@ -1,7 +1,7 @@
-"""What launch tables tell apart is met by a case of some kernel's proof.
+"""Every constant that launch tables can choose is covered by a case of some Parity class.
 
-Sizes are run through the launches alone, without a kernel, and the constants that these choose are
-noted: those of every size, and those of the cases.  A value that no case meets has no proof.
+Calls of many sizes, and of the cases, run through the launch code without a kernel, and the
+constants that it chooses are recorded.  A value that no case has is not tested.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from .parity import Case, KernelAlone, KernelParity
 from .sample import Sample
 from .variants import constants, proofs
 
-NOTES: list[tuple[str, str]] = []  # of launches: kernel, translation unit
-Class = tuple[str, str, Any]  # kernel, constant, what its value is a case of
+NOTES: list[tuple[str, str]] = []  # recorded launches: kernel, translation unit
+Class = tuple[str, str, Any]  # kernel, constant, class of its value
 
 
 class Noted(NamedTuple):
-    """A Target that notes launches, of the machine that an ``Emulator`` is."""
+    """A Target with the limits of an ``Emulator``, which records launches and runs none."""
 
     shared_memory: int = DYNAMIC_SHARED
     architecture: int = 90
@@ -44,7 +44,7 @@ class Noted(NamedTuple):
 
 
 def classes(call: Call, sides: tuple[str, ...]) -> set[Class]:
-    """Return what a call and its backward op ask of kernels, value by value."""
+    """Return the classes of the constants in the launches of a call and its backward op."""
     NOTES.clear()
     outputs = call.run()
     if "forward" not in sides:
@@ -61,19 +61,19 @@ def classes(call: Call, sides: tuple[str, ...]) -> set[Class]:
 
 
 SIZES = {"COLUMNS", "HIDDEN", "DIM", "VALUE_DIM", "HALF", "HEADS", "KV_HEADS", "ROW", "SLICE"}
-SIZES |= {"THREADS", "SLOTS", "TOKENS", "RESIDENT", "BLOCKS"}  # which alone changes no statement
-MOST = {"STORED": 1}  # of a number: from here on all are one class
+SIZES |= {"THREADS", "SLOTS", "TOKENS", "RESIDENT", "BLOCKS"}  # these select no other statements
+MOST = {"STORED": 1}  # numbers from this one on are one class
 
 
 def bucket(name: str, value: str) -> Any:
-    """Return the power of two below a number, up to 64; what is not a number as it is."""
+    """Return the class of a value: the power of two below a number, up to 64; or the value."""
     if not value.isdigit():
         return value
     return min(MOST.get(name, 64), 1 << int(value).bit_length() >> 1)
 
 
 def met(op: str, dtype: Any) -> set[Class]:
-    """Return what the cases of an op ask of kernels."""
+    """Return the classes of the constants that the cases of an op have."""
     found: set[Class] = set()
     for proof in proofs():
         judges = issubclass(proof, KernelParity) and not issubclass(proof, KernelAlone)
@@ -86,7 +86,7 @@ def met(op: str, dtype: Any) -> set[Class]:
     return found
 
 
-# near every power of two, and between; odd ones, of which no two values are accessed at once
+# near every power of two, and in between; odd ones, for which an access has a single value
 AROUND = {n for k in range(5, 18) for n in (2**k - 1, 2**k, 2**k + 8, 3 * 2**k // 2)}
 WIDE = sorted({*range(1, 33), *AROUND})
 HEAD = [n for n in WIDE if n <= 512]

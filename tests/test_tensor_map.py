@@ -31,7 +31,7 @@ def kernels(machine: Machine) -> list[str]:
 
 
 def test_what_the_driver_is_asked() -> None:
-    """Innermost first; keys may be the first tokens of a longer cache."""
+    """Axes are innermost first; keys may be the first tokens of a longer cache."""
     with gpu("90") as machine:
         q, cache = (
             machine.array((2, 70, 4, 72), "float16"),
@@ -105,7 +105,7 @@ def test_other_calls_take_the_other_kernel(why: str, monkeypatch: pytest.MonkeyP
 
 
 def test_an_axis_without_elements_has_no_map() -> None:
-    """The driver takes none; the other kernel says that rows see no key."""
+    """The driver rejects it; the other kernel computes rows that see no key."""
     with gpu("90") as machine:
         q, k = (machine.array((1, tokens, 2, 64), "float16") for tokens in (64, 0))
         attention_forward(q, k, k)
@@ -139,7 +139,7 @@ int encode(uint64_t *map, int dtype, uint32_t rank, void *address, const uint64_
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a driver that writes down what it is told."""
+    """Return a driver that writes its arguments into the map."""
     folder: Path = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(DRIVER)
     command = ["gcc", "-shared", "-fPIC", "-O2", "-o", "driver.so", "driver.c"]
@@ -149,7 +149,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_map_holds_what_the_driver_wrote(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its 128 bytes, as a scalar that a launch takes; an address costs one call of the driver."""
+    """A map is a scalar of 128 bytes for a launch; an address needs one call of the driver."""
     monkeypatch.setattr(tensor_map, "encoder", lambda: driver)
     form = Form((2, 64, 4, 96), (49152, 768, 192, 2), BFLOAT16, (64, 1, 128, 1))
     made = form.encode(0x7000)
@@ -158,4 +158,4 @@ def test_a_map_holds_what_the_driver_wrote(driver: Any, monkeypatch: pytest.Monk
     assert [*words[:6], words[15]] == [0x7000, 96 << 32 | 2, 49152, 64 << 8 | 1, 9, 3, 1]
     assert ctypes.addressof(form.map) % 64 == 0
     microseconds = min(timeit.repeat(lambda: form.encode(0x7000), number=200, repeat=5)) / 200 * 1e6
-    assert microseconds < 50  # a few, where nothing else runs
+    assert microseconds < 50  # a few if nothing else runs

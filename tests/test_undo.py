@@ -1,4 +1,4 @@
-"""The fixture of conftest.py: what a test changes is gone when the next one starts."""
+"""The fixture of conftest.py undoes what a test changes before the next one starts."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ X = np.ones((4, 64), np.float32)
 
 
 def full() -> list[str]:
-    """Return what holds anything: caches, and ops with plans."""
+    """Return the caches that are not empty, and the ops that have recorded plans."""
     several = [name for name, cache in caches().items() if cache.cache_info().currsize]
     return several + [name for name, op in OPS.items() if op.routes]
 
@@ -81,7 +81,7 @@ def test_variables_and_the_process_are_as_before() -> None:
 
 
 def test_every_cache_that_the_sources_name_is_found() -> None:
-    """At the head of a module or a class: one within a function ends with what holds it."""
+    """They must be at the top of a module or a class, as undo.py does not find others."""
     for name in modules():
         if not name.endswith((".__main__", ".peers")):
             with suppress(ImportError):  # of a library that is not installed

@@ -1,4 +1,4 @@
-"""What explain says of a call is what its launch does, and what the formulas of an op give."""
+"""The output of explain equals the launches of a call, and the formulas of its op."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def heads(dim: int, count: int = 8, dtype: str = "bfloat16") -> Any:
 
 
 def test_a_kernel_is_shown_as_it_is_launched() -> None:
-    """The stand-in for a GPU is launched for real, with the same grid, block and memory."""
+    """The real launch code runs on the stand-in for a GPU: same grid, block and memory."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, 256, n, 64), np.float32) for n in (8, 2))
     with gpu() as machine:

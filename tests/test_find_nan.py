@@ -81,7 +81,7 @@ def test_an_adapter_that_is_broken_is_named() -> None:
 
 
 def test_a_value_that_grows_too_large_is_found_where_it_does() -> None:
-    """An op without weights is placed by the weight before it."""
+    """An op without weights is located by the weight before it."""
     model = model_of()
     for name in ("gate", "up"):
         model.parameters[f"model.layers.1.mlp.{name}_proj.weight"] *= np.float32(1e22)
@@ -130,7 +130,7 @@ def test_blocks_stand_inside_each_other_and_end() -> None:
 
 
 def test_each_thread_looks_at_its_own_ops() -> None:
-    """Blocks of two threads may end in any order; none is left looking."""
+    """The blocks of two threads may end in any order; none stays active."""
     inside, left, bad = Event(), Event(), np.array([1, np.nan], np.float32)
 
     def another() -> None:

@@ -55,7 +55,7 @@ OnGpu.__module__ = "cupy"  # by which its target knows it
 
 
 def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -> np.ndarray:
-    """Return the matrix of rows and columns whose columns are stride elements apart."""
+    """Return a matrix of this size whose columns are ``stride`` elements apart."""
     if not rows * columns:
         return np.zeros((rows, columns), dtype)
     size = dtype.itemsize
@@ -65,7 +65,7 @@ def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -
 
 
 class Cublas:
-    """What the four functions of cuBLAS do, behind C's calling convention."""
+    """The four functions of cuBLAS with C's calling convention, computed by NumPy."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -178,7 +178,7 @@ def draw(*shape: int, dtype: Any, seed: int = 0) -> np.ndarray:
 
 
 def lying(array: np.ndarray, how: str) -> np.ndarray:
-    """Return the same matrix, or matrices, lying otherwise in memory."""
+    """Return the same matrix, or matrices, in another memory layout."""
     if how == "transposed":
         return array.swapaxes(-1, -2).copy().swapaxes(-1, -2)
     if how in ("padded", "padded transposed"):
@@ -291,7 +291,7 @@ def test_empty_axes(cublas: Cublas, where: str) -> None:
 
 
 def test_sums_are_float32(cublas: Cublas) -> None:
-    """4,096 ones and 4,096 halves of eps: lost one by one in 16 bits."""
+    """4,096 ones and 4,096 halves of eps, each of which 16 bits would lose."""
     a = np.ones((1, 8192), np.float16)
     a[:, 4096:] = 2.0**-11
     for placed in (OnGpu, np.asarray):
@@ -341,14 +341,14 @@ def test_wrong_calls(cublas: Cublas) -> None:
 
 
 def test_a_library_gives_what_its_dependencies_hold() -> None:
-    """As CuPy's module gives cuBLAS: here Python's own ctypes gives what libc holds."""
+    """As CuPy's module loads cuBLAS; here Python's ctypes loads functions of libc."""
     import _ctypes
 
     assert ctypes.CDLL(_ctypes.__file__).strlen(b"four") == 4
 
 
 def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the wheels of NVIDIA, that is: nothing else tells the loader of them."""
+    """In NVIDIA's wheels, whose folders the loader does not search."""
     libraries = pytest.importorskip("cupy_backends.cuda.libs", reason="a part of CuPy")
     asked: list[str] = []
     monkeypatch.setattr(libraries._pathfinder, "load_nvidia_dynamic_lib", asked.append)

@@ -1,4 +1,4 @@
-"""Memory that is planned is the memory that is spent."""
+"""The planned memory of a step equals the memory that it uses."""
 
 import functools
 import gc
@@ -68,7 +68,7 @@ def training(
     chunked_mlp: bool = False,
     **adapter: Any,
 ) -> Callable[[], None]:
-    """Return a step of training."""
+    """Return a function that makes a training step."""
     model = models.create(config, seed=0, dtype="float32")
     model.chunked_mlp = chunked_mlp
     if rank is not None:
@@ -95,7 +95,7 @@ def training(
 
 
 def measured(config: dict[str, Any], **options: Any) -> tuple[int, list[tuple[str, int]]]:
-    """Return the most that a step holds, and the most while each op on a tape runs."""
+    """Return the peak of a step, and the peak while each op on a tape runs."""
     training(config, **options)()  # what is imported and worked out once is there then
     ops: list[tuple[str, int]] = []
     with memory_pool() as pool:
@@ -133,7 +133,7 @@ CASES += [(LLAMA, way) for way in CHUNKED] + [(PHI, "chunked MLP")]
 
 @pytest.fixture
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads' blocks of attention seldom have their peaks together, as a plan has them."""
+    """The plan assumes that all threads of attention peak together, which they seldom do."""
     monkeypatch.setattr(threads, "count", lambda: 1)
 
 
@@ -210,7 +210,7 @@ def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch
 def test_many_passes_are_planned_as_two(
     more: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All passes behind the first one take what the second takes: a plan runs no thousand."""
+    """All passes after the first use as much as the second, so a plan does not run them all."""
     options: dict[str, Any] = {"batch": 2, "tokens": 64, "dtype": "bfloat16", "device": device}
     few = plan_memory(LLAMA, **options, **more, accumulate=1000)
     monkeypatch.setattr(memory_plan, "ALIKE", 1000)
@@ -286,7 +286,7 @@ def test_the_other_parts_follow_from_the_weights() -> None:
 
 
 def test_what_kernels_take_is_counted_without_a_gpu() -> None:
-    """A launch allocates what the definition does not, such as attention's sums of rows."""
+    """A launch allocates more than the definition, such as attention's sums of rows."""
     plan = plan_memory(LLAMA, batch=2, tokens=256, dtype="bfloat16", device="cuda")
     stats = 2 * 6 * 256 * 2 * 4  # (batch, heads, queries, 2) float32
     backward = next(m for m in plan.moments if m.op == "attention_backward")

@@ -1,4 +1,4 @@
-"""The bytes of arrays while they are held, on the host and on GPUs that are played."""
+"""Memory pools count the bytes of live arrays, on the host and on stand-ins for GPUs."""
 
 import gc
 import sys
@@ -141,7 +141,7 @@ class TestHost:
 
 
 class Pool:
-    """CuPy's memory pool, of two devices."""
+    """A stand-in for CuPy's memory pool, with two devices."""
 
     def __init__(self, here: list[int]) -> None:
         self.here, self.limits, self.used = here, [0, 0], [1000, 0]
@@ -231,7 +231,7 @@ class TestDevices:
         assert cupy.pool.limits == [7, 8]
 
     def test_limits_of_threads_end_in_any_order(self, cupy: Any) -> None:
-        """The pool is one for all of them: the last that ends leaves what was there."""
+        """All share one pool; the end of the last one restores the previous state."""
         cupy.pool.limits = [7, 8]
         pools = [memory_pool(limit=limit << 20, device=1) for limit in (3, 4, 5)]
         for pool in pools:
@@ -259,7 +259,7 @@ class TestDevices:
     def test_what_does_not_fit_where_a_gpu_came_later(
         self, cupy: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A pool that was begun before CuPy was imported raises the same error."""
+        """A pool that was opened before CuPy was imported raises the same error."""
         pool = memory_pool()
         with monkeypatch.context() as before:
             before.delitem(sys.modules, "cupy")
@@ -307,5 +307,8 @@ def test_on_a_gpu() -> None:
         assert y.value.nbytes == 4 * MIB
     del x, y
     cupy.get_default_memory_pool().free_all_blocks()
-    with pytest.raises(DeviceMemoryError, match="more do not fit, as arrays hold"), memory_pool(2 * MIB):
+    with (
+        pytest.raises(DeviceMemoryError, match="more do not fit, as arrays hold"),
+        memory_pool(2 * MIB),
+    ):
         cupy.ones(16 * MIB, np.float32)

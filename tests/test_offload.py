@@ -1,4 +1,4 @@
-"""Arrays that wait in pinned memory: on streams that are played, whose copies come late."""
+"""Offloading arrays to pinned memory, on stand-ins for streams whose copies run late."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ turn = threading.RLock()  # streams do their work one after another
 
 
 class Stream:
-    """Work in order; a stream does what waits for it only when it is asked to."""
+    """A stream with its work in order, which runs only when something waits for it."""
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.work: list[Callable[[], Any]] = []
@@ -47,7 +47,7 @@ class Stream:
 
 
 class Event:
-    """A place in the work of a stream."""
+    """A point in the work of a stream."""
 
     def __init__(self, stream: Stream, place: int) -> None:
         self.stream, self.place = stream, place
@@ -61,7 +61,7 @@ class Event:
 
 
 class Now(threading.local):
-    """The current GPU of a thread, and its current stream of each."""
+    """The current GPU of a thread, and its current stream on each GPU."""
 
     device = 0
 
@@ -70,7 +70,7 @@ class Now(threading.local):
 
 
 class Device:
-    """A GPU, current inside a with block."""
+    """A GPU, which is current inside a ``with`` block."""
 
     def __init__(self, number: int | None = None) -> None:
         self.id = now.device if number is None else number
@@ -83,7 +83,7 @@ class Device:
 
 
 class Pinned:
-    """Memory of a pool that gives it to the next who asks once it is let go."""
+    """Memory of a pool that reuses it for the next allocation once it is freed."""
 
     free: dict[int, list[np.ndarray]] = {}  # noqa: RUF012
 
@@ -100,7 +100,7 @@ class Pinned:
 
 
 class Room:
-    """Memory of an array: let go, its stream writes something else there, in its turn."""
+    """Memory of an array; when it is freed, later work of its stream overwrites it."""
 
     def __init__(self, array: Any) -> None:
         self.array, self.stream, self.device = array, now.streams[now.device], now.device
@@ -111,7 +111,7 @@ class Room:
 
 
 class Array(np.ndarray[Any, Any]):
-    """What stands for an array of CuPy."""
+    """A stand-in for an array of CuPy."""
 
     room: Room
     data = property(  # type: ignore[assignment]
@@ -126,7 +126,7 @@ now = Now()
 
 
 def filled(value: Any, shape: Any = (8,), dtype: Any = np.float32) -> Any:
-    """Return an array of the current GPU, made on its current stream."""
+    """Return an array of the current GPU, created on its current stream."""
     memory = np.full(shape, value, dtype)
     made = memory.view(Array)
     made.room = Room(memory)
@@ -135,7 +135,7 @@ def filled(value: Any, shape: Any = (8,), dtype: Any = np.float32) -> Any:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
-    """Return the stream that is current; the copies of another come when it waits for them."""
+    """Return the current stream; copies of another stream run when this one waits for them."""
     for number in range(2):
         with Device(number):
             now.streams[number] = Stream()
@@ -174,7 +174,7 @@ def test_what_comes_back_is_what_went(here: Stream) -> None:
 
 
 def test_pinned_memory_waits_for_its_copy(here: Stream) -> None:
-    """The pool would give it to the next who asks, while it is still read."""
+    """Otherwise the pool would reuse the memory while it is still read."""
     first, second = filled(1), filled(2)
     expected, size = np.array(first), first.nbytes
     waiting = training_offload.to_host(first)
@@ -207,7 +207,7 @@ def test_nothing_is_kept_of_what_nobody_needs(here: Stream) -> None:
 
 
 def test_streams_take_turns(here: Stream) -> None:
-    """The memory that one lets go may not be written by its stream before it is copied."""
+    """The stream of a freed array must not overwrite its memory before it is copied."""
     other, waiting = Stream(), []
     for number in range(8):
         with other if number % 2 else contextlib.nullcontext():
@@ -221,7 +221,7 @@ def test_streams_take_turns(here: Stream) -> None:
 
 
 def test_gpus_take_turns(here: Stream) -> None:
-    """Whichever is current, an array waits for its own GPU and comes back to it."""
+    """Whichever GPU is current, an array waits for its own GPU and returns to it."""
     waiting = []
     for number in range(8):
         with Device(number % 2):
@@ -238,7 +238,7 @@ def test_gpus_take_turns(here: Stream) -> None:
 
 
 def test_threads_offload_at_once(here: Stream) -> None:
-    """Each on a stream of its own; all share the side that copies, and the pinned memory."""
+    """Each thread has its own stream; all share the copy stream and the pinned memory."""
     before = dict(training_offload.moved)
 
     def train(number: int) -> bool:
@@ -268,7 +268,7 @@ def test_threads_offload_at_once(here: Stream) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Gradients through parts whose arguments waited on the host are the same bits."""
+    """Gradients are bitwise equal if the arguments of checkpointed parts waited on the host."""
     import cupy
 
     rng = np.random.default_rng(0)

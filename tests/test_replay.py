@@ -1,4 +1,4 @@
-"""A call like an earlier one: its launch is not worked out again, and does the same."""
+"""A call of the same form as an earlier one replays its launch without planning it again."""
 
 import contextlib
 import gc
@@ -62,7 +62,7 @@ class Kernel(core_kernel.Kernel):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return an op, the target it runs on and the list of its launch's calls."""
+    """Return an op, its target, and a list of the calls of its launch."""
     monkeypatch.setattr("unsloth_cupy.core.op.OPS", {})
     target, calls = Halves(), []
 
@@ -146,7 +146,7 @@ def test_a_launch_that_computes_is_not_recorded(made: Any) -> None:
 
 
 def test_a_launch_that_makes_an_array_is_not_recorded(made: Any) -> None:
-    """Nor where it is of one value, and looks like a number."""
+    """Not even if it has one value, and looks like a number."""
     halved, _, calls = made
     for _ in range(4):
         assert halved(np.zeros(2, np.float32), parts=6).tolist() == [len(calls)] * 2
@@ -190,7 +190,7 @@ def test_a_recorded_array_says_how_it_lies_and_no_more(asks: Callable[[Any], Any
 
 
 def recorded(name: str) -> bool:
-    """Say whether every plan of an op with something recorded can be replayed."""
+    """Return whether every recorded plan of an op can be replayed."""
     cells = [
         dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
         for run in OPS[name].routes.values()
@@ -200,7 +200,7 @@ def recorded(name: str) -> bool:
 
 
 def of_many_keys(rng: np.random.Generator, keys: int = 1100) -> list[Any]:
-    """Return arrays of a decode whose keys are several chunks, merged by the last to arrive."""
+    """Return arrays of a decode whose keys are several chunks, merged by the last block."""
     shapes = ((2, 1, 2, 8), (2, keys, 1, 8), (2, keys, 1, 8))
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
@@ -217,7 +217,7 @@ def test_a_decode_of_several_chunks_is_recorded() -> None:
 
 
 def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two streams or devices that run at once each has its own, whoever was recorded."""
+    """Each of two concurrent streams or devices has its own, whichever one was recorded."""
     found, of_stream = list[Any](), counters._of_stream
     monkeypatch.setattr(
         counters, "_of_stream", lambda *form: found.append(of_stream(*form)) or found[-1]
@@ -263,7 +263,7 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
 def test_counters_come_from_the_pool_where_it_holds_all_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA has none to give then, while the pool may have, or frees some and says how much."""
+    """CUDA has no free memory then, but the pool may have some, or reports how much it frees."""
     with gpu():
         cupy, allocator = sys.modules["cupy"], ["pool"]
 
@@ -289,7 +289,7 @@ def test_counters_come_from_the_pool_where_it_holds_all_memory(
 
 @pytest.mark.parametrize("keys", [600, 9000])  # merged once, and twice
 def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one launch leaves of its counters, the next finds: of other lengths too."""
+    """A launch starts with the counters as the last one left them, also for other lengths."""
     rng = np.random.default_rng(keys)
     calls = [(of_many_keys(rng, n), np.array([n, n // 3], np.int32)) for n in (keys, keys, 1100)]
     kept, used = np.zeros(256, np.uint32), list[Any]()
@@ -334,7 +334,7 @@ def test_scalars_are_handed_over_as_cupy_does() -> None:
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_no_call_keeps_memory(name: str) -> None:
-    """Not until the collector of cycles comes by, either."""
+    """Memory must be freed without the cyclic garbage collector, too."""
     gc.disable()
     try:
         with gpu() as machine:
@@ -352,7 +352,7 @@ def test_no_call_keeps_memory(name: str) -> None:
 
 
 def test_threads_call_an_op_at_once() -> None:
-    """Each gets its own numbers, whoever records the call; the emulator takes turns."""
+    """Each thread gets its own results, whichever records the call; the emulator takes turns."""
     softmax = OPS["softmax"]
 
     def found(number: int) -> bool:

@@ -1,7 +1,7 @@
-"""What the hardware is told: 16-byte accesses, asynchronous copies, tensor cores, no local memory.
+"""SASS of the kernels: 16-byte accesses, asynchronous copies, tensor cores, no local memory.
 
-Each kernel shows one variant for one architecture, always the same, so that only a change of a
-kernel or of the compiler can fail; ``--sample all`` asks for all.
+One variant of each kernel for one architecture is checked, always the same, so that only a change
+of a kernel or of the compiler can fail; ``--sample all`` checks all variants.
 """
 
 import re
@@ -38,12 +38,12 @@ COPY = r"LDGSTS\.E.*128"  # to shared memory, of 16 bytes
 
 
 def load(size: int) -> str:
-    """Return the load of so many bytes; without G, by an address of unknown origin."""
+    """Return the pattern of a load of this many bytes; without G, its address space is unknown."""
     return rf"LDG?\.E\.{8 * size}\b"
 
 
 def store(size: int) -> str:
-    """Return the store of so many bytes."""
+    """Return the pattern of a store of this many bytes."""
     return rf"STG?\.E\.{8 * size}\b"
 
 
@@ -92,7 +92,7 @@ AHEAD = ("attention_backward_sm90",)
 
 
 def many(kernel: str, given: dict[str, str]) -> tuple[str, ...]:
-    """Return what a kernel over many tensors shows: four values of each, 16 bytes of float32."""
+    """Return the accesses of a kernel over many tensors: four values, 16 bytes of float32."""
     kind = int(given["KINDS"]).bit_length() - 1  # as common/many.cuh says
     flags = ("COPIED", "WIDE", "CODED")
     copy, wide, coded = (bool(kind & int(given.get(flag, 0))) for flag in flags)
@@ -107,7 +107,7 @@ def many(kernel: str, given: dict[str, str]) -> tuple[str, ...]:
 
 
 def wanted(variant: Variant) -> tuple[str, ...]:
-    """Return the instructions that a variant must show."""
+    """Return the instructions that a variant must have."""
     kernel, given = variant.kernel, constants(variant.launch.source)
     if "KINDS" in given:
         return many(kernel, given)
@@ -141,14 +141,14 @@ def test_the_hardware_is_told(kernel: str) -> None:
 
 
 def told(dim: int) -> list[str]:
-    """Return the instructions of a tile's loop on Hopper, one after the other."""
+    """Return the instructions of a tile's loop on Hopper, in order."""
     names = instructions("\n".join(warpgroups.loop(warpgroups.disassembled(dim))))
     return [name for name in names if not name.startswith("NOP")]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_exponentials_run_beside_products(dim: int) -> None:
-    """All of them between the products and the wait for their sums, which begins the next turn."""
+    """All are between the products and the wait for their sums, which starts the next iteration."""
     names = told(dim)
     last = max(at for at, name in enumerate(names) if name.startswith("HGMMA"))
     waits = [at for at, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
@@ -161,7 +161,7 @@ def test_exponentials_run_beside_products(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_registers_are_ready_when_products_are_asked_for(dim: int) -> None:
-    """No probability is made behind the fence that hands registers over to tensor cores."""
+    """No probability is computed after the fence that passes registers to the tensor cores."""
     names = told(dim)
     asked = [at for at, name in enumerate(names) if name.startswith(("HGMMA", "WARPGROUP.ARRIVE"))]
     made = [at for at, name in enumerate(names) if name.startswith("F2FP")]
@@ -171,7 +171,7 @@ def test_registers_are_ready_when_products_are_asked_for(dim: int) -> None:
 
 @pytest.mark.parametrize(("dim", "most"), [(64, 440), (128, 500)])
 def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
-    """And the page says how many, where the compiler is the one that it speaks of."""
+    """The page has the same numbers, if the compiler is the one that it names."""
     tile, more = warpgroups.forward(dim)
     assert tile.counts.total() <= most
     assert tile.counts["FMUL"] < 16  # scores are scaled by what subtracts their maximum
@@ -201,7 +201,7 @@ def test_a_causal_tile_takes_hardly_more(dim: int) -> None:
 
 @pytest.mark.parametrize("own", [0, 1], ids=["queries", "keys"])
 def test_products_of_the_backward_pass_follow_each_other(own: int) -> None:
-    """Nobody waits for one of them alone, and most of exp2 runs beside those of dout and v."""
+    """No wait is for a single product, and most of exp2 overlaps with those of dout and v."""
     text = disassembled(warpgroups.variants_back(128)[own])
     body, _ = warpgroups.seldom(warpgroups.loop(text))
     names = instructions("\n".join(body))
@@ -233,7 +233,7 @@ def test_the_model_says_of_the_peer_what_was_measured() -> None:
 
 
 def test_the_model_counts_what_products_read_in_shared_memory() -> None:
-    """64 x 64 x 16 with both operands there reads all that an SM has; from registers, half."""
+    """64 x 64 x 16 with both operands in shared memory uses all of its rate; with one, half."""
     assert warpgroups.Tile(Counter(), Counter({64: 1}), Counter(), 0).cycles()["shared"] == 32
     assert (
         warpgroups.Tile(Counter(), Counter({64: 1}), Counter({64: 1}), 128).cycles()["shared"]
@@ -245,7 +245,7 @@ def test_the_model_counts_what_products_read_in_shared_memory() -> None:
 
 
 def test_no_store_of_a_gradient_over_logits_is_split() -> None:
-    """As ``store`` in common/vector.cuh says: one of 16 bytes may fall into four of 4 bytes."""
+    """See ``store`` in common/vector.cuh: a store of 16 bytes may be split into four of 4."""
     several = [
         variant
         for arch in (ARCHITECTURES if Sample.all else ("90",))
@@ -326,7 +326,7 @@ def test_a_read_that_waits_for_no_copy_is_found(text: str, old: str, new: str) -
 
 
 def test_a_wait_of_a_kernel_is_needed() -> None:
-    """Without one of its waits, but for the last, behind which nothing is read, it is refused."""
+    """Without any wait except the last, after which nothing is read, the check fails."""
     text = disassembled(of_kernel("attention_forward", "80")[3])
     waits = [found.span() for found in re.finditer(r"DEPBAR\.LE SB0, 0x\w+", text)]
     found = [unwaited(f"{text[:begin]}NOP{text[end:]}") for begin, end in waits]
@@ -338,7 +338,7 @@ WARPGROUP_KERNELS = [kernel for kernel in declared() if kernel.endswith("_sm90")
 
 @pytest.mark.parametrize("kernel", WARPGROUP_KERNELS)
 def test_warpgroups_wait_in_sass_as_in_ptx(kernel: str) -> None:
-    """As often on every path, before a product, a copy or an arrival, and around a loop."""
+    """They wait as often on every path before a product, a copy or an arrival, and in loops."""
     several = of_kernel(kernel, "90")
     for variant in several if Sample.all else [several[Sample.day % len(several)]]:
         asked = waited_in_ptx(ptx(variant.launch.source, kernel, "90a"))
@@ -349,7 +349,7 @@ def test_warpgroups_wait_in_sass_as_in_ptx(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", [k for k in WARPGROUP_KERNELS if "dq" not in k])
 def test_every_wait_of_warpgroups_is_needed(kernel: str) -> None:
-    """Without any of them, but for the second try of one, SASS differs or is refused."""
+    """Without a wait, except the second try of one, SASS differs from PTX or fails the check."""
     text = disassembled(of_kernel(kernel, "90")[0])
     asked = waited_in_sass(text)
     waits = [[*re.finditer(f"{pattern}[^;]*", text)] for pattern in BEFORE]

@@ -1,6 +1,6 @@
-"""The library inside of other people's programs: torch, JAX and others.
+"""Support for arrays of other libraries: torch, JAX, TensorFlow, PaddlePaddle and MLX.
 
-Each is entered here by name and imported with its first array.
+Each library is registered here by name; its module is imported with its first array.
 """
 
 import importlib
@@ -9,31 +9,33 @@ from typing import Any
 from ..core.frameworks import FRAMEWORKS, Framework
 
 
-def _enter(name: str, module: str, door: Any = None) -> None:
-    """Enter a framework whose module has adopt, give_back and stream, unimported."""
+def _register(name: str, module: str, run: Any = None) -> None:
+    """Register a library whose module has adopt, give_back and stream, without importing it."""
 
-    def later(function: str) -> Any:
-        def call(*given: Any) -> Any:
-            return getattr(importlib.import_module(module, __name__), function)(*given)
+    def lazy(function: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            return getattr(importlib.import_module(module, __name__), function)(*arguments)
 
         return call
 
-    FRAMEWORKS[name] = Framework(later("adopt"), later("give_back"), later("stream"), door)
+    FRAMEWORKS[name] = Framework(lazy("adopt"), lazy("give_back"), lazy("stream"), run)
 
 
 def _torch(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
+    """Run an op on tensors of torch."""
     from . import torch
 
     return torch.run(op, arrays, options)
 
 
 def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
+    """Run an op on arrays of JAX."""
     from . import jax
 
     return jax.run(op, arrays, options)
 
 
-_enter("torch", "._torch_memory", _torch)
-_enter("jax", "._jax_arrays", _jax)
+_register("torch", "._torch_memory", _torch)
+_register("jax", "._jax_arrays", _jax)
 for _name in ("tensorflow", "paddle", "mlx"):
-    _enter(_name, f"._{_name}")
+    _register(_name, f"._{_name}")

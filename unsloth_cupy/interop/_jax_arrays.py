@@ -1,7 +1,7 @@
-"""Arrays of JAX over the memory of NumPy and CuPy, and back.
+"""Converts between arrays of JAX and of NumPy or CuPy, over the same memory where possible.
 
-XLA, on a CPU, takes only memory at multiples of 64 bytes, which NumPy's seldom is: such results
-are copied.
+On a CPU, XLA only accepts memory aligned to 64 bytes, which NumPy's seldom is: such results are
+copied.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -16,12 +16,12 @@ from ..core.frameworks import Framework, adopted, cupy
 from ..errors import DTypeError, FrameworkError
 from ._wiring import check_places
 
-# What JAX itself answers of such an array may be a crash.
+# JAX itself may crash when such an array is used.
 DELETED = "was deleted, as jax.jit deletes what it is donated; use what that call returned"
 
 
 def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run an op on the memory of arrays that have values."""
+    """Run an op on the memory of concrete (not traced) arrays."""
     place = None
     for array in arrays:
         if array is not None:
@@ -32,17 +32,17 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     lead = next(array for array in arrays if array is not None)
     if place.__class__ is not SingleDeviceSharding or lead.platform() != "cpu":
         return run_checked(op, arrays, options)
-    given = [None if array is None else np.asarray(array) for array in arrays]
-    return _called(op, given, arrays, options, lead)
+    views = [None if array is None else np.asarray(array) for array in arrays]
+    return _called(op, views, arrays, options, lead)
 
 
 def are_keys(array: Any) -> bool:
-    """Say whether an array holds keys of jax.random, and no numbers."""
+    """Return whether an array holds keys of jax.random instead of numbers."""
     return jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def check_numbers(op: Any, arrays: Sequence[Any]) -> None:
-    """Raise for what JAX has beside arrays of numbers: keys, references, forms."""
+    """Raise for objects of JAX that are not arrays of numbers: keys, references, shape structs."""
     for name, array in zip(op.names, arrays, strict=True):
         if isinstance(array, jax.Array) and are_keys(array):
             problem = "holds keys of jax.random; pass numbers: jax.random.key_data(keys)"
@@ -53,7 +53,7 @@ def check_numbers(op: Any, arrays: Sequence[Any]) -> None:
 
 
 def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run an op likewise; raise for arrays of another library, and of several devices."""
+    """Run an op as ``run`` does; raise for arrays of another library, or on several devices."""
     for name, array in zip(op.names, arrays, strict=True):
         if isinstance(array, jax.Array) and array.is_deleted():
             raise FrameworkError(f"{op.called}: {name} {DELETED}")
@@ -65,24 +65,26 @@ def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     on_host = lead.platform() == "cpu"
     check_places(op, arrays, "cpu" if on_host else f"cuda:{lead.device.local_hardware_id}")
     with stream(lead):
-        given = adopted(DIRECT, op.called, op.names, arrays)
-        return _called(op, given, arrays, options, lead)
+        views = adopted(DIRECT, op.called, op.names, arrays)
+        return _called(op, views, arrays, options, lead)
 
 
 def _called(
-    op: Any, given: Sequence[Any], arrays: Sequence[Any], options: dict[str, Any], lead: Any
+    op: Any, views: Sequence[Any], arrays: Sequence[Any], options: dict[str, Any], lead: Any
 ) -> Any:
-    found = op.call(given, options)
-    if found.__class__ is tuple:
-        return tuple(_back(array, given, arrays, lead) for array in found)
-    return _back(found, given, arrays, lead)
+    """Run an op on views of JAX's arrays, and return its results as arrays of JAX."""
+    results = op.call(views, options)
+    if results.__class__ is tuple:
+        return tuple(_back(array, views, arrays, lead) for array in results)
+    return _back(results, views, arrays, lead)
 
 
 def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[str, Any]:
-    """Return arrays, all of them or some, as one callback takes and gives them.
+    """Return arrays, all of them or those in ``only``, sharded alike for one callback.
 
-    Inside of ``shard_map`` they vary over the same axes of the mesh: a gradient is summed over
-    those that its operand does not vary over.  On a mesh with explicit axes they are whole.
+    Inside of ``shard_map``, all are made to vary over the same axes of the mesh: a gradient is
+    summed over the axes that its operand does not vary over.  On a mesh with explicit axes, all
+    are made whole (replicated).
     """
     axes = frozenset().union(*map(_varying, arrays.values()))
     names = [name for name in arrays if only is None or name in only]
@@ -90,6 +92,7 @@ def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[st
 
 
 def _alike(array: Any, axes: frozenset[Any]) -> Any:
+    """Return an array that varies over these axes of the mesh, and is not sharded explicitly."""
     place, missing = jax.typeof(array).sharding, tuple(axes - _varying(array))
     if missing:
         lax: Any = jax.lax
@@ -105,6 +108,7 @@ def _alike(array: Any, axes: frozenset[Any]) -> Any:
 
 
 def _varying(array: Any) -> frozenset[Any]:
+    """Return the axes of the mesh that an array varies over inside of ``shard_map``."""
     form: Any = jax.typeof(array)
     if hasattr(form, "manual_axis_type"):
         form = form.manual_axis_type
@@ -112,38 +116,38 @@ def _varying(array: Any) -> frozenset[Any]:
     return axes
 
 
-def _back(array: Any, given: Sequence[Any], arrays: Sequence[Any], lead: Any) -> Any:
-    """Return JAX's array for a result: an operand for what is one."""
+def _back(array: Any, views: Sequence[Any], arrays: Sequence[Any], lead: Any) -> Any:
+    """Return JAX's array for a result; the operand itself if the result is its view."""
     if array is None:
         return None
     if not isinstance(array, np.ndarray) or array.base is not None:
-        for each, operand in zip(given, arrays, strict=True):
-            if each is array:
+        for view, operand in zip(views, arrays, strict=True):
+            if view is array:
                 return operand
     return give_back(array, lead)
 
 
 def adopt(array: Any) -> Any:
-    """Return NumPy's or CuPy's view of an array of JAX."""
+    """Return a view of an array of JAX as an array of NumPy or CuPy."""
     if isinstance(array, jax.core.Tracer):
-        raise FrameworkError("is traced by JAX, and this call asks for values")
+        raise FrameworkError("is traced by JAX, and this call needs its values")
     if array.is_deleted():
         raise FrameworkError(DELETED)
     return np.asarray(array) if array.platform() == "cpu" else cupy().from_dlpack(array)
 
 
 def give_back(array: Any, operand: Any) -> Any:
-    """Return JAX's view of a result, where an operand is."""
+    """Return a result as an array of JAX, on the device of an operand."""
     if not isinstance(array, np.ndarray):
         return jax.dlpack.from_dlpack(array)
-    if array.base is None and not operand.committed:  # new memory of NumPy's: copied
+    if array.base is None and not operand.committed:  # new memory of NumPy: copied
         return jax.numpy.asarray(array)
     return jax.device_put(array, operand.sharding if operand.committed else None)
 
 
 @contextmanager
 def stream(array: Any) -> Iterator[None]:
-    """Wait, on a GPU: XLA may use an operand's memory again once it is let go."""
+    """Wait for the GPU after the block: XLA may reuse an operand's memory once it is released."""
     yield
     if array.platform() != "cpu":
         cupy().cuda.Device(array.device.local_hardware_id).synchronize()

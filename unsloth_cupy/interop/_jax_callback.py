@@ -1,6 +1,6 @@
-"""What XLA calls back: an op on its buffers.
+"""Generates the callback with which XLA runs an op on its buffers.
 
-Written once for each op and the arrays that are there.  For ``swiglu`` it is
+It is written once for each op and combination of present arrays.  For ``swiglu`` it is
 
     def call(gate, up):
         y = op(gate, up)
@@ -26,7 +26,7 @@ from ._wiring import SEED, may_be_number
 
 SOURCE = """
 def call({names}):
-    {found} = op({passed})
+    {outputs} = op({arguments})
     return {returned}
 
 def run(_context, _results, {names}):
@@ -40,24 +40,27 @@ def run(_context, _results, {names}):
 def on_buffers(
     op: Op[..., Any], names: tuple[str, ...], fixed: Mapping[str, Any], outputs: tuple[str, ...]
 ) -> Callable[..., None]:
-    """Return the callback of a call, which writes these outputs into XLA's buffers."""
+    """Return the callback of a call, which writes these outputs into XLA's buffers.
+
+    ``names`` are the operands in XLA's buffers; ``fixed`` holds options and other operands.
+    """
     scope: dict[str, Any] = {"op": op, "number": _number, "fixed": fixed}
     numbers = {operand.name for operand in op.contract.inputs if may_be_number(operand)}
-    passed = dict.fromkeys(op.names[: op.positional], "None")
-    passed |= {name: f"number({name})" if name in numbers else name for name in names}
-    passed |= {name: f"fixed[{name!r}]" for name in fixed}
+    values = dict.fromkeys(op.names[: op.positional], "None")
+    values |= {name: f"number({name})" if name in numbers else name for name in names}
+    values |= {name: f"fixed[{name!r}]" for name in fixed}
     if SEED in names:
-        passed[SEED] = f"int({SEED}) % 2**64"
-    given = [passed.pop(name) for name in op.names[: op.positional]]
-    given += [f"{name}={value}" for name, value in passed.items()]
+        values[SEED] = f"int({SEED}) % 2**64"
+    arguments = [values.pop(name) for name in op.names[: op.positional]]
+    arguments += [f"{name}={value}" for name, value in values.items()]
     writes = [f"_results[{i}].__array__()[...] = _{name}" for i, name in enumerate(outputs)]
     source = SOURCE.format(
         names=", ".join(names),
         lead=names[0],
         tupled="".join(f"{name}, " for name in names),
         arrays=", ".join(f"{name}.__array__()" for name in names),
-        found=", ".join(f"_{output.name}" for output in op.contract.outputs),
-        passed=", ".join(given),
+        outputs=", ".join(f"_{output.name}" for output in op.contract.outputs),
+        arguments=", ".join(arguments),
         returned="".join(f"_{name}, " for name in outputs),
         written="\n    ".join(writes),
     )
@@ -68,11 +71,11 @@ def on_buffers(
 
 
 def holds_weight(run: Any) -> bool:
-    """Say whether a callback holds a quantized weight."""
+    """Return whether a callback holds a quantized weight."""
     fixed = run.__globals__.get("fixed", {})
     return any(isinstance(value, Stored) for value in fixed.values())
 
 
 def _number(array: Any) -> Any:
-    """Return an integer for an array of the host that holds one."""
+    """Return an array of NumPy with shape () as a Python integer, any other array as it is."""
     return array if array.ndim or not isinstance(array, np.ndarray) else int(array)

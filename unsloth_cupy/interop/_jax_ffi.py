@@ -1,7 +1,7 @@
-"""What ``buffer_callback`` does, where JAX has none: a handler of XLA's foreign function interface.
+"""Replaces ``buffer_callback`` in versions of JAX without it, by XLA's foreign function interface.
 
-XLA calls a C function with one structure, the call frame, that points at all buffers of the call.
-Here ctypes makes the function, and the structures are those of ``xla/ffi/api/c_api.h``, which
+XLA calls a C function with one structure, the call frame, that points to all buffers of the call.
+Here ctypes creates the function, and the structures are those of ``xla/ffi/api/c_api.h``, which
 jaxlib ships; fields that later versions append are not read.  In short, for any op:
 
     handle = ctypes.CFUNCTYPE(c_void_p, c_void_p)(read the frame, run the callback)
@@ -27,29 +27,30 @@ from ..core.frameworks import cupy
 from ..errors import FrameworkError
 from ._jax_callback import holds_weight
 
-METADATA = 1  # the extension by which XLA asks what a handler can do
-CAPTURED = 1  # the trait: a call may become part of a command buffer
-INTERNAL = 13  # the code of an error
-HOST, CUDA = 1, 2  # devices, as DLPack numbers them
+METADATA = 1  # type of the extension with which XLA queries a handler's version and traits
+CAPTURED = 1  # trait: a call may become part of a command buffer
+INTERNAL = 13  # XLA's code of an internal error
+HOST, CUDA = 1, 2  # device types of DLPack
 DTYPES: dict[int, Any] = {
     **{1: np.bool_, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint8, 7: np.uint16},
     **{8: np.uint32, 9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64},
     16: ml_dtypes.bfloat16,
 }
-fresh = itertools.count()
+fresh = itertools.count()  # numbers of new callbacks
 numbers: WeakKeyDictionary[Callable[..., None], int] = WeakKeyDictionary()
 callbacks: WeakValueDictionary[int, Callable[..., None]] = WeakValueDictionary()
-kept: set[Callable[..., None]] = set()  # compiled functions may call them at any time
+kept: set[Callable[..., None]] = set()  # kept alive, as compiled functions may call them any time
 Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
 def _structure(name: str, *fields: tuple[str, Any]) -> Any:
-    """Return a structure that begins as all of XLA's do."""
+    """Return a ctypes structure with the two first fields that all structures of XLA have."""
     begin = ("struct_size", c_size_t), ("extension_start", c_void_p)
     return type(name, (Structure,), {"_fields_": [*begin, *fields]})
 
 
 def _arrays(name: str) -> Any:
+    """Return the structure of a call's arguments or results."""
     return _structure(name, ("size", c_int64), ("types", c_void_p), ("at", POINTER(c_void_p)))
 
 
@@ -95,22 +96,22 @@ Stream: Any = _structure("Stream", ("context", c_void_p), ("stream", c_void_p))
 
 
 class Context(NamedTuple):
-    """What a callback is told of the call: the stream on a GPU, 0 on the host."""
+    """The context that a callback receives: the stream on a GPU, 0 on the host."""
 
     stream: int
 
 
 class Buffer:
-    """Memory of XLA, as long as its call lasts."""
+    """A buffer of XLA, valid only during its call."""
 
-    def __init__(self, held: Any, device: tuple[int, int]) -> None:
-        self.pointer = held.data or 0
-        self.shape = tuple(held.dims[: held.rank])
-        self.dtype = np.dtype(DTYPES[held.dtype])
+    def __init__(self, array: Any, device: tuple[int, int]) -> None:
+        self.pointer = array.data or 0
+        self.shape = tuple(array.dims[: array.rank])
+        self.dtype = np.dtype(DTYPES[array.dtype])
         self.device = device
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return NumPy's array over the memory, which can be written."""
+        """Return a writable NumPy array over the memory."""
         size = self.dtype.itemsize
         for extent in self.shape:
             size *= extent
@@ -118,7 +119,7 @@ class Buffer:
         return np.ndarray(self.shape, self.dtype, memory)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the kind of the device, and its number."""
+        """Return DLPack's type of the device, and its number."""
         return self.device
 
 
@@ -131,7 +132,8 @@ def ffi_callback(
 ) -> Callable[..., Any]:
     """Return a function of arrays whose results the callback writes, as buffer_callback does.
 
-    The callback is kept for good, but for one of a weight: somebody else holds that.
+    The callback is kept alive forever, except one that holds a quantized weight: ``jax.on_weights``
+    keeps that as long as the weight lives.
     """
     number = numbers.setdefault(callback, next(fresh))
     callbacks[number] = callback
@@ -142,7 +144,7 @@ def ffi_callback(
 
 
 def _handler(kind: int, traits: int) -> Callable[[int], Any]:
-    """Return what XLA calls, for one kind of device."""
+    """Return the function that XLA calls, for one type of device."""
 
     def handle(address: int) -> Any:
         frame = Frame.from_address(address)
@@ -150,15 +152,15 @@ def _handler(kind: int, traits: int) -> Callable[[int], Any]:
             return _describe(frame, traits)
         try:
             _run(frame, kind)
-        except BaseException:  # none may pass through XLA; its caller sees the text
-            return _failed(frame, traceback.format_exc())
+        except BaseException:  # exceptions cannot pass through XLA; its caller gets the text
+            return _error(frame, traceback.format_exc())
         return None
 
     return handle
 
 
 def _version() -> tuple[int, int]:
-    """Return the version of the interface that jaxlib was built with, as its header says."""
+    """Return the version of the interface that jaxlib was built with, from its header."""
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     major, minor = re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)
     return int(major), int(minor)
@@ -168,11 +170,11 @@ MAJOR, MINOR = _version()
 
 
 def _describe(frame: Any, traits: int) -> None:
-    """Tell XLA the version of the interface, and what the handler can do."""
+    """Write the version of the interface and the handler's traits to XLA's metadata."""
     extension = Extension.from_address(frame.extension_start)
     while extension.type != METADATA:
         if not extension.next:
-            raise FrameworkError(f"XLA asks by an extension of type {extension.type}")
+            raise FrameworkError(f"XLA uses an unknown extension of type {extension.type}")
         extension = Extension.from_address(extension.next)
     metadata = Metadata.from_address(extension.metadata)
     metadata.version.major, metadata.version.minor = MAJOR, MINOR
@@ -184,22 +186,22 @@ def _run(frame: Any, kind: int) -> None:
     number = Scalar.from_address(frame.attributes.at[0]).value
     run = callbacks.get(c_int64.from_address(number).value)
     if run is None:
-        problem = "the quantized weight of a compiled call is gone"
+        problem = "the quantized weight of a compiled call was deleted"
         raise FrameworkError(f"{problem}; keep it as long as the function")
-    read = [
-        [Array.from_address(held.at[i]) for i in range(held.size)]
-        for held in (frame.results, frame.arguments)
+    both = [
+        [Array.from_address(part.at[i]) for i in range(part.size)]
+        for part in (frame.results, frame.arguments)
     ]
     device, context = (HOST, 0), Context(0)
     if kind == CUDA:
-        device = CUDA, _device(held.data for held in itertools.chain(*read))
+        device = CUDA, _device(array.data for array in itertools.chain(*both))
         context = Context(_stream(frame))
-    results, arguments = ([Buffer(held, device) for held in part] for part in read)
+    results, arguments = ([Buffer(array, device) for array in arrays] for arrays in both)
     run(context, results, *arguments)
 
 
 def _device(addresses: Any) -> int:
-    """Return the number of the GPU that memory lies on."""
+    """Return the number of the GPU that holds the memory at these addresses."""
     runtime = cupy().cuda.runtime
     for address in filter(None, addresses):
         return int(runtime.pointerGetAttributes(address).device)
@@ -208,21 +210,21 @@ def _device(addresses: Any) -> int:
 
 def _stream(frame: Any) -> int:
     """Return the address of the stream that XLA runs the call on."""
-    asked = Stream(struct_size=sizeof(Stream), context=frame.context)
-    if Api.from_address(frame.api).stream(ctypes.addressof(asked)):
-        raise FrameworkError("XLA names no stream for a call on a GPU")
-    return asked.stream or 0
+    request = Stream(struct_size=sizeof(Stream), context=frame.context)
+    if Api.from_address(frame.api).stream(ctypes.addressof(request)):
+        raise FrameworkError("XLA reports no stream for a call on a GPU")
+    return request.stream or 0
 
 
-def _failed(frame: Any, text: str) -> int | None:
-    """Return XLA's error with a message."""
-    asked = Error(struct_size=sizeof(Error), message=text.encode(), code=INTERNAL)
-    made: int | None = Api.from_address(frame.api).make_error(ctypes.addressof(asked))
-    return made
+def _error(frame: Any, text: str) -> int | None:
+    """Return the address of an error of XLA with this message."""
+    request = Error(struct_size=sizeof(Error), message=text.encode(), code=INTERNAL)
+    error: int | None = Api.from_address(frame.api).make_error(ctypes.addressof(request))
+    return error
 
 
 def _register(captured: bool) -> str:
-    """Return the name by which XLA knows handlers, which live as long as the process."""
+    """Register handlers, which live as long as the process, with XLA; return their name."""
     name = f"unsloth_cupy{'_captured' * captured}"
     for platform, kind in (("cpu", HOST), ("CUDA", CUDA)):
         handler = Handler(_handler(kind, CAPTURED * captured))

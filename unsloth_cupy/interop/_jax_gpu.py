@@ -1,7 +1,7 @@
-"""Ops on XLA's buffers on a GPU: on its stream, with results in the buffers that it lends.
+"""Runs ops on XLA's buffers on a GPU: on its stream, with results in the buffers that it provides.
 
-What a launch allocates is known from its last call: allocations that became results lie in XLA's
-buffers from then on.  A result that lies elsewhere is copied there.
+The first call of an op shows which of its allocations become results; in later calls these
+allocations are placed in XLA's buffers.  A result in other memory is copied there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +11,23 @@ from typing import Any
 from ..core.dtypes import BFLOAT16
 from ..core.frameworks import cupy
 
-ALIGNED = 16  # bytes: what kernels ask of an array that they make
+ALIGNED = 16  # bytes: the alignment that kernels require of new arrays
 
 
 class OnGpu:
     """Calls an op on buffers.
 
-    While XLA captures a graph, what a launch allocates beside its results is kept, by the addresses
-    of the call: the graph runs on it each time, and XLA captures anew for other addresses.
+    While XLA captures a graph, allocations other than results are kept alive, keyed by the
+    addresses of the call: the graph uses that memory each time it runs, and XLA captures a new
+    graph for other addresses.
     """
 
     def __init__(self, call: Callable[..., Sequence[Any]]) -> None:
         self.call = call
-        self.places: dict[Any, dict[int, int]] = {}  # by shapes: (allocation -> result)
-        self.kept: dict[Any, dict[int, Any]] = {}  # by addresses: (allocation -> memory)
+        # by shapes: the index of the result for the number of an allocation
+        self.places: dict[Any, dict[int, int]] = {}
+        # by addresses: the memory for the number of an allocation
+        self.kept: dict[Any, dict[int, Any]] = {}
 
     def __call__(self, context: Any, results: Sequence[Any], buffers: Sequence[Any]) -> None:
         """Run the op on XLA's stream, on the device of the buffers."""
@@ -38,24 +41,24 @@ class OnGpu:
             if cuda.runtime.streamIsCapturing(context.stream):
                 addresses = tuple(array.data.ptr for array in (*arrays, *targets))
                 kept = self.kept.setdefault((device, addresses), {})
-            lent = Lent(targets, self.places.get(form, {}), kept)
-            with cuda.using_allocator(lent.allocate):
-                self.places[form] = lent.settle(self.call(*arrays))
+            allocator = Allocator(targets, self.places.get(form, {}), kept)
+            with cuda.using_allocator(allocator.allocate):
+                self.places[form] = allocator.settle(self.call(*arrays))
 
 
-class Lent:
-    """Memory for one call: XLA's for its results, other for the rest."""
+class Allocator:
+    """Allocates the memory of one call: XLA's buffers for results, other memory for the rest."""
 
     def __init__(
         self, targets: Sequence[Any], places: Mapping[int, int], kept: dict[int, Any] | None
     ) -> None:
         self.targets, self.places, self.kept = targets, places, kept
         self.other = cupy().cuda.get_allocator()
-        self.made: list[int] = []  # addresses, in order
+        self.allocated: list[int] = []  # addresses, in order
 
     def allocate(self, size: int) -> Any:
-        """Return memory to CuPy."""
-        number = len(self.made)
+        """Return memory for an allocation of CuPy."""
+        number = len(self.allocated)
         target = self.targets[self.places[number]] if number in self.places else None
         if target is not None and size == target.nbytes and target.data.ptr % ALIGNED == 0:
             memory = target.data
@@ -65,11 +68,11 @@ class Lent:
             memory = self.kept.get(number)
             if memory is None or memory.mem.size < size:
                 memory = self.kept[number] = self.other(size)
-        self.made.append(memory.ptr)
+        self.allocated.append(memory.ptr)
         return memory
 
     def settle(self, results: Sequence[Any]) -> dict[int, int]:
-        """Bring results into XLA's buffers; return which allocation each of them was."""
+        """Copy results into XLA's buffers where needed; return the result of each allocation."""
         places: dict[int, int] = {}
         elsewhere = []
         for index, (target, array) in enumerate(zip(self.targets, results, strict=True)):
@@ -77,9 +80,9 @@ class Lent:
             if whole and array.data.ptr == target.data.ptr:
                 places |= {n: i for n, i in self.places.items() if i == index}
                 continue
-            numbers = [n for n, address in enumerate(self.made) if address == array.data.ptr]
+            numbers = [n for n, address in enumerate(self.allocated) if address == array.data.ptr]
             if whole and numbers:
-                places[numbers[-1]] = index  # the others were let go before
+                places[numbers[-1]] = index  # earlier allocations at this address were freed
             elsewhere.append((target, array))
         ready = [(target, self._apart(array)) for target, array in elsewhere]
         for target, array in ready:
@@ -87,9 +90,9 @@ class Lent:
         return places
 
     def _apart(self, array: Any) -> Any:
-        """Return an array, copied where another result will be written over it."""
-        within = any(cupy().may_share_memory(array, target) for target in self.targets)
-        return copied(array) if within else array
+        """Return an array, or a copy if it overlaps a buffer that a result is written to."""
+        overlaps = any(cupy().may_share_memory(array, target) for target in self.targets)
+        return copied(array) if overlaps else array
 
 
 def put(target: Any, array: Any) -> None:
@@ -103,11 +106,11 @@ def copied(array: Any) -> Any:
 
 
 def array_of(buffer: Any, device: int) -> Any:
-    """Return CuPy's array over a buffer of XLA."""
+    """Return an array of CuPy over a buffer of XLA."""
     cp = cupy()
-    address = getattr(buffer, "pointer", None)  # of a call by ffi_callback
+    address = getattr(buffer, "pointer", None)  # buffers of ffi_callback have it
     if address is None:
-        if buffer.dtype == BFLOAT16:  # which __cuda_array_interface__ has no name for
+        if buffer.dtype == BFLOAT16:  # __cuda_array_interface__ does not know it
             return cp.from_dlpack(buffer)
         address = buffer.__cuda_array_interface__["data"][0]
     size = buffer.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Arrays of MLX over the memory of NumPy, and back."""
+"""Converts between arrays of MLX and of NumPy."""
 
 import io
 from contextlib import nullcontext
@@ -15,14 +15,14 @@ CURE = "wrap the call in mx.custom_function, and take numpy.asarray of its argum
 
 
 def adopt(array: Any) -> Any:
-    """Return NumPy's view of an array; raise where a gradient would pass it by.
+    """Return a NumPy view of an array; raise if the call would break a gradient.
 
-    An array that is evaluated has no graph behind it, but where a gradient is to go back.
+    An evaluated array has no graph, unless a gradient is being traced.
     """
     try:
         mx.eval(array)
     except ValueError as error:
-        problem = "is traced by mx.compile or mx.vmap, which this call does not enter"
+        problem = "is traced by mx.compile or mx.vmap, which this call does not support"
         raise FrameworkError(f"{problem}: {CURE}") from error
     graph = io.StringIO()
     mx.export_to_dot(graph, array)

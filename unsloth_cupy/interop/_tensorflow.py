@@ -1,6 +1,6 @@
-"""Tensors of TensorFlow over the memory of NumPy and CuPy, and back.
+"""Converts between tensors of TensorFlow and arrays of NumPy or CuPy.
 
-Its kernels read memory at multiples of 64 bytes, which NumPy's seldom is: results on a CPU are
+TensorFlow's kernels need memory aligned to 64 bytes, which NumPy's seldom is: results on a CPU are
 copied.
 """
 
@@ -19,12 +19,14 @@ CURE = "wrap the call in tf.custom_gradient and tf.numpy_function"
 
 
 def adopt(tensor: Any) -> Any:
-    """Return NumPy's or CuPy's view of a tensor; raise where a gradient would pass it by."""
+    """Return a tensor as an array of NumPy or CuPy; raise if the call would break a gradient."""
     tensor = _value(tensor)
     if not isinstance(tensor, tf.Tensor):
         raise FrameworkError(f"is {type(tensor).__name__} of TensorFlow; pass a dense tensor")
     if not hasattr(tensor, "__dlpack__"):
-        raise FrameworkError(f"is a symbol of tf.function, which this call does not enter: {CURE}")
+        raise FrameworkError(
+            f"is a symbol of tf.function, which this call does not support: {CURE}"
+        )
     if record.should_record_backprop([tensor]):
         raise FrameworkError(f"is watched by tf.GradientTape, which does not see this call: {CURE}")
     if forwardprop_util.pack_tangents([tensor]).tangents:
@@ -34,7 +36,7 @@ def adopt(tensor: Any) -> Any:
 
 
 def give_back(array: Any, operand: Any) -> Any:
-    """Return a result as a tensor where an operand is."""
+    """Return a result as a tensor on the device of an operand."""
     if not isinstance(array, np.ndarray):
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     with tf.device(operand.device):
@@ -42,13 +44,15 @@ def give_back(array: Any, operand: Any) -> Any:
 
 
 def stream(tensor: Any) -> AbstractContextManager[None]:
-    """Wait for the GPU where a tensor lies on one."""
+    """Wait for the GPU after the block if a tensor is on one."""
     return _waiting.stream(_value(tensor))
 
 
 def _value(tensor: Any) -> Any:
+    """Return the tensor of a variable, any other object as it is."""
     return tensor.value() if isinstance(tensor, tf.Variable) else tensor
 
 
 def _on_gpu(tensor: Any) -> bool:
+    """Return whether a tensor is on a CUDA GPU."""
     return bool(tensor.__dlpack_device__()[0] == 2)

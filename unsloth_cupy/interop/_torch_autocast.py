@@ -1,8 +1,8 @@
-"""The dtypes that torch's autocast gives the arrays of an op; weights are cast once a region.
+"""Casts the arrays of an op as torch's autocast would; weights once in each autocast region.
 
-torch keeps what it casts of weights until the outermost ``with torch.autocast`` ends, and lets
-nobody else in.  So a tensor of one element is cast by torch: as long as that lives, the region
-goes on.
+torch caches its casts of weights until the outermost ``with torch.autocast`` ends, and its cache
+is not accessible.  So torch casts a tensor of one element here: the region lasts as long as that
+cast is alive.
 """
 
 import functools
@@ -19,44 +19,44 @@ from ._wiring import is_product
 
 
 class Cast(NamedTuple):
-    """A weight in autocast's dtype, and which weight that was."""
+    """A weight, and its cast to autocast's dtype."""
 
     weight: Any
-    version: int  # of its values
+    version: int  # of the weight's values at the cast
     cast: Any
 
 
-casts: dict[Any, Cast] = {}  # of the region that goes on
-region: Callable[[], Any] = types.NoneType  # what lives as long, or None
+casts: dict[Any, Cast] = {}  # of the current region
+region: Callable[[], Any] = types.NoneType  # returns an object that lives as long, or None
 
 
 def autocast(
     op: Op[..., Any], tensors: Sequence[Any], device: str, *, once: bool = False
 ) -> Sequence[Any]:
-    """Return the op's arrays in the dtypes that autocast, where it is on, gives them.
+    """Return the op's arrays in autocast's dtypes, if autocast is on.
 
-    What multiplies matrices takes autocast's; what the op wants in float32 takes that; all
-    others take the widest that they meet.  Parameters of norms and tables may stay float32.
-    ``once`` says that weights are to be cast once in a region.
+    Matrix products use autocast's dtype; ops that declare float32 use that; all others use the
+    widest dtype of their operands.  Parameters of norms and tables may stay float32.
+    ``once`` says that weights are cast only once in a region.
     """
     pairs = [*zip(op.contract.inputs, tensors, strict=True)]
-    given = [(o, t) for o, t in pairs if not (t is None or isinstance(t, Stored))]
-    floats = [t.dtype for o, t in given if o.kind in LEADING]
+    dense = [(o, t) for o, t in pairs if not (t is None or isinstance(t, Stored))]
+    floats = [t.dtype for o, t in dense if o.kind in LEADING]
     if not floats or not torch.is_autocast_enabled(device):
         return tensors
     dtype = functools.reduce(torch.promote_types, floats)
     if dtype is not torch.float64:
         dtype = torch.float32 if op.facts.get("autocast") == "float32" else dtype
         dtype = torch.get_autocast_dtype(device) if is_product(op) else dtype
-    fits: dict[str, Any] = dict.fromkeys(LEADING, (dtype,))
-    fits |= dict.fromkeys(("param", "table"), (dtype, torch.float32))
-    moved = {o.name for o, t in given if o.kind in fits and t.dtype not in fits[o.kind]}
+    allowed: dict[str, Any] = dict.fromkeys(LEADING, (dtype,))
+    allowed |= dict.fromkeys(("param", "table"), (dtype, torch.float32))
+    moved = {o.name for o, t in dense if o.kind in allowed and t.dtype not in allowed[o.kind]}
     cast = _cast_once if once and torch.is_autocast_cache_enabled() else torch.Tensor.to
     return [cast(t, dtype) if o.name in moved else t for o, t in pairs]
 
 
 def _cast_once(tensor: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor in autocast's dtype; of weights, by torch's rule for them, it is kept."""
+    """Return a tensor cast to a dtype; casts of weights are cached by the rules of torch."""
     weight = tensor.requires_grad and tensor.is_leaf and tensor._base is None
     low = torch.get_autocast_dtype(tensor.device.type)
     if not weight or tensor.dtype is not torch.float32 or dtype is not low:
@@ -72,11 +72,11 @@ def _cast_once(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 def _begin(device: torch.device) -> None:
-    """Let torch cast a weight, and forget all casts when it forgets that one."""
-    global region  # noqa: PLW0603  # one for all threads, as torch's own casts are
+    """Start a region: let torch cast a weight, and clear ``casts`` when torch drops that cast."""
+    global region  # noqa: PLW0603  # one for all threads, like torch's cache
     with torch.inference_mode(False), torch.enable_grad():
         weight: Any = torch.zeros(1, 1, device=device, requires_grad=True)
         product: Any = torch.nn.functional.linear(weight, weight)
-        seen = product.grad_fn._saved_self
+        cast = product.grad_fn._saved_self
     casts.clear()
-    region = weakref.ref(seen, lambda _: casts.clear())
+    region = weakref.ref(cast, lambda _: casts.clear())

@@ -1,7 +1,7 @@
-"""Tensors of torch over the memory of NumPy and CuPy, and back.
+"""Converts between tensors of torch and arrays of NumPy or CuPy over the same memory.
 
-torch takes no negative strides and no read-only memory: such results are copied.  On a GPU an op
-works on torch's current stream, in memory of torch's allocator.
+torch does not support negative strides or read-only memory: such results are copied.  On a GPU, an
+op runs on torch's current stream, in memory of torch's allocator.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ in_group = torch.distributed.is_initialized if torch.distributed.is_available() 
 
 
 class Stream(NamedTuple):
-    """A stream as CuPy takes it; torch's own speak this protocol from 2.10 on."""
+    """A stream in the protocol that CuPy accepts; torch's own streams have it from 2.10 on."""
 
     address: int
 
@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 
 
 def adopt(tensor: Any) -> Any:
-    """Return the memory of a tensor, for a call that autograd does not see."""
+    """Return a view of a tensor as an array, for a call that autograd does not record."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise FrameworkError(
             "requires a gradient, but torch's autograd does not see this call: pass .detach(),"
@@ -48,31 +48,35 @@ def give_back(array: Any, operand: Any) -> Any:
 
 
 def array_of(tensor: Any) -> Any:
-    """Return NumPy's or CuPy's view of a tensor."""
-    if tensor.is_neg():  # DLPack would lose it
+    """Return a view of a tensor as an array of NumPy or CuPy."""
+    if tensor.is_neg():  # DLPack would lose the negative bit
         raise FrameworkError(
             "is a view with signs flipped, such as .conj().imag; pass .resolve_neg()"
         )
     if tensor.is_cuda:
         return cupy().from_dlpack(tensor.detach())
-    if tensor.dtype is torch.bfloat16:  # which NumPy's DLPack and torch's .numpy() refuse
-        return _seen(tensor.detach().view(torch.int16)).view(BFLOAT16)
-    return _seen(tensor.detach())
+    # neither NumPy's DLPack nor torch's .numpy() supports bfloat16
+    if tensor.dtype is torch.bfloat16:
+        return _numpy_of(tensor.detach().view(torch.int16)).view(BFLOAT16)
+    return _numpy_of(tensor.detach())
 
 
-def _seen(tensor: Any) -> Any:
-    if in_group():  # fully_shard frees whole weights: .numpy() forbids it, of a twin here
+def _numpy_of(tensor: Any) -> Any:
+    """Return a NumPy view of a tensor on the CPU."""
+    # fully_shard frees whole weights by resizing their storage, which .numpy() would forbid:
+    # take it from another tensor over the same memory
+    if in_group():
         tensor = from_dlpack(to_dlpack(tensor))
     return tensor.numpy()
 
 
 def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
-    """Return a result as a tensor, given the arrays of the call and whose memory they are.
+    """Return a result as a tensor; ``arrays`` are the operands, as views of ``tensors``.
 
-    An array of the call, and what lies in the memory of one, is that tensor or a view of it.
+    For an operand, or an array in the memory of one, this is the operand's tensor or a view of it.
     """
     if array.__class__ is np.ndarray and array.base is None and array.dtype != BFLOAT16:
-        return torch.from_numpy(array)  # a new one: those of the call are views of tensors
+        return torch.from_numpy(array)  # a new array: operands are views and have a base
     for operand, tensor in zip(arrays, tensors, strict=True):
         if array is operand:
             return tensor
@@ -89,29 +93,29 @@ def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
 
 
 def _view(array: Any, offset: int, tensor: Any) -> Any:
-    """Return the view of a tensor that an array is, which begins so many bytes after it."""
+    """Return an array in a tensor's memory, ``offset`` bytes after its start, as a view of it."""
     size = array.itemsize
     steps = [stride // size for stride in array.strides]
     return tensor.as_strided(array.shape, steps, tensor.storage_offset() + offset // size)
 
 
 def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
-    """Return a result of CuPy's as a tensor: torch's own memory as such, as it knows it."""
+    """Return an array of CuPy as a tensor; memory of torch's allocator keeps its storage."""
     for operand, tensor in zip(arrays, tensors, strict=True):
-        own = hasattr(operand, "strides") and not isinstance(operand, Stored)
-        if own and cupy().may_share_memory(array, operand):
+        is_array = hasattr(operand, "strides") and not isinstance(operand, Stored)
+        if is_array and cupy().may_share_memory(array, operand):
             return _view(array, array.data.ptr - operand.data.ptr, tensor)
     owner = getattr(array.data.mem, "_owner", None)
     if not isinstance(owner, torch.Tensor):
         return from_dlpack(array)
     size = array.itemsize
     start, steps = array.data.ptr - owner.data_ptr(), [s // size for s in array.strides]
-    made = torch.empty(0, dtype=TORCH[array.dtype], device=owner.device)
-    return made.set_(owner.untyped_storage(), start // size, array.shape, steps)
+    result = torch.empty(0, dtype=TORCH[array.dtype], device=owner.device)
+    return result.set_(owner.untyped_storage(), start // size, array.shape, steps)
 
 
 def allocate(size: int) -> Any:
-    """Return memory of torch's allocator to CuPy, on the current GPU and stream of both."""
+    """Return memory of torch's allocator for CuPy, on the current GPU and stream of both."""
     number, device = current_device()
     memory = torch.empty(size, dtype=torch.uint8, device=device)
     cuda = cupy().cuda
@@ -119,14 +123,14 @@ def allocate(size: int) -> Any:
 
 
 def current_device() -> tuple[int, torch.device]:
-    """Return the number of the GPU that is CuPy's current one, and torch's name for it."""
+    """Return the number of CuPy's current GPU, and torch's device for it."""
     number = cupy().cuda.runtime.getDevice()
     return number, torch.device("cuda", number)
 
 
 @contextmanager
 def stream(tensor: Any) -> Iterator[None]:
-    """Let CuPy work where a tensor is: on torch's stream, in memory of torch's allocator."""
+    """Let CuPy use a tensor's GPU, torch's current stream and torch's allocator in a block."""
     if not tensor.is_cuda:
         yield
         return

@@ -1,12 +1,12 @@
-"""Options of ops as the schemas of torch have them.
+"""Encodes options of ops as the types of torch's operator schemas.
 
-A schema knows numbers, text and lists of them; a list holds no None, and an integer has 64 bits
-with a sign.  So
+A schema has numbers, strings and lists of them; a list cannot hold None, and an integer is a
+signed 64-bit one.  So
 
     window: tuple[int | None, int | None]    SymInt[]     None in it is ABSENT
     axis: int | tuple[int, ...]              SymInt[]     a number is a list of one
     wanted: Set[str]                         str[]
-    key: slice, None, ..., int, or a tuple   SymInt[]     four for each
+    key: slice, None, ..., int, or a tuple   SymInt[]     four integers for each item
 """
 
 import inspect
@@ -16,11 +16,12 @@ from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 ABSENT = -(2**62)
-KINDS = {bool: "bool", int: "SymInt", float: "float", str: "str"}  # an int would be a constant
+# SymInt, as a plain int would be a constant of a compiled graph
+KINDS = {bool: "bool", int: "SymInt", float: "float", str: "str"}
 
 
 class Codec(NamedTuple):
-    """How an option travels: its kind in a schema, and both ways where it is another value."""
+    """The schema type of an option, and functions that encode and decode its values if needed."""
 
     kind: str
     encode: Callable[[Any], Any] | None = None
@@ -28,9 +29,9 @@ class Codec(NamedTuple):
 
 
 def codec_of(parameter: inspect.Parameter) -> Codec:
-    """Return how the values of an option travel, by its annotation."""
-    given = parameter.annotation
-    kinds = [*typing.get_args(given)] if isinstance(given, types.UnionType) else [given]
+    """Return the codec of an option, by its annotation."""
+    note = parameter.annotation
+    kinds = [*typing.get_args(note)] if isinstance(note, types.UnionType) else [note]
     optional = "?" * (types.NoneType in kinds)
     if slice in kinds:
         return Codec("SymInt[]", _key_encoded, _key_decoded)
@@ -44,41 +45,50 @@ def codec_of(parameter: inspect.Parameter) -> Codec:
 
 
 def _set_encoded(value: Any) -> Any:
+    """Return a set of strings as a sorted list."""
     return None if value is None else sorted(value)
 
 
 def _set_decoded(value: Any) -> Any:
+    """Return a list of strings as a set."""
     return None if value is None else frozenset(value)
 
 
 def _list_encoded(value: Any) -> Any:
+    """Return an integer, or a tuple of integers and None, as a list of integers."""
     if value is None:
         return None
-    listed = value if isinstance(value, tuple | list) else (value,)
-    return [ABSENT if each is None else each for each in listed]
+    items = value if isinstance(value, tuple | list) else (value,)
+    return [ABSENT if each is None else each for each in items]
 
 
 def _list_decoded(value: Any) -> Any:
+    """Return a list of integers as a tuple of integers and None."""
     return None if value is None else tuple(None if each == ABSENT else each for each in value)
 
 
 def _key_encoded(key: Any) -> Any:
-    found: list[Any] = []
+    """Return an index key as integers: for each item a kind (0 to 3) and three values.
+
+    The kinds are an integer, a slice, an ellipsis and None.
+    """
+    numbers: list[Any] = []
     for each in key if isinstance(key, tuple) else (key,):
         if isinstance(each, slice):
             bounds = [ABSENT if n is None else n for n in (each.start, each.stop, each.step)]
-            found += [1, *bounds]
+            numbers += [1, *bounds]
         elif each is ... or each is None:
-            found += [2 if each is ... else 3, 0, 0, 0]
+            numbers += [2 if each is ... else 3, 0, 0, 0]
         else:
-            found += [0, each, 0, 0]
-    return found
+            numbers += [0, each, 0, 0]
+    return numbers
 
 
-def _key_decoded(listed: Any) -> Any:
-    found: list[Any] = []
-    for at in range(0, len(listed), 4):
-        kind, *bounds = listed[at : at + 4]
+def _key_decoded(numbers: Any) -> Any:
+    """Return the index key of encoded integers, as a tuple."""
+    key: list[Any] = []
+    for at in range(0, len(numbers), 4):
+        kind, *bounds = numbers[at : at + 4]
         start, stop, step = (None if n == ABSENT else n for n in bounds)
-        found.append((start, slice(start, stop, step), ..., None)[kind])
-    return tuple(found)
+        key.append((start, slice(start, stop, step), ..., None)[kind])
+    return tuple(key)

@@ -1,9 +1,9 @@
-"""The functions of an op on eager tensors, written from its signature.
+"""Generates the source of an op's functions on eager tensors, from its signature.
 
 ``compute`` runs the op on the memory of tensors.  ``forward`` and ``backward`` are those of a
-``torch.autograd.Function``: what the backward op asks for is kept, and no more.  ``call`` chooses,
-and ``traced`` goes through ``torch.ops``, or to ``outside`` with a quantized weight, which no graph
-holds.  All take arrays, then options, as the definition does.
+``torch.autograd.Function``, which saves only what the backward op needs.  ``call`` chooses between
+them; ``traced`` calls the operator in ``torch.ops``, or ``outside`` with a quantized weight, which
+a graph cannot hold.  All have the parameters of the definition: arrays, then options.
 """
 
 from collections.abc import Iterable
@@ -16,101 +16,104 @@ from ._torch_operators import Operator
 from ._wiring import SEED, gradient_names, is_gradient, is_weight, may_be_number, needed
 
 COMPUTE = """
-def computed({given}):
+def computed({parameters}):
     try:
         {adopted}
     except REFUSED as error:
         refuse(({tensors}), error)
     try:
-        {found} = op({passed})
+        {computed} = op({arguments})
     except FrameworkError:
         check_together(({tensors}))
         raise
     arrays, tensors = ({arrays}), ({tensors})
     return {results}
 
-def compute({given}):
+def compute({parameters}):
     if {lead}.is_cuda:
         with stream({lead}):
-            return computed({given})
-    return computed({given})
+            return computed({parameters})
+    return computed({parameters})
 """
 CALL = """
-def call({given}):
+def call({parameters}):
     if (
         compiling() or functorch() or modes() or recording() or forward_ad._current_level >= 0
-        or {strange}
+        or {not_eager}
     ):
-        return traced({given})
+        return traced({parameters})
 """
 OUTSIDE = """
-def outside({given}):
+def outside({parameters}):
     check_outside(({tensors}))
 """
 CHOICE = """
     {cast}
-    if grad_enabled() and ({asked}):
-        {found} = apply({given})
+    if grad_enabled() and ({needs_gradient}):
+        {computed} = apply({parameters})
     else:
-        {found} = compute({given})
-    return {outputs}
+        {computed} = compute({parameters})
+    return {returned}
 
 """
 TRACED = """
-def traced({given}):
+def traced({parameters}):
     for each in ({tensors}):
         if isinstance(each, Traced):  # a tape of the library's own records the call
             return each.run_op(op, [{tensors}], {{{options}}})
     if {quantized}:
-        return outside({given})
+        return outside({parameters})
     check(({tensors}))
-    {found} = door({flat})
+    {computed} = door({flattened})
     return {graphed}
 """
 FUNCTION = """
-def forward(ctx, {given}):
-    {found} = compute({given})
+def forward(ctx, {parameters}):
+    {computed} = compute({parameters})
     ctx.save_for_backward({saved})
     ctx.set_materialize_grads(False)
-    {noted}
-    return {found}
+    {notes}
+    return {computed}
 
 def backward(ctx, {grads}):
     if {unused}:
         return {nothing}
-    ({kept}) = ctx.saved_tensors
+    ({saved_names}) = ctx.saved_tensors
     {filled}
-    {gradients} = behind({passed})
+    {gradients} = behind({arguments})
     return {returned}
 """
 
 
 def _join(parts: Iterable[str]) -> str:
+    """Return the source of a tuple's items, also of one or none."""
     return "".join(part + ", " for part in parts)
 
 
 def _lines(lines: Iterable[str], depth: int = 1) -> str:
+    """Return lines of source at a depth of indentation; "pass" for none."""
     return ("\n" + "    " * depth).join(lines) or "pass"
 
 
 def _results(parts: list[str]) -> str:
-    return ", ".join(parts)  # of one result no tuple
+    """Return the source of results: several are a tuple, one is not."""
+    return ", ".join(parts)
 
 
 def compute_source(op: Op[..., Any], order: list[str]) -> str:
     """Return the source of ``compute``; ``order`` is that of the definition's parameters."""
     names, inputs, outputs = op.names, op.contract.inputs, op.contract.outputs
-    passed = [f"_{name}" for name in names[: op.positional]]
-    passed += [f"{name}=_{name}" for name in names[op.positional :]]
-    passed += [f"{name}={name}" for name in order if name in op.options]
+    arguments = [f"_{name}" for name in names[: op.positional]]
+    arguments += [f"{name}=_{name}" for name in names[op.positional :]]
+    arguments += [f"{name}={name}" for name in order if name in op.options]
     return COMPUTE.format(
-        given=", ".join(order),
+        parameters=", ".join(order),
         adopted=_lines([f"_{o.name} = {_adopted(o)}" for o in inputs], 2),
         tensors=_join(names),
         arrays=_join(f"_{name}" for name in names),
-        passed=", ".join(passed),
-        found=_results([f"_{o.name}" for o in outputs]),
-        results=_results([_made(op, o) for o in outputs]),
+        arguments=", ".join(arguments),
+        computed=_results([f"_{o.name}" for o in outputs]),
+        results=_results([_result(op, o) for o in outputs]),
         lead=lead_of(op),
     )
 
@@ -119,7 +122,7 @@ def call_source(op: Op[..., Any], order: list[str], *, outside: bool = False) ->
     """Return the source of ``call``, or of ``outside``."""
     inputs, outputs = op.contract.inputs, op.contract.outputs
     floats = [o for o in inputs if o.kind in (*DIFFERENTIABLE, "table")]
-    asked = [_asks(o) for o in floats if "constant" not in op.facts]
+    needs_gradient = [_needs_gradient(o) for o in floats if "constant" not in op.facts]
     cast = [f"{SEED} = seed_of({SEED})"] if SEED in op.options else []
     if op.backward is not None:
         cast += [
@@ -127,28 +130,29 @@ def call_source(op: Op[..., Any], order: list[str], *, outside: bool = False) ->
             f"    {_join(op.names)} = cast(({_join(op.names)}), {lead_of(op)}.device.type)",
         ]
     return ((OUTSIDE if outside else CALL) + CHOICE).format(
-        given=", ".join(order),
+        parameters=", ".join(order),
         tensors=_join(op.names),
-        strange=" or ".join(map(_strange, inputs)),
+        not_eager=" or ".join(map(_not_eager, inputs)),
         cast=_lines(cast),
-        asked=" or ".join(asked) or "False",
-        found=_results([o.name for o in outputs]),
-        outputs=_results([_output(op, o) for o in outputs]),
+        needs_gradient=" or ".join(needs_gradient) or "False",
+        computed=_results([o.name for o in outputs]),
+        returned=_results([_output(op, o) for o in outputs]),
     )
 
 
 def traced_source(operator: Operator) -> str:
     """Return the source of ``traced``."""
     op, outputs = operator.op, operator.op.contract.outputs
-    flat = [f"number({n})" if n in operator.numbers else n for n in operator.tensors]
-    flat += [n if c.encode is None else f"encode_{n}({n})" for n, c in operator.codecs.items()]
+    flattened = [f"number({n})" if n in operator.numbers else n for n in operator.tensors]
+    flattened += [n if c.encode is None else f"encode_{n}({n})" for n, c in operator.codecs.items()]
     return TRACED.format(
-        given=", ".join(operator.order),
-        quantized=" or ".join(_other(o) for o in op.contract.inputs if is_weight(o)) or "False",
+        parameters=", ".join(operator.order),
+        quantized=" or ".join(_not_tensor(o) for o in op.contract.inputs if is_weight(o))
+        or "False",
         tensors=_join(op.names),
         options=_join(f"{n!r}: {n}" for n in operator.order if n in op.options),
-        found=_results([o.name for o in outputs]),
-        flat=", ".join(flat),
+        computed=_results([o.name for o in outputs]),
+        flattened=", ".join(flattened),
         graphed=_results([_output(op, o, graphed=True) for o in outputs]),
     )
 
@@ -158,99 +162,107 @@ def function_source(
 ) -> str:
     """Return the source of ``forward`` and ``backward``."""
     outputs = {o.name: o for o in op.contract.outputs}
-    taken = [*gradient_names(op)]
-    others = {o.name: _other(o) for o in op.contract.inputs if may_be_number(o) or is_weight(o)}
-    kept = [n for n in behind.names if n in op.names or n in outputs]
-    saved = {n: _output(op, outputs[n]) if n in outputs else n for n in kept}
-    saved |= {n: f"None if {other} else {n}" for n, other in others.items() if n in kept}
+    differentiable = [*gradient_names(op)]
+    others = {
+        o.name: _not_tensor(o) for o in op.contract.inputs if may_be_number(o) or is_weight(o)
+    }
+    saved_names = [n for n in behind.names if n in op.names or n in outputs]
+    saved = {n: _output(op, outputs[n]) if n in outputs else n for n in saved_names}
+    saved |= {n: f"None if {other} else {n}" for n, other in others.items() if n in saved_names}
     options = [name for name in behind_order if name in op.options]
-    must = [o.name[1:] for o in behind.contract.inputs if o.name[1:] in taken and not o.optional]
-    lone = len(taken) == 1
-    idle = [name for name in outputs if name not in taken]
-    noted = [f"ctx.options = {_join(options)}"] if options else []
-    noted += [f"ctx.mark_non_differentiable({', '.join(idle)})"] if idle else []
-    noted += [f"ctx.{n} = {n}.shape, {n}.dtype, {n}.device" for n in must if not lone]
-    noted += [f"ctx.{n} = {n} if {o} else None" for n, o in others.items() if n in kept]
+    required = [
+        o.name[1:]
+        for o in behind.contract.inputs
+        if o.name[1:] in differentiable and not o.optional
+    ]
+    single = len(differentiable) == 1
+    idle = [name for name in outputs if name not in differentiable]
+    notes = [f"ctx.options = {_join(options)}"] if options else []
+    notes += [f"ctx.mark_non_differentiable({', '.join(idle)})"] if idle else []
+    notes += [f"ctx.{n} = {n}.shape, {n}.dtype, {n}.device" for n in required if not single]
+    notes += [f"ctx.{n} = {n} if {o} else None" for n, o in others.items() if n in saved_names]
     filled = [f"({_join(options)}) = ctx.options"] if options else []
-    filled += [f"if d{n} is None: d{n} = zeros(*ctx.{n})" for n in must if not lone]
-    filled += [f"if ctx.{n} is not None: {n} = ctx.{n}" for n in others if n in kept]
+    filled += [f"if d{n} is None: d{n} = zeros(*ctx.{n})" for n in required if not single]
+    filled += [f"if ctx.{n} is not None: {n} = ctx.{n}" for n in others if n in saved_names]
     filled += [
         f"if ctx.needs_input_grad[{i}]: raise table_gradient(op, {o.name!r}, 'detach it')"
         for i, o in enumerate(op.contract.inputs)
         if o.kind == "table"
     ]
-    passed = ["wanted(ctx.needs_input_grad)" if n == "wanted" else n for n in behind_order]
+    arguments = ["wanted(ctx.needs_input_grad)" if n == "wanted" else n for n in behind_order]
     gradients = [o.name for o in behind.contract.outputs]
     return FUNCTION.format(
-        given=", ".join(order),
-        found=_results([*outputs]),
-        saved=", ".join(saved[n] for n in kept),
-        noted=_lines(noted),
+        parameters=", ".join(order),
+        computed=_results([*outputs]),
+        saved=", ".join(saved[n] for n in saved_names),
+        notes=_lines(notes),
         grads=", ".join(f"d{n}" for n in outputs),
-        unused=" and ".join(f"d{n} is None" for n in taken),
+        unused=" and ".join(f"d{n} is None" for n in differentiable),
         nothing=_join(["None"] * len(order)),
-        kept=_join(kept),
+        saved_names=_join(saved_names),
         filled=_lines(filled),
         gradients=_results(gradients),
-        passed=", ".join(passed),
+        arguments=", ".join(arguments),
         returned=_join(f"d{n}" if f"d{n}" in gradients else "None" for n in order),
     )
 
 
 def lead_of(op: Op[..., Any]) -> str:
-    """Return the first array that is never absent, and a tensor if one must be."""
-    there = [o for o in op.contract.inputs if not o.optional]
-    return min(there, key=is_weight).name
+    """Return the first operand that is never absent, preferably one that cannot be quantized."""
+    required = [o for o in op.contract.inputs if not o.optional]
+    return min(required, key=is_weight).name
 
 
 def _adopted(operand: Operand) -> str:
+    """Return the source of an operand's array."""
     name = operand.name
     if may_be_number(operand):
         return f"{name} if {name} is None or {name}.__class__ is int else array_of({name})"
     if is_weight(operand):
-        return f"{name} if {_other(operand)} else array_of({name})"
+        return f"{name} if {_not_tensor(operand)} else array_of({name})"
     return f"None if {name} is None else " * operand.optional + f"array_of({name})"
 
 
-def _strange(operand: Operand) -> str:
-    """Return when an operand is nothing that an eager call takes."""
+def _not_eager(operand: Operand) -> str:
+    """Return the condition that an operand is not an argument of an eager call."""
     name = operand.name
     kinds = "or_number" if may_be_number(operand) else "or_none" if operand.optional else "plain"
-    return f"{name}.__class__ not in {kinds}" + f" and not {_other(operand)}" * is_weight(operand)
+    condition = f"{name}.__class__ not in {kinds}"
+    return condition + f" and not {_not_tensor(operand)}" * is_weight(operand)
 
 
-def _other(operand: Operand) -> str:
-    """Return when an operand is no tensor, but a number or a quantized weight."""
+def _not_tensor(operand: Operand) -> str:
+    """Return the condition that an operand is a number or a quantized weight, not a tensor."""
     name = operand.name
     return f"isinstance({name}, Stored)" if is_weight(operand) else f"{name}.__class__ is int"
 
 
-def _asks(operand: Operand) -> str:
-    """Return when a gradient of an operand is asked for."""
-    name, asks = operand.name, f"{operand.name}.requires_grad"
+def _needs_gradient(operand: Operand) -> str:
+    """Return the condition that an operand requires a gradient."""
+    name, requires = operand.name, f"{operand.name}.requires_grad"
     if is_weight(operand):
-        return f"(not {_other(operand)} and {asks})"
-    return f"({name} is not None and {asks})" if operand.optional else asks
+        return f"(not {_not_tensor(operand)} and {requires})"
+    return f"({name} is not None and {requires})" if operand.optional else requires
 
 
-def _alone(output: Operand) -> str:
-    """Return when an output that is a sum is its first term, which then stands for it."""
+def _is_first_term(output: Operand) -> str:
+    """Return the condition that an output which is a sum has only its first term."""
     return " and ".join(f"{term} is None" for term in output.terms[1:]) or "True"
 
 
-def _lacks(op: Op[..., Any], output: Operand) -> str:
-    """Return when an output is None; nothing for never."""
-    found = [f"{name} is None" for name in needed(op, output)]
+def _is_absent(op: Op[..., Any], output: Operand) -> str:
+    """Return the condition that an output is None; an empty text for never."""
+    conditions = [f"{name} is None" for name in needed(op, output)]
     if "wanted" in op.options and is_gradient(op, output):
-        found.append(f"(wanted is not None and {output.name[1:]!r} not in wanted)")
-    return " or ".join(found)
+        conditions.append(f"(wanted is not None and {output.name[1:]!r} not in wanted)")
+    return " or ".join(conditions)
 
 
-def _made(op: Op[..., Any], output: Operand) -> str:
-    """Return what ``compute`` makes of an output: None of one that stands elsewhere."""
+def _result(op: Op[..., Any], output: Operand) -> str:
+    """Return the source of what ``compute`` returns: None for an output that is an operand."""
     array = f"_{output.name}"
-    conditions, lacks = [_alone(output)] if output.terms else [], _lacks(op, output)
-    conditions += [lacks, f"{array} is None"] if lacks else []
+    conditions, absent = [_is_first_term(output)] if output.terms else [], _is_absent(op, output)
+    conditions += [absent, f"{array} is None"] if absent else []
     if output.kind == "none" or "True" in conditions:
         return "None"
     condition = " or ".join(conditions)
@@ -258,13 +270,16 @@ def _made(op: Op[..., Any], output: Operand) -> str:
 
 
 def _output(op: Op[..., Any], output: Operand, *, graphed: bool = False) -> str:
-    """Return what a caller gets for an output; in a graph, what is absent has size 0."""
-    lacks = _lacks(op, output)
+    """Return the source of what a caller gets for an output; ``graphed`` if from an operator.
+
+    An operator returns a tensor of size 0 for an absent output, in place of None.
+    """
+    absent = _is_absent(op, output)
     if output.kind == "none":
         return "None"
     if not output.terms:
-        return f"None if {lacks} else {output.name}" if graphed and lacks else output.name
-    alone, first = _alone(output), output.terms[0]
-    if alone != "True":
-        return f"{first} if {alone} else {output.name}"
-    return f"None if {lacks} else {first}" if lacks else first
+        return f"None if {absent} else {output.name}" if graphed and absent else output.name
+    is_first, first = _is_first_term(output), output.terms[0]
+    if is_first != "True":
+        return f"{first} if {is_first} else {output.name}"
+    return f"None if {absent} else {first}" if absent else first

@@ -1,4 +1,4 @@
-"""Streams of libraries that do not say which one they work on: they wait."""
+"""Synchronisation with libraries that do not expose their GPU stream: wait for the whole GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from ..core.frameworks import cupy
 
 @contextmanager
 def stream(array: Any) -> Iterator[None]:
-    """Wait for the GPU where an array lies on one, before its library goes on."""
+    """After the block, wait for the GPU that holds an array, before its library continues."""
     yield
     kind, number = array.__dlpack_device__()
     if int(kind) == 2:

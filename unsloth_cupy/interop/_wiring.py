@@ -1,4 +1,7 @@
-"""What a framework is told of an op, by its signature alone: no array, sizes may be symbols."""
+"""Properties of an op that torch and JAX need, from its signature: without arrays or fixed sizes.
+
+A backward op is named after its operands: its output ``dx`` is the gradient of the operand ``x``.
+"""
 
 import sys
 import types
@@ -12,49 +15,52 @@ from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
 from ..errors import DTypeError, FrameworkError, GradientError
 
-SEED = "seed"  # an option that is drawn anew at every step: to a graph it is an operand
+SEED = "seed"  # an option that changes at every step: for a graph it is an operand
 
 
 class Form(NamedTuple):
-    """All that a signature asks of an array; sizes may be symbols."""
+    """Shape and dtype of an array, which a signature checks; sizes may be symbols."""
 
     shape: tuple[Any, ...]
     dtype: Any
 
     @property
     def ndim(self) -> int:
-        """Return how many axes there are."""
+        """Return the number of axes."""
         return len(self.shape)
 
 
 def changes(op: Op[..., Any]) -> bool:
-    """Say whether an op changes its arguments, which a graph of calls cannot record."""
+    """Return whether an op changes its arguments, which a graph cannot record."""
     return op.__name__.endswith("_")
 
 
 def operators() -> list[Op[..., Any]]:
-    """Return the library's ops that a graph of calls can record, backward ops among them."""
+    """Return the library's ops that a graph can record, with backward ops."""
     ours = [op for op in OPS.values() if op.__module__.partition(".")[0] == "unsloth_cupy"]
     return [op for op in ours if not changes(op)]
 
 
 def public() -> dict[str, Callable[..., Any]]:
-    """Return these ops and the library's functions that call them, by name."""
-    found: dict[str, Callable[..., Any]] = {op.__name__: op for op in operators()}
+    """Return these ops, and the library's public functions in their modules, by name."""
+    functions: dict[str, Callable[..., Any]] = {op.__name__: op for op in operators()}
     for module in dict.fromkeys(op.__module__ for op in operators()):
         for name, value in vars(sys.modules[module]).items():
             own = isinstance(value, types.FunctionType) and value.__module__ == module
-            if own and name[0] != "_" and name[-1] != "_" and "\nReturns\n" in _told(value):
-                found[name] = value
-    return found
+            if own and name[0] != "_" and name[-1] != "_" and "\nReturns\n" in _doc_of(value):
+                functions[name] = value
+    return functions
 
 
 def module_names(scope: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``__getattr__`` and ``__dir__`` of a module with these globals, which has them too."""
+    """Return ``__getattr__`` and ``__dir__`` for a module, which add the functions of ``public``.
+
+    ``scope`` holds the globals of the module.
+    """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 -- of a module
-        if name in (found := public()):
-            return found[name]
+        if name in (functions := public()):
+            return functions[name]
         raise AttributeError(f"module {scope['__name__']!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:  # noqa: N807
@@ -63,113 +69,118 @@ def module_names(scope: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable
     return __getattr__, __dir__
 
 
-def _told(function: Any) -> str:
+def _doc_of(function: Any) -> str:
+    """Return a docstring with its lines stripped."""
     return "\n".join(line.strip() for line in (function.__doc__ or "").splitlines())
 
 
 def may_be_number(operand: Operand) -> bool:
-    """Say whether a Python integer may be passed for an array."""
+    """Return whether a Python integer may be passed for an array."""
     return operand.kind == "int" and all(axis.endswith("?") for axis in operand.axes)
 
 
 def is_weight(operand: Operand) -> bool:
-    """Say whether an operand may be a quantized weight."""
+    """Return whether an operand may be a quantized weight."""
     return operand.kind == "weight"
 
 
 def quantized(op: Op[..., Any], operand: Operand) -> DTypeError:
-    """Return the error of a quantized weight where an op asks for an array."""
+    """Return the error for a quantized weight where an op needs an array."""
     name = operand.name
     return DTypeError(f"{op.called}: {name} is quantized; pass an array of {name}.dequantize()")
 
 
 def check_places(op: Op[..., Any], arrays: Sequence[Any], place: str) -> None:
-    """Raise where a quantized weight is kept elsewhere than the arrays of a call, which are here.
+    """Raise if a quantized weight is not on ``place``, the device of a call's arrays.
 
-    Places are ``cpu``, and ``cuda:0`` and so on.
+    Places are ``cpu``, ``cuda:0`` and so on.
     """
     for name, array in zip(op.names, arrays, strict=True):
         if isinstance(array, Stored):
             home: Any = array.home
-            numpys = isinstance(home, np.ndarray)
-            kept = "cpu" if numpys else f"cuda:{home.device.id}"
-            if kept != place:
-                cure = "cupy.asarray" if numpys else "cupy.asnumpy"
+            is_numpy = isinstance(home, np.ndarray)
+            weight_place = "cpu" if is_numpy else f"cuda:{home.device.id}"
+            if weight_place != place:
+                cure = "cupy.asarray" if is_numpy else "cupy.asnumpy"
                 raise FrameworkError(
-                    f"{op.called}: {name} is kept in arrays of {'NumPy' if numpys else 'CuPy'} on"
-                    f" {kept}, and the others are on {place}; bring them together, as by"
+                    f"{op.called}: {name} is kept in arrays of {'NumPy' if is_numpy else 'CuPy'} on"
+                    f" {weight_place}, and the others are on {place}; bring them together, as by"
                     f" {name}.moved({cure})"
                 )
 
 
 def is_product(op: Op[..., Any]) -> bool:
-    """Say whether an op sums over an axis that two operands share, as products of matrices do."""
+    """Return whether an op sums over an axis that two operands share, as matrix products do."""
     inputs = [o for o in op.contract.inputs if o.kind in (*LEADING, "param")]
-    kept = {axis for o in op.contract.outputs for axis in o.axes}
+    output_axes = {axis for o in op.contract.outputs for axis in o.axes}
     shared = [{*one.axes} & {*other.axes} for one in inputs for other in inputs if one is not other]
-    return any(axes - kept for axes in shared)
+    return any(axes - output_axes for axes in shared)
 
 
 def needed(op: Op[..., Any], output: Operand) -> tuple[str, ...]:
-    """Return the operands without any of which an output is None."""
+    """Return the optional operands of an output: it is None if one of them is absent."""
     optional = {o.name: o for o in op.contract.inputs if o.optional}
     if is_gradient(op, output):
         return (output.name[1:],) if output.name[1:] in optional else ()
     known = {parts(axis)[0] for o in op.contract.inputs if not o.optional for axis in o.axes}
-    asked = {parts(axis)[0] for axis in output.axes} - known
+    unknown = {parts(axis)[0] for axis in output.axes} - known
     return tuple(
-        name for name, o in optional.items() if asked & {parts(axis)[0] for axis in o.axes}
+        name for name, o in optional.items() if unknown & {parts(axis)[0] for axis in o.axes}
     )
 
 
 def is_gradient(op: Op[..., Any], output: Operand) -> bool:
-    """Say whether an output is the gradient of an operand, which a call may not ask for."""
+    """Return whether an output is the gradient of an operand, which ``wanted`` may leave out."""
     return output.name[0] == "d" and (output.name[1:] in op.names or "wanted" in op.options)
 
 
-def same(op: Op[..., Any], given: Container[str]) -> dict[str, str]:
-    """Return, of a call with these operands, the outputs that are another array, and which."""
-    found, outputs = {}, [o.name for o in op.contract.outputs]
+def same(op: Op[..., Any], operands: Container[str]) -> dict[str, str]:
+    """Return the outputs that are the same array as an operand or another output, and its name.
+
+    These are sums of terms of which, in a call with these operands, only one is present.
+    """
+    result, outputs = {}, [o.name for o in op.contract.outputs]
     for output in op.contract.outputs:
-        there = [term for term in output.terms if term in given or term in outputs]
-        if len(there) == 1:
-            found[output.name] = there[0]
-    return found
+        present = [term for term in output.terms if term in operands or term in outputs]
+        if len(present) == 1:
+            result[output.name] = present[0]
+    return result
 
 
 def forms(
-    op: Op[..., Any], given: Mapping[str, Form], options: Mapping[str, Any]
+    op: Op[..., Any], operands: Mapping[str, Form], options: Mapping[str, Any]
 ) -> dict[str, Form | None]:
-    """Check a call; return the form of each output, None where there is no new array."""
-    arrays = [given.get(name) for name in op.names]
+    """Check a call; return the form of each output, or None if it is not a new array."""
+    arrays = [operands.get(name) for name in op.names]
     bound = check(op.called, op.contract, arrays)
     if op.options <= options.keys() and all(map(_is_constant, options.values())):
         for each in op.checks:
             each(arrays, dict(options))
-    sizes, elsewhere = bound.sizes, same(op, given)
+    sizes, elsewhere = bound.sizes, same(op, operands)
     if "sizes" in op.facts:
         own = {name: value for name, value in options.items() if name in op.options}
-        sizes = sizes | op.facts["sizes"](given[op.names[0]].shape, **own)
-    wanted, found = options.get("wanted"), {}
+        sizes = sizes | op.facts["sizes"](operands[op.names[0]].shape, **own)
+    wanted, result = options.get("wanted"), {}
     for output, dtype in zip(op.contract.outputs, bound.outputs, strict=True):
         name, of = output.name, output.name[1:]
-        absent = dtype is None or name in elsewhere  # never None in (...): float64 == None
-        absent = absent or any(operand not in given for operand in needed(op, output))
+        # "is None", never "None in (...)": NumPy says that dtype float64 == None
+        absent = dtype is None or name in elsewhere
+        absent = absent or any(operand not in operands for operand in needed(op, output))
         absent = absent or (wanted is not None and is_gradient(op, output) and of not in wanted)
-        like = is_gradient(op, output) and of in given
-        shape: Any = tuple(given[of].shape) if like else shape_of(output, sizes)
-        found[name] = None if absent or shape is None else Form(shape, dtype)
-    return found
+        like = is_gradient(op, output) and of in operands
+        shape: Any = tuple(operands[of].shape) if like else shape_of(output, sizes)
+        result[name] = None if absent or shape is None else Form(shape, dtype)
+    return result
 
 
 def _is_constant(value: Any) -> bool:
-    """Say whether an option holds no symbol."""
+    """Return whether an option holds no symbol."""
     parts = value if isinstance(value, tuple | list) else (value,)
     return all(isinstance(p, bool | int | float | str | frozenset | None) for p in parts)
 
 
 def no_gradient(op: Op[..., Any]) -> GradientError:
-    """Return the error of a gradient that an op does not have."""
+    """Return the error for a gradient that an op does not have."""
     for forward in OPS.values():
         if forward.backward is op:
             cure = "take its gradient once, without create_graph or a gradient around it"
@@ -179,12 +190,12 @@ def no_gradient(op: Op[..., Any]) -> GradientError:
 
 
 def table_gradient(op: Op[..., Any], table: str, cure: str) -> GradientError:
-    """Return the error of a gradient that is asked for a table."""
+    """Return the error for the gradient of a table."""
     return GradientError(f"{op.called}: {table} is a table and has no gradient; {cure}")
 
 
 def gradient_names(op: Op[..., Any]) -> Iterator[str]:
-    """Yield the outputs whose gradients the backward op takes."""
+    """Yield the outputs whose gradients are operands of the backward op."""
     for output in op.contract.outputs:
         if op.backward is not None and f"d{output.name}" in op.backward.names:
             yield output.name

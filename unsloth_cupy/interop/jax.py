@@ -1,18 +1,18 @@
-"""Every op with a gradient inside of JAX: under jit, grad, vmap, checkpoint, scan and shard_map.
+"""Runs ops in JAX, with gradients, under jit, grad, vmap, checkpoint, scan and shard_map.
 
-    from unsloth_cupy import rms_norm            traced arrays go in
+    from unsloth_cupy import rms_norm            accepts traced arrays
     slope = jax.jit(jax.grad(lambda x: rms_norm(x, weight).sum()))
 
-This module holds the same functions under the same names.  A call whose arrays are all there runs
-at once, on their memory.  A traced one becomes a ``jax.custom_vjp`` around a callback that runs
-the op on XLA's own buffers, and whose gradient is the backward op.  In short:
+This module has the library's functions under the same names.  A call with concrete arrays runs at
+once, on their memory.  A traced call becomes a ``jax.custom_vjp`` around a callback that runs the
+op on XLA's own buffers, and whose gradient is the backward op.  In short:
 
     @jax.custom_vjp
     def swiglu(gate, up):
         return buffer_callback(run, form_of_y)(gate, up)
 
-Options are constants of a trace, and so are quantized weights.  A seed may be an array: it is an
-operand then, and each step of a compiled function draws anew.
+Options and quantized weights are constants of a trace.  A seed may be an array: it is then an
+operand, so that each step of a compiled function draws other random numbers.
 """
 
 import inspect
@@ -46,52 +46,53 @@ from ._wiring import (
 buffer_callback: Callable[..., Callable[..., Any]]
 try:
     from jax.experimental import buffer_callback as experimental
-except ImportError:  # JAX before 0.6.1, or one that gave up what is an experiment
+except ImportError:  # JAX before 0.6.1, or a version that removed this experimental function
     from ._jax_ffi import ffi_callback as buffer_callback
 else:
     buffer_callback = experimental.buffer_callback
 
-KEPT = 4096  # functions of calls; beyond them all are made anew
+KEPT = 4096  # functions of calls that are cached; when there are more, the cache is cleared
 functions: dict[Any, Callable[..., Any]] = {}
-# of calls with a quantized weight, by the first of them: they die with it, as they hold no weight
-# but another object of the same attributes
+# Functions of calls with quantized weights, by the first weight.  They are deleted with it, as they
+# do not hold the weight itself but a twin: another object with the same attributes.
 on_weights: WeakKeyDictionary[Stored, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
-there: set[type[Any]] = {type(None)}  # classes of arrays that have values
+concrete: set[type[Any]] = {type(None)}  # classes of arrays that have values
 __getattr__, __dir__ = module_names(globals())
 
 
 class Call(NamedTuple):
-    """A call but for its arrays."""
+    """A call without its arrays."""
 
     op: Op[..., Any]
-    names: tuple[str, ...]  # of the arrays; a seed that is one comes last
-    fixed: dict[str, Any]  # numbers and quantized weights, which are no operands; then options
+    names: tuple[str, ...]  # of the arrays; a seed that is an array comes last
+    fixed: dict[str, Any]  # integers and quantized weights in place of arrays, then options
 
 
 def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run an op on arrays of JAX: what the library's functions do with them."""
+    """Run an op on arrays of JAX; the library's functions call this."""
     if SEED in options and isinstance(seed := _checked_seed(op, options[SEED]), jax.Array):
         if isinstance(seed, jax.core.Tracer):
             return traced(op, arrays, options)
         if not any(isinstance(array, jax.core.Tracer) for array in arrays):
             options[SEED] = int(seed) % 2**64
     for array in arrays:
-        if array.__class__ not in there and not _is_there(array):
+        if array.__class__ not in concrete and not _is_concrete(array):
             return _run_other(op, arrays, options)
     return memory.run(op, arrays, options)
 
 
-def _is_there(array: Any) -> bool:
+def _is_concrete(array: Any) -> bool:
+    """Return whether an array of JAX has values; remember its class if so."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         return False
     if memory.are_keys(array):
         return False
-    there.add(array.__class__)
+    concrete.add(array.__class__)
     return True
 
 
 def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run an op on what are not all arrays with values."""
+    """Run an op on arguments that are not all concrete arrays of JAX."""
     if any(isinstance(array, Traced) for array in arrays):  # on a tape of the library
         return op.plan(arrays)(list(arrays), options)
     memory.check_numbers(op, arrays)
@@ -100,41 +101,41 @@ def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any])
 
 
 def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Call an op with arrays of which some stand for values that come later."""
+    """Call an op with arrays of which some are traced."""
     if changes(op):
-        problem = "changes its arguments, which JAX's arrays never do"
+        problem = "changes its arguments, and arrays of JAX cannot be changed"
         raise ConfigError(f"{op.called} {problem}; call the function without the underscore")
-    given: dict[str, Any] = {}
+    operands: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for operand, array in zip(op.contract.inputs, arrays, strict=True):
         if type(array) is int and may_be_number(operand):
             fixed[operand.name] = array
         elif isinstance(array, jax.Array):
-            given[operand.name] = array
+            operands[operand.name] = array
         elif isinstance(array, Stored):
             if not is_weight(operand):
                 raise quantized(op, operand)
             fixed[operand.name] = array
         elif array is not None:
-            op.library_of(arrays)  # names the library of each
+            op.library_of(arrays)  # raises an error that names the library of each
     parameters = inspect.signature(op.definition).parameters
     for name, value in options.items():
         if name == SEED and isinstance(seed := _checked_seed(op, value), jax.Array):
-            given[SEED] = seed
+            operands[SEED] = seed
         elif value is None or option_of(parameters[name]) is None:
             fixed[name] = value
         else:
             fixed[name] = coerce_option(op.called, parameters, name, value)
-    given = memory.alike(given)
+    operands = memory.alike(operands)
     if "constant" in op.facts:
-        given = {name: jax.lax.stop_gradient(array) for name, array in given.items()}
-    found = differentiable(Call(op, tuple(given), fixed))(*given.values())
-    results = tuple(found[output.name] for output in op.contract.outputs)
+        operands = {name: jax.lax.stop_gradient(array) for name, array in operands.items()}
+    outputs = differentiable(Call(op, tuple(operands), fixed))(*operands.values())
+    results = tuple(outputs[output.name] for output in op.contract.outputs)
     return results if len(results) > 1 else results[0]
 
 
 def _checked_seed(op: Op[..., Any], seed: Any) -> Any:
-    """Return a seed; raise for an array of JAX that is not one."""
+    """Return a seed; raise for an array of JAX that is not a single integer."""
     if isinstance(seed, jax.Array):
         call = op.called
         if jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key):
@@ -146,7 +147,7 @@ def _checked_seed(op: Op[..., Any], seed: Any) -> Any:
 
 
 def differentiable(call: Call) -> Callable[..., Any]:
-    """Return a function of the arrays of a call that returns its outputs by name."""
+    """Return a cached function of a call's arrays that returns its outputs by name."""
     weights = {n: value for n, value in call.fixed.items() if isinstance(value, Stored)}
     known = functions
     if weights:
@@ -162,14 +163,14 @@ def differentiable(call: Call) -> Callable[..., Any]:
 
 
 def _twin(weight: Stored) -> Stored:
-    """Return another object with all attributes of a weight, whose changes it sees too."""
+    """Return another object that shares the attributes of a weight, also when they change."""
     twin = object.__new__(type(weight))
     twin.__dict__ = weight.__dict__
     return twin
 
 
 def _fixed(value: Any) -> Any:
-    """Return what stands for an option in a key: slices and lists have no hash."""
+    """Return a hashable key of an option's value: slices and lists are not hashable."""
     if isinstance(value, list | tuple):
         return tuple(map(_fixed, value))
     if isinstance(value, slice):
@@ -180,50 +181,53 @@ def _fixed(value: Any) -> Any:
 
 
 def _differentiable(call: Call) -> Callable[..., Any]:
-    callbacks: dict[tuple[str, ...], Callable[..., None]] = {}  # a new one would compile anew
+    """Return a new function of a call's arrays, with its gradient."""
+    # by the present outputs; cached, as JAX would compile again for a new callback
+    callbacks: dict[tuple[str, ...], Callable[..., None]] = {}
 
     def named(*arrays: Any) -> dict[str, Any]:
         return _outputs(call, dict(zip(call.names, arrays, strict=True)), callbacks)
 
-    named.__name__ = named.__qualname__ = call.op.__name__  # what profiles of JAX show
+    named.__name__ = named.__qualname__ = call.op.__name__  # shown in JAX's profiles
     function: Any = jax.custom_vjp(named)
 
     def forward(*arrays: Any) -> Any:
-        found = function(*[array.value for array in arrays])
+        outputs = function(*[array.value for array in arrays])
         pairs = [*zip(call.names, arrays, strict=True)]
         behind = call.op.backward
-        values = {name: array.value for name, array in pairs} | found
-        asks = () if behind is None else (*behind.names, *({SEED} & behind.options))
-        kept = {name: values[name] for name in asks if values.get(name) is not None}
-        return found, (kept, {name: None for name, array in pairs if array.perturbed})
+        values = {name: array.value for name, array in pairs} | outputs
+        needed = () if behind is None else (*behind.names, *({SEED} & behind.options))
+        saved = {name: values[name] for name in needed if values.get(name) is not None}
+        return outputs, (saved, {name: None for name, array in pairs if array.perturbed})
 
-    def backward(kept: Any, grads: Any) -> Any:
+    def backward(residuals: Any, grads: Any) -> Any:
         used = {n: g for n, g in grads.items() if g is not None and type(g) is not SymbolicZero}
-        found: Mapping[str, Any] = {}
+        gradients: Mapping[str, Any] = {}
         if used:
             zeros = {n: g for n, g in grads.items() if type(g) is SymbolicZero}
-            values, perturbed = kept
-            found = _gradients(call, values, perturbed, used, zeros)
-        return tuple(found.get(f"d{name}") for name in call.names)
+            values, perturbed = residuals
+            gradients = _gradients(call, values, perturbed, used, zeros)
+        return tuple(gradients.get(f"d{name}") for name in call.names)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     if any(isinstance(value, Stored) for value in call.fixed.values()):
-        return function  # a jit inside of another is kept when that is gone, and the weight with it
-    return jax.jit(function)  # or each call outside of a jit traces anew
+        # no jit: an inner jit outlives the outer one, and would keep the weight alive
+        return function
+    return jax.jit(function)  # else each call outside of a jit would trace again
 
 
 def _outputs(
     call: Call, arrays: dict[str, Any], callbacks: dict[tuple[str, ...], Callable[..., None]]
 ) -> dict[str, Any]:
     """Return the outputs of a traced call by name, None for those that are absent."""
-    op, given = call.op, {name: array for name, array in arrays.items() if name != SEED}
+    op, operands = call.op, {name: array for name, array in arrays.items() if name != SEED}
     options = {SEED: 0} | call.fixed if SEED in arrays else call.fixed
-    asked = given | {name: _form(call.fixed[name]) for name in op.names if name in call.fixed}
-    found = forms(op, asked, options)
+    inputs = operands | {name: _form(call.fixed[name]) for name in op.names if name in call.fixed}
+    output_forms = forms(op, inputs, options)
     make: Any = jax.ShapeDtypeStruct
     new = {
         name: make(form.shape, jax.dtypes.canonicalize_dtype(form.dtype))
-        for name, form in found.items()
+        for name, form in output_forms.items()
         if form is not None
     }
     outputs = tuple(new)
@@ -233,21 +237,21 @@ def _outputs(
         callbacks[outputs],
         tuple(new.values()),
         vmap_method="broadcast_all" if _takes_rows(call) else "sequential",
-        command_buffer_compatible=SEED not in arrays,  # it is read on the host
+        command_buffer_compatible=SEED not in arrays,  # a seed is read on the host
     )
-    made = dict(zip(outputs, called(*arrays.values()), strict=True))
-    made = memory.alike(arrays | made, only=made)
-    made |= {name: (given | made)[of] for name, of in same(op, given).items()}
-    return dict.fromkeys(found) | made
+    results = dict(zip(outputs, called(*arrays.values()), strict=True))
+    results = memory.alike(arrays | results, only=results)
+    results |= {name: (operands | results)[of] for name, of in same(op, operands).items()}
+    return dict.fromkeys(output_forms) | results
 
 
 def _form(fixed: Any) -> Any:
-    """Return what stands for a number or a quantized weight where forms are asked."""
+    """Return the form of an integer, or a quantized weight as it is, for ``forms``."""
     return fixed if isinstance(fixed, Stored) else INTEGER
 
 
 def _takes_rows(call: Call) -> bool:
-    """Say whether one call does for a batch: each array leads with the same axes, of any number."""
+    """Return whether one call can run a batch: all arrays begin with the same ``*`` axes."""
     contract = call.op.contract
     inputs = [operand for operand in contract.inputs if operand.name in call.names]
     outputs = [operand for operand in contract.outputs if operand.kind != "none"]
@@ -262,7 +266,7 @@ def _gradients(
     used: Mapping[str, Any],
     zeros: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the gradients of what is perturbed, given those of the outputs that are used."""
+    """Return the gradients of the perturbed operands, from those of the used outputs."""
     op, behind = call.op, call.op.backward
     kinds = {operand.name: operand.kind for operand in op.contract.inputs}
     if behind is None:
@@ -271,20 +275,20 @@ def _gradients(
     for name in perturbed:
         if kinds[name] == "table":
             raise table_gradient(op, name, stopped)
-    if strange := used.keys() - {*gradient_names(op)}:
-        name = min(strange)
+    if without := used.keys() - {*gradient_names(op)}:
+        name = min(without)
         raise GradientError(f"{op.called}: its result {name} has no gradient; {stopped}")
-    must = {operand.name for operand in behind.contract.inputs if not operand.optional}
+    required = {operand.name for operand in behind.contract.inputs if not operand.optional}
     values = values | {f"d{name}": grad for name, grad in used.items()}
     for name, grad in zeros.items():
-        if f"d{name}" in must:
+        if f"d{name}" in required:
             values[f"d{name}"] = jax.numpy.zeros(grad.shape, grad.dtype)
     options = {name: value for name, value in call.fixed.items() if name in behind.options}
     options |= {SEED: values[SEED]} if SEED in values else {}
     if "wanted" in behind.options:
         options["wanted"] = frozenset(perturbed)
     arrays = [values.get(name, call.fixed.get(name)) for name in behind.names]
-    found = behind.call(arrays, options)
-    results = found if type(found) is tuple else (found,)
+    result = behind.call(arrays, options)
+    results = result if type(result) is tuple else (result,)
     named = zip(behind.contract.outputs, results, strict=True)
     return {output.name: grad for output, grad in named if output.name[1:] in perturbed}

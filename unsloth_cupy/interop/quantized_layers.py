@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes, whose weights the library reads where they lie."""
+"""Reads the quantized weights of bitsandbytes layers in place, without a copy."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,11 +12,12 @@ from ._torch_memory import array_of
 
 LIBRARY = "bitsandbytes"
 FOUR, EIGHT = "Linear4bit", "Linear8bitLt"
-weights: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # by layer: (places, weight)
+# by layer: the addresses of its weight, and the weight
+weights: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def kind_of(layer: Any) -> str | None:
-    """Return which layer of bitsandbytes this is, if it is one."""
+    """Return the name of the bitsandbytes class that a layer is, or None."""
     for kind in type(layer).__mro__:
         if kind.__module__.partition(".")[0] == LIBRARY and kind.__name__ in (FOUR, EIGHT):
             return kind.__name__
@@ -29,7 +30,7 @@ def weight_of(layer: Any) -> Any:
     Raises
     ------
     ConfigError
-        The weight is not quantized yet, or lies otherwise than in a file.
+        The weight is not quantized yet, or its layout is not that of a saved file.
     """
     places = _places(layer)
     known = weights.get(layer)
@@ -39,29 +40,31 @@ def weight_of(layer: Any) -> Any:
 
 
 def _places(layer: Any) -> tuple[int, ...]:
-    """Return where the weight lies; raise where it does not lie as in a file."""
-    held, scales = layer.weight, _scales(layer)
+    """Return the addresses of a weight; raise if its layout is not that of a saved file."""
+    weight, scales = layer.weight, _scales(layer)
     if scales is None:
-        raise ConfigError(f"its weight is {held.dtype}, and not quantized yet; move it: .to('cpu')")
-    state = getattr(held, "quant_state", None)
+        problem = f"its weight is {weight.dtype}, and not quantized yet"
+        raise ConfigError(f"{problem}; move it: .to('cpu')")
+    state = getattr(weight, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
-        raise ConfigError("bitsandbytes has packed its weight for this CPU; load the model anew")
-    return held.data_ptr(), *(scale.data_ptr() for scale in scales)
+        raise ConfigError("bitsandbytes has packed its weight for this CPU; load the model again")
+    return weight.data_ptr(), *(scale.data_ptr() for scale in scales)
 
 
 def _scales(layer: Any) -> tuple[torch.Tensor, ...] | None:
-    """Return the scales of a weight, None where it has none."""
+    """Return the scales of a weight, None if it is not quantized."""
     if kind_of(layer) == FOUR:
         state = getattr(layer.weight, "quant_state", None) or layer.quant_state
         if state is None:
             return None
         return (state.absmax, state.state2.absmax) if state.nested else (state.absmax,)
-    found = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-    unrounded = layer.state.has_fp16_weights or found is None or layer.weight.dtype != torch.int8
-    return None if unrounded else (found,)
+    scale = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    unrounded = layer.state.has_fp16_weights or scale is None or layer.weight.dtype != torch.int8
+    return None if unrounded else (scale,)
 
 
 def _read(layer: Any) -> Any:
+    """Return the weight of a layer as an ``Nf4`` or ``Int8`` over its memory."""
     parts = {n: tensor.detach() for n, tensor in layer.state_dict().items() if n != "bias"}
     if kind_of(layer) == FOUR:
         parts["weight"] = parts["weight"].reshape(-1).view(torch.uint8)[:, None]

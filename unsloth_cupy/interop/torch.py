@@ -1,11 +1,11 @@
-"""Every op with a gradient inside of torch: eager, compiled, exported, transformed.
+"""Runs ops in torch, with gradients: eager, compiled, exported and transformed.
 
-    from unsloth_cupy import rms_norm            tensors that require gradients go in
+    from unsloth_cupy import rms_norm            accepts tensors that require gradients
     y = rms_norm(x, weight)                      y.grad_fn runs the library's backward op
 
-This module holds the same functions under the same names.  A call takes one of two ways.  An eager
-one runs the op on the memory of its tensors, inside of a ``torch.autograd.Function`` where a
-gradient is asked for, by functions that are written once for each op.  In short:
+This module has the library's functions under the same names.  A call runs in one of two ways.  An
+eager call runs the op on the memory of its tensors, inside of a ``torch.autograd.Function`` if a
+gradient is required, by functions that are generated once for each op.  In short:
 
     def swiglu(gate, up):
         if compiling() or functorch() or modes() or gate.__class__ not in plain ...:
@@ -60,8 +60,9 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NONE = type(None)
 PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 NO_GRAPH = (
-    "a quantized weight is in no graph of torch.compile(fullgraph=True), torch.export, torch.func"
-    " or torch.jit: call the op outside of them, or pass the tensor of weight.dequantize()"
+    "a quantized weight cannot be in a graph of torch.compile(fullgraph=True), torch.export,"
+    " torch.func or torch.jit: call the op outside of them, or pass the tensor of"
+    " weight.dequantize()"
 )
 SCOPE: dict[str, Any] = {
     "forward_ad": forward_ad,
@@ -87,29 +88,29 @@ SCOPE: dict[str, Any] = {
     "REFUSED": REFUSED,
 }
 entered: dict[Op[..., Any], Operator] = {}
-scopes: dict[Op[..., Any], dict[str, Any]] = {}  # what the functions of an op see
+scopes: dict[Op[..., Any], dict[str, Any]] = {}  # globals of the functions of an op
 __getattr__, __dir__ = module_names(globals())
 
 
 def _untraced(function: F) -> F:
-    """Keep dynamo, where it is at work around a call, from a function and all that it calls."""
+    """Exclude a function, and all that it calls, from tracing by dynamo."""
     code, skip = getattr(function, "__code__"), dynamo._FrameAction.SKIP  # noqa: B009 -- mypy
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
     return function
 
 
 def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run an op on tensors: what the library's functions do with them."""
+    """Run an op on tensors; the library's functions call this."""
     try:
-        call = op.in_torch  # no dict of all ops, whose growth would recompile graphs
+        call = op.in_torch  # not in a dict of all ops: its growth would recompile graphs
     except AttributeError:
-        call = _enter(op)
+        call = _generate(op)
     return call(*arrays, *options.values())
 
 
 @_untraced
-def _enter(op: Any) -> Callable[..., Any]:
-    """Write the functions of an op on eager tensors; it knows the one to call."""
+def _generate(op: Any) -> Callable[..., Any]:
+    """Generate the functions of an op on eager tensors; store and return the one to call."""
     order = [*inspect.signature(op.definition).parameters]
     scope = SCOPE | {
         "op": op,
@@ -126,7 +127,7 @@ def _enter(op: Any) -> Callable[..., Any]:
     _untraced(scope["compute"])
     if changes(op):
         op.in_torch = scope["compute"]
-        op.in_torch._torchdynamo_disable = True  # a graph is broken: it records no changes
+        op.in_torch._torchdynamo_disable = True  # breaks a graph, which cannot record changes
         return op.in_torch
     _write("call", op, call_source(op, order))
     if any(map(is_weight, op.contract.inputs)):
@@ -137,54 +138,58 @@ def _enter(op: Any) -> Callable[..., Any]:
     op.in_torch = scope["call"]
     if op.backward is not None:
         behind = op.backward
-        scope["behind"] = behind.in_torch if behind in scopes else _enter(behind)
+        scope["behind"] = behind.in_torch if behind in scopes else _generate(behind)
         scope["wanted"] = functools.partial(_wanted, op.names)
-        after = [*inspect.signature(op.backward.definition).parameters]
-        _write("gradient", op, function_source(op, order, op.backward, after))
+        behind_order = [*inspect.signature(op.backward.definition).parameters]
+        _write("gradient", op, function_source(op, order, op.backward, behind_order))
     else:
-        scope["forward"] = lambda ctx, *given: scope["compute"](*given)
+        scope["forward"] = lambda ctx, *arguments: scope["compute"](*arguments)
         scope["backward"] = functools.partial(_refuse_gradient, op, len(order))
     body = {each: staticmethod(scope[each]) for each in ("forward", "backward")}
     function: Any = type(op.__name__, (torch.autograd.Function,), body)
-    scope["apply"] = super(torch.autograd.Function, function).apply  # functorch is not at work
+    # the base class's apply, without functorch's checks: call() excludes functorch
+    scope["apply"] = super(torch.autograd.Function, function).apply
     return op.in_torch
 
 
 def _write(what: str, op: Op[..., Any], source: str) -> None:
+    """Compile generated source in the scope of an op."""
     write(f"{what} of {op.__name__} in torch", source, scopes[op])
 
 
-def _registered(op: Op[..., Any], *given: Any) -> Any:
-    """Make an op an operator of torch, then call it."""
+def _registered(op: Op[..., Any], *arguments: Any) -> Any:
+    """Register an op as an operator of torch, then call it."""
     register(op)
-    return scopes[op]["traced"](*given)
+    return scopes[op]["traced"](*arguments)
 
 
 @_untraced
 def register(op: Op[..., Any]) -> Operator:
-    """Make an op and its backward op operators of torch; those of the library are already."""
+    """Register an op and its backward op as operators of torch, unless they are already."""
     if op in entered:
         return entered[op]
     behind = None if op.backward is None else register(op.backward)
-    made = entered[op] = Operator(op, scopes[op]["compute"], behind)
-    scopes[op]["door"] = made.door
-    scopes[op].update((f"encode_{n}", c.encode) for n, c in made.codecs.items() if c.encode)
-    _write("graph", op, traced_source(made))
-    return made
+    operator = entered[op] = Operator(op, scopes[op]["compute"], behind)
+    scopes[op]["door"] = operator.door
+    scopes[op].update((f"encode_{n}", c.encode) for n, c in operator.codecs.items() if c.encode)
+    _write("graph", op, traced_source(operator))
+    return operator
 
 
 def _wanted(names: Sequence[str], needs: Sequence[bool]) -> frozenset[str]:
+    """Return the names of the operands that need a gradient."""
     return frozenset(name for name, need in zip(names, needs, strict=False) if need)
 
 
 def _refuse_gradient(op: Op[..., Any], count: int, ctx: Any, *grads: Any) -> Any:
+    """Raise, as the backward pass of an op without a backward op, if it gets a gradient."""
     if any(grad is not None for grad in grads):
         raise no_gradient(op)
     return (None,) * count
 
 
 def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
-    """Raise where an argument is not a tensor, before anything is made of it."""
+    """Raise if an argument is not a tensor, before it is used."""
     for operand, tensor in zip(op.contract.inputs, tensors, strict=True):
         call = f"{op.called}: {operand.name} is"
         if tensor is None and not operand.optional:
@@ -202,13 +207,13 @@ def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
 
 
 def _check_outside(op: Op[..., Any], tensors: Sequence[Any]) -> None:
-    """Raise for a call with a quantized weight that a graph or a transform would hold."""
+    """Raise for a call with a quantized weight inside of a graph or a transform."""
     _check(op, tensors)
     dense = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     if forward_ad._current_level >= 0:
         register(op).refuse_tangents(dense)
-    strange = any(type(t).__torch_dispatch__ is not PLAIN_DISPATCH for t in dense)
-    if strange or functorch() or SCOPE["recording"]():
+    subclass = any(type(t).__torch_dispatch__ is not PLAIN_DISPATCH for t in dense)
+    if subclass or functorch() or SCOPE["recording"]():
         raise FrameworkError(f"{op.called}: {NO_GRAPH}")
 
 
@@ -220,7 +225,7 @@ def _check_together(op: Op[..., Any], tensors: Sequence[Any]) -> None:
 
 
 def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Exception) -> None:
-    """Raise for a tensor whose memory neither NumPy nor CuPy can see."""
+    """Raise for a tensor whose memory neither NumPy nor CuPy can view."""
     op.library_of(tensors)
     for name, tensor in zip(op.names, tensors, strict=True):
         try:
@@ -237,6 +242,6 @@ def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Excepti
 
 for _op in operators():
     if _op not in scopes:
-        _enter(_op)
+        _generate(_op)
 for _op in operators():
     register(_op)

@@ -1,12 +1,12 @@
-"""Models of transformers that compute with the library's ops: ``patch(model)``.
+"""Lets models of transformers compute with the library's ops: ``patch(model)``.
 
-    report = patch(model)      takes over what it knows and has tried on random numbers
-    print(report)              what was taken, what was left and why
-    unpatch(model)             back to equal bits
-    PatchCallback()            the same in Trainer(..., callbacks=[...])
+    report = patch(model)      replaces known parts that pass a trial on random numbers
+    print(report)              which parts were replaced, and why others were not
+    unpatch(model)             restores the model: its results have the same bits as before
+    PatchCallback()            patches in Trainer(..., callbacks=[...])
 
-No model is known by its name.  A part is taken over where its structure is known and a trial shows
-that the op gives what the part gives; every other part stays as it is.
+Models are not recognised by name.  A part is replaced if its structure is known and a trial shows
+that the op computes the same as the part; every other part stays as it is.
 """
 
 from ._callback import PatchCallback as PatchCallback

@@ -1,8 +1,9 @@
-"""Attention as transformers' AttentionInterface asks for it, and masks that stay small.
+"""Attention for transformers' AttentionInterface, with compact masks.
 
-Where a mask is causal, a window of the config or texts that are packed, layers get which keys are
-no padding, (batch, keys), or where packed texts begin, (texts + 1,).  All else, such as images
-whose tokens see each other, is the mask that transformers makes, (batch, 1, queries, keys).
+If a mask is causal, has the window of the config, or separates packed texts, layers get only which
+keys are not padding, (batch, keys), or the starts of the packed texts, (texts + 1,).  Any other
+mask, for example of images whose tokens see each other, is the full mask of transformers,
+(batch, 1, queries, keys).
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from ._changes import Changes
 from ._trials import Refused, Texts, near
 
 NAME = "unsloth_cupy"
-notes: list[tuple[Any, ...]] | None = None  # of a trial
+notes: list[tuple[Any, ...]] | None = None  # records the calls of a trial; None outside of one
 
 
 def attention(
@@ -29,33 +30,37 @@ def attention(
     softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
     position_bias: Any = None, **_: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Return what heads see, (batch, tokens, heads, dim)."""
+    """Return the attention of each head, (batch, tokens, heads, dim), and None for its weights.
+
+    ``seen`` is a mask that ``mask`` returned.
+    """
     if notes is not None:
         notes.append(("attention", module, seen, sliding_window))
     q, k, v = (a.transpose(1, 2) for a in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    if dropout:  # drawn from torch's generator on the host, which checkpointing winds back
+    if dropout:  # seed from torch's generator on the host, which checkpointing restores
         options |= {"dropout": dropout, "seed": torch.randint(2**62, ())}
     if position_bias is not None:
         options["bias"] = position_bias
-    if seen is not None and seen.ndim == 4:  # says everything
-        return attend(q, k, v, **_whole(seen, options)), None
+    if seen is not None and seen.ndim == 4:  # a full mask, which includes causality and windows
+        return attend(q, k, v, **_with_mask(seen, options)), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    side = sliding_window and sliding_window - 1  # it counts the query itself
+    side = sliding_window and sliding_window - 1  # sliding_window includes the query itself
     options |= {
         "causal": causal,
         "window": (side, 0 if causal else side) if sliding_window else None,
     }
     if seen is None:
         return attend(q, k, v, **options), None
-    if seen.ndim == 1:  # texts lie end to end
+    if seen.ndim == 1:  # starts of packed texts
         flat = (a.flatten(0, 1) for a in (q, k, v))
         return attention_varlen(*flat, seen, seen, **options).view(*q.shape[:3], v.shape[-1]), None
-    count = seen.shape[1]  # what a static cache holds after these keys is not there yet
+    count = seen.shape[1]  # a static cache has more keys, which are not written yet
     return attend(q, k[:, :count], v[:, :count], mask=seen[:, None, None], **options), None
 
 
-def _whole(seen: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _with_mask(seen: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with a full mask, as a boolean mask or added to the bias."""
     if seen.dtype is torch.bool:
         return options | {"mask": seen}
     bias = options.get("bias")
@@ -68,7 +73,7 @@ def mask(
     local_size: int | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False,
     device: Any = "cpu", config: Any = None, cache_position: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return what layers must know of a mask."""
+    """Return the mask that layers get: None, compact or full, as the module's docstring says."""
     queries = {"q_length": q_length, "q_offset": q_offset, "device": device}
     if cache_position is not None:  # transformers before 5.5
         queries = {"cache_position": cache_position}
@@ -76,29 +81,29 @@ def mask(
         device = cache_position.device
     window = getattr(config, "sliding_window", None)
     end = _end(q_offset, q_length) if allow_is_causal_skip else None
-    # All texts lie in the first chunk, where a mask is one of chunks.
-    first = (
+    # with chunked attention: all tokens are in the first chunk
+    first_chunk = (
         end is not None and local_size is not None and local_size != window and end <= local_size
     )
-    plain = local_size is None or local_size == window or first
+    plain = local_size is None or local_size == window or first_chunk
     square = attention_mask is None and 1 < q_length == kv_length and not use_vmap
     if plain and end is not None and end <= kv_offset + kv_length:
-        made = _padding(attention_mask, batch_size, kv_offset, end, kv_length, device)
+        seen = _padding(attention_mask, batch_size, kv_offset, end, kv_length, device)
     elif square and ((allow_is_causal_skip and not plain) or _packed(mask_function, options)):
-        made = _starts(mask_function, batch_size, q_length, device)
+        seen = _starts(mask_function, batch_size, q_length, device)
     else:
-        made = sdpa_mask(
+        seen = sdpa_mask(
             batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
             use_vmap=use_vmap, **queries, **options,
         )  # fmt: skip
     if notes is not None:
-        notes.append(("mask", made, window if local_size == window else None))
-    return made
+        notes.append(("mask", seen, window if local_size == window else None))
+    return seen
 
 
 def _end(q_offset: Any, q_length: int) -> int | None:
-    """Return the position after the last query, or None where a graph does not know it."""
+    """Return the position after the last query, or None if it is not known in a graph."""
     if isinstance(q_offset, torch.Tensor):
         if torch.compiler.is_compiling() or q_length == 1:
             return None
@@ -107,7 +112,7 @@ def _end(q_offset: Any, q_length: int) -> int | None:
 
 
 def _padding(mask: Any, batch: int, start: int, end: int, keys: int, device: Any) -> Any:
-    """Return which of the keys from start to end are no padding; None where all are to be seen."""
+    """Return which keys from start to end are not padding; None if all of them are seen."""
     if mask is None:
         if end == start + keys:
             return None
@@ -118,39 +123,39 @@ def _padding(mask: Any, batch: int, start: int, end: int, keys: int, device: Any
 
 
 def _packed(function: Any, options: dict[str, Any]) -> bool:
-    """Say whether a mask is one of packed texts, causal or with a window inside of each."""
+    """Return whether a mask is one of packed texts, each causal or with a window."""
     return function.__name__ == "and_mask" and "allow_is_bidirectional_skip" not in options
 
 
 def _starts(function: Any, batch: int, tokens: int, device: Any) -> Any:
-    """Return where texts begin that lie end to end: at tokens that do not see the one before."""
+    """Return the starts of packed texts (tokens that do not see the previous one) and the end."""
     row, token = torch.arange(batch, device=device), torch.arange(tokens, device=device)
     sees = function(row[:, None], row[:1, None], token[None], token[None] - 1)
     starts = ~sees.expand(batch, tokens) | (token == 0)
     total = batch * tokens
     places = torch.arange(total, device=device)
-    if torch.compiler.is_compiling():  # one size for all batches: texts without tokens follow
-        found = torch.where(starts.flatten(), places, total).sort().values
+    if torch.compiler.is_compiling():  # a fixed size for all batches: empty texts at the end
+        starts_at = torch.where(starts.flatten(), places, total).sort().values
     else:
-        found = places[starts.flatten()]
-    return pad(found, (0, 1), value=total).to(torch.int32)
+        starts_at = places[starts.flatten()]
+    return pad(starts_at, (0, 1), value=total).to(torch.int32)
 
 
 def take(changes: Changes, model: Any, texts: Texts) -> None:
-    """Let the layers of a model's decoder attend here; raise Refused where one does more."""
+    """Let the layers of a model's decoder use this attention; raise Refused if one differs."""
     for config in _configs(model):
         changes.set(config, "_attn_implementation_internal", NAME)
     with _noting() as noted:
         texts.run(model)
-    made = {id(seen): (seen, size) for kind, seen, size, *_ in noted if kind == "mask"}
+    masks = {id(seen): (seen, size) for kind, seen, size, *_ in noted if kind == "mask"}
     called = {note[1]: note[2:] for note in noted if note[0] == "attention"}
     if not called:
-        raise Refused("it does not ask the AttentionInterface")
+        raise Refused("it does not use the AttentionInterface")
     for module, (seen, window) in called.items():
-        if id(seen) not in made:
+        if id(seen) not in masks:
             raise Refused(f"{type(module).__name__} gets a mask that is not the interface's")
-        if seen.ndim < 4 and made[id(seen)][1] != window:
-            raise Refused(f"{type(module).__name__} does not say which window it has")
+        if seen.ndim < 4 and masks[id(seen)][1] != window:
+            raise Refused(f"{type(module).__name__} does not pass the window of its mask")
     ours = changes[-len(_configs(model)) :]
     for owner, name, _, before in ours:
         vars(owner)[name] = before
@@ -160,14 +165,15 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
     for module, call in calls.items():
         if "attention_mask" not in call.given:
             raise Refused(f"{type(module).__name__} takes its mask by another name")
-        found = texts.kept(call.again(module, attention_mask=called[module][0]))
-        if not near(found, texts.kept(call.found), model.dtype):
-            raise Refused(f"{type(module).__name__} does more than the interface says")
+        result = texts.kept(call.again(module, attention_mask=called[module][0]))
+        if not near(result, texts.kept(call.found), model.dtype):
+            raise Refused(f"{type(module).__name__} does more than the interface specifies")
 
 
 @contextmanager
 def _noting() -> Iterator[list[tuple[Any, ...]]]:
-    global notes  # noqa: PLW0603  # transformers calls two functions, which know no model
+    """Yield a list to which ``attention`` and ``mask`` add their calls inside the block."""
+    global notes  # noqa: PLW0603  # transformers calls both functions without a model
     notes = []
     try:
         yield notes
@@ -176,10 +182,10 @@ def _noting() -> Iterator[list[tuple[Any, ...]]]:
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return the configs that say how the layers of a decoder attend."""
+    """Return the configs that select the attention of a decoder's layers."""
     decoder = model.get_decoder() or model
-    found = [getattr(module, "config", None) for module in decoder.modules()]
-    return [*{id(config): config for config in found if config is not None}.values()]
+    configs = [getattr(module, "config", None) for module in decoder.modules()]
+    return [*{id(config): config for config in configs if config is not None}.values()]
 
 
 AttentionInterface.register(NAME, attention)

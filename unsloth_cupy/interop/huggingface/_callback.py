@@ -1,4 +1,4 @@
-"""A callback that lets a trainer patch its model."""
+"""A callback with which a transformers Trainer patches its model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +10,11 @@ from ._report import Report
 
 
 class PatchCallback(TrainerCallback):
-    """Patch the model of a trainer when the trainer is made, before anything shards or wraps it.
+    """Patches the model of a trainer when the trainer is created, before it is sharded or wrapped.
 
-    ``Trainer(model, arguments, callbacks=[PatchCallback()])``; trainers of TRL take it too, and
-    have put their adapters on the model by then.  A model that is patched already is left alone,
-    and so is the patch after training: ``unpatch(trainer.model)`` undoes it.
+    ``Trainer(model, arguments, callbacks=[PatchCallback()])``; trainers of TRL accept it too, and
+    have added their adapters to the model by then.  A model that is already patched is not changed.
+    The patch stays after training: ``unpatch(trainer.model)`` removes it.
 
     Parameters
     ----------
@@ -24,12 +24,12 @@ class PatchCallback(TrainerCallback):
     Attributes
     ----------
     report : Report or None
-        What ``patch`` returned; None as long as it was not called.
+        The report of ``patch``; None if it has not been called.
 
     Raises
     ------
     ConfigError
-        There is no such part.
+        A part does not exist.
     """
 
     def __init__(self, *, parts: Iterable[str] | None = None) -> None:
@@ -37,8 +37,8 @@ class PatchCallback(TrainerCallback):
         self.report: Report | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Patch the model of a trainer that was made with this callback."""
+        """Patch the model of a trainer that was created with this callback."""
         if not is_patched(model):
             self.report = patch(model, parts=self.parts)
 
-    on_train_begin = on_init_end  # where it was added to a trainer, or the model is another
+    on_train_begin = on_init_end  # if it was added later, or the model was replaced

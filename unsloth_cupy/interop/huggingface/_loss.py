@@ -1,12 +1,12 @@
-"""The loss of a language model without its logits, computed inside the head's own forward.
+"""Replaces the loss of a language model by one without logits, computed in the head's forward.
 
-In training with labels the head returns zeros whose gradient is that of the summed loss, and the
-model's own forward goes on with them as if they were logits: it scales or caps them, which leaves
-zeros, adds the losses of routers, and asks its loss function.  That adds the value of the sum:
+In training with labels, the head returns zeros whose gradient is that of the summed loss.  The
+model's own forward continues with them as if they were logits: it scales or caps them, which leaves
+zeros, adds the losses of routers, and calls its loss function.  That adds the value of the sum:
 
-    loss = (sum + (f(zeros) - f(zeros)) / f'(0)) / labels        f: what happens to logits
+    loss = (sum + (f(zeros) - f(zeros)) / f'(0)) / labels        f: the scaling and cap of logits
 
-So hooks of the head see all of its work, and its weight is read inside of its forward alone.
+So hooks of the head see all of its work, and its weight is only read inside of its forward.
 """
 
 import functools
@@ -25,20 +25,20 @@ from ._changes import Changes, own_forward
 from ._trials import Refused, Texts, near
 
 IGNORE, STATE = -100, "_unsloth_cupy_loss"
-HOST_BYTES = 2**25  # of logits at a time on a CPU, where products are as fast in parts
+HOST_BYTES = 2**25  # bytes of logits at a time on a CPU, where products in parts are as fast
 
 
 class State:
-    """What the head and the model tell each other of one step."""
+    """Data that the head and the model pass to each other during a step."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
-        self.labels: Any = None  # shifted; the head takes them
+        self.labels: Any = None  # shifted labels, which the head reads and clears
         self.total: Any = None  # the sum of the losses, without a gradient
 
 
 class Logits(NamedTuple):
-    """What a model does to logits: ``softcap * tanh(scale * x / softcap)``."""
+    """The function that a model applies to logits: ``softcap * tanh(scale * x / softcap)``."""
 
     scale: float
     softcap: float | None
@@ -49,7 +49,7 @@ class Logits(NamedTuple):
 
 
 def take(changes: Changes, model: Any, texts: Texts) -> None:
-    """Take the loss of a model over; raise Refused where that is not proven."""
+    """Replace the loss of a model; raise Refused if a trial does not show the same losses."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or not own_forward(head):
         raise Refused(f"its head is {type(head).__name__}, or replaced")
@@ -64,33 +64,33 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
     changes.forward(head, _head(logits))
     changes.forward(model, _model(type(model).forward))
     changes.set(model, "_loss_function", types.MethodType(_loss(logits.scale), model))
-    vars(model)["training"] = True  # of the outermost module alone: no dropout
+    vars(model)["training"] = True  # only of the outermost module: no dropout
     try:
-        found = _steps(model, texts)
+        losses = _steps(model, texts)
     finally:
         vars(model)["training"] = False
     if not near(
-        found, expected, torch.float32 if head.weight.dtype.itemsize > 2 else torch.float16
+        losses, expected, torch.float32 if head.weight.dtype.itemsize > 2 else torch.float16
     ):
         raise Refused("it is not the cross entropy of its logits")
 
 
 def _steps(model: Any, texts: Texts) -> list[torch.Tensor]:
-    """Return losses: averaged, over a number of labels, and of labels that are shifted already."""
+    """Return three losses: the mean, the sum over a given number of labels, of shifted labels."""
     shifted = pad(texts.labels, (0, 1), value=IGNORE)[:, 1:].roll(1, 0)
     others: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"shift_labels": shifted}]
     return [texts.run(model, labels=texts.labels, **other).loss for other in others]
 
 
 def _probe(changes: Changes, model: Any, head: Any, texts: Texts) -> Logits:
-    """Find what a model does to logits, by handing it some instead of the head's."""
+    """Return the function that a model applies to logits, from logits that replace its head's."""
     ramp = torch.linspace(-60, 60, head.weight.shape[0], dtype=torch.float64)
     ramp[:4] = torch.tensor([0, 1e-2, 1.0, 1e9])
     count = len(changes)
     changes.forward(head, lambda self, x: ramp.to(x.device).expand(*x.shape[:-1], -1))
-    found = texts.run(model).logits[0, 0].double().cpu()
+    outputs = texts.run(model).logits[0, 0].double().cpu()
     changes.since(count)
-    zero, low, one, high = found[:4].tolist()
+    zero, low, one, high = outputs[:4].tolist()
     if zero != 0 or low == 0:
         raise Refused("its logits are not those of its head")
     if high < 1e6 * one:
@@ -98,16 +98,19 @@ def _probe(changes: Changes, model: Any, head: Any, texts: Texts) -> Logits:
         logits = Logits(_rounded(scale), _rounded(high))
     else:
         logits = Logits(_rounded(one), None)
-    if not near(found, logits(ramp), torch.float32):
+    if not near(outputs, logits(ramp), torch.float32):
         raise Refused("its logits are more than scaled and capped")
     return logits
 
 
 def _rounded(value: float) -> float:
+    """Return a number rounded to seven digits."""
     return float(f"{value:.7g}")
 
 
 def _head(logits: Logits) -> Any:
+    """Return the forward of the head."""
+
     def forward(self: Any, x: Any) -> Any:
         state = vars(self)[STATE]
         labels, state.labels = state.labels, None
@@ -122,88 +125,95 @@ def _head(logits: Logits) -> Any:
 
 
 def _summed(x: Any, weight: Any, labels: Any, softcap: float | None) -> Any:
-    """Return the sum of the losses, with its gradients, if they are asked for, in the same pass."""
-    most = None if x.is_cuda else HOST_BYTES
-    asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if torch.compiler.is_compiling() or not asked:
-        return linear_cross_entropy(x, weight, labels, softcap=softcap, max_bytes=most).sum()
+    """Return the sum of the losses; if gradients are required, compute them in the same pass."""
+    max_bytes = None if x.is_cuda else HOST_BYTES
+    records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if torch.compiler.is_compiling() or not records:
+        return linear_cross_entropy(x, weight, labels, softcap=softcap, max_bytes=max_bytes).sum()
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
-    return Summed.apply(x, weight, labels, softcap, most)
+    return Summed.apply(x, weight, labels, softcap, max_bytes)
 
 
 class Summed(torch.autograd.Function):
-    """A sum of losses that computes its gradients on the way forward: logits are made once."""
+    """A sum of losses that computes its gradients in the forward pass: logits are computed once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, labels: Any, softcap: Any, most: Any) -> Any:
-        """Return the sum; keep the gradients, which the way back scales in place."""
+    def forward(ctx: Any, x: Any, weight: Any, labels: Any, softcap: Any, max_bytes: Any) -> Any:
+        """Return the sum; save the gradients, which the backward pass scales in place."""
         needs = zip(("x", "weight"), ctx.needs_input_grad, strict=False)
         wanted = frozenset(name for name, need in needs if need)
         rows, *ctx.gradients = linear_cross_entropy_gradients(
-            x, weight, labels, softcap=softcap, max_bytes=most, wanted=wanted
+            x, weight, labels, softcap=softcap, max_bytes=max_bytes, wanted=wanted
         )
         return rows.sum()
 
     @staticmethod
     def backward(ctx: Any, dtotal: Any) -> Any:
-        """Scale the gradients, once: they are not there for a second time."""
+        """Return the scaled gradients; only once, as they are scaled in place."""
         if ctx.gradients is None:
             cure = "compute the loss anew instead of retain_graph=True"
             raise GradientError(f"the gradients of this loss were taken already; {cure}")
         gradients, ctx.gradients = ctx.gradients, None
-        found = [None if each is None else each.mul_(dtotal) for each in gradients]
-        return *found, None, None, None
+        scaled = [None if each is None else each.mul_(dtotal) for each in gradients]
+        return *scaled, None, None, None
 
 
 def _model(plain: Any) -> Any:
-    @functools.wraps(plain)  # whose parameters trainers read
-    def forward(self: Any, *args: Any, **given: Any) -> Any:
-        labels: Any = given.get("labels")
+    """Return the forward of the model, around its own one."""
+
+    @functools.wraps(plain)  # trainers read its parameters
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        labels: Any = options.get("labels")
         state = vars(self).get(STATE)
-        asked = state is not None and labels is not None and self.training
-        if not asked or not _simple(given) or not _whole(self, state):
-            return plain(self, *args, **given)
-        shifted = given.get("shift_labels")
+        trains = state is not None and labels is not None and self.training
+        if not trains or not _simple(options) or not _is_whole(self, state):
+            return plain(self, *args, **options)
+        shifted = options.get("shift_labels")
         state.labels = pad(labels, (0, 1), value=IGNORE)[..., 1:] if shifted is None else shifted
         try:
-            found = plain(self, *args, **given)
+            result = plain(self, *args, **options)
         finally:
             state.labels = state.total = None
-        found.logits = None
-        return found
+        result.logits = None
+        return result
 
     return forward
 
 
-def _simple(given: dict[str, Any]) -> bool:
-    """Say whether a call asks for the loss of all its labels, and for a named result."""
-    keep = given.get("logits_to_keep", 0)
+def _simple(options: dict[str, Any]) -> bool:
+    """Return whether a call computes the loss of all labels, and returns a named result."""
+    keep = options.get("logits_to_keep", 0)
     return (
         isinstance(keep, int)
         and keep == 0
-        and given.get("return_dict") is not False
-        and "ignore_index" not in given
+        and options.get("return_dict") is not False
+        and "ignore_index" not in options
     )
 
 
-def _whole(model: Any, state: State) -> bool:
-    """Say whether the head is all of the head: adapters around it add to its logits."""
+def _is_whole(model: Any, state: State) -> bool:
+    """Return whether the model's head is still the patched one, without adapters around it.
+
+    Adapters would add to its logits.
+    """
     head = model.get_output_embeddings()
     same = [*map(id, head.parameters())] == [*map(id, state.head.parameters())]
     return head is state.head or same
 
 
 def _loss(scale: float) -> Any:
-    def loss(self: Any, logits: Any, labels: Any, vocab_size: int, **given: Any) -> Any:
+    """Return the loss function of the model; ``scale`` is the factor of its logits."""
+
+    def loss(self: Any, logits: Any, labels: Any, vocab_size: int, **options: Any) -> Any:
         total = vars(self)[STATE].total
         if total is None:
             plain: Any = LOSS_MAPPING.get(self.loss_type, ForCausalLMLoss)
-            return plain(logits=logits, labels=labels, vocab_size=vocab_size, **given)
-        count = given.get("num_items_in_batch")
+            return plain(logits=logits, labels=labels, vocab_size=vocab_size, **options)
+        count = options.get("num_items_in_batch")
         if count is None:
-            shifted = given.get("shift_labels")
+            shifted = options.get("shift_labels")
             shifted = labels[..., 1:] if shifted is None else shifted
             count = (shifted != IGNORE).sum()
         zero = logits[(0,) * logits.ndim] / scale

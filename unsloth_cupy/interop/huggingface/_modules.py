@@ -1,8 +1,9 @@
-"""Parts that are one module: norms, gated MLPs, embeddings, layers of LoRA.
+"""Replacements for parts that are one module: norms, gated MLPs, embeddings, layers of LoRA.
 
-Each function here looks at a module's structure.  It returns what may stand in for its forward and
-the trial that decides, None where the module is another part, or raises Refused with the reason.
-Functions that are put on modules hold constants alone, so that a deep copy calls its own modules.
+Each function here looks at a module's structure.  It returns candidates for its forward with the
+trial that decides between them, or None if the module is another part, or raises Refused with the
+reason.  Forwards that are set on modules only hold constants, so that a deep copy of a model calls
+its own modules.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 
 def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
-    """Return the formulas that may be a norm's: they are tried with random weights, in float32."""
+    """Return the formulas that a norm may have; they are tried with random weights, in float32."""
     eps = eps_of(module)
     named = "Norm" in type(module).__name__ and "Batch" not in type(module).__name__
     if module._modules or not (named or isinstance(eps, float)):
@@ -47,12 +48,14 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
 
 
 def eps_of(module: nn.Module) -> Any:
-    """Return the eps of a norm, None where it is not told."""
-    held = vars(module)
-    return held.get("variance_epsilon", held.get("eps"))
+    """Return the eps of a norm, None if it has no such attribute."""
+    attributes = vars(module)
+    return attributes.get("variance_epsilon", attributes.get("eps"))
 
 
 def _rms_norm(eps: float, offset: float) -> Forward:
+    """Return a forward that computes ``rms_norm`` with weights plus ``offset``."""
+
     def forward(self: Any, x: Any, residual: Any = None) -> Any:
         y, h, _ = rms_norm_forward(x, self.weight, residual, eps=eps, offset=offset)
         return y if residual is None else (y, h)
@@ -61,6 +64,8 @@ def _rms_norm(eps: float, offset: float) -> Forward:
 
 
 def _layer_norm(eps: float) -> Forward:
+    """Return a forward that computes ``layer_norm``."""
+
     def forward(self: Any, x: Any, residual: Any = None) -> Any:
         bias = getattr(self, "bias", None)
         y, h, _, _ = layer_norm_forward(x, self.weight, bias, residual, eps=eps)
@@ -70,7 +75,7 @@ def _layer_norm(eps: float) -> Forward:
 
 
 def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return a gated MLP: its activation is tried from -8 to 8 first, where formulas differ."""
+    """Return a gated MLP; its activation is found first, on -8 to 8, where formulas differ."""
     names = module._modules.keys()
     if "Experts" in type(module).__name__ and module._parameters:
         raise Refused("experts are left alone")
@@ -84,25 +89,29 @@ def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     if not any(gated <= names for gated in GATED):
         raise Refused("no gate and up around one activation")
     fused = "gate_up_proj" in names
-    into: Any = module.gate_up_proj if fused else module.gate_proj
+    first: Any = module.gate_up_proj if fused else module.gate_proj
     gates = [gate for gate in (swiglu, _geglu(True), _geglu(False)) if _is_gate(act, gate)]
     if not gates:
         raise Refused(f"its activation is {type(act).__name__}")
     device = next(module.parameters()).device
-    sample = draw(1, into.in_features).to(device, dtype)
+    sample = draw(1, first.in_features).to(device, dtype)
     return Candidate([_gated(gate, fused) for gate in gates], sample, {}, dtype)
 
 
 def _geglu(approximate: bool) -> Forward:
+    """Return ``geglu`` with the exact or the approximate GELU."""
     return lambda gate, up: geglu(gate, up, approximate=approximate)
 
 
 def _is_gate(act: Any, gate: Forward) -> bool:
-    wide = torch.linspace(-8, 8, 999)
-    return agree(act, lambda x: gate(x, torch.ones_like(x)), [wide], torch.float32)
+    """Return whether an activation is that of a gate."""
+    numbers = torch.linspace(-8, 8, 999)
+    return agree(act, lambda x: gate(x, torch.ones_like(x)), [numbers], torch.float32)
 
 
 def _gated(gate: Forward, fused: bool) -> Forward:
+    """Return the forward of a gated MLP; ``fused`` if gate and up are one projection."""
+
     def forward(self: Any, x: Any) -> Any:
         if fused:
             return self.down_proj(gate(*self.gate_up_proj(x).chunk(2, -1)))
@@ -112,7 +121,7 @@ def _gated(gate: Forward, fused: bool) -> Forward:
 
 
 def table(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return an embedding that is nothing but a table."""
+    """Return an embedding that only looks up rows of a table."""
     if not isinstance(module, nn.Embedding):
         return None
     if type(module).forward is not nn.Embedding.forward:
@@ -120,21 +129,23 @@ def table(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise Refused("its gradient is sparse, scaled or its rows are bounded")
     tokens = torch.arange(min(5, module.num_embeddings), device=module.weight.device)
-    return Candidate([_looked_up(module.padding_idx)], tokens, {}, dtype)
+    return Candidate([_lookup(module.padding_idx)], tokens, {}, dtype)
 
 
-def _looked_up(padding: int | None) -> Forward:
+def _lookup(padding: int | None) -> Forward:
+    """Return the forward of an embedding; the row of the padding token gets no gradient."""
+
     def forward(self: Any, tokens: Any) -> Any:
         x = embedding(tokens, self.weight)
         if padding is None or not x.requires_grad:
             return x
-        return torch.where((tokens == padding)[..., None], x.detach(), x)  # its row learns nothing
+        return torch.where((tokens == padding)[..., None], x.detach(), x)
 
     return forward
 
 
 def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return a linear layer of peft with adapters of LoRA or DoRA, tried with random ones."""
+    """Return a linear layer of peft with LoRA or DoRA adapters, tried with random adapters."""
     if not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
         return None
     layer: Any = module
@@ -157,15 +168,17 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     }
     sample = draw(2, layer.in_features).to(base.weight.device)
     sample = sample.to(dtype if frozen else base.weight.dtype)
-    least = computed_in(base, dtype) if frozen else dtype
-    return Candidate([_adapted(type(layer).forward)], sample, random, least)
+    least_exact = computed_in(base, dtype) if frozen else dtype
+    return Candidate([_adapted(type(layer).forward)], sample, random, least_exact)
 
 
 def _adapted(plain: Forward) -> Forward:
-    def forward(self: Any, x: Any, *args: Any, **given: Any) -> Any:
+    """Return the forward of a layer with one active adapter; other calls run its own forward."""
+
+    def forward(self: Any, x: Any, *args: Any, **options: Any) -> Any:
         active = [name for name in self.active_adapters if name in self.lora_A]
-        if len(active) != 1 or args or given or self.disable_adapters or self.merged:
-            return plain(self, x, *args, **given)
+        if len(active) != 1 or args or options or self.disable_adapters or self.merged:
+            return plain(self, x, *args, **options)
         base, a, b = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
         weight = base.weight if type(base) is nn.Linear else adapted_base(base, x)
         if weight is None:
@@ -177,7 +190,7 @@ def _adapted(plain: Forward) -> Forward:
             return plain(self, x)
         dora = magnitude is not None and tuple(magnitude.shape) != tuple(weight.shape[:1])
         if dora or a.weight.ndim != 2 or weight.ndim != 2:
-            return plain(self, x)  # ZeRO holds them until their own forward
+            return plain(self, x)  # with ZeRO, weights are gathered only in their own forward
         bias = base.bias if base.bias is None or weight is base.weight else base.bias.to(x.dtype)
         dropout = self.lora_dropout[active[0]]
         share = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0

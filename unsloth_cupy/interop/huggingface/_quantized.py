@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes, over their own memory."""
+"""Replacements for layers of bitsandbytes, whose weights are read in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +16,19 @@ Forward = Callable[..., Any]
 
 
 def quantized(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return a layer of bitsandbytes in 4 or 8 bits."""
+    """Return the candidate for a layer of bitsandbytes in 4 or 8 bits; None for other modules."""
     kind = kind_of(module)
     if kind is None:
         return None
     layer: Any = module
     check(layer)
     sample = draw(2, layer.in_features).to(layer.weight.device, dtype)
-    made = {FOUR: _four_bits, EIGHT: _eight_bits}[kind](type(layer).forward)
-    return Candidate([made], sample, {}, computed_in(layer, dtype))
+    forward = {FOUR: _four_bits, EIGHT: _eight_bits}[kind](type(layer).forward)
+    return Candidate([forward], sample, {}, computed_in(layer, dtype))
 
 
 def check(layer: Any) -> None:
-    """Refuse a layer whose weight the library cannot read."""
+    """Raise Refused for a layer whose weight the library cannot read."""
     try:
         weight_of(layer)
     except ConfigError as error:
@@ -36,12 +36,14 @@ def check(layer: Any) -> None:
 
 
 def computed_in(layer: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return the least exact dtype that a layer computes in."""
+    """Return the least exact of the dtypes that a layer computes in."""
     own = torch.float16 if kind_of(layer) == EIGHT else getattr(layer, "compute_dtype", None)
     return dtype if own is None else max(own, dtype, key=lambda each: torch.finfo(each).eps)
 
 
 def _four_bits(plain: Forward) -> Forward:
+    """Return the forward of a layer in 4 bits, around its own one."""
+
     def forward(self: Any, x: Any) -> Any:
         weight = base_of(self, x)
         if weight is None:
@@ -49,13 +51,15 @@ def _four_bits(plain: Forward) -> Forward:
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True
-        given = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        return linear(given, weight, _bias(self, given)).to(x.dtype)
+        cast = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        return linear(cast, weight, _bias(self, cast)).to(x.dtype)
 
     return forward
 
 
 def _eight_bits(plain: Forward) -> Forward:
+    """Return the forward of a layer in 8 bits, around its own one."""
+
     def forward(self: Any, x: Any) -> Any:
         weight = base_of(self, x)
         return plain(self, x) if weight is None else linear(x, weight, _bias(self, x))
@@ -64,13 +68,14 @@ def _eight_bits(plain: Forward) -> Forward:
 
 
 def _bias(layer: Any, x: Any) -> Any:
+    """Return the bias of a layer in the dtype of x, or None."""
     return None if layer.bias is None else layer.bias.to(x.dtype)
 
 
 def base_of(layer: Any, x: Any) -> Any:
-    """Return the weight that a layer multiplies x by; None where the layer has to do it itself.
+    """Return the weight that a layer multiplies x by; None if the layer must run its own forward.
 
-    In eight bits rows of x are rounded too, but for training on a CPU, as bitsandbytes does.
+    In 8 bits, rows of x are rounded too, except in training on a CPU, as bitsandbytes does.
     """
     try:
         weight = weight_of(layer)
@@ -82,9 +87,9 @@ def base_of(layer: Any, x: Any) -> Any:
 
 
 def adapted_base(layer: Any, x: Any) -> Any:
-    """Return the weight that an adapter is around; None where its layer has to multiply itself.
+    """Return the weight of an adapter's base layer; None if the layer must run its own forward.
 
-    Outside of autocast a layer of 4 bits may compute in another dtype than its adapters.
+    Outside of autocast, a layer in 4 bits may compute in another dtype than its adapters.
     """
     own = getattr(layer, "compute_dtype", None)
     if own not in (None, x.dtype) and not torch.is_autocast_enabled(x.device.type):

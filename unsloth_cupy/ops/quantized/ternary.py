@@ -61,7 +61,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     activations : str, optional
         ``"int8"``: products round rows of x to 8 bits, as BitNet does.
     largest : callable, optional
-        For columns of a larger weight: returns max |x| of whole rows from that of these columns.
+        For columns of a larger weight: returns ``max |x|`` of whole rows from that of the columns.
 
     Raises
     ------

@@ -71,7 +71,7 @@ def cupy() -> Any:
         raise FrameworkError("is on a GPU; install unsloth-cupy[cuda12] or [cuda13]") from error
 
 
-def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+def run_adopted(library: str, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Adopt arrays of another library, run op on its stream and return results as its arrays."""
     home = FRAMEWORKS.get(library, DLPACK)
     if home.door is not None:  # a call without its first array gets here

@@ -101,7 +101,7 @@ def compiler_options(source: str = "") -> tuple[str, ...]:
 
 
 def on_one_device(op: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return make(), or with several GPUs one of it for each, run on the GPU of a call's arrays."""
+    """Return make(); with several GPUs, a function that runs one make() per GPU of the arrays."""
     runtime = cupy().cuda.runtime
     if runtime.getDeviceCount() == 1:
         return make()

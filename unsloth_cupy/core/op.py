@@ -28,7 +28,7 @@ from . import gpu, target
 from .arrays import between_elements, common, native, packed, rounded
 from .call import bind, compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS
-from .frameworks import elsewhere
+from .frameworks import run_adopted
 from .replay import Run, replaying
 from .signature import Bound, backward_of, check, explain, parse
 from .stand_in import is_planned
@@ -147,7 +147,7 @@ class Op(Generic[P, R]):
                 return functools.partial(array.run_op, self)
         library = self.library_of(arrays)
         if not native(arrays):
-            return functools.partial(elsewhere, library, self)
+            return functools.partial(run_adopted, library, self)
         if len(self.routes) >= KEPT_ROUTES:
             self.routes.clear()
         run = target.watch(self, arrays, self._prepare(library, arrays), False)

@@ -19,7 +19,7 @@ Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 KEPT = 256  # recordings per form of call; a learning rate may change with every step
 lasting: list[Any] = []  # arrays that outlive every call, such as those that kernels report to
-ALSO = {"data", "ctypes", "device"}  # attributes for addresses and for limits of the device
+ALLOWED = {"data", "ctypes", "device"}  # attributes for addresses and for limits of the device
 
 
 class UnknownError(Exception):
@@ -41,7 +41,7 @@ class Recorded(StandIn):
         self.form, self.recording = array, recording
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.form, name) if name in ALSO else _refuse()
+        return getattr(self.form, name) if name in ALLOWED else _refuse()
 
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
         """Return a new array that ``new`` allocates, as every replay does again."""

@@ -124,7 +124,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     device = property(lambda self: HERE)
     ctypes = property(lambda self: SimpleNamespace(data=self.memory.address))
     data = property(lambda self: SimpleNamespace(ptr=self.memory.address))
-    __dlpack__ = None  # marks an array for framework_of; nobody can call it
+    __dlpack__ = None  # code that looks for it sees an array; nobody can export it
     __hash__ = object.__hash__
 
     def __len__(self) -> int:

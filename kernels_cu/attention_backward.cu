@@ -53,7 +53,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const int heads = call.options.heads, kv_heads = call.options.kv_heads;
     const int stat_rows = call.stat_rows, sequences = call.options.sequences;
     int queries = call.options.queries, keys = call.options.keys;
-    float *const rests = stats + call.rests;
+    float *const rests = stats + call.rests_start;
 
     // first the rows that form the most pairs with RIGHT
     int rows = BY_KEYS ? keys : queries;

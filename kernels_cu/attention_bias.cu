@@ -33,7 +33,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
     const Y query_y{key_x.start + TILE * X::PITCH}, key_y{query_y.start + ROWS * Y::PITCH};
 
     const Options &options = call.options;
-    const Strides &to = options.of_bias;
+    const Strides &to = options.bias_strides;
     const int heads = options.heads, kv_heads = options.kv_heads;
     const int all_queries = options.queries, all_keys = options.keys;
     int queries = all_queries, keys = all_keys;
@@ -88,7 +88,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const long long at = stat + top + m * 16 + half * 8 + lane / 4;
-                own_stats.read(m, half, stats + at * 2, stats + call.rests + at);
+                own_stats.read(m, half, stats + at * 2, stats + call.rests_start + at);
             }
         cp_async_wait<0>();
         __syncthreads();

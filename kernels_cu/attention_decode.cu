@@ -149,8 +149,8 @@ struct Call {
     Options options;
     int chunks, slots;     // chunks of the grid and slots for parts, of a sequence
     int row_pages, pages;  // pages in a row of page_table, and of k
-    long long apart;       // if not PAGED: tokens from the first key of a batch to the next one's
-    long long values;      // for codes: number of scales of k before the first of v
+    long long batch_tokens;  // if not PAGED: tokens from the first key of a batch to the next one's
+    long long values;        // for codes: number of scales of k before the first of v
 };
 
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
@@ -205,9 +205,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     k += kv_head * DIM;
     v += kv_head * VALUE_DIM;
     if constexpr (!PAGED) {
-        k += batch * call.apart * kv_heads * DIM;
-        v += batch * call.apart * kv_heads * VALUE_DIM;
-        if constexpr (CODES) scales += batch * call.apart * kv_heads;
+        k += batch * call.batch_tokens * kv_heads * DIM;
+        v += batch * call.batch_tokens * kv_heads * VALUE_DIM;
+        if constexpr (CODES) scales += batch * call.batch_tokens * kv_heads;
     }
     if constexpr (CODES) scales += kv_head;
     float key_scales[2] = {}, value_scales[2] = {};  // for codes: of row `lane` of both stages
@@ -317,15 +317,15 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                     if constexpr (SOFTCAP) x = scores.cap * tanhf(x);
                     if constexpr (BIAS)
                         if (key < keys)
-                            x += (float)scores.bias[head[half] * scores.of_bias.head +
-                                                    query[half] * scores.of_bias.query +
-                                                    (long long)key * scores.of_bias.key];
+                            x += (float)scores.bias[head[half] * scores.bias_strides.head +
+                                                    query[half] * scores.bias_strides.query +
+                                                    (long long)key * scores.bias_strides.key];
                     if constexpr (ALIBI)
                         x -= slope[half] * (float)abs(key - query[half] - scores.origin);
                     if constexpr (MASK)
-                        if (key < keys && !scores.mask[head[half] * scores.of_mask.head +
-                                                       query[half] * scores.of_mask.query +
-                                                       (long long)key * scores.of_mask.key])
+                        if (key < keys && !scores.mask[head[half] * scores.mask_strides.head +
+                                                       query[half] * scores.mask_strides.query +
+                                                       (long long)key * scores.mask_strides.key])
                             x = NO_SCORE;
                     if (skipped) x = NO_SCORE;
                 }
@@ -361,7 +361,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                                                (here + n * 8 + lane % 4 * 2) / 4,
                                                scores.seed_low, scores.seed_high));
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[0][n][i] = words[i] < scores.dropped ? 0 : s[0][n][i];
+                for (int i = 0; i < 4; i++)
+                    s[0][n][i] = words[i] < scores.drop_threshold ? 0 : s[0][n][i];
             }
         }
         add_product_ab<1>(o, s, value_tile);  // a warp has few keys of a chunk
@@ -429,7 +430,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             m.value[j] = m.sum == 0 ? 0.0f : m.value[j] / m.sum;
-            if constexpr (DROPOUT) m.value[j] *= scores.grown;
+            if constexpr (DROPOUT) m.value[j] *= scores.keep_scale;
         }
         const long long token = (long long)batch * queries + row / group;
         store(out + (token * heads + own) * VALUE_DIM + column, m.value);

@@ -35,13 +35,13 @@ using ValueTile = Tile<T, padded(SLICE)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many iterations to copy
 
-// apart   tokens from the first key of a batch to that of the next
+// batch_tokens   tokens from the first key of a batch to that of the next
 KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
     const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
     const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-    const __grid_constant__ Options options, long long apart) {
+    const __grid_constant__ Options options, long long batch_tokens) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
@@ -54,7 +54,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const int row_block = row_blocks - 1 - block % row_blocks;
     const int head = block / row_blocks % heads;
     int batch = block / row_blocks / heads, first_row = row_block * ROWS;
-    long long first_query = (long long)batch * queries, first_key = batch * apart;
+    long long first_query = (long long)batch * queries, first_key = batch * batch_tokens;
     const int all_queries = queries;
     if constexpr (VARLEN) {
         const Segment own = segment<ROWS>(starts, sequences, queries, row_block);
@@ -170,7 +170,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
                     scores.draw<false>(words, head, top_row + m * 16, here + n * 8);
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        s[m][n][i] = words[i] < scores.dropped ? 0 : s[m][n][i];
+                        s[m][n][i] = words[i] < scores.drop_threshold ? 0 : s[m][n][i];
                 }
         }
         add_product_ab(o, s, values_at(stage));
@@ -187,7 +187,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         if (row >= queries) return;
         if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, total);
         share = total == 0 ? 0 : share / total;
-        if constexpr (DROPOUT) share *= scores.grown;
+        if constexpr (DROPOUT) share *= scores.keep_scale;
         T *const to = out + (long long)row * out_stride;
         if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
         else put_row<REST>(to, o[m], half, share);  // the other slice writes the columns of both

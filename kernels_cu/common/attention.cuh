@@ -35,12 +35,12 @@ struct Options {
     float factor;           // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
     int sequences;          // with VARLEN
     float cap;
-    bool started;           // without STARTS: the position of the first query is `start`
+    bool has_start;         // without STARTS: the position of the first query is `start`
     long long start;
     long long left, right;  // keys seen before and after a query's own position
-    Strides of_mask, of_bias, of_block_mask;
-    unsigned seed_low, seed_high, dropped;  // a random word below `dropped` drops a probability
-    float grown;                            // scale of the other probabilities: 1 / (1 - dropout)
+    Strides mask_strides, bias_strides, block_mask_strides;
+    unsigned seed_low, seed_high, drop_threshold;  // a random word below it drops a probability
+    float keep_scale;                              // scale of the other probabilities: 1 / (1 - dropout)
 };
 
 // The operands beside q, k and v, in the order of the kernels' parameters.
@@ -80,11 +80,11 @@ struct Scores : Options, Operands {
             length = (int)max(0ll, min((long long)keys, (long long)key_lengths[batch]));
         long long first = length - queries;
         if constexpr (STARTS) first = starts[batch * starts_batch];
-        else if (started) first = start;
+        else if (has_start) first = start;
         low = clipped(first - left), high = clipped(first + right), origin = clipped(first);
-        if constexpr (MASK) mask += batch * of_mask.batch;
-        if constexpr (BIAS) bias += batch * of_bias.batch;
-        if constexpr (BLOCK_MASK) block_mask += batch * of_block_mask.batch;
+        if constexpr (MASK) mask += batch * mask_strides.batch;
+        if constexpr (BIAS) bias += batch * bias_strides.batch;
+        if constexpr (BLOCK_MASK) block_mask += batch * block_mask_strides.batch;
     }
 
     // The range of keys that at least one of the ROWS queries from `first` on may see; with BY_KEYS
@@ -112,7 +112,7 @@ struct Scores : Options, Operands {
         if (VARLEN && (query >= padded_queries || key >= padded_keys)) return false;
         const int wide = VARLEN ? padded_keys : keys;
         const int columns = (wide + BLOCK_MASK_TILE - 1) / BLOCK_MASK_TILE;
-        return !block_mask[head * of_block_mask.head +
+        return !block_mask[head * block_mask_strides.head +
                            (long long)(query / BLOCK_MASK_TILE) * columns + key / BLOCK_MASK_TILE];
     }
 
@@ -124,8 +124,8 @@ struct Scores : Options, Operands {
     __device__ __forceinline__ void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head,
                                           int row, int column, bool edge) const {
         const int lane = threadIdx.x % 32;
-        const bool *const seen = MASK ? mask + head * of_mask.head : nullptr;
-        const B *const added = BIAS ? bias + head * of_bias.head : nullptr;
+        const bool *const seen = MASK ? mask + head * mask_strides.head : nullptr;
+        const B *const added = BIAS ? bias + head * bias_strides.head : nullptr;
         float slope = 0;
         if constexpr (ALIBI) slope = (float)alibi[batch * alibi_batch + head];
         const int real_queries = VARLEN ? min(queries, padded_queries) : queries;
@@ -178,12 +178,12 @@ struct Scores : Options, Operands {
                             }
                             if constexpr (BIAS)
                                 if (real)
-                                    x += (float)added[query * of_bias.query +
-                                                      (long long)key * of_bias.key];
+                                    x += (float)added[query * bias_strides.query +
+                                                      (long long)key * bias_strides.key];
                             if constexpr (ALIBI) x -= slope * (float)abs(key - query - origin);
                             if constexpr (MASK)
-                                if (real && !seen[query * of_mask.query +
-                                                  (long long)key * of_mask.key])
+                                if (real && !seen[query * mask_strides.query +
+                                                  (long long)key * mask_strides.key])
                                     x = NO_SCORE;
                         }
                     if (edge) hide(m, half);

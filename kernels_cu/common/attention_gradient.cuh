@@ -9,7 +9,7 @@ struct Call {
     Options options;
     float scale;
     int stat_rows;    // rows of a head in stats: see attention_delta.cu
-    long long rests;  // offset in floats from the start of stats to its `rest` values
+    long long rests_start;  // offset in floats from the start of stats to its `rest` values
 };
 
 // Limits on unrolling, because sums and options leave few registers for addresses: the iterations
@@ -86,7 +86,8 @@ __device__ __forceinline__ void differentiate(const Scores &scores, float (&s)[M
                 const Stat stat = stats.of(m, n, i);
                 const float p = probability(s[m][n][i], scores.unit, stat);
                 float kept = 1;
-                if constexpr (DROPOUT) kept = words[i] < scores.dropped ? 0 : scores.grown;
+                if constexpr (DROPOUT)
+                    kept = words[i] < scores.drop_threshold ? 0 : scores.keep_scale;
                 s[m][n][i] = p * kept;
                 if constexpr (DS) {
                     g[m][n][i] = p * (g[m][n][i] * kept - stat.delta);

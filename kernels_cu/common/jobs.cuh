@@ -16,10 +16,10 @@ template <int STAGES> struct Ring {
 
 // The order of the jobs.
 struct Order {
-    int row_blocks;  // tiles of rows of a head, over all sequences
-    int heads;       // heads that rows are taken from, of all batches; with VARLEN of one
-    int together;    // heads of a group; the jobs of a group end before those of the next begin, so
-                     // that the tiles of their columns stay in L2
+    int row_blocks;   // tiles of rows of a head, over all sequences
+    int heads;        // heads that rows are taken from, of all batches; with VARLEN of one
+    int heads_in_l2;  // heads of a group; the jobs of a group end before those of the next begin,
+                      // so that the tiles of their columns stay in L2
 };
 // Blocks take jobs in alternating direction: the block with the longest job of a round has the
 // shortest of the next.
@@ -36,10 +36,10 @@ struct Job {
 template <int ROWS, bool BY_KEYS>
 __device__ __forceinline__ Job job_of(int index, const Order &order, const Options &options,
                                       const L *key_lengths, const P *starts) {
-    const int group = index / (order.together * order.row_blocks);
-    const int own = index - group * order.together * order.row_blocks;
-    const int first_head = group * order.together;
-    const int heads = min(order.together, order.heads - first_head);
+    const int group = index / (order.heads_in_l2 * order.row_blocks);
+    const int own = index - group * order.heads_in_l2 * order.row_blocks;
+    const int first_head = group * order.heads_in_l2;
+    const int heads = min(order.heads_in_l2, order.heads - first_head);
     // with RIGHT the last queries see the most keys, and the first keys the most queries
     const int row_block = BY_KEYS ? own / heads : order.row_blocks - 1 - own / heads;
     const int head = first_head + own % heads;

@@ -10,7 +10,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
-from unsloth_cupy.ops.common.in_place import check_unshifted
+from unsloth_cupy.ops.common.in_place import check_overlap
 
 from ..parity import emulator
 from ..stand_in import gpu
@@ -106,9 +106,9 @@ def test_what_is_read_lies_over_what_changes_wholly_or_not_at_all(place: Any) ->
     rows, halves = there.reshape(-1), (there[:, :4], there[:, 4:])
     for x, total in ((rows[:32], rows[4:36]), (rows[4:36], rows[:32]), (rows[:40], rows[:32])):
         with pytest.raises(ConfigError, match="f_: x partly overlaps total, which changes; copy"):
-            check_unshifted("f_", {"total": place(total)}, {"x": place(x)})
+            check_overlap("f_", {"total": place(total)}, {"x": place(x)})
     for x, total in ((rows, rows), halves, (apart, rows[:32]), (rows[:32], rows[32:])):
-        check_unshifted("f_", {"total": place(total)}, {"x": place(x)})
+        check_overlap("f_", {"total": place(total)}, {"x": place(x)})
 
 
 def test_ops_in_place_ask_for_it() -> None:

@@ -13,10 +13,10 @@ from ..core.arrays import packed, rounded
 from ..ops.common.gemm import gemm
 from ..ops.linear.linear import flat
 from ..ops.quantized.bit_linear import (
-    mean_size,
+    mean_abs,
     row_codes,
-    row_tops,
-    sum_of_sizes,
+    row_absmax,
+    sum_of_abs,
     weight_codes,
 )
 from ._taped import taped, value_of
@@ -126,9 +126,9 @@ def divided_bit_linear(
     """
     value, w = value_of(x), value_of(weight)
     rows = flat(value)
-    total: Any = sum(sum_of_sizes(w[where]) * share for where, share in shares)
-    w_scale = mean_size(comm.all_reduce(total.astype(sum_dtype(w.dtype), copy=False)), size)
-    tops = comm.all_reduce(row_tops(rows), "max") if inputs else row_tops(rows)
+    total: Any = sum(sum_of_abs(w[where]) * share for where, share in shares)
+    w_scale = mean_abs(comm.all_reduce(total.astype(sum_dtype(w.dtype), copy=False)), size)
+    tops = comm.all_reduce(row_absmax(rows), "max") if inputs else row_absmax(rows)
     codes, scales = row_codes(rows, tops)
     y = gemm(codes, weight_codes(w, w_scale).T, dtype=scales.dtype) * (scales * w_scale)
 

@@ -18,7 +18,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
 from ..common.elementwise import launch_rows
-from ..common.frozen import asked_of
+from ..common.frozen import requested_gradients
 from ..common.gemm import gemm
 from ..common.steps import representative_steps
 from ..linear.linear import flat
@@ -179,7 +179,7 @@ def _backward(
     """Return the gradients; the recomputed inner activations have the given dtype."""
     rows, drows, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    requested = asked_of(wanted, x=x, **weights)
+    requested = requested_gradients(wanted, x=x, **weights)
     sums = {
         name: _zeros(weight.shape, wide, like=x)
         for name, weight in weights.items()

@@ -134,7 +134,7 @@ def launch_backward(
         "options": call.numbers,
         "scale": call.scale,
         "stat_rows": stats.shape[-1],
-        "rests": _corrections_start(stats),
+        "rests_start": _rests_start(stats),
     }
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
@@ -217,7 +217,7 @@ def _launch_delta(
     return stats
 
 
-def _corrections_start(stats: Array) -> int:
+def _rests_start(stats: Array) -> int:
     """Return the index of the first correction in stats, 0 if there are none."""
     return 2 * math.prod(stats.shape[1:]) if stats.shape[0] == 3 else 0
 
@@ -258,6 +258,6 @@ def _launch_sum(
     blocks = -(-kept_rows // chosen["THREADS"]) if keep[2] else 1
     blocks *= (batch if keep[0] else 1) * (heads if keep[1] else 1)
     kernel[blocks, chosen["THREADS"]](
-        *(sums, sinks, total, 0 if sinks is None else _corrections_start(sums)),
+        *(sums, sinks, total, 0 if sinks is None else _rests_start(sums)),
         *(batch, heads, rows, offsets, kept_rows),
     )

@@ -150,8 +150,8 @@ def launch_decode(
         parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
         arrived = counters(sequences * slots, like=q)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
-    numbers = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": batch_tokens}
-    numbers |= {"row_pages": keys // page, "pages": pages}
+    numbers = {"options": call.numbers, "chunks": chunks, "slots": slots}
+    numbers |= {"batch_tokens": batch_tokens, "row_pages": keys // page, "pages": pages}
     numbers["values"] = 0 if scales is None else scales.size // 2
     operands = call.operands if scales is None else (*call.operands[:-1], scales)
     kernel[sequences * chunks, 32 * tiles.warps, size](

@@ -94,8 +94,8 @@ def kernel_options(
     scale = 1 / math.sqrt(dim) if options.scale is None else options.scale
     fold, factor, cap = factors_of(scale, options)
     hiding = left is not None or mask is not None or block_mask is not None or dropout > 0
-    dropped = round(dropout * 2**32)
-    if max(queries, keys) >= FARTHEST or dropped == 2**32 or dim % 8 or value_dim % 8:
+    drop_threshold = round(dropout * 2**32)
+    if max(queries, keys) >= FARTHEST or drop_threshold == 2**32 or dim % 8 or value_dim % 8:
         return None
     starts: Any = options.query_start
     starts, start = (None, starts) if type(starts) is int else (starts, None)
@@ -133,17 +133,17 @@ def kernel_options(
         "cap": cap,
         "left": near(left),
         "right": near(right),
-        "started": start is not None,
+        "has_start": start is not None,
         "start": near(start),
         "starts_batch": broadcast_strides(starts, 1)[0],
-        "of_mask": broadcast_strides(mask),
-        "of_bias": broadcast_strides(bias),
-        "of_block_mask": broadcast_strides(block_mask),
+        "mask_strides": broadcast_strides(mask),
+        "bias_strides": broadcast_strides(bias),
+        "block_mask_strides": broadcast_strides(block_mask),
         "alibi_batch": broadcast_strides(alibi, 2)[0],
         "seed_low": seed & 0xFFFFFFFF,
         "seed_high": seed >> 32,
-        "dropped": dropped,
-        "grown": 1 / (1 - dropout),
+        "drop_threshold": drop_threshold,
+        "keep_scale": 1 / (1 - dropout),
         "sequences": sequences,
         "padded_queries": padded[0],
         "padded_keys": padded[1],

@@ -63,6 +63,6 @@ def order_of(
     Each of heads has ``blocks`` blocks of own rows and streams ``streamed`` bytes, which
     ``shared_by`` heads share.
     """
-    together = min(shared_by * max(1, L2 // max(1, streamed)), heads)
-    order = {"row_blocks": blocks, "heads": heads, "together": together}
+    heads_in_l2 = min(shared_by * max(1, L2 // max(1, streamed)), heads)
+    order = {"row_blocks": blocks, "heads": heads, "heads_in_l2": heads_in_l2}
     return order, (min(blocks * heads, limits(q).processors), own.threads)

@@ -7,7 +7,7 @@ from ...core.dtypes import Stored
 from ...errors import GradientError
 
 
-def asked_of(wanted: Set[str] | None, **operands: Any) -> set[str]:
+def requested_gradients(wanted: Set[str] | None, **operands: Any) -> set[str]:
     """Return the names of the operands whose gradients are to be computed.
 
     ``wanted`` names them; None stands for every operand that is present and not quantized.

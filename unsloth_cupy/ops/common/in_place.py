@@ -17,7 +17,7 @@ from ...core.stand_in import is_planned
 from ...errors import ConfigError, GradientError
 
 
-def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:
+def check_writable(call: str, otherwise: str, **arrays: Any) -> None:
     """Raise if an array is on a tape or read-only; ``otherwise`` is the cure in the message."""
     for name, array in arrays.items():
         if isinstance(array, Traced):
@@ -36,7 +36,7 @@ def check_apart(call: str, **arrays: Any) -> None:
             raise ConfigError(f"{call}: {one} and {other} share memory; copy one")
 
 
-def check_unshifted(call: str, changed: dict[str, Any], read: dict[str, Any]) -> None:
+def check_overlap(call: str, changed: dict[str, Any], read: dict[str, Any]) -> None:
     """Raise if an array that is read overlaps one that is changed, unless they coincide exactly.
 
     Threads would read elements that other threads have already overwritten.
@@ -105,7 +105,7 @@ def overlapping(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def in_one_piece(*arrays: Any) -> bool:
+def all_contiguous(*arrays: Any) -> bool:
     """Return whether all arrays are contiguous, so that a kernel can treat each as one row."""
     return all(array.flags.c_contiguous for array in arrays)
 
@@ -136,10 +136,10 @@ def in_place(op: Op[..., Any]) -> Callable[..., Any]:
     def function(*arrays: Any, **more: Any) -> Any:
         operands = dict(zip(op.names, arrays, strict=False)) | more
         changed = {name: operands[name] for name in names if name in operands}
-        check_changeable(f"{of}_", f"call {of}", **changed)
+        check_writable(f"{of}_", f"call {of}", **changed)
         check_apart(f"{of}_", **changed)
         read = {n: operands[n] for n in op.names if n in operands and n not in names}
-        check_unshifted(f"{of}_", changed, read)
+        check_overlap(f"{of}_", changed, read)
         op(*arrays, **more)
         return tuple(changed.values()) if len(names) > 1 else changed[names[0]]
 

@@ -14,7 +14,7 @@ from ...core.kernel import load
 from ...core.op import Op, op
 from ...errors import ConfigError
 from ..common.elementwise import constants
-from ..common.in_place import check_changeable, check_unshifted, in_one_piece
+from ..common.in_place import check_writable, check_overlap, all_contiguous
 from ..common.no_kernel import no_kernel
 
 
@@ -124,8 +124,8 @@ def accumulate_(total: Array, x: Array) -> Array:
     ShapeError, DTypeError
         The arrays do not fit each other; total is then unchanged.
     """
-    check_changeable("accumulate_", "call add", total=total)
-    check_unshifted("accumulate_", {"total": total}, {"x": x})
+    check_writable("accumulate_", "call add", total=total)
+    check_overlap("accumulate_", {"total": total}, {"x": x})
     accumulate_over_(total, x)
     return total
 
@@ -142,7 +142,7 @@ def accumulate_over_(total: Array, x: Array) -> Array:
 
 @accumulate_over_.kernel
 def _launch_accumulate(total: Array, x: Array) -> Array:
-    if not in_one_piece(total):
+    if not all_contiguous(total):
         return no_kernel("total is not contiguous")
     _launch("accumulate", packed(x), total)
     return total

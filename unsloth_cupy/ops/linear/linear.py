@@ -14,7 +14,7 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import UnslothCupyError
 from ..common.columns import row_sum
-from ..common.frozen import asked_of
+from ..common.frozen import requested_gradients
 from ..common.gemm import gemm
 
 
@@ -71,7 +71,7 @@ def linear_backward(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
     rows, dx, dweight, dbias = flat(dy), None, None, None
-    needed = asked_of(wanted, x=x, weight=weight, bias=bias)
+    needed = requested_gradients(wanted, x=x, weight=weight, bias=bias)
     if "x" in needed:
         dx = gemm(rows, weight).reshape(x.shape)
     if "weight" in needed:

@@ -15,7 +15,7 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ..common import philox
 from ..common.columns import row_sum
-from ..common.frozen import asked_of
+from ..common.frozen import requested_gradients
 from ..common.gemm import gemm
 from ._lora_gradients import rank_gradients
 from .linear import flat
@@ -147,7 +147,7 @@ def lora_linear_backward(
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
     dropped = _dropout(rows, dropout, seed)
-    needed = asked_of(wanted, x=x, weight=weight, a=a, b=b, bias=bias, factor=factor)
+    needed = requested_gradients(wanted, x=x, weight=weight, a=a, b=b, bias=bias, factor=factor)
     dproduct, up, db, dbias, dfactor = adapted_gradients(
         dy_rows, dropped, weight, flat(low), b, bias, factor, scale, needed
     )

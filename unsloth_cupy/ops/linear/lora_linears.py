@@ -15,7 +15,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError
-from ..common.frozen import asked_of
+from ..common.frozen import requested_gradients
 from ..common.gemm import gemm
 from .linear import flat
 from .lora import adapted, adapted_gradients
@@ -171,7 +171,7 @@ def lora_up_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
-    needed = asked_of(wanted, x=x, weight=weight, low=low, b=b, bias=bias, factor=factor)
+    needed = requested_gradients(wanted, x=x, weight=weight, low=low, b=b, bias=bias, factor=factor)
     rows, dy_rows = flat(x), flat(dy)
     dproduct, up, db, dbias, dfactor = adapted_gradients(
         dy_rows, rows, weight, flat(low), b, bias, factor, scale, needed

@@ -14,7 +14,7 @@ import numpy as np
 from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
-from ..common.in_place import check_changeable
+from ..common.in_place import check_writable
 from ._launch import launch_both
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
@@ -59,7 +59,7 @@ def cross_entropy_(
     RangeError, ShapeError, DTypeError
         As ``cross_entropy``; the logits are then unchanged.
     """
-    check_changeable("cross_entropy_", "call cross_entropy", logits=logits)
+    check_writable("cross_entropy_", "call cross_entropy", logits=logits)
     weights: Any = dloss
     scalar = isinstance(weights, numbers.Real)
     return cross_entropy_over_(

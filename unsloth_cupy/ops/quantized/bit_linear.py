@@ -21,7 +21,7 @@ from ..common.codes import INT8
 from ..common.columns import row_sum
 from ..common.counters import counters
 from ..common.elementwise import THREADS, Walk, constants, walk
-from ..common.frozen import asked_of
+from ..common.frozen import requested_gradients
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.steps import representative_steps
@@ -187,7 +187,7 @@ def _launch_backward(
     wanted: Set[str] | None,
 ) -> Any:
     """Return the gradients of x, weight and bias, from codes that kernels compute."""
-    needed, rows = asked_of(wanted, x=x, weight=weight, bias=bias), flat(dy)
+    needed, rows = requested_gradients(wanted, x=x, weight=weight, bias=bias), flat(dy)
     dx = _launch_dx(rows, x, weight, w_scale) if "x" in needed else None
     dweight = gemm(rows.T, _launch_rounded(x)) if "weight" in needed else None
     dbias = row_sum(rows, bias.dtype) if bias is not None and "bias" in needed else None
@@ -225,10 +225,10 @@ def _chunks(weight: Any, length: int, other: int) -> Any:
 
 def _rows(rows: Any) -> tuple[Array, Array]:
     """Return rows rounded to integers -127 .. 127, and their scales."""
-    return row_codes(rows, row_tops(rows))
+    return row_codes(rows, row_absmax(rows))
 
 
-def row_tops(rows: Any) -> Array:
+def row_absmax(rows: Any) -> Array:
     """Return the largest absolute value of each row, (rows, 1)."""
     x = rows.astype(np.promote_types(rows.dtype, FLOAT32), copy=False)
     return np.abs(x).max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True)
@@ -244,10 +244,10 @@ def row_codes(rows: Any, tops: Array) -> tuple[Array, Array]:
 
 def _weight_scale(weight: Any) -> Array:
     """Return the mean of |w|, an array of one element."""
-    return mean_size(sum_of_sizes(weight), weight.size)
+    return mean_abs(sum_of_abs(weight), weight.size)
 
 
-def sum_of_sizes(weight: Any) -> Array:
+def sum_of_abs(weight: Any) -> Array:
     """Return the sum of |w|, an array of one element."""
     wide: Any = np.promote_types(weight.dtype, FLOAT32)
     total = np.zeros_like(weight, dtype=wide, shape=1)
@@ -256,7 +256,7 @@ def sum_of_sizes(weight: Any) -> Array:
     return total
 
 
-def mean_size(total: Any, count: int) -> Array:
+def mean_abs(total: Any, count: int) -> Array:
     """Return the scale of a weight of ``count`` values, from the sum of their absolute values."""
     wide: Any = total.dtype
     scale: Array = np.maximum(total / wide.type(max(1, count)), wide.type(LEAST))

@@ -1,8 +1,9 @@
 // Adam with decoupled weight decay: the update of one parameter, in place.
 //
 //   mean = beta1 * mean + (1 - beta1) * g        square = beta2 * square + (1 - beta2) * g^2
-//   p = p * kept - rate * mean / (sqrt(square) + eps)
-//   where kept = 1 - lr * weight_decay, rate = lr * sqrt(1 - beta2^step) / (1 - beta1^step),
+//   p = p * decay_factor - rate * mean / (sqrt(square) + eps)
+//   where decay_factor = 1 - lr * weight_decay,
+//   rate = lr * sqrt(1 - beta2^step) / (1 - beta1^step),
 //   and eps is the user's eps times sqrt(1 - beta2^step)
 //
 //   traffic     elements * (sizeof(T) * 2 + sizeof(G) + 16)
@@ -16,8 +17,8 @@
 
 KERNEL(THREADS) adamw_(T *parameter, const G *gradient, float *mean, float *square,
                        long long elements, float beta1, float rest1, float beta2, float rest2,
-                       float rate, float eps, float kept) {
-    const Rates rates = {beta1, rest1, beta2, rest2, rate, eps, kept};
+                       float rate, float eps, float decay_factor) {
+    const Rates rates = {beta1, rest1, beta2, rest2, rate, eps, decay_factor};
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
     const long long count = elements - at;
     float p[LANES], g[LANES], m[LANES], s[LANES];

@@ -127,7 +127,7 @@ constexpr int BLOCKS = LANES < 4 || ANY_CODED ? 2 : 3;
 KERNEL(THREADS, BLOCKS)
 adamw_step(const long long *tensors, const int *owners, const float *map, const float *factor,
            const bool *finite, double *powers, float *corrections, unsigned *counts, float beta1,
-           float rest1, float beta2, float rest2, float lr, float eps, float kept) {
+           float rest1, float beta2, float rest2, float lr, float eps, float decay_factor) {
     if (finite && !*finite) return;
     const long long *tensor = tensors + (long long)owners[blockIdx.x] * FIELDS;
     __shared__ Map maps[ANY_CODED ? MAPS : 1];
@@ -135,7 +135,8 @@ adamw_step(const long long *tensors, const int *owners, const float *map, const 
         for (int i = threadIdx.x; i < MAPS * 256; i += THREADS) maps[i / 256][i % 256] = map[i];
         __syncthreads();
     }
-    const Rates rates = {beta1, rest1, beta2, rest2, lr * corrections[0], eps * corrections[1], kept};
+    const Rates rates = {beta1, rest1, beta2, rest2, lr * corrections[0], eps * corrections[1],
+                         decay_factor};
     with_kind(tensor[KIND], [&](auto kind) {
         chunk<decltype(kind)::value>(tensor, factor ? *factor : 1.0f, rates, maps);
     });

@@ -18,7 +18,7 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.compiled import cache
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models.ahead import InOrder
+from unsloth_cupy.models.next_logits import CachedLogits
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.transformer import Transformer
 from unsloth_cupy.profiling import precompile
@@ -47,11 +47,11 @@ def trained_and_asked(machine: Machine, values: Any) -> None:
     steps.step(gradients, lr=1e-3, finite=True, factor=0.5)
     weights = {name: machine.array(size, "bfloat16") for name, size in config.shapes().items()}
     model = Transformer(config, weights, {})
-    ahead = InOrder(model, tokens, 2, 66)
+    next_logits = CachedLogits(model, tokens, 2, 66)
     past, real = np.zeros((2, 64), np.int64), np.ones((2, 64), bool)
-    ahead(past, real)
+    next_logits(past, real)
     for length in (65, 66):
-        ahead(np.zeros((2, length), np.int64), np.ones((2, length), bool))
+        next_logits(np.zeros((2, length), np.int64), np.ones((2, length), bool))
 
 
 @pytest.mark.skipif(budget.missing() is not None, reason=str(budget.missing()))

@@ -40,7 +40,7 @@ struct Options {
     long long left, right;  // keys seen before and after a query's own position
     Strides mask_strides, bias_strides, block_mask_strides;
     unsigned seed_low, seed_high, drop_threshold;  // a random word below it drops a probability
-    float keep_scale;                              // scale of the other probabilities: 1 / (1 - dropout)
+    float keep_scale;  // scale of the other probabilities: 1 / (1 - dropout)
 };
 
 // The operands beside q, k and v, in the order of the kernels' parameters.

@@ -11,9 +11,9 @@ from unsloth_cupy import ternary_quantize
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import load
+from unsloth_cupy.models.lazy_parameter import LazyParameter
 from unsloth_cupy.models.quantized import KINDS
 from unsloth_cupy.models.quantized_slices import narrow
-from unsloth_cupy.models.unread import Unread
 from unsloth_cupy.ops.quantized.nf4 import Nf4
 from unsloth_cupy.ops.quantized.ternary import Ternary
 from unsloth_cupy.ops.quantized.weight import Quantized, in_blocks
@@ -93,15 +93,15 @@ def test_what_is_not_as_the_shape_says_is_read_whole(change: str) -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Return the bytes that are read of each parameter from here on."""
-    read, slices = dict[str, int](), Unread.__getitem__
+    read, slices = dict[str, int](), LazyParameter.__getitem__
 
-    def count(unread: Unread, key: Any) -> Any:
+    def count(unread: LazyParameter, key: Any) -> Any:
         found = slices(unread, key)
         if isinstance(found, np.ndarray):
             read[unread.name] = read.get(unread.name, 0) + found.nbytes
         return found
 
-    monkeypatch.setattr(Unread, "__getitem__", count)
+    monkeypatch.setattr(LazyParameter, "__getitem__", count)
     return read
 
 

@@ -12,9 +12,9 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.results import of_adapters
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division, check_divides
+from unsloth_cupy.models.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.quantized import KINDS, Quantizer
-from unsloth_cupy.models.unread import Unread
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 from unsloth_cupy.parallel._shards import Cut
@@ -155,9 +155,9 @@ def test_ranks_read_the_parts_that_they_keep(
     """All bytes of the file once, but for rows that lie in two parts; none a whole array."""
     folder = tmp_path / "model"
     filled(SIZES | {"model_type": "phi3", "intermediate_size": 50}, folder)
-    read, slices, held = list[int](), Unread.__getitem__, 0
+    read, slices, held = list[int](), LazyParameter.__getitem__, 0
 
-    def counted(unread: Unread, key: Any) -> Any:
+    def counted(unread: LazyParameter, key: Any) -> Any:
         found = slices(unread, key)
         read.append(found.nbytes)
         return found
@@ -169,8 +169,8 @@ def test_ranks_read_the_parts_that_they_keep(
         held += sum(array.nbytes for array in whole.values())
         for comm.rank in range(3):
             with monkeypatch.context() as patched:
-                patched.setattr(Unread, "__getitem__", counted)
-                patched.delattr(Unread, "whole")
+                patched.setattr(LazyParameter, "__getitem__", counted)
+                patched.delattr(LazyParameter, "whole")
                 model = load(folder, communicator=group, parts=comm)
             for name, array in whole.items():
                 cut = Cut.of(array.shape, 3)

@@ -20,7 +20,7 @@ from unsloth_cupy.parallel import (
     vocab_parallel_embedding,
     vocabulary,
 )
-from unsloth_cupy.parallel._ahead import Ahead
+from unsloth_cupy.parallel._prefetch import Prefetch
 from unsloth_cupy.parallel._shards import Cut
 
 from .collectives import CHECKS
@@ -76,7 +76,7 @@ def test_what_is_overdue_ends_the_process(monkeypatch, capsys) -> None:
     monkeypatch.setattr(os, "_exit", ended.append)
     with stand_in() as cupy:
         comm = NcclCommunicator(0, 1, bytes(128), timeout=1e-9)
-        watch = comm._overdue
+        watch = comm._watchdog
         watch.thread = types.SimpleNamespace()  # this one looks
         comm.all_reduce(array([1.0]))
         watch.look()
@@ -107,7 +107,7 @@ def test_a_graph_captures_exchanges(monkeypatch) -> None:
             comm = NcclCommunicator._of(host, 30, False)
             own, tokens = array(table[part(7, comm)]), array([[6, 0], [3, 4]])
             x, out = array([[rank, 2.0], [3.0, 4.0]]), array(np.zeros((2, 2)))
-            comm._overdue.thread = types.SimpleNamespace()  # nobody looks
+            comm._watchdog.thread = types.SimpleNamespace()  # nobody looks
             CAPTURE.on = True
             made = [
                 comm.all_reduce(x),
@@ -122,9 +122,9 @@ def test_a_graph_captures_exchanges(monkeypatch) -> None:
             CAPTURE.on = False
             np.testing.assert_array_equal(made[-1], table[[[6, 0], [3, 4]]], strict=True)
             np.testing.assert_array_equal(made[0], [[1, 4], [6, 8]])
-            assert not comm._overdue.waiting
+            assert not comm._watchdog.waiting
             comm.launched("generate")
-            assert [call for _, call in comm._overdue.waiting] == ["generate"]
+            assert [call for _, call in comm._watchdog.waiting] == ["generate"]
 
         in_threads(2, work)
 
@@ -183,7 +183,7 @@ def test_the_next_block_is_gathered_ahead() -> None:
         blocks = [{f"{n}.a": array([n, 1.0]), f"{n}.b": array([n, 2.0])} for n in range(3)]
         parameters = {name: value for block in blocks for name, value in block.items()}
         cuts = {name: Cut.of((2,), 1) for name in parameters}
-        ahead = Ahead(comm, parameters.__getitem__)
+        ahead = Prefetch(comm, parameters.__getitem__)
         gathers: list[int] = []
         comm.all_gather = lambda x: (gathers.append(int(x[0, 0])), x)[1]
 

@@ -6,13 +6,13 @@ import pytest
 from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.parallel import SingleCommunicator, Step, pipeline_schedule, run_pipeline
 from unsloth_cupy.parallel.schedule import KINDS, most_held, timetable
-from unsloth_cupy.parallel.simulation import Pass, Together, Work, pipeline_program, replay
+from unsloth_cupy.parallel.simulation import Collective, Compute, Exchange, pipeline_program, replay
 
 from .pipelines import small_layers
 
 
 def work(step):
-    yield Work(2.0 if step.backward else 1.0, -1 if step.backward else 1, str(step))
+    yield Compute(2.0 if step.backward else 1.0, -1 if step.backward else 1, str(step))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,12 +65,15 @@ def test_what_makes_no_sense_is_refused():
 @pytest.mark.parametrize(
     ("programs", "said"),
     [
-        ([[Pass(send=(1, "a", 0.0))], [Pass(receive=(0, "b", 0.0))]], "sends a, .* expects b"),
-        ([[Pass(receive=(1, "a", 0.0))], []], "rank 0 at .* wait for ever"),
-        ([[Pass(send=(1, "a", 0.0))], []], "wait for ever|is not received"),
-        ([[Together((0, 1), "sum", 0.0)], []], "wait for ever"),
         (
-            [[Together((0, 1), "sum", 0.0)], [Together((0, 1), "gather", 0.0)]],
+            [[Exchange(send=(1, "a", 0.0))], [Exchange(receive=(0, "b", 0.0))]],
+            "sends a, .* expects b",
+        ),
+        ([[Exchange(receive=(1, "a", 0.0))], []], "rank 0 at .* wait for ever"),
+        ([[Exchange(send=(1, "a", 0.0))], []], "wait for ever|is not received"),
+        ([[Collective((0, 1), "sum", 0.0)], []], "wait for ever"),
+        (
+            [[Collective((0, 1), "sum", 0.0)], [Collective((0, 1), "gather", 0.0)]],
             "rank 1 calls gather, rank 0 sum",
         ),
     ],
@@ -84,18 +87,18 @@ def test_a_replay_names_what_does_not_meet(programs, said):
 def test_two_that_send_first_wait_for_ever_on_a_gpu():
     """Each sends and then receives: fine where messages wait by themselves."""
     programs = [
-        [Pass(send=(1 - rank, rank, 1.0)), Pass(receive=(1 - rank, 1 - rank, 1.0))]
+        [Exchange(send=(1 - rank, rank, 1.0)), Exchange(receive=(1 - rank, 1 - rank, 1.0))]
         for rank in range(2)
     ]
     assert replay(programs, waits=False).seconds == [1.0, 1.0]
     with pytest.raises(CommunicationError, match="wait for ever"):
         replay(programs)
-    both = [[Pass((1 - rank, rank, 1.0), (1 - rank, 1 - rank, 1.0))] for rank in range(2)]
+    both = [[Exchange((1 - rank, rank, 1.0), (1 - rank, 1 - rank, 1.0))] for rank in range(2)]
     assert replay(both).seconds == [1.0, 1.0]
 
 
 def test_groups_go_on_together():
-    programs = [[Work(float(rank), 5), Together((0, 1, 2), "sum", 1.0)] for rank in range(3)]
+    programs = [[Compute(float(rank), 5), Collective((0, 1, 2), "sum", 1.0)] for rank in range(3)]
     seen = replay(programs)
     np.testing.assert_allclose(seen.seconds, 3.0)
     assert seen.busy == [0.0, 1.0, 2.0]

@@ -22,8 +22,8 @@ from ..files import path_of, read_json, renewed
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
+from .lazy_parameter import LazyParameter, StoredTensor
 from .quantized_weights import inverse_scales, part_of, tensors_of
-from .unread import Home, Unread
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -47,10 +47,10 @@ Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # cl
 
 def read_tensors(
     folder: Path,
-    homes: Mapping[str, Home],
+    homes: Mapping[str, StoredTensor],
     files: Sequence[str],
     dtype: np.dtype[Any] | None,
-    keep: Callable[[str, Unread], Any],
+    keep: Callable[[str, LazyParameter], Any],
     holds: Callable[[str], bool],
 ) -> tuple[dict[str, Any], Layout]:
     """Return the parameters that ``find_tensors`` located, and the names that each file holds.
@@ -70,11 +70,11 @@ def read_tensors(
     with ExitStack() as stack:
         handles = {file: stack.enter_context(opened(folder / file)) for file in files}
         for name in (name for names in layout.values() for name in names if holds(name)):
-            parameters[name] = keep(name, Unread(name, homes[name], handles, dtype))
+            parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
     return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
-def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[str]]:
+def find_tensors(folder: Path, config: Config) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return where each parameter of a checkpoint is stored, in the config's order, and all files.
 
     Raises
@@ -83,7 +83,7 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
         A file is missing or truncated; a tensor is missing or unexpected, does not have the shape
         that config.json implies, or does not have a float dtype.
     """
-    homes: dict[str, Home] = {}
+    homes: dict[str, StoredTensor] = {}
     files, shapes = _weight_files(folder), config.shapes()
     quantized = _find_quantized(folder, files, shapes)
     for file in files:
@@ -110,7 +110,9 @@ def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any
     return weights
 
 
-def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantizeds) -> None:
+def _find(
+    path: Path, config: Config, homes: dict[str, StoredTensor], quantized: Quantizeds
+) -> None:
     """Add every tensor of a file to homes; raise at the first that is not part of the model."""
     shapes = config.shapes()
     with opened(path) as tensors:
@@ -129,7 +131,7 @@ def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantiz
                 problem = f"is also in {homes[name].file}; keep one"
             elif name in quantized:
                 location = path.name, stored, shapes[name], None, *quantized[name]
-                homes[name] = Home(*location, config.inverse_scales)
+                homes[name] = StoredTensor(*location, config.inverse_scales)
                 continue
             elif shape != shapes[name]:
                 problem = f"has shape {shape}; config.json asks for {shapes[name]}"
@@ -137,7 +139,7 @@ def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantiz
                 problem = f"is {code}; it must be {', '.join(DTYPES)}"
             if problem:
                 raise ConfigError(f"{path}: tensor {stored!r} {problem}")
-            homes[name] = Home(path.name, stored, shape, DTYPES[code])
+            homes[name] = StoredTensor(path.name, stored, shape, DTYPES[code])
 
 
 def write_folder(
@@ -240,7 +242,7 @@ def _renamed(stored: str) -> str:
     return stored
 
 
-def _check_mixture(folder: Path, homes: Mapping[str, Home]) -> None:
+def _check_mixture(folder: Path, homes: Mapping[str, StoredTensor]) -> None:
     """Raise unless all tensors have one dtype; only norms may be float32 among 16-bit tensors."""
     main = homes["model.embed_tokens.weight"].dtype
     for name, home in homes.items():

@@ -34,7 +34,7 @@ from ..parallel.ulysses import dividing
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
 from .layers import EMBEDDING, Stages, part_of_inner
-from .unread import Unread
+from .lazy_parameter import LazyParameter
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
@@ -136,13 +136,14 @@ class Division:
     def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
         """Return this rank's part of a parameter, an array or a quantized weight.
 
-        ``array`` may be an Unread: then only the part is read, or only ``rows`` of the part.
+        ``array`` may be a LazyParameter: then only the part is read, or only ``rows`` of the part.
         """
         cut = self.cut(name)
         if cut is None:
-            return array if rows is None and not isinstance(array, Unread) else array[rows or ...]
+            is_read = rows is not None or isinstance(array, LazyParameter)
+            return array[rows or ...] if is_read else array
         axis, ranges = cut
-        if isinstance(array, Unread) and array.home.kind is not None:
+        if isinstance(array, LazyParameter) and array.home.kind is not None:
             return self._cut(name, *array.some(axis, ranges), axis)
         if isinstance(array, Quantized):
             return self._cut(name, array, ranges, axis)

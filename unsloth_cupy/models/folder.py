@@ -27,10 +27,10 @@ from .checkpoint_files import find_tensors, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
 from .layers import EMBEDDING, Stages
+from .lazy_parameter import LazyParameter
 from .parse import parse, text_config, token_ids
 from .quantized import Quantizer
 from .transformer import Transformer
-from .unread import Unread
 
 
 def load(
@@ -131,7 +131,7 @@ def load(
 
 def _kept(
     name: str,
-    unread: Unread,
+    unread: LazyParameter,
     *,
     place: Callable[[Any], Any],
     quantizer: Quantizer | None,
@@ -161,7 +161,7 @@ def _kept(
 
 
 def _by_rows(
-    unread: Unread, place: Callable[[Any], Any], quantizer: Quantizer | None
+    unread: LazyParameter, place: Callable[[Any], Any], quantizer: Quantizer | None
 ) -> tuple[int, Callable[[slice], Quantized]] | None:
     """Return (step, read): ``read(rows)`` returns rows of a quantized weight.
 

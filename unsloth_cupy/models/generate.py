@@ -17,12 +17,14 @@ from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
 from ..placement import to_numpy
 from ..training.find_nan import NonFiniteError
-from .ahead import InOrder, InPages, check_pages, new_sequences, on_device_of
 from .config import Config
 from .inputs import check
 from .network import Network
+from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
 
-Ahead = Callable[[Array, Array], Array]  # (tokens, True where not padding) on the host -> logits
+NextLogits = Callable[
+    [Array, Array], Array
+]  # (tokens, True where not padding) on the host -> logits
 
 
 @checked
@@ -112,17 +114,17 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     most = options.max_new_tokens
     if cache is None:
         sizes = len(prompt), prompt.shape[1] + most
-        ahead: Ahead = InOrder(model, tokens, *sizes, options.cache_dtype)
-        return _steps(model, tokens, prompt, real, ends, options, ahead)
+        next_logits: NextLogits = CachedLogits(model, tokens, *sizes, options.cache_dtype)
+        return _steps(model, tokens, prompt, real, ends, options, next_logits)
     if sequences is not None:
-        ahead = InPages(model, tokens, cache, sequences)
-        return _steps(model, tokens, prompt, real, ends, options, ahead)
+        next_logits = PagedLogits(model, tokens, cache, sequences)
+        return _steps(model, tokens, prompt, real, ends, options, next_logits)
     capacities = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # not the last token
 
     def freed_at_the_end() -> Iterator[Array]:
         with new_sequences(cache, capacities) as new:
-            ahead = InPages(model, tokens, cache, new)
-            yield from _steps(model, tokens, prompt, real, ends, options, ahead)
+            next_logits = PagedLogits(model, tokens, cache, new)
+            yield from _steps(model, tokens, prompt, real, ends, options, next_logits)
 
     return freed_at_the_end()
 
@@ -134,7 +136,7 @@ def _steps(
     real: Array,
     ends: Array,
     options: Options,
-    ahead: Ahead,
+    next_logits: NextLogits,
 ) -> Iterator[Array]:
     """Yield the new tokens, (batch,) each, on the device of ``like``."""
     config, most = model.config, options.max_new_tokens
@@ -148,7 +150,7 @@ def _steps(
     for step in range(most):
         if finished.all():
             return
-        logits = to_numpy(ahead(past, seen)).astype(np.float64)
+        logits = to_numpy(next_logits(past, seen)).astype(np.float64)
         if np.isnan(logits).any():
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"

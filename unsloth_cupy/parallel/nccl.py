@@ -12,7 +12,7 @@ import numpy as np
 from ..core.arrays import packed
 from ..core.gpu import count, cupy, is_cupys
 from ..errors import CommunicationError, DeviceError, FrameworkError
-from ._overdue import Overdue
+from ._watchdog import Watchdog
 from .communicator import check_color
 from .exchanges import Exchanges
 from .mpi import MpiCommunicator
@@ -67,9 +67,9 @@ class NcclCommunicator(Exchanges):
         super().__init__(timeout, checked)
         self._nccl, self.rank, self.size, self.host = load_nccl(), rank, size, host
         self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
-        self._overdue = Overdue(rank, timeout, self._comm)
+        self._watchdog = Watchdog(rank, timeout, self._comm)
         if isinstance(host, SocketCommunicator):
-            host.peers.on_failure = self._overdue.failed
+            host.peers.on_failure = self._watchdog.failed
 
     @classmethod
     def from_mpi(
@@ -123,7 +123,7 @@ class NcclCommunicator(Exchanges):
 
     def launched(self, call: str) -> None:
         """Watch a CUDA graph with exchanges that was launched on the current stream."""
-        self._overdue.watch(call)
+        self._watchdog.watch(call)
 
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
         """Send and receive as in ``Exchanges``; NumPy arrays go through the host."""
@@ -147,7 +147,7 @@ class NcclCommunicator(Exchanges):
             raise CommunicationError(f"{problem}; {cure}", rank=self.rank) from error
         if given[self.rank] is not None and taken[self.rank] is not None:
             taken[self.rank][...] = given[self.rank]
-        self._overdue.watch(call)
+        self._watchdog.watch(call)
 
     def _told(self, call: str, row: Any) -> Any:
         """Return the rows of all ranks, exchanged by the hosts if there are any."""

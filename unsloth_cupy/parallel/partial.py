@@ -14,8 +14,8 @@ from ..ops.common.gemm import gemm
 from ..ops.linear.linear import flat
 from ..ops.quantized.bit_linear import (
     mean_abs,
-    row_codes,
     row_absmax,
+    row_codes,
     sum_of_abs,
     weight_codes,
 )

@@ -14,7 +14,7 @@ from ..errors import CommunicationError
 from .schedule import Schedule, Step, Timetable
 
 
-class Work(NamedTuple):
+class Compute(NamedTuple):
     """Seconds of computation, with the bytes that it allocates or (if negative) frees."""
 
     seconds: float
@@ -23,14 +23,14 @@ class Work(NamedTuple):
     top: int = 0  # peak bytes during the computation, beyond those held before
 
 
-class Pass(NamedTuple):
+class Exchange(NamedTuple):
     """A message sent and one received at the same time: (other rank, key, seconds of transfer)."""
 
     send: tuple[int, Hashable, float] | None = None
     receive: tuple[int, Hashable, float] | None = None
 
 
-class Together(NamedTuple):
+class Collective(NamedTuple):
     """A collective call of a group: its ranks, a key that must be equal in all, and seconds."""
 
     group: Sequence[int]
@@ -38,7 +38,7 @@ class Together(NamedTuple):
     seconds: float
 
 
-Event = Work | Pass | Together
+Event = Compute | Exchange | Collective
 
 
 class Replay(NamedTuple):
@@ -95,11 +95,11 @@ class _World:
         self.clock, self.busy = [0.0] * count, [0.0] * count
         self.held, self.peaks = [0] * count, [0] * count
         self.spans: list[list[tuple[str, float, float]]] = [[] for _ in range(count)]
-        self.open = [0] * count  # halves (send, receive) of the current Pass that have not ended
-        self.until = [0.0] * count  # end of the current Pass so far
+        self.open = [0] * count  # halves (send, receive) of the current Exchange left
+        self.until = [0.0] * count  # end of the current Exchange so far
         self.sends: dict[tuple[int, int], deque[tuple[Hashable, float, float]]] = {}
         self.receives: dict[tuple[int, int], deque[tuple[Hashable, float]]] = {}
-        self.calls: dict[tuple[int, ...], list[tuple[int, Together, float]]] = {}
+        self.calls: dict[tuple[int, ...], list[tuple[int, Collective, float]]] = {}
         self.ended = [False] * count
         self.at: list[Event | None] = [None] * count  # current event
 
@@ -107,10 +107,13 @@ class _World:
         """Run a rank until it waits; return the ranks that can now continue."""
         for event in self.programs[rank]:
             self.at[rank] = event
-            if isinstance(event, Work):
-                self._work(rank, event)
+            if isinstance(event, Compute):
+                self._compute(rank, event)
                 continue
-            freed = self._pass(rank, event) if isinstance(event, Pass) else self._call(rank, event)
+            if isinstance(event, Exchange):
+                freed = self._exchange(rank, event)
+            else:
+                freed = self._collective(rank, event)
             if rank not in freed:
                 return freed
             others = [other for other in freed if other != rank]
@@ -119,7 +122,7 @@ class _World:
         self.ended[rank] = True
         return []
 
-    def _work(self, rank: int, event: Work) -> None:
+    def _compute(self, rank: int, event: Compute) -> None:
         """Advance the clock and the memory of a rank by a computation."""
         top = self.held[rank] + max(event.top, event.holds, 0)
         self.peaks[rank] = max(self.peaks[rank], top)
@@ -130,7 +133,7 @@ class _World:
         if event.name:
             self.spans[rank].append((event.name, begin, self.clock[rank]))
 
-    def _pass(self, rank: int, event: Pass) -> list[int]:
+    def _exchange(self, rank: int, event: Exchange) -> list[int]:
         """Begin a send and a receive of a rank; return the ranks that can now continue."""
         now, freed = self.clock[rank], list[int]()
         self.until[rank] = now
@@ -166,7 +169,7 @@ class _World:
         self.clock[rank] = self.until[rank]
         return True
 
-    def _call(self, rank: int, event: Together) -> list[int]:
+    def _collective(self, rank: int, event: Collective) -> list[int]:
         """Add a rank to a collective call; return the group once all its ranks have called."""
         calls = self.calls.setdefault(tuple(event.group), [])
         calls.append((rank, event, self.clock[rank]))
@@ -217,6 +220,6 @@ def pipeline_program(
             yield from work(schedule[stage][number - 1])
         for message in after:
             if message.source == stage:
-                yield Pass(send=(rank_of(message.to), message.step, seconds))
+                yield Exchange(send=(rank_of(message.to), message.step, seconds))
             else:
-                yield Pass(receive=(rank_of(message.source), message.step, seconds))
+                yield Exchange(receive=(rank_of(message.source), message.step, seconds))

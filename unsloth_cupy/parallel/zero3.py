@@ -21,7 +21,7 @@ from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import compute_copies
 from ..training.variable import Var
-from ._ahead import Ahead
+from ._prefetch import Prefetch
 from ._shards import ZERO, Cut, Entered, gathered, measured_parts
 from .communicator import Communicator
 from .data import counted_by_all
@@ -156,7 +156,7 @@ class Zero3:
         self.model, self.comm = model, comm
         keeps, model.parts = model.parts, None
         self.cuts: dict[str, Cut] = {} if keeps is None else keeps.cuts
-        self.ahead = Ahead(comm, lambda name: model.parameters[name])
+        self.ahead = Prefetch(comm, lambda name: model.parameters[name])
         for array in () if model.adapter is None else model.adapter.parameters.values():
             array[...] = comm.broadcast(array)
         if keeps is None:

@@ -21,7 +21,7 @@ from ..core.target import Run
 from ..errors import ConfigError
 from ..memory.plan import plan_memory
 from ..memory.planned import Planned
-from ..models.ahead import InOrder
+from ..models.next_logits import CachedLogits
 from ..models.parse import parse
 from ..models.quantized import Quantizer
 from ..models.step import Step
@@ -118,9 +118,9 @@ def _generate(
         parameters = {name: codes(name, array) for name, array in parameters.items()}
     model, (batch, tokens) = Transformer(config, parameters, {}), sizes
     prompt, real = np.zeros(sizes, np.int64), np.ones(sizes, bool)
-    ahead = InOrder(model, Planned.of(sizes, np.int64), batch, tokens + PROMPT)
-    ahead(prompt, real)
-    Step(model, ahead.cache, real, tokens + PROMPT).run()
+    next_logits = CachedLogits(model, Planned.of(sizes, np.int64), batch, tokens + PROMPT)
+    next_logits(prompt, real)
+    Step(model, next_logits.cache, real, tokens + PROMPT).run()
 
 
 def units_of(launches: Iterable[Launch], architecture: int) -> list[Unit]:

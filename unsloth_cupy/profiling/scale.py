@@ -19,7 +19,7 @@ from ..memory.stage_plan import Job, Layout, StagePlan, plan_stages
 from ..models.config import Config
 from ..models.parse import parse
 from ..parallel.schedule import Schedule, Step, Timetable, chunks_of, pipeline_schedule, timetable
-from ..parallel.simulation import Event, Replay, Together, Work, pipeline_program, replay
+from ..parallel.simulation import Collective, Compute, Event, Replay, pipeline_program, replay
 
 Held = tuple[int, int]  # bytes that a step adds: at its peak, and at its end
 
@@ -95,14 +95,14 @@ class ScalePlan(NamedTuple):
         def work(step: Step) -> Iterator[Event]:
             top, added = next(held)
             seconds = plan.products[step.chunk][step.backward] / self.rates[0]
-            yield Work(seconds, added, str(step), top)
+            yield Compute(seconds, added, str(step), top)
             for name, callers, joined in calls:
                 sent = plan.calls[name][step.chunk]
                 if sent and len(joined) > 1:
                     duration = both_passes(sent)[step.backward] / self.bandwidth(joined)
-                    yield Together(callers, (name, next(number)), duration)
+                    yield Collective(callers, (name, next(number)), duration)
 
-        yield Work(0.0, plan.begin)
+        yield Compute(0.0, plan.begin)
         neighbours = [layout.rank(tensor, each, *place) for each in (stage, max(stage - 1, 0))]
         seconds = plan.passes / self.bandwidth(neighbours)
         yield from pipeline_program(
@@ -111,8 +111,8 @@ class ScalePlan(NamedTuple):
         )  # fmt: skip
         if len(all_data) > 1:
             key = ("gradients", plan.gradients)
-            yield Together(simulated, key, plan.gradients / self.bandwidth(all_data))
-        yield Work(0.0, plan.after[1], "", plan.after[0])
+            yield Collective(simulated, key, plan.gradients / self.bandwidth(all_data))
+        yield Compute(0.0, plan.after[1], "", plan.after[0])
 
     def replay(self, data: int | None = None) -> Replay:
         """Simulate the programs of all ranks, or only of ``data`` data ranks.

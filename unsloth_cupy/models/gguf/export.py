@@ -24,9 +24,9 @@ from ..adapter_folder import read_adapter
 from ..checkpoint_files import find_tensors, opened
 from ..config import Config
 from ..folder import read_config
+from ..lazy_parameter import LazyParameter
 from ..parse import token_ids
 from ..transformer import Transformer
-from ..unread import Unread
 from . import TYPES
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _source(model: Any, tokenizer: Any) -> Source:
         files = {home.file, *(file for file, _ in home.parts.values())}
         with contextlib.ExitStack() as stack:
             handles = {file: stack.enter_context(opened((base or path) / file)) for file in files}
-            return Unread(name, home, handles).whole()
+            return LazyParameter(name, home, handles).whole()
 
     table = homes["model.embed_tokens.weight"].dtype or FLOAT32
     adapter = None if base is None else read_adapter(path, config, table)

@@ -14,7 +14,7 @@ from ...core.kernel import load
 from ...core.op import Op, op
 from ...errors import ConfigError
 from ..common.elementwise import constants
-from ..common.in_place import check_writable, check_overlap, all_contiguous
+from ..common.in_place import all_contiguous, check_overlap, check_writable
 from ..common.no_kernel import no_kernel
 
 

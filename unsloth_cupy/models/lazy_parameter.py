@@ -12,7 +12,7 @@ from .quantized_slices import narrow
 from .quantized_weights import assembled
 
 
-class Home(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a parameter is stored: the file, and its name, shape and dtype there."""
 
     file: str
@@ -24,11 +24,15 @@ class Home(NamedTuple):
     inverse: bool = False  # the weight is codes / scale
 
 
-class Unread:
+class LazyParameter:
     """A parameter in open files that is not read yet; dtype is that of results, None: as stored."""
 
     def __init__(
-        self, name: str, home: Home, files: Mapping[str, Any], dtype: np.dtype[Any] | None = None
+        self,
+        name: str,
+        home: StoredTensor,
+        files: Mapping[str, Any],
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         self.name, self.home, self.files, self.dtype = name, home, files, dtype
 
@@ -71,12 +75,12 @@ class Unread:
         part = None if kind is Ternary else narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
         return None if part is None else part.kept[0].stop
 
-    def tensors(self) -> dict[str, "Unread"]:
+    def tensors(self) -> dict[str, "LazyParameter"]:
         """Return the tensors of a quantized weight, by their names after the layer's name."""
         home = self.home
         places = {**home.parts, "weight": (home.file, home.stored)}
-        homes = {key: Home(file, stored, (), None) for key, (file, stored) in places.items()}
-        return {key: Unread(self.name, each, self.files) for key, each in homes.items()}
+        homes = {key: StoredTensor(*place, (), None) for key, place in places.items()}
+        return {key: LazyParameter(self.name, each, self.files) for key, each in homes.items()}
 
     def _assembled(self, state: Mapping[str, Array], shape: Sequence[int]) -> Quantized:
         """Return the quantized weight of these arrays."""

@@ -1,8 +1,8 @@
 """Next-token logits for generation: a cache makes each token go through the model only once.
 
-ahead = InOrder(model, like, batch, most)
-logits = ahead(tokens, real)                    after the prompts, padded on the left
-logits = ahead(tokens, real)                    after the prompts and one more token, and so on
+next_logits = CachedLogits(model, like, batch, most)
+logits = next_logits(tokens, real)              after the prompts, padded on the left
+logits = next_logits(tokens, real)              after the prompts and one more token, and so on
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from .step import Step
 
 
 @at_home("model.table")
-class InOrder:
+class CachedLogits:
     """Computes next-token logits with a KVCache that it creates, for rows of at most ``most``."""
 
     def __init__(
@@ -64,7 +64,7 @@ class InOrder:
 
 
 @at_home("model.table")
-class InPages:
+class PagedLogits:
     """Computes next-token logits with a PagedKVCache.
 
     Its sequences hold no padding, so padded prompts go through the model one by one.

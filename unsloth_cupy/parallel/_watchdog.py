@@ -16,7 +16,7 @@ from ..core.gpu import cupy
 PAUSE = 0.1  # seconds between checks
 
 
-class Overdue:
+class Watchdog:
     """The exchanges of one NCCL communicator that were launched and have not finished."""
 
     def __init__(self, rank: int, timeout: float, comm: Any) -> None:

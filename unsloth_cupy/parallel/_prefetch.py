@@ -22,7 +22,7 @@ class Fetched(NamedTuple):
     done: Any
 
 
-class Ahead:
+class Prefetch:
     """Gathers parts; on a GPU also those of the next block, in advance.
 
     ``part_of`` returns this rank's current part of a parameter by its name.

@@ -33,7 +33,7 @@ from unsloth_cupy.finetune.tokenizer import encode, load_tokenizer, train_tokeni
 from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.models import ahead, load
+from unsloth_cupy.models import load, next_logits
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
@@ -570,7 +570,7 @@ class TestGenerate:
         assert least.stdout == greedy.stdout != drawn.stdout
         penalty = ("--repetition-penalty", 1e9)
         assert write("The dog", *plain, *penalty).stdout != drawn.stdout
-        with mock.patch.object(ahead, "KVCache", wraps=ahead.KVCache) as made:
+        with mock.patch.object(next_logits, "KVCache", wraps=next_logits.KVCache) as made:
             write("The dog", "--max-new-tokens", 2, "--cache-dtype", "int8")
         assert made.call_args.kwargs["dtype"] == "int8"
 

@@ -194,7 +194,7 @@ def test_sliding_layers_take_bounded_memory(model, monkeypatch):
             super().__init__(*sizes, **options)
             made.append(self)
 
-    monkeypatch.setattr("unsloth_cupy.models.ahead.KVCache", Watched)
+    monkeypatch.setattr("unsloth_cupy.models.next_logits.KVCache", Watched)
     model.generate(PROMPT, max_new_tokens=40, stop=())
     assert {keys.shape[1] for keys in made[0].keys} == {6}
     assert made[0].length == 7 + 40 - 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import KVCache
-from unsloth_cupy.models import ahead, create
+from unsloth_cupy.models import create, next_logits
 from unsloth_cupy.models.step import Step
 
 from ..stand_in import HostReadError, gpu
@@ -28,7 +28,7 @@ def test_generates_what_the_cache_generates(kind, padded, monkeypatch):
     mask[1, 4:] = not padded
     options = {"mask": mask, "max_new_tokens": 12, "stop": ()}
     expected = model.generate(PROMPT, **options)
-    monkeypatch.setattr(ahead, "_steps_on_device", lambda *_: True)
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: True)
     np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
 
 
@@ -38,7 +38,7 @@ def test_an_adapter_takes_part(monkeypatch):
     for name, array in model.adapter.parameters.items():
         array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
     expected = model.generate(PROMPT, max_new_tokens=8, stop=())
-    monkeypatch.setattr(ahead, "_steps_on_device", lambda *_: True)
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: True)
     np.testing.assert_array_equal(model.generate(PROMPT, max_new_tokens=8, stop=()), expected)
 
 
@@ -69,9 +69,11 @@ def test_keys_and_values_in_eight_bits(padded, monkeypatch):
     mask[1, 4:] = not padded
     options = {"mask": mask, "max_new_tokens": 12, "stop": (), "cache_dtype": "int8"}
     made = []
-    monkeypatch.setattr(ahead, "KVCache", lambda *a, **b: made.append(KVCache(*a, **b)) or made[-1])
+    monkeypatch.setattr(
+        next_logits, "KVCache", lambda *a, **b: made.append(KVCache(*a, **b)) or made[-1]
+    )
     expected = model.generate(PROMPT, **options)
-    monkeypatch.setattr(ahead, "_steps_on_device", lambda *_: True)
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: True)
     np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
     assert [str(cache.dtype) for cache in made] == ["int8"] * 2
 
@@ -135,7 +137,7 @@ def test_is_one_graph(padded):
             made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "Step", Watched)
+        patch.setattr(next_logits, "Step", Watched)
         found = there.generate(cupy.asarray(PROMPT), mask=cupy.asarray(mask), **options)
     np.testing.assert_array_equal(found.get(), expected)
     assert made[0].graph is not None

@@ -140,8 +140,7 @@ class Division:
         """
         cut = self.cut(name)
         if cut is None:
-            is_read = rows is not None or isinstance(array, LazyParameter)
-            return array[rows or ...] if is_read else array
+            return array[rows or ...] if rows or isinstance(array, LazyParameter) else array
         axis, ranges = cut
         if isinstance(array, LazyParameter) and array.home.kind is not None:
             return self._cut(name, *array.some(axis, ranges), axis)

@@ -38,6 +38,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3},
     "cohere2": {"sliding_window": 5, "logit_scale": 0.3},
     "diffllama": {},
+    "doge": {},
     "ernie4_5": {},
     "exaone4": {"sliding_window": 5},
     "glm": {},

@@ -1,5 +1,6 @@
 """What cannot be patched is refused or left, and a model is never half patched."""
 
+import copy
 import functools
 
 import pytest
@@ -95,6 +96,41 @@ def test_a_module_of_another_structure_than_it_seems_is_left(monkeypatch):
     report = patch(model_of("llama"), parts=["mlp", "norm"])
     assert report.taken == {"norm": 5}
     assert "no attribute 'no_such_part'" in report.left["mlp"]
+
+
+def whole_step(family, parts=None, **options):
+    """Return a step of a model, and that of its copy that is patched, with equal random numbers."""
+    model = model_of(family, **options)
+    patched = copy.deepcopy(model)
+    report = patch(patched, parts=parts)
+    steps = []
+    for each in (model, patched):
+        torch.manual_seed(3)
+        steps.append(step(each))
+    return report, *steps
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "left"),
+    [
+        ("stablelm", "hidden_dropout", "residual"),  # a module of the layer
+        ("persimmon", "hidden_dropout", "residual"),
+        ("seed_oss", "residual_dropout", "mlp"),  # a function
+    ],
+)
+def test_dropout_that_is_not_of_a_part_stays(family, option, left):
+    report, plain, found = whole_step(family, [left, "norm"], **{option: 0.25})
+    assert report.left == {left: "its dropout is not that of a part"}
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    report, *_ = whole_step(family, [left, "norm"], **{option: 0.0})
+    assert not report.left
+
+
+def test_weights_of_a_layer_itself_learn_although_they_are_ones():
+    report, plain, found = whole_step("doge", ["residual", "norm"])
+    assert report.left == {"residual": "it has weights besides those of its parts"}
+    assert "model.layers.0.input_residual" in found
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_that_no_op_can_read_are_refused():

@@ -7,6 +7,7 @@ its own modules.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..torch import (
     swiglu,
 )
 from ._quantized import adapted_base, check, computed_in
-from ._trials import Candidate, Refused, agree, draw
+from ._trials import Candidate, Refused, agree, check_alone, draw
 
 Forward = Callable[..., Any]
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
@@ -95,6 +96,7 @@ def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
         raise Refused(f"its activation is {type(act).__name__}")
     device = next(module.parameters()).device
     sample = draw(1, first.in_features).to(device, dtype)
+    check_alone(module, {*GATED[0], *GATED[1]}, partial(module, sample), module(sample))
     return Candidate([_gated(gate, fused) for gate in gates], sample, {}, dtype)
 
 

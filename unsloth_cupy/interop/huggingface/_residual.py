@@ -8,7 +8,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ._changes import Changes, own_forward
-from ._trials import Call, Refused, Texts, near
+from ._trials import Call, Refused, Texts, check_alone, near
 
 ATTENTION, MLP = "self_attn", "mlp"
 BEFORE = {"input_layernorm", "post_attention_layernorm", ATTENTION, MLP}
@@ -44,6 +44,7 @@ def take(
         raise Refused("its norm was left")
     if not own_forward(layer):
         raise Refused("another library replaced its forward")
+    check_alone(layer, AROUND, lambda: texts.kept(call.again(layer)), texts.kept(call.found))
     changes.forward(layer, forward)
     found, expected = call.again(layer), call.found
     if type(found) is not type(expected) or not near(

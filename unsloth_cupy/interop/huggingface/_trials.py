@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..quantized_layers import FOUR, kind_of
 
 Forward = Callable[..., Any]
+MODES = {"training", "gradient_checkpointing"}
 SEED = 20  # of the numbers of a trial, which leave the caller's generators alone
 
 
@@ -82,6 +83,35 @@ def at_rest(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def check_alone(
+    module: nn.Module,
+    parts: Iterable[str],
+    run: Callable[[], torch.Tensor],
+    expected: torch.Tensor,
+) -> None:
+    """Raise Refused where a module is more than its parts, which a trial at rest does not show.
+
+    Weights of its own may be ones or zeros to begin with; dropout works in training alone.
+    """
+    others = [child for name, child in module.named_children() if name not in parts]
+    own = [*module._parameters.values(), *module._buffers.values()]
+    if any(each is not None for each in [*own, *(p for m in others for p in m.parameters())]):
+        raise Refused("it has weights besides those of its parts")
+    modules = [module, *(inner for child in others for inner in child.modules())]
+    kept = [(each, name, vars(each)[name]) for each in modules for name in MODES & {*vars(each)}]
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    try:
+        for each, name, _ in kept:
+            vars(each)[name] = name == "training"
+        with torch.random.fork_rng([*devices]):
+            found = run()
+    finally:
+        for each, name, mode in kept:
+            vars(each)[name] = mode
+    if not near(found, expected, expected.dtype):
+        raise Refused("its dropout is not that of a part")
 
 
 class Texts:

@@ -20,7 +20,7 @@ import numpy as np
 from unsloth_cupy import attention_forward, rms_norm_forward
 from unsloth_cupy.core.source import Constants
 from unsloth_cupy.core.target import using
-from unsloth_cupy.files import written_beside
+from unsloth_cupy.files import atomic_path
 from unsloth_cupy.ops.attention import _tiles
 from unsloth_cupy.ops.attention._tiles import Start, Tiles
 from unsloth_cupy.ops.norms import rows
@@ -173,7 +173,7 @@ def write() -> None:
         begin, end = (f"<!-- {ladder.name}: {word} -->" for word in ("begin", "end"))
         head, tail = text[: text.index(begin)], text[text.index(end) :]
         text = "\n".join([f"{head}{begin}", *table(ladder), tail])
-    with written_beside(PAGE) as partial:
+    with atomic_path(PAGE) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from unsloth_cupy.files import written_beside
+from unsloth_cupy.files import atomic_path
 
 from . import budget
 from .variants import ARCHITECTURES, Variant, constants, of_kernel
@@ -166,7 +166,7 @@ def write() -> None:
         "|---|---|---|---|---|---|---|---|---|",
         *(line for arch in ARCHITECTURES for line in rows(arch)),
     ]
-    with written_beside(budget.PAGE) as partial:
+    with atomic_path(budget.PAGE) as partial:
         partial.write_text("\n".join([f"{head}{BEGIN}", *lines, tail]), encoding="utf-8")
 
 

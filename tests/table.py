@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from unsloth_cupy.files import written_beside
+from unsloth_cupy.files import atomic_path
 
 FILE = Path(__file__).with_name("costs.toml")
 PARTS = "calls", "kernels"
@@ -33,7 +33,7 @@ def read(part: str) -> dict[str, Any]:
 def replace(part: str, lines: Iterable[str]) -> None:
     """Replace a part and keep the other byte for byte; a reader never sees a partial file."""
     whole = texts() | {part: "\n".join(lines)}
-    with written_beside(FILE) as partial:
+    with atomic_path(FILE) as partial:
         text = "\n".join(f"[{name}]\n{whole[name]}\n" for name in PARTS)
         partial.write_text(text, encoding="utf-8")
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from unsloth_cupy import AttentionConfig
-from unsloth_cupy.ops.attention._backward_hopper import takes_backward
-from unsloth_cupy.ops.attention._hopper import takes
+from unsloth_cupy.ops.attention._backward_hopper import backward_tiles
+from unsloth_cupy.ops.attention._hopper import forward_tiles
 from unsloth_cupy.ops.attention._options import Options, kernel_options
 
 from . import warpgroups
@@ -67,8 +67,8 @@ def taken(machine: Machine, dim: int, *names: str) -> tuple[bool, bool, bool]:
     q = machine.array((*batch, ROWS, 2, dim), "bfloat16")
     call = kernel_options(q, q, Options(**options))
     assert call is not None
-    back = takes_backward(q, q, call)
-    return takes(q, q, call) is not None, back is not None, bool(back and back.one_pass)
+    back = backward_tiles(q, q, call)
+    return forward_tiles(q, q, call) is not None, back is not None, bool(back and back.one_pass)
 
 
 def widest(machine: Machine, *names: str) -> tuple[int, ...]:

@@ -550,7 +550,7 @@ def test_a_model_has_to_fit_where_it_is_made(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_classes_under_a_marked_one_are_marked() -> None:
-    @placement.at_home("array")
+    @placement.on_gpu_of_attribute("array")
     class Marked:
         array: Any = None
 
@@ -567,7 +567,7 @@ def test_classes_under_a_marked_one_are_marked() -> None:
 def test_a_method_that_yields_cannot_stay_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="yields"):
 
-        @placement.at_home("keys")
+        @placement.on_gpu_of_attribute("keys")
         class Yields:
             def tokens(self) -> Any:
                 yield 1

@@ -210,7 +210,7 @@ def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, share: float) -> No
 
 
 def half_written(path: Path, error: OSError) -> None:
-    with files.written_beside(path) as beside:
+    with files.atomic_path(path) as beside:
         beside.write_text("half")
         raise error
 
@@ -260,16 +260,16 @@ def test_a_folder_is_of_one_alone(tmp_path: Path) -> None:
     told = []
 
     def second() -> None:
-        with pytest.raises(ConfigError) as caught, files.alone(tmp_path, "taken"):
+        with pytest.raises(ConfigError) as caught, files.folder_lock(tmp_path, "taken"):
             pytest.fail("two are in it")
         told.append(str(caught.value))
 
-    with files.alone(tmp_path):
+    with files.folder_lock(tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(10)
         assert told == ["taken"]
-    with pytest.raises(BlockingIOError, match="own"), files.alone(tmp_path, "taken"):
+    with pytest.raises(BlockingIOError, match="own"), files.folder_lock(tmp_path, "taken"):
         raise BlockingIOError("own")
-    with files.alone(tmp_path, "taken"):
+    with files.folder_lock(tmp_path, "taken"):
         pass

@@ -139,14 +139,14 @@ def test_a_request_is_answered_while_python_runs_no_handler(
     """As within a product of large matrices: here in one long call that computes a hash."""
     times: dict[str, float] = {}
     monkeypatch.setattr(
-        interrupt.Stop, "asked", lambda *_: times.setdefault("handled", time.monotonic())
+        interrupt.Stop, "request", lambda *_: times.setdefault("handled", time.monotonic())
     )
     with interrupt.stop_request() as stop:
-        stop.finishing("the update of step 7")
+        stop.uninterruptible("the update of step 7")
 
         def ask() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            if stop.told.wait(60):
+            if stop.printed.wait(60):
                 times["told"] = time.monotonic()
 
         asking = threading.Timer(0.05, ask)
@@ -161,10 +161,10 @@ def test_a_request_is_answered_while_python_runs_no_handler(
 def test_a_request_waits_for_no_more_than_it_must() -> None:
     before = [signal.getsignal(number) for number in interrupt.SIGNALS]
     with interrupt.stop_request() as stop:
-        stop.finishing("the update of step 7")
+        stop.uninterruptible("the update of step 7")
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == signal.SIGINT
-        with pytest.raises(interrupt.Interrupted), stop.leaving("step 8"):
+        with pytest.raises(interrupt.Interrupted), stop.interruptible_block("step 8"):
             raise AssertionError("the next step begins")
         with pytest.raises(interrupt.Interrupted):
             stop.check()

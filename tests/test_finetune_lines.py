@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import CHATML, Chat, Span, _asked
-from unsloth_cupy.finetune.lessons import (
+from unsloth_cupy.finetune.chat import CHATML, Chat, Span, _request
+from unsloth_cupy.finetune.records import Record, Records, read_records
+from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.training_data import (
     Example,
     Examples,
     Packed,
     Shape,
     _examples,
     encoded,
-    in_order,
-    of_records,
+    from_records,
+    sequential_batches,
 )
-from unsloth_cupy.finetune.records import Record, Records, read_records
-from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.models import create, load
 
 from .test_cli import (
@@ -296,7 +296,7 @@ class TestChat:
         command = [sys.executable, "-S", "-c", program]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as process:
-            texts, found = _asked(process, [])
+            texts, found = _request(process, [])
         assert not texts
         assert why in found
 
@@ -373,7 +373,9 @@ class TestChat:
         model = create(json.loads((LLAMA / "config.json").read_text()), seed=0)
         tokenizer = train_tokenizer("text", 257)
         with pytest.raises(ConfigError, match=r"lines.jsonl:2: .*roles must take turns"):
-            of_records(read_records(path), tokenizer, model.config, Shape(2, 64, True, 0), 0, chat)
+            from_records(
+                read_records(path), tokenizer, model.config, Shape(2, 64, True, 0), 0, chat
+            )
 
 
 class TestLabels:
@@ -466,8 +468,8 @@ class TestPacking:
             known = {example.tokens.tobytes() for example in self.EXAMPLES}
             assert known >= {part.tobytes() for part in parts}
             assert 16 < batch.real == sum(len(part) for part in parts) <= 32
-            assert batch.asked == sum(len(part) - 2 for part in parts)
-            assert (batch.labels != -100).sum() == batch.asked
+            assert batch.label_count == sum(len(part) - 2 for part in parts)
+            assert (batch.labels != -100).sum() == batch.label_count
             assert packed.where(step).endswith(" of file")
 
     @pytest.mark.parametrize("pack", [True, False])
@@ -502,7 +504,7 @@ class TestPacking:
         """What is computed are the texts: end to end, or in rows as long as the longest of them."""
         shape = Shape(3, length, pack, 0)
         packed = Packed(self.EXAMPLES, shape, 3, "file")
-        for batch in [*in_order(self.EXAMPLES, shape), *map(packed.at, range(12))]:
+        for batch in [*sequential_batches(self.EXAMPLES, shape), *map(packed.at, range(12))]:
             if batch.offsets is None:
                 rows, longest = batch.tokens.shape
                 assert rows <= 3
@@ -530,11 +532,11 @@ class TestPacking:
 
     def test_held_out_texts_come_once_and_in_order(self) -> None:
         for pack in (True, False):
-            batches = in_order(self.EXAMPLES, Shape(2, 16, pack, 0))
+            batches = sequential_batches(self.EXAMPLES, Shape(2, 16, pack, 0))
             labels = np.concatenate([b.labels[b.labels != -100] for b in batches])
             wanted = np.concatenate([e.labels[e.labels != -100] for e in self.EXAMPLES])
             np.testing.assert_array_equal(labels, wanted)
-            assert sum(batch.asked for batch in batches) == len(wanted)
+            assert sum(batch.label_count for batch in batches) == len(wanted)
 
     def test_the_loss_is_the_same_packed_or_not(self) -> None:
         model = load(LLAMA, dtype="float64")
@@ -544,11 +546,12 @@ class TestPacking:
         ]
         losses = []
         for pack in (True, False):
-            batches = in_order(examples, Shape(2, 16, pack, 0))
+            batches = sequential_batches(examples, Shape(2, 16, pack, 0))
             total = sum(
-                float(model.loss(b.tokens, b.labels, offsets=b.offsets)) * b.asked for b in batches
+                float(model.loss(b.tokens, b.labels, offsets=b.offsets)) * b.label_count
+                for b in batches
             )
-            losses.append(total / sum(b.asked for b in batches))
+            losses.append(total / sum(b.label_count for b in batches))
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
     def test_long_texts_go_on_and_long_answers_are_cut(self, tmp_path: Path) -> None:
@@ -568,15 +571,15 @@ class TestPacking:
         )
         tokenizer, chat = train_tokenizer("text", 257), Chat(None)
         shape = Shape(2, 16, True, 0)
-        lessons = of_records(records, tokenizer, model.config, shape, 0, chat)
-        packed: Any = lessons.batches
+        training_data = from_records(records, tokenizer, model.config, shape, 0, chat)
+        packed: Any = training_data.batches
         assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
-        assert lessons.told == (
+        assert training_data.note == (
             "2 of 3 texts are longer than --tokens 16 and lose their end; 1 lose their answer: left"
             " out"
         )
         with pytest.raises(ConfigError, match="gets to its answer in --tokens 3; give more"):
-            of_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
+            from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
 
 
 class TestFinetune:
@@ -621,8 +624,8 @@ class TestFinetune:
             assert run("finetune", "--text", file, *options).exit_code == 0
         trainer, (loss, count, gradients) = found[0]
         model: Any = trainer.model
-        batches: list[Any] = [trainer.lessons.batches.at(n) for n in range(3)]
-        assert len({batch.asked for batch in batches}) > 1
+        batches: list[Any] = [trainer.training_data.batches.at(n) for n in range(3)]
+        assert len({batch.label_count for batch in batches}) > 1
         assert count == sum(batch.real for batch in batches)
         fresh = create(model.texts["config.json"], seed=0)
         rows, labels = (np.concatenate([getattr(b, n) for b in batches], axis=1)

@@ -10,7 +10,7 @@ import pytest
 from unsloth_cupy import DeviceMemoryError, machine, plan_memory
 from unsloth_cupy.cli.options import Size
 from unsloth_cupy.finetune import limit, preparation
-from unsloth_cupy.finetune.limit import Memory, Sizes, within
+from unsloth_cupy.finetune.limit import Memory, Sizes, checked_plan
 from unsloth_cupy.finetune.settings import Settings
 from unsloth_cupy.models.parse import parse
 
@@ -31,7 +31,7 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
     plan = plan_memory(LLAMA, batch=4, tokens=128, dtype="float32", device="cpu")
     limit = int(0.8 * plan.total)
     with pytest.raises(DeviceMemoryError) as error:
-        within(sizes(), PLAN, limit)
+        checked_plan(sizes(), PLAN, limit)
     assert (error.value.required, error.value.available) == (plan.total, limit)
     first = plan.beyond(limit)
     assert first is not None
@@ -44,9 +44,9 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
 
 def test_cures_are_named_together_where_none_is_enough() -> None:
     with pytest.raises(DeviceMemoryError, match=r"--lora 8 --\S.* saves .* MiB"):
-        within(sizes(), PLAN, 5 * MIB)
+        checked_plan(sizes(), PLAN, 5 * MIB)
     with pytest.raises(DeviceMemoryError) as error:
-        within(sizes(exists=False), PLAN._replace(checkpoint_every=1), 5 * MIB)
+        checked_plan(sizes(exists=False), PLAN._replace(checkpoint_every=1), 5 * MIB)
     assert "--lora" not in str(error.value)
     assert "--checkpoint-every" not in str(error.value)
 
@@ -58,7 +58,7 @@ def test_each_cure_is_named_once_and_saves(limit: int, batch: int, parts: int | 
     small = parse(LLAMA | {"num_hidden_layers": 1, "vocab_size": 32})
     given = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
     with pytest.raises(DeviceMemoryError) as error:
-        within(given, PLAN._replace(checkpoint_every=parts), limit)
+        checked_plan(given, PLAN._replace(checkpoint_every=parts), limit)
     told = str(error.value).partition("). ")[2].split("; ")[:-1]
     named = [cure.partition(" saves ")[0] for cure in told]
     assert len(set(named)) == len(named)
@@ -76,14 +76,14 @@ def test_a_cure_saves_what_it_says(switch: str) -> None:
     change = {name.replace("lora", "rank"): int(value) if value.isdigit() else value or True}
     less = plan_memory(LLAMA, **(options | change))
     with pytest.raises(DeviceMemoryError) as error:
-        within(sizes(), PLAN, whole - 1)
+        checked_plan(sizes(), PLAN, whole - 1)
     assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
 
 
 def cures(plan: Settings, **changes: Any) -> str:
     """Return what is said of a limit for which all switches together are not enough."""
     with pytest.raises(DeviceMemoryError) as error:
-        within(sizes(**changes), plan, 5 * MIB)
+        checked_plan(sizes(**changes), plan, 5 * MIB)
     return str(error.value).partition("). ")[2]
 
 
@@ -115,19 +115,19 @@ def test_the_machine_is_the_limit_where_none_is_given(
         return memory[0], memory[1]
 
     monkeypatch.setattr(limit, "device_memory", here)
-    plan = within(sizes(device=device), PLAN, None)
+    plan = checked_plan(sizes(device=device), PLAN, None)
     assert not capsys.readouterr().err
     memory[1] = plan.total - 1
-    within(sizes(device=device), PLAN, None)
+    checked_plan(sizes(device=device), PLAN, None)
     assert "are free now, of 931.32 GiB" in capsys.readouterr().err
     memory[0] = plan.total - 1
     with pytest.raises(DeviceMemoryError, match=f"--device {device or 'cpu'} has .*: a step") as e:
-        within(sizes(device=device), PLAN, None)
+        checked_plan(sizes(device=device), PLAN, None)
     assert (e.value.required, e.value.available) == (plan.total, plan.total - 1)
     assert "--checkpoint-every 1 saves" in str(e.value)
     assert str(e.value).endswith("MiB tries anyway")
     assert asked == [device] * 3
-    assert within(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"
+    assert checked_plan(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"
 
 
 def test_nothing_is_loaded_that_the_machine_has_no_memory_for(
@@ -153,9 +153,11 @@ def test_a_container_has_less_than_its_machine(
 
 
 def test_what_fits_is_planned() -> None:
-    plan = within(sizes(), PLAN, 2**30)
-    assert plan == within(sizes(), PLAN, None)
-    assert plan.total < within(sizes(device="cuda:0"), PLAN._replace(accumulate=3), None).total
+    plan = checked_plan(sizes(), PLAN, 2**30)
+    assert plan == checked_plan(sizes(), PLAN, None)
+    assert (
+        plan.total < checked_plan(sizes(device="cuda:0"), PLAN._replace(accumulate=3), None).total
+    )
 
 
 def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_the_order_of_a_long_text_is_no_part_of_a_step(tmp_path: Path) -> None:
 
 def test_the_limit_is_kept_to_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = plan_memory(SMALL, batch=1, tokens=8, dtype="float32", device="cpu")
-    monkeypatch.setattr(preparation, "within", lambda *_: small)  # a plan that was wrong
+    monkeypatch.setattr(preparation, "checked_plan", lambda *_: small)  # a plan that was wrong
     result = run(*TRAIN, "--limit-memory", "12MiB", "--out", tmp_path / "run")
     assert result.exit_code == 1
     assert "arrays hold 12." in result.output

@@ -34,7 +34,7 @@ from unsloth_cupy.memory.estimate import (
 )
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.memory.planned import Planned, PlannedOnHost, keeping
+from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.memory.planned_functions import reshaped
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
@@ -190,7 +190,7 @@ def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch
     for count in (1, 2):
         monkeypatch.setattr(threads, "count", functools.partial(int, count))
         ledger = Ledger(1)
-        with keeping(ledger):
+        with recording_in(ledger):
             made = [PlannedOnHost.of(shape, np.float32) for shape in shapes.values()]
             out, lse = attention_forward(*made, causal=True)
             ledger.note("attention_forward")

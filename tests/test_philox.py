@@ -26,14 +26,14 @@ def test_known_answers(counter: tuple[int, ...], seed: int, answer: tuple[int, .
 def test_a_part_is_a_part_of_the_whole(start: int, stop: int) -> None:
     """Columns start .. stop hold what they hold in any longer run."""
     rows = (np.arange(2)[:, None], np.arange(3), np.array(4))
-    whole = philox.kept(9, 0.5, rows, 0, 37)
+    whole = philox.keep_mask(9, 0.5, rows, 0, 37)
     assert whole.shape == (2, 3, 37)
     assert 0 < whole.mean() < 1
-    assert (philox.kept(9, 0.5, rows, start, stop) == whole[..., start:stop]).all()
+    assert (philox.keep_mask(9, 0.5, rows, start, stop) == whole[..., start:stop]).all()
 
 
 def test_share() -> None:
     """A million draws keep 1 - dropout of them, within five standard errors."""
     rows = (np.array(0), np.array(0), np.arange(1000))
-    kept = philox.kept(1, 0.1, rows, 0, 1000)
+    kept = philox.keep_mask(1, 0.1, rows, 0, 1000)
     assert abs(kept.mean() - 0.9) < 5 * np.sqrt(0.09 / kept.size)

@@ -247,7 +247,7 @@ def test_kernels_are_those_that_were_launched(
     timed: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by explaining each form of call: the stand-in has written down what was launched."""
-    monkeypatch.setattr(_hopper, "asked", True)
+    monkeypatch.setattr(_hopper, "requested", True)
     model = models.create(CONFIG, seed=0)
     parameters = {n: timed.array(a.shape, "float32") for n, a in model.parameters.items()}
     on_gpu: Any = type(model)(model.config, parameters, {})

@@ -13,7 +13,7 @@ import pytest
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core import replay
 from unsloth_cupy.core import target as core_target
-from unsloth_cupy.core.arrays import empty, packed
+from unsloth_cupy.core.arrays import contiguous, empty
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, Op, op
 from unsloth_cupy.ops.common import counters
@@ -177,7 +177,7 @@ def test_a_kernel_that_walks_gaps_is_recorded(made: Any) -> None:
         lambda x: x == x,  # noqa: PLR0124
         float,
         lambda x: getattr(x, "get", None),
-        lambda x: packed(x[::2]),
+        lambda x: contiguous(x[::2]),
     ],
 )
 def test_a_recorded_array_says_how_it_lies_and_no_more(asks: Callable[[Any], Any]) -> None:

@@ -23,7 +23,7 @@ NAME = "attention_forward_sm90"
 
 @pytest.fixture(autouse=True)
 def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hopper, "asked", True)
+    monkeypatch.setattr(_hopper, "requested", True)
 
 
 def kernels(machine: Machine) -> list[str]:
@@ -87,7 +87,7 @@ def test_arrays_that_tma_cannot_copy_are_packed() -> None:
 )
 def test_other_calls_take_the_other_kernel(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arch = why.partition("_")[2] or "90"
-    monkeypatch.setattr(_hopper, "asked", why != "nobody asks")
+    monkeypatch.setattr(_hopper, "requested", why != "nobody asks")
     with gpu(arch) as machine:
         if why == "compiler":
             machine.compiler = (12, 8)

@@ -232,7 +232,7 @@ def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
     if arch == "90":  # kernels on warpgroups, which run only on request
         square = {"dim": 128, "value_dim": 128}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_hopper, "asked", True)
+            patch.setattr(_hopper, "requested", True)
             patch.setattr(_backward_hopper, "one_pass", False)
             requested = [*_launches(arch, ON_WARPGROUPS), *_launches(arch, ON_WARPGROUPS, **square)]
             requested += [*broadcast_biases(arch), *windows(arch)]

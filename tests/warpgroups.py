@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
-from unsloth_cupy.files import written_beside
+from unsloth_cupy.files import atomic_path
 
 from . import budget, sass
 from .stand_in import gpu
@@ -273,7 +273,7 @@ def put(name: str, columns: str, lines: Iterator[str], page: Path = budget.PAGE)
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(begin)], text[text.index(end) :]
     ruled = [f"| {columns} |", "|" + "---|" * (columns.count("|") + 1), *lines]
-    with written_beside(page) as partial:
+    with atomic_path(page) as partial:
         partial.write_text("\n".join([f"{head}{begin}", *ruled, tail]), encoding="utf-8")
 
 

@@ -36,7 +36,7 @@ def path_of(call: str, value: Any) -> Path:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a name next to path for a new file or folder; rename it to path once it is on disk.
 
     If writing fails or is interrupted, the partial file or folder is removed.
@@ -67,26 +67,26 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def renewed(folder: Path, key: str) -> Iterator[Path]:
+def replacing_files(folder: Path, key: str) -> Iterator[Path]:
     """Yield a folder for new files that replace those of ``folder``, all of them or none.
 
     A folder that does not exist yet appears complete; an existing one keeps its other files.  New
     files are moved into it once all of them are on disk.  During the moves it has no file ``key``,
-    without which no reader accepts it; if they are interrupted, ``settle`` completes them.
+    without which no reader accepts it; if they are interrupted, ``complete_moves`` completes them.
     """
-    settle(folder, key)
-    with written_beside(folder / NEW if folder.is_dir() else folder) as partial:
+    complete_moves(folder, key)
+    with atomic_path(folder / NEW if folder.is_dir() else folder) as partial:
         partial.mkdir(parents=True)
         yield partial
-    settle(folder, key)
+    complete_moves(folder, key)
 
 
-def settle(folder: Path, key: str) -> None:
-    """Complete interrupted moves of ``renewed`` into a folder; wait if they are still running."""
+def complete_moves(folder: Path, key: str) -> None:
+    """Complete interrupted moves of ``replacing_files`` into a folder; wait for running ones."""
     if not (folder / NEW).is_dir():
         return
     try:
-        with alone(folder):
+        with folder_lock(folder):
             _move(folder, key)
     except OSError as error:
         raise ConfigError(
@@ -109,7 +109,7 @@ def _move(folder: Path, key: str) -> None:
 
 
 @contextmanager
-def alone(folder: Path, busy: str = "") -> Iterator[None]:
+def folder_lock(folder: Path, busy: str = "") -> Iterator[None]:
     """Hold an exclusive lock on a folder against other processes and threads that call this.
 
     They wait, or raise ConfigError(busy) if they pass ``busy``.  The end of the process, however it
@@ -184,7 +184,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def absent(path: Path, cure: str) -> str:
+def missing_folder_advice(path: Path, cure: str) -> str:
     """Return the advice for a missing folder: ``cure``, or how to download a model."""
     name = path.as_posix()
     if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):

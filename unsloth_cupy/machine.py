@@ -50,7 +50,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
 
 
-def bytes_asked(error: BaseException | None) -> int:
+def bytes_requested(error: BaseException | None) -> int:
     """Return the bytes that CuPy could not allocate, by its error message; 0 if it does not say."""
     match = re.search(r"allocating ([\d,]+)", str(error))
     return int(match[1].replace(",", "")) if match else 0

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from .files import written_beside
+from .files import atomic_path
 
 INK, SOFT = "#22272e", "#8b95a1"
 FORMATS = ("png", "pdf", "svg")
@@ -18,7 +18,7 @@ FAMILIES = (
 
 def save_picture(figure: Any, path: Path) -> None:
     """Write a figure of matplotlib into a file, in the format of its suffix: PNG, PDF or SVG."""
-    with written_beside(path) as partial:
+    with atomic_path(path) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower())
 
 

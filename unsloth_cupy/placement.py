@@ -1,10 +1,10 @@
 """Devices of arrays: code runs, and creates arrays, on the GPU of the arrays that it works with.
 
-    @at_home("keys")             a class whose objects have an array of this name
-    @at_first                    a function of arrays by name, all on one GPU
+    @on_gpu_of_attribute("keys")  a class whose objects have an array of this name
+    @on_gpu_of_first              a function of arrays by name, all on one GPU
 
-make methods and functions run on the GPU of their arrays, if there are several.  ``placed`` and
-``full_like`` create arrays on the device of another array.
+make methods and functions run on the GPU of their arrays, if there are several.  ``to_device_of``
+and ``full_like`` create arrays on the device of another array.
 """
 
 import functools
@@ -19,7 +19,7 @@ import numpy as np
 
 from .core.arrays import framework_of
 from .core.frameworks import FRAMEWORKS
-from .core.gpu import at, cupy, is_cupys, several
+from .core.gpu import cupy, device_of, is_cupys, several_gpus
 from .core.stand_in import is_planned
 from .errors import ConfigError, FrameworkError
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 PER_THREAD = 2  # address of CUDA's per-thread default stream: the same for another stream in each
 
 
-def at_home(attribute: str) -> Callable[[type[T]], type[T]]:
+def on_gpu_of_attribute(attribute: str) -> Callable[[type[T]], type[T]]:
     """Make public methods of a class and its subclasses run on the GPU of one of its arrays."""
     array_of = operator.attrgetter(attribute)
 
@@ -44,7 +44,7 @@ def at_home(attribute: str) -> Callable[[type[T]], type[T]]:
     return decorated
 
 
-def at_first(function: Callable[P, R]) -> Callable[P, R]:
+def on_gpu_of_first(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function whose first argument is arrays by name run on the GPU of the first array."""
     return _moved(function, _first)
 
@@ -55,9 +55,9 @@ def _moved(function: Callable[P, R], home: Callable[..., Any]) -> Callable[P, R]
 
     @functools.wraps(function)
     def moved(*args: P.args, **options: P.kwargs) -> R:
-        if not several():
+        if not several_gpus():
             return function(*args, **options)
-        with at(home(*args, *options.values())):
+        with device_of(home(*args, *options.values())):
             return function(*args, **options)
 
     return moved
@@ -77,20 +77,20 @@ def stream(like: Any) -> tuple[int, ...]:
     """
     if not is_cupys(like.__class__):
         return ()
-    with at(like):
+    with device_of(like):
         address: int = cupy().cuda.get_current_stream().ptr
     key: tuple[int, ...] = (like.data.device_id, address)
     return (*key, threading.get_ident()) if address == PER_THREAD else key
 
 
-def settle(like: Any) -> None:
+def synchronize_stream(like: Any) -> None:
     """Wait for the current stream of the GPU of ``like``: then any stream may use its results."""
     if is_cupys(like.__class__):
-        with at(like):
+        with device_of(like):
             cupy().cuda.get_current_stream().synchronize()
 
 
-def home_of(call: str, like: Any) -> Any:
+def array_on_device(call: str, like: Any) -> Any:
     """Return an array on the device for new arrays: ``like``, or a NumPy array if that is None."""
     if like is None:
         return np.empty(0)
@@ -119,7 +119,7 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     """
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
-        with at(array):
+        with device_of(array):
             return np.full_like(array, number, shape=shape)
     shape = tuple(array.shape) if shape is None else shape
     if library == "torch":
@@ -127,7 +127,7 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     return array.__array_namespace__().full(shape, number, dtype=array.dtype, device=array.device)
 
 
-def placed(array: Any, like: Any) -> Any:
+def to_device_of(array: Any, like: Any) -> Any:
     """Return a NumPy array as one of like's library and device."""
     library = framework_of(like, "the model of a new array")
     if is_planned(like):
@@ -135,7 +135,7 @@ def placed(array: Any, like: Any) -> Any:
     if library in ("torch", "jax"):
         result = FRAMEWORKS[library].give_back(array, like)
         return result.to(like.device) if library == "torch" else result
-    with at(like):
+    with device_of(like):
         return np.asarray(array, like=like) if library == "cupy" else array
 
 
@@ -143,5 +143,5 @@ def to_numpy(array: Any) -> Any:
     """Return array as a NumPy array, copied from its GPU if it is on one."""
     if isinstance(array, np.ndarray):
         return array
-    with at(array):  # its current stream is the one to wait for
+    with device_of(array):  # its current stream is the one to wait for
         return array.get()

@@ -33,7 +33,7 @@ from unsloth_cupy.bench.report import OURS
 from unsloth_cupy.bench.stopwatch import DeviceClock
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.gpu import cupy
-from unsloth_cupy.files import written_beside
+from unsloth_cupy.files import atomic_path
 
 from .fixtures import ROOT
 
@@ -240,7 +240,7 @@ def do(step: str, page: Path, here: Here) -> None:
     rows = [*STEPS[what](here, int(dim), *mask)]
     kept = json.loads(kept_at(page).read_text()) if kept_at(page).exists() else {}
     kept[step] = {"facts": facts(), "rows": rows}
-    with written_beside(kept_at(page)) as partial_file:
+    with atomic_path(kept_at(page)) as partial_file:
         partial_file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     renew(page)
 
@@ -250,7 +250,7 @@ def renew(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     kept = json.loads(kept_at(page).read_text()) if kept_at(page).exists() else {}
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
-    with written_beside(page) as partial_file:
+    with atomic_path(page) as partial_file:
         lines = "\n".join(table(kept))
         partial_file.write_text(f"{head}{BEGIN}\n{lines}\n{tail}", encoding="utf-8")
 

@@ -29,7 +29,7 @@ def test_torch_finds_no_fault(op, optional):
     tensors = {n: a if a is None else torch.from_numpy(a) for n, a in call.arrays.items()}
     for name in names:
         tensors[name].requires_grad_()
-    operator = door.entered[op]
+    operator = door.registered[op]
     arguments = [tensors.get(name) for name in operator.tensors]
     for name, codec in operator.codecs.items():
         value = call.options[name]

@@ -15,7 +15,7 @@ import pytest
 from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
 from unsloth_cupy.cli import finetune
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import lessons
+from unsloth_cupy.finetune import training_data
 from unsloth_cupy.finetune.text import held_out_rows
 from unsloth_cupy.models import block, loss
 
@@ -76,7 +76,7 @@ def prepare(patch: pytest.MonkeyPatch) -> None:
     used.clear()
     patch.setattr(block, "swiglu_mlp", watched_mlp)
     patch.setattr(finetune, "sample", lambda *_: None)
-    patch.setattr(lessons, "held_out_rows", some_rows)
+    patch.setattr(training_data, "held_out_rows", some_rows)
 
 
 def held_out_loss(folder: Path, *more: str) -> float:

@@ -69,6 +69,6 @@ def dense(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarra
     if dropout := options.get("dropout"):
         number = [np.arange(n) for n in (batch, heads, queries)]
         rows = (number[0][:, None, None], number[1][:, None], number[2])
-        p = p * philox.kept(options["seed"], dropout, rows, 0, keys) / (1 - dropout)
+        p = p * philox.keep_mask(options["seed"], dropout, rows, 0, keys) / (1 - dropout)
     with np.errstate(divide="ignore"):
         return (p @ v).transpose(0, 2, 1, 3), top + np.log(total)

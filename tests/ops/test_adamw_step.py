@@ -231,7 +231,7 @@ def test_one_launch_and_no_word_from_the_host(monkeypatch: pytest.MonkeyPatch) -
         sent: list[Any] = []
         send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
         for module in (adamw_step, dynamic_codes, many):
-            monkeypatch.setattr(module, "placed", send)
+            monkeypatch.setattr(module, "to_device_of", send)
         make = lambda shape: machine.array(shape, np.float16)  # noqa: E731
         parameters = {f"w{i}": make((65 + i, 128)) for i in range(40)}
         optimizer = AdamW(parameters, state_bits=8)

@@ -45,7 +45,7 @@ SMALL = GROUPED | {"queries": 70, "keys": 90, "dim": 64, "value_dim": 64}
 def asked_for() -> Iterator[None]:
     """Let calls go to warpgroups, for those too who run a class of this module themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_hopper, "asked", True)
+        patch.setattr(_hopper, "requested", True)
         yield
 
 
@@ -384,7 +384,7 @@ def test_calls_that_the_other_kernel_takes(caplog: pytest.LogCaptureFixture) -> 
     assert kernel(200, bias=(1, 2, 64, 64)) == kernel(64, dropout=0.5, seed=1) == old
     assert not caplog.records
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _hopper._tell.cache_clear()
+        _hopper._warn_once.cache_clear()
         assert kernel(64, maps=False) == kernel(72, maps=False) == old
     (record,) = caplog.records
     assert "they need NVRTC 12.9 or newer" in record.getMessage()

@@ -13,7 +13,7 @@ import pytest
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.memory.ledger import Ledger
-from unsloth_cupy.memory.planned import Planned, keeping
+from unsloth_cupy.memory.planned import Planned, recording_in
 from unsloth_cupy.ops.attention._backward import workspace
 from unsloth_cupy.ops.attention._backward_hopper import ONE_PASS
 from unsloth_cupy.ops.common import threads
@@ -89,7 +89,7 @@ def test_one_launch_on_warpgroups(dim: int) -> None:
 def in_the_plan(tokens: int, dim: int) -> int:
     """Return the bytes that a plan of memory counts for the backward pass beside its results."""
     ledger = Ledger(GRAIN)
-    with keeping(ledger):
+    with recording_in(ledger):
         q, k, v = (Planned.of((1, tokens, HEADS, dim), BFLOAT16) for _ in range(3))
         out, lse = attention_forward(q, k, v, causal=True)
         start = len(ledger.changes)

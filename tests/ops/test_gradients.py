@@ -169,7 +169,7 @@ def test_a_step_is_a_few_launches_and_no_word_from_the_host(
         sent: list[Any] = []
         send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
         for module in (adamw_step, dynamic_codes, many, loss_scaler):
-            monkeypatch.setattr(module, "placed", send)
+            monkeypatch.setattr(module, "to_device_of", send)
         monkeypatch.setattr(launches, "tables", {})
         make = machine.array
         parameters = {f"w{i}": make((65 + i, 128), np.float32) for i in range(40)}

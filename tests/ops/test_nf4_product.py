@@ -9,7 +9,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.memory.ledger import Ledger
-from unsloth_cupy.memory.planned import Planned, PlannedOnHost, keeping
+from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.ops.quantized import nf4, nf4_dequantize, nf4_product
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
@@ -166,7 +166,7 @@ def test_no_dense_copy_is_planned(kind: Any, rest: int, double: bool, rows: int)
 
     def spent(run: Any) -> int:
         ledger = Ledger(1)
-        with keeping(ledger):
+        with recording_in(ledger):
             result = run()
         held = [0]
         for number in ledger.changes:

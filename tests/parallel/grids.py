@@ -131,7 +131,7 @@ def gradients(self: Any, before: Any) -> Any:
 def sample(trainer: Any, _: int) -> None:
     """Generate a few tokens in all ranks; rank 0 writes them to a file."""
     model, folder = trainer.model, trainer.run.folder
-    found = model.generate(np.array([trainer.lessons.prompt[:5]]), max_new_tokens=4, stop=())
+    found = model.generate(np.array([trainer.training_data.prompt[:5]]), max_new_tokens=4, stop=())
     if trainer.ranks.first:
         np.savez(folder.parent / f"{folder.name}-sample.npz", found)
 

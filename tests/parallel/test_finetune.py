@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.averages import fitted, spread
+from unsloth_cupy.finetune.averages import scale_per_code, stored_form
 from unsloth_cupy.finetune.engine import squares
 from unsloth_cupy.finetune.ranks import Ranks, alone
 from unsloth_cupy.finetune.run_folder import RunFolder
@@ -255,20 +255,20 @@ def test_averages_of_8_bits_are_kept_for_any_grid() -> None:
     for _ in range(3):
         optimizer.step({n: rng.standard_normal(a.shape, np.float32) for n, a in learned.items()})
     states = optimizer.state()
-    whole = spread(states)
+    whole = scale_per_code(states)
     assert whole["mean_scale.wide"].shape == (90, 64)
     for given in (whole, states):
-        again = fitted(given, {"wide"})
+        again = stored_form(given, {"wide"})
         assert again.keys() == states.keys()
         for name, array in states.items():
             np.testing.assert_array_equal(again[name], array, name)
-        wide = fitted(given, ())
+        wide = stored_form(given, ())
         assert wide.keys() == {"steps", "mean.wide", "square.wide", "mean.small", "square.small"}
         close(wide["mean.wide"].reshape(-1), decode(states["mean.wide"].reshape(-1),
               states["mean_scale.wide"], signed=True))  # fmt: skip
     part = {n: a[:, 7:] if a.ndim == 2 else a for n, a in whole.items()}  # of blocks of its own
-    found, wanted = fitted(fitted(part, {"wide"}), ()), fitted(part, ())
-    assert fitted(part, {"wide"})["mean_scale.wide"].shape == (-(-90 * 57 // 256),)
+    found, wanted = stored_form(stored_form(part, {"wide"}), ()), stored_form(part, ())
+    assert stored_form(part, {"wide"})["mean_scale.wide"].shape == (-(-90 * 57 // 256),)
     close(found["mean.wide"], wanted["mean.wide"], 0.02)  # a step of the codes near 1
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import linear, ternary_quantize
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.results import of_adapters
+from unsloth_cupy.finetune.results import trainable_count
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division, check_divides
 from unsloth_cupy.models.lazy_parameter import LazyParameter
@@ -215,7 +215,7 @@ def test_adapters_are_counted_whole(name: str) -> None:
     for comm.size, comm.rank in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
         model = create(config, seed=0, communicator=comm)
         model.add_adapter(2, seed=0)
-        counts.add(of_adapters(model))
+        counts.add(trainable_count(model))
     whole = create(config, seed=0)
     whole.add_adapter(2, seed=0)
     assert counts == {sum(array.size for array in whole.trainable.values())}

@@ -93,7 +93,7 @@ def test_microbatches_that_are_not_run_take_what_others_take(
     all_run = planned(layout, microbatches=14, **options)
     for one, every in zip(few.stages, all_run.stages, strict=True):
         assert len(one.held) < len(every.held) == len(few.schedule[0])
-        of_all = scale.of_all(one.held, few.schedule[0], 2)
+        of_all = scale.extend_steps(one.held, few.schedule[0], 2)
         assert of_all == every.held
         assert one.memory.total == every.memory.total
         assert (one.calls, one.products, one.after) == (every.calls, every.products, every.after)

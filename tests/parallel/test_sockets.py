@@ -8,7 +8,7 @@ import pytest
 
 from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.parallel import SocketCommunicator
-from unsloth_cupy.parallel._peers import DATA, HEAD, meet, reached, tell, told
+from unsloth_cupy.parallel._peers import DATA, HEAD, connect, meet, receive_json, send_json
 from unsloth_cupy.parallel.sockets import PORTS, first_host, rendezvous
 
 from .collectives import all_checks
@@ -52,7 +52,7 @@ def test_strangers_do_not_keep_ranks_from_meeting() -> None:
     def work(rank: int) -> None:
         if rank:
             for said in (b"GET / HTTP/1.1\r\n\r\n", b"", whole + b"[7]", whole + b"{7}"):
-                with reached("127.0.0.1", port, rank=9, limit=time.monotonic() + 9) as stranger:
+                with connect("127.0.0.1", port, rank=9, limit=time.monotonic() + 9) as stranger:
                     stranger.sendall(said)
         comm = SocketCommunicator(rank, 2, port=port, timeout=30)
         assert comm.all_gather(np.array([rank])).tolist() == [0, 1]
@@ -69,9 +69,9 @@ def test_who_is_told_of_the_others_can_meet_anew() -> None:
         if rank == 0:
             meet(links, 0, 2, "", port, limit)
             return
-        with reached("127.0.0.1", port, 1, limit) as link:
-            tell(link, 0)
-            assert told(link) == [[1, "127.0.0.1", 0]]
+        with connect("127.0.0.1", port, 1, limit) as link:
+            send_json(link, 0)
+            assert receive_json(link) == [[1, "127.0.0.1", 0]]
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port), 30)
 
@@ -86,7 +86,7 @@ def test_a_rank_that_ends_before_all_have_met() -> None:
 
     def work(rank: int) -> None:
         if rank:
-            reached("127.0.0.1", port, rank=1, limit=time.monotonic() + 30).close()
+            connect("127.0.0.1", port, rank=1, limit=time.monotonic() + 30).close()
         else:
             with pytest.raises(
                 CommunicationError, match=r"rank 0: a connection ended before all 2"

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.op import OPS
 from ..errors import ConfigError
-from ..files import written_beside
+from ..files import atomic_path
 from ..pictures import INK, SOFT, save_picture
 
 Report = dict[str, Any]
@@ -183,7 +183,7 @@ def write_block(page: Path, report: Report) -> None:
         if row["ran_as"].startswith("kernel"):
             rows_of.setdefault(row["op"], []).append(row)
     kept = _confirmed(page) | {op: {"facts": facts, "rows": rows} for op, rows in rows_of.items()}
-    with written_beside(page.with_suffix(".json")) as partial:
+    with atomic_path(page.with_suffix(".json")) as partial:
         partial.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     renew(page)
 
@@ -192,7 +192,7 @@ def renew(page: Path) -> None:
     """Write the table of a page from the JSON file next to it; keep the rest of the page."""
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
-    with written_beside(page) as partial:
+    with atomic_path(page) as partial:
         table = _block(_confirmed(page))
         partial.write_text(f"{head}{BEGIN}\n{table}\n{tail}", encoding="utf-8")
 

@@ -19,7 +19,7 @@ from ..bench.stopwatch import DeviceClock, HostClock
 from ..bench.timing import launches, shares, timed
 from ..core.op import Op
 from ..errors import ConfigError
-from ..files import written_beside
+from ..files import atomic_path
 from .options import FILE, NewFile, NewPicture
 
 LIBRARIES = {
@@ -125,7 +125,7 @@ def _kernels(
 def _write_report(report: dict[str, Any], numbers: Path | None, page: Path | None) -> None:
     """Write the times measured so far to the JSON file and to the page."""
     if numbers is not None:
-        with written_beside(numbers) as partial:
+        with atomic_path(numbers) as partial:
             partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if page is not None:
         write_block(page, report)

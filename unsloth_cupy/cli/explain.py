@@ -15,8 +15,8 @@ from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.run_folder import config_file
 from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED, OPTIMIZERS
-from ..memory.planned import Planned, keeping
-from ..memory.planned_model import new_adapter, trained
+from ..memory.planned import Planned, recording_in
+from ..memory.planned_model import new_adapter, planned_training
 from ..models.parse import parse
 from ..models.quantized import Quantizer
 from ..profiling.explain import explain as explained
@@ -93,8 +93,8 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
     sizes = form.batch, tokens_of(form.tokens, config.positions)
     adapter = None if form.rank is None else new_adapter(config, form.rank)
     codes = None if form.quantization is None else Quantizer("explain", form.quantization)
-    with keeping(ledger):
-        model, steps = trained(
+    with recording_in(ledger):
+        model, steps = planned_training(
             ledger, config, Planned, form.kind, form.optimizer, 32, adapter, codes
         )
     moved = 0

@@ -240,13 +240,13 @@ def train(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
     finally:
         if trainer.ranks.first and run.lines():
             draw_curve(run.curve, run.lines(), name)
-    stop.finishing("the saving of the model")
+    stop.uninterruptible("the saving of the model")
     trainer.save_result(run.model, save_dtype)
     newest = trainer.save().name
     if trainer.ranks.first:
         run.drop_checkpoints(before=newest)
     report(run)
-    with stop.leaving("the sample"):
+    with stop.interruptible_block("the sample"):
         sample(trainer, trainer.plan.seed)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..files import written_beside
+from ..files import atomic_path
 from ..finetune.trainer import Trainer
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
@@ -55,7 +55,7 @@ class Steps:
             return
         folder, last = self.trainer.run.folder, self.first + self.done - 1
         table = f"steps {self.first} to {last}\n{self.profile.report()}"
-        with written_beside(folder / "profile.txt") as partial:
+        with atomic_path(folder / "profile.txt") as partial:
             partial.write_text(table, encoding="utf-8")
         self.profile.save_trace(folder / "trace.json")
         click.echo(f"\n{table}kept in {folder}/profile.txt and trace.json")

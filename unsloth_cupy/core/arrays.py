@@ -57,7 +57,7 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
     return np.empty(shape, dtype) if target is None else target.empty(shape, dtype, like)
 
 
-def packed(array: Any) -> Any:
+def contiguous(array: Any) -> Any:
     """Return the array itself if its elements are in C order, else a copy in C order."""
     plain = array is None or type(array) is int or array.flags.c_contiguous
     return array if plain else array.copy()  # a method of CuPy too, unlike np.ascontiguousarray

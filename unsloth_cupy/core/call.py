@@ -21,8 +21,8 @@ annotation of an option says which values it accepts:
     chunk: int | None           an integer or None
     interleaved: bool           True or False
 
-The op itself checks bounds, and options with any other annotation.  ``checked`` checks the options
-of other functions and classes in the same way.
+The op itself checks bounds, and options with any other annotation.  ``check_options`` checks the
+options of other functions and classes in the same way.
 """
 
 import functools
@@ -164,7 +164,7 @@ def option_of(parameter: inspect.Parameter) -> Option | None:
     return Option(kinds.pop(), optional) if len(kinds) == 1 and kinds <= KINDS.keys() else None
 
 
-def checked(wrapped: F) -> F:
+def check_options(wrapped: F) -> F:
     """Decorate a function, or a class's ``__init__``, to check its options by their annotations.
 
     NumPy scalars become Python numbers.

@@ -78,13 +78,13 @@ def run_adopted(library: str, op: Any, arrays: Sequence[Any], options: dict[str,
         return home.door(op, [*arrays], options)
     operand = next(array for array in arrays if not isinstance(array, NOT_ARRAYS))
     with home.stream(operand):
-        result = op.call(adopted(home, op.called, op.names, arrays), options)
+        result = op.call(adopt_all(home, op.called, op.names, arrays), options)
         if type(result) is tuple:
             return tuple(a if a is None else home.give_back(a, operand) for a in result)
         return home.give_back(result, operand)
 
 
-def adopted(home: Framework, call: str, names: Iterable[str], arrays: Iterable[Any]) -> list[Any]:
+def adopt_all(home: Framework, call: str, names: Iterable[str], arrays: Iterable[Any]) -> list[Any]:
     """Return the arrays of a call as NumPy's or CuPy's; None and integers are left unchanged."""
     result: list[Any] = []
     for name, array in zip(names, arrays, strict=True):

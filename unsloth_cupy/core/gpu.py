@@ -1,8 +1,8 @@
 """NVIDIA GPUs through CuPy: allocation, compilation, launches and limits.
 
 CuPy allocates and launches on the GPU that is current for the thread, wherever the arrays of a call
-are.  So ``bound`` starts a kernel on the GPU where it was loaded, and code that creates arrays or
-computes with them does so inside ``at(array)``.  With one GPU or none, neither does anything.
+are.  So ``on_current_gpu`` starts a kernel on the GPU where it was loaded, and code that creates
+arrays or computes with them does so inside ``device_of(array)``.  With one GPU both do nothing.
 """
 
 import functools
@@ -20,7 +20,7 @@ from . import target
 from .source import source_root
 from .target import Limits
 
-HERE: AbstractContextManager[Any] = nullcontext()
+NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 _seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPUs
 CLUSTER_LAUNCH = 120  # in cudaDeviceAttr; CuPy has no name for it
 
@@ -58,7 +58,7 @@ class CupyTarget:
                         kernel.max_dynamic_shared_size_bytes = most = shared
             kernel(grid, block, args, shared_mem=shared)
 
-        return bound(launch)
+        return on_current_gpu(launch)
 
     def limits(self, array: Any) -> Limits:
         """Return the limits of the GPU that holds array."""
@@ -66,7 +66,7 @@ class CupyTarget:
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new array on the GPU that holds ``like``."""
-        with at(like):
+        with device_of(like):
             return cupy().empty(shape, dtype)
 
     def ready(self, scalar: Any) -> Any:
@@ -125,7 +125,7 @@ def count() -> int:
     return known.cuda.runtime.getDeviceCount() if known and known.cuda.is_available() else 0
 
 
-def several() -> bool:
+def several_gpus() -> bool:
     """Return whether CuPy sees more than one GPU."""
     global _seen  # noqa: PLW0603 -- so that the driver is asked once
     known = sys.modules.get("cupy")
@@ -139,16 +139,16 @@ def number(array: Any) -> int:
     return 0 if array.__class__ is np.ndarray else int(array.device.id)
 
 
-def at(array: Any) -> AbstractContextManager[Any]:
+def device_of(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which the GPU that holds an array is the current one."""
-    if array.__class__ is np.ndarray or not several() or not is_cupys(array.__class__):
-        return HERE
+    if array.__class__ is np.ndarray or not several_gpus() or not is_cupys(array.__class__):
+        return NO_SWITCH
     return array.device
 
 
-def bound(launch: Callable[..., None]) -> Callable[..., None]:
+def on_current_gpu(launch: Callable[..., None]) -> Callable[..., None]:
     """Return a launch that starts on the GPU that is current now, whichever is current later."""
-    if not several():
+    if not several_gpus():
         return launch
     cuda = cupy().cuda
     device, current = cuda.Device(), cuda.runtime.getDevice

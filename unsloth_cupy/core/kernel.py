@@ -64,5 +64,5 @@ def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     target = target_of(like)
     if target is None:
         raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")
-    with gpu.at(like):
+    with gpu.device_of(like):
         return _kernel(target, gpu.number(like), file, name, constants)

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import DTypeError, RangeError
 from . import gpu, target
-from .arrays import between_elements, common, native, packed, rounded
+from .arrays import between_elements, common, contiguous, native, rounded
 from .call import bind, compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS
 from .frameworks import run_adopted
@@ -188,7 +188,7 @@ class Op(Generic[P, R]):
             for each in checks:
                 each(arrays, options)
             for index in pack:
-                arrays[index] = packed(arrays[index])
+                arrays[index] = contiguous(arrays[index])
             return launch(arrays, options)
 
         return run

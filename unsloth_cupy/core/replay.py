@@ -18,7 +18,7 @@ from .stand_in import StandIn
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 KEPT = 256  # recordings per form of call; a learning rate may change with every step
-lasting: list[Any] = []  # arrays that outlive every call, such as those that kernels report to
+persistent_arrays: list[Any] = []  # they outlive every call: kernels report to some of them
 ALLOWED = {"data", "ctypes", "device"}  # attributes for addresses and for limits of the device
 
 
@@ -88,7 +88,7 @@ class Recording:
         def number_of(value: Any) -> int:
             if id(value) not in numbers:
                 scalar = isinstance(value, np.generic) or not hasattr(value, "shape")
-                if not (scalar or any(value is each for each in lasting)):
+                if not (scalar or any(value is each for each in persistent_arrays)):
                     _refuse()  # the next call may create another array
                 numbers[id(value)] = len(self.arrays) + len(fixed)
                 fixed.append(value)

@@ -1,1 +1,1 @@
-"""A model learns a text: lessons, trainer, run folder."""
+"""Fine-tuning of a model on a text: training data, trainer, run folder."""

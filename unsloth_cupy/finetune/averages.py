@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..ops.common.dynamic_codes import BLOCK, dynamic_map, encode
-from ..placement import placed
+from ..placement import to_device_of
 
 SIGNED = {"mean": True, "square": False}
 SCALES = ("mean_scale", "square_scale")
 
 
-def spread(state: Mapping[str, Any]) -> dict[str, Any]:
+def scale_per_code(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return averages with one scale for each code, in the shape of the parameter."""
     result = dict(state)
     for key, scale in state.items():
@@ -31,7 +31,7 @@ def spread(state: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def fitted(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
+def stored_form(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
     """Return averages: 8-bit codes for the parameters in ``narrow``, float32 for all others."""
     result = {}
     for key, array in state.items():
@@ -67,7 +67,7 @@ def _in_blocks(array: Any, scale: Any, signed: bool) -> tuple[Any, Any]:
 
 def _decoded(codes: Any, scale: Any, signed: bool) -> Any:
     """Return the float32 values of codes."""
-    return placed(dynamic_map(signed), codes)[codes] * _spread(codes, scale)
+    return to_device_of(dynamic_map(signed), codes)[codes] * _spread(codes, scale)
 
 
 def _spread(codes: Any, scale: Any) -> Any:

@@ -164,7 +164,7 @@ class Template:
             encoding="ascii",
         )  # fmt: skip
         weakref.finalize(self, _end, process)
-        if why := _asked(process, self.source)[1]:
+        if why := _request(process, self.source)[1]:
             raise ConfigError(f"{self.where}: the chat template is broken: {why}; copy it again")
         return process
 
@@ -174,7 +174,7 @@ class Template:
             self.process = self._started()
         result = []
         for start in range(0, len(calls), AT_ONCE):
-            texts, why = _asked(self.process, calls[start : start + AT_ONCE])
+            texts, why = _request(self.process, calls[start : start + AT_ONCE])
             if why:
                 raise ConfigError(
                     f"the template of {self.where} does not take the messages: {why}; write them"
@@ -184,7 +184,7 @@ class Template:
         return result
 
 
-def _asked(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str]:
+def _request(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str]:
     """Send a request to a template process; return the texts, or the reason why there are none.
 
     Its watchdog reads frames while they change, so it may also end the process by a crash: a

@@ -17,7 +17,7 @@ from ..placement import to_numpy
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES, compute_copies
-from .averages import fitted, spread
+from .averages import scale_per_code, stored_form
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -159,15 +159,17 @@ class Engine:
             return None
         if division is None:
             return dict(named)
-        return next(iter([*whole_parameters(spread(named), division)]), None)
+        return next(iter([*whole_parameters(scale_per_code(named), division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
         """Return this rank's parts of whole averages: 8-bit codes for parameters in ``narrow``."""
         division = self.model.division
         if division is not None:  # names contain a parameter's name, as mean.model.norm.weight
-            held = (n for n in spread(named).items() if division.holds(n[0].partition(".")[2]))
+            held = (
+                n for n in scale_per_code(named).items() if division.holds(n[0].partition(".")[2])
+            )
             named = {name: division.own(name, array) for name, array in held}
-        named = fitted(named, narrow)
+        named = stored_form(named, narrow)
         return named if self.parts is None else self.parts.divided(named)
 
 

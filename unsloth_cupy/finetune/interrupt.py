@@ -29,7 +29,7 @@ class Stop:
     ----------
     signal : int or None
         The signal of the request; None: there was none.
-    told : threading.Event
+    printed : threading.Event
         Set when the message about the request is printed.
     doing : str
         The current work, which a request abandons or waits for.
@@ -41,7 +41,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.told = threading.Event()
+        self.printed = threading.Event()
         self.doing, self.interruptible, self.together = "the preparation", True, False
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class Stop:
             raise Interrupted
 
     @contextmanager
-    def leaving(self, doing: str) -> Iterator[None]:
+    def interruptible_block(self, doing: str) -> Iterator[None]:
         """Let a request abandon a ``with`` block, which must not change weights or files."""
         self.doing, self.interruptible = doing, not self.together
         try:
@@ -59,11 +59,11 @@ class Stop:
         finally:
             self.interruptible = False
 
-    def finishing(self, doing: str) -> None:
+    def uninterruptible(self, doing: str) -> None:
         """Set the work that a request waits for from now on."""
         self.doing, self.interruptible = doing, False
 
-    def asked(self, number: int) -> None:
+    def request(self, number: int) -> None:
         """Record a request; raise if the current work is interruptible."""
         first, self.signal = self.signal is None, number
         if first and self.interruptible:
@@ -91,14 +91,14 @@ def stop_request() -> Iterator[Stop]:
     def handle(number: int, _: object) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
-        stop.told.wait(SECONDS_TO_SAY)
-        stop.asked(number)
+        stop.printed.wait(SECONDS_TO_SAY)
+        stop.request(number)
 
     def print_message() -> None:
         while data := receiver.recv(1):
             if data[0] in SIGNALS:
                 print(stop.message(data[0]), file=sys.stderr, flush=True)
-                stop.told.set()
+                stop.printed.set()
                 return
 
     receiver, sender = socket.socketpair()

@@ -81,7 +81,7 @@ def quantized_kind(
     return kind
 
 
-def within(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:
+def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:
     """Return the memory plan of a step; raise if it exceeds the limit.
 
     The error names the op at which memory runs out, and options that would save memory.  Without a

@@ -11,8 +11,7 @@ from .. import models
 from ..errors import ConfigError
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
-from .lessons import Shape, of_records, of_text
-from .limit import Memory, Sizes, check_tokens, quantized_kind, within
+from .limit import Memory, Sizes, check_tokens, checked_plan, quantized_kind
 from .new_model import ONLINE, SIZES, small_llama
 from .progress import reading
 from .ranks import Ranks
@@ -20,9 +19,10 @@ from .records import Records
 from .results import announce
 from .run_folder import RunFolder, model_without_weights
 from .settings import Settings
-from .text import Lessons, Text
+from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
 from .trainer import Trainer
+from .training_data import Shape, from_records, from_text
 
 
 class Request(NamedTuple):
@@ -80,11 +80,11 @@ def prepare(
         pad if pad is not None and pad < config.vocab else 0,
     )  # fmt: skip
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
-        lessons = of_records(text, tokenizer, config, shape, plan.seed, chat)
+        training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
     exists, device = source is not None and not config.bit_layers, request.device
-    rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
+    rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(config, *rows, device, exists, adapter, kind)
-    step_plan = within(sizes, plan, request.limit) if ranks.whole else sizes.planned(plan)
+    step_plan = checked_plan(sizes, plan, request.limit) if ranks.whole else sizes.planned(plan)
     memory = Memory(step_plan, request.limit, device, counts=ranks.alone)
     where: dict[str, Any] = {"dtype": "float32", "device": device, **ranks.placing}
     if folder is None:
@@ -94,24 +94,34 @@ def prepare(
         if new_adapter and plan.lora is not None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):
-        lessons = of_text(text, tokenizer, config, shape, plan.seed)
-    plan = with_steps(plan, request, lessons)
+        training_data = from_text(text, tokenizer, config, shape, plan.seed)
+    plan = with_steps(plan, request, training_data)
     files = chat.keep() if has_chats else chat.files
     trainer = Trainer(
-        run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan, ranks=ranks
+        run,
+        model,
+        tokenizer,
+        training_data,
+        plan,
+        files,
+        memory,
+        find_nan=request.find_nan,
+        ranks=ranks,
     )
     if checkpoint is not None:
         trainer.resume(checkpoint)
         click.echo(f"resuming from {checkpoint}", err=True)
-    lessons.batches.where(trainer.step * plan.accumulate)  # shuffle now, before memory is measured
+    training_data.batches.where(
+        trainer.step * plan.accumulate
+    )  # shuffle now, before memory is measured
     announce(trainer)
     return trainer
 
 
-def with_steps(plan: Settings, request: Request, lessons: Lessons) -> Settings:
+def with_steps(plan: Settings, request: Request, training_data: TrainingData) -> Settings:
     """Return the settings with the steps of --epochs, and the default of --evaluate-every."""
     if request.epochs is not None:
-        batches = lessons.batches.count(request.epochs)
+        batches = training_data.batches.count(request.epochs)
         plan = plan._replace(steps=max(1, math.ceil(batches / plan.accumulate)))
         click.echo(f"{request.epochs:g} epochs are {plan.steps} steps", err=True)
     return plan._replace(evaluate_every=request.evaluate_every or math.ceil(plan.steps / 10))

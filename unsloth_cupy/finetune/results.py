@@ -17,20 +17,20 @@ SAMPLE_TOKENS = 120
 
 def announce(trainer: Trainer) -> None:
     """Print the model, the number of tokens and the folder of a run to standard error."""
-    model, lessons = trainer.model, trainer.lessons
+    model, training_data = trainer.model, trainer.training_data
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
-    adapted = f", adapters of {of_adapters(model):,}" if model.adapter else ""
-    if lessons.told:
-        click.echo(lessons.told, err=True)
+    adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
+    if training_data.note:
+        click.echo(training_data.note, err=True)
     click.echo(
-        f"{model.config.model_type} of {count:,} parameters{adapted}; {lessons.learned:,} tokens to"
-        f" learn, {lessons.asked:,} held out; {trainer.run.folder}",
+        f"{model.config.model_type} of {count:,} parameters{adapted}; {training_data.learned:,} tokens"
+        f" to learn, {training_data.held_out_tokens:,} held out; {trainer.run.folder}",
         err=True,
     )
 
 
-def of_adapters(model: Transformer) -> int:
+def trainable_count(model: Transformer) -> int:
     """Return the number of trained parameters over all ranks."""
     named, division = model.trainable, model.division
     if division is None:
@@ -82,7 +82,7 @@ def is_timed(line: dict[str, Any]) -> bool:
 
 def sample(trainer: Trainer, seed: int) -> None:
     """Print the model's continuation of the beginning of the held-out text."""
-    tokens = trainer.lessons.prompt[: trainer.model.config.positions - 1]  # room for one more
+    tokens = trainer.training_data.prompt[: trainer.model.config.positions - 1]  # room for one more
     click.echo("\nsampled text:\n")
     stream_text(
         trainer.model, trainer.tokenizer, trainer.tokenizer.decode(tokens), tokens,

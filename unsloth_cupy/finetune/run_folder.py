@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..files import PARTIAL, absent, alone, remove, written_beside
+from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, remove
 from ..models.adapter_base import ADAPTER, base_of
 from .settings import asks_for_more, differences, read_settings
 
@@ -55,7 +55,7 @@ class RunFolder:
                 f"--out {self.folder}: {error.strerror}; name another folder"
             ) from None
         busy = f"--out {self.folder} is in use by a run that is going on; name a new folder"
-        with alone(self.folder, busy):
+        with folder_lock(self.folder, busy):
             if self.finished or self.newest_checkpoint():
                 self._compare(settings)
             else:
@@ -100,7 +100,7 @@ class RunFolder:
 
     def _write(self, settings: dict[str, Any]) -> None:
         """Write settings.json."""
-        with written_beside(self.settings) as partial:
+        with atomic_path(self.settings) as partial:
             partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
@@ -144,7 +144,7 @@ class RunFolder:
         if not self.log.exists():
             return
         kept = [line for line in self.lines() if line["step"] <= step]
-        with written_beside(self.log) as partial:
+        with atomic_path(self.log) as partial:
             text = "".join(json.dumps(line) + "\n" for line in kept)
             partial.write_text(text, encoding="utf-8")
 
@@ -180,7 +180,7 @@ def config_file(path: Path) -> Path:
 def model_folder(path: Path) -> Path:
     """Return the folder of a model's files: the path, or the result of the run in it."""
     if not path.exists():
-        cure = absent(path, "name a folder with config.json in it")
+        cure = missing_folder_advice(path, "name a folder with config.json in it")
         raise ConfigError(f"{path} does not exist; {cure}")
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")

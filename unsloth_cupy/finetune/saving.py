@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import written_beside
+from ..files import atomic_path
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
 from ..parallel.zero import STATES, Zero1
-from ..placement import placed, to_numpy
+from ..placement import to_device_of, to_numpy
 from ..training.find_nan import fine
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES
@@ -66,7 +66,7 @@ class Saving:
 
     def save(self) -> Path:
         """Write a checkpoint of this step; the previous one is kept until the next step."""
-        self.stop.finishing(f"the checkpoint of step {self.step}")
+        self.stop.uninterruptible(f"the checkpoint of step {self.step}")
         path = self.run.folder / f"checkpoint-{self.step:08d}"
         broken = [name for name, array in self._learned().items() if not fine(name, array)]
         if broken:
@@ -107,7 +107,7 @@ class Saving:
     def _beside(self, path: Path) -> Iterator[Path | None]:
         """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
         if self.ranks.first:
-            with written_beside(path) as partial:
+            with atomic_path(path) as partial:
                 yield partial
         else:
             yield None
@@ -165,7 +165,7 @@ class Saving:
                 for parameter in {name.partition(".")[2] for name in known}:
                     names = known & {f"{field}.{parameter}" for field in STATES}
                     own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
-                    averages |= {name: placed(array, table) for name, array in own.items()}
+                    averages |= {name: to_device_of(array, table) for name, array in own.items()}
                 optimizer.load_state({"steps": file.get_tensor("steps"), **averages})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step

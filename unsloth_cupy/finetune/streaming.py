@@ -7,7 +7,7 @@ import click
 import numpy as np
 
 from ..errors import ConfigError
-from ..placement import placed
+from ..placement import to_device_of
 from .tokenizer import LONGEST_CHARACTER, check_tokens
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def stream_text(
         )
     stream, stops, written, count = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
     click.echo(prompt, nl=False)
-    prompted = placed(np.array([tokens]), model.table)
+    prompted = to_device_of(np.array([tokens]), model.table)
     for token in model.stream(prompted, max_new_tokens=min(max_new_tokens, room), **options):
         count += 1
         written += _write(stops.push(stream.push(int(token[0]))))

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     tokens: Array  # (batch, length)
     labels: Array  # a token, or IGNORE if it is not learned
     offsets: Array | None  # starts of the texts that share rows, see Transformer.logits
-    asked: int  # number of labels that count in the loss
+    label_count: int  # number of labels that count in the loss
     real: int  # number of tokens that are not padding
 
 
@@ -50,16 +50,16 @@ class Source(Protocol):
         """Return the number of batches in ``epochs`` passes through the text."""
 
 
-class Lessons(NamedTuple):
+class TrainingData(NamedTuple):
     """The training data of a run: its batches, the held-out batches, and facts about them."""
 
     batches: Source
     held_out: list[Batch]
     baseline: float  # held-out loss of predictions by token frequency only
     learned: int  # number of tokens to train on
-    asked: int  # number of held-out tokens
+    held_out_tokens: int  # number of held-out tokens
     prompt: list[int]  # tokens from which a sample starts
-    told: str  # message about truncated texts, or empty
+    note: str  # message about truncated texts, or empty
     largest: tuple[int, int]  # rows, and tokens in a row, of the largest batch
 
 
@@ -257,12 +257,12 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
     return batches
 
 
-def unigram_baseline(train: Array, asked: Array, vocabulary: int) -> float:
-    """Return the loss of predicting the tokens in ``asked`` by frequency only, in nats per token.
+def unigram_baseline(train: Array, labels: Array, vocabulary: int) -> float:
+    """Return the loss of predicting the tokens in ``labels`` by frequency only, in nats per token.
 
     Frequencies are those of the training tokens, with one added to each count.
     """
     counts = np.ones(vocabulary)
     for start in range(0, len(train), COUNTED):
         counts += np.bincount(train[start : start + COUNTED], minlength=vocabulary)
-    return float(-np.log(counts / counts.sum())[asked].mean())
+    return float(-np.log(counts / counts.sum())[labels].mean())

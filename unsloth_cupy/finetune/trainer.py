@@ -18,7 +18,7 @@ from ..machine import peak_memory
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import Zero1
-from ..placement import placed
+from ..placement import to_device_of
 from ..training.find_nan import NonFiniteError, find_nan
 from ..training.optimizer import AdamW
 from ..training.schedules import cosine_schedule
@@ -30,7 +30,7 @@ from .ranks import Ranks, alone
 from .run_folder import RunFolder
 from .saving import Saving
 from .settings import Settings
-from .text import Batch, Lessons
+from .text import Batch, TrainingData
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -48,7 +48,7 @@ class Trainer(Saving):
         run: RunFolder,
         model: "Transformer",
         tokenizer: Any,
-        lessons: Lessons,
+        training_data: TrainingData,
         plan: Settings,
         files: Mapping[str, str],
         memory: Memory,
@@ -58,7 +58,7 @@ class Trainer(Saving):
     ) -> None:
         self.memory, self.ranks = memory, alone() if ranks is None else ranks
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
-        self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
+        self.training_data, self.plan, self.find_nan = training_data, plan, find_nan
         self.engine = Engine(self.ranks, model)
         self.masters = dict(model.trainable)
         optimizer = AdamW(
@@ -125,17 +125,17 @@ class Trainer(Saving):
         """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
         if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
-            with self.stop.leaving(f"the held-out loss after step {self.step}"):
+            with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
                 self._evaluate(progress)
 
     def _one_step(self, progress: Progress) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
         slowed = self.memory.begin_step()
-        with self.stop.leaving(f"step {self.step + 1}"):
+        with self.stop.interruptible_block(f"step {self.step + 1}"):
             loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
-        self.stop.finishing(f"the update of step {self.step + 1}")
+        self.stop.uninterruptible(f"the update of step {self.step + 1}")
         measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
@@ -177,8 +177,8 @@ class Trainer(Saving):
         """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
         first = self.step * self.plan.accumulate
         numbers = range(first, first + self.plan.accumulate)
-        batches = [self.lessons.batches.at(number) for number in numbers]
-        count = max(1, sum(batch.asked for batch in batches))
+        batches = [self.training_data.batches.at(number) for number in numbers]
+        count = max(1, sum(batch.label_count for batch in batches))
 
         own = [self._placed(self.ranks.rows(batch)) for batch in batches]
         options: dict[str, Any] = {"scaler": self.scaler, "checkpoint": self.plan.checkpoint}
@@ -198,8 +198,8 @@ class Trainer(Saving):
 
     def _evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text, in nats per token."""
-        batches = self.lessons.held_out
-        counts = [batch.asked for batch in batches]
+        batches = self.training_data.held_out
+        counts = [batch.label_count for batch in batches]
         losses = self.engine.held_out([self._placed(batch) for batch in batches], counts)
         total, count = 0.0, 0
         for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
@@ -207,12 +207,12 @@ class Trainer(Saving):
                 with self._watched(number, held_out=True):
                     self.model.loss_and_gradients(**self._placed(batch))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
-            total, count = total + loss * batch.asked, count + batch.asked
+            total, count = total + loss * batch.label_count, count + batch.label_count
         line = {
             "step": self.step,
             "held_out_loss": total / count,
             "held_out_tokens": count,
-            "unigram_baseline": self.lessons.baseline,
+            "unigram_baseline": self.training_data.baseline,
         }
         self._log(line)
         progress.evaluated(line)
@@ -221,7 +221,7 @@ class Trainer(Saving):
         """Return the arrays of a batch on the model's device, by the names of loss arguments."""
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
         table = self.model.table
-        return {n: a if a is None else placed(a, table) for n, a in arrays.items()}
+        return {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
 
     @property
     def _scale_may_shrink(self) -> bool:
@@ -239,6 +239,6 @@ class Trainer(Saving):
             with find_nan(named, gradients=not self._scale_may_shrink):
                 yield
         except NonFiniteError as error:
-            name = f"batch {batch} ({self.lessons.batches.where(batch)})"
+            name = f"batch {batch} ({self.training_data.batches.where(batch)})"
             name = f"held-out batch {batch}" if held_out else name
             self._stop(f"{name}: {error}", after=held_out)

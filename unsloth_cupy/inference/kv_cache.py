@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from ..core import arrays
-from ..core.call import checked, is_integer
+from ..core.call import check_options, is_integer
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..machine import check_bytes
-from ..placement import at_home, check_library, full_like, home_of
+from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
 from .codes import STORED, check_new, scale_bytes, scales_like
 from .storage import Storage
 
 MOST_LAYERS = 10_000
 
 
-@at_home("real")
-@checked
+@on_gpu_of_attribute("real")
+@check_options
 class KVCache(Storage):
     """Keys and values of every layer, filled from the left.
 
@@ -97,7 +97,7 @@ class KVCache(Storage):
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens to keep, 0 or more"
             )
-        place = home_of("KVCache", like)
+        place = array_on_device("KVCache", like)
         self.capacity, self.sinks = capacity, int(sinks)
         # a window beyond the capacity has no effect
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from ..core import arrays
-from ..core.call import checked, is_integer
+from ..core.call import check_options, is_integer
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DeviceMemoryError, RangeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
-from ..placement import at_home, home_of, placed
+from ..placement import array_on_device, on_gpu_of_attribute, to_device_of
 from .codes import STORED, check_new, scale_bytes, scales_like
 
 
-@at_home("keys")
-@checked
+@on_gpu_of_attribute("keys")
+@check_options
 class PagedKVCache:
     """Keys and values of every layer, ``page`` tokens to a page; pages belong to sequences.
 
@@ -76,7 +76,7 @@ class PagedKVCache:
             cure = "sizes must be integers, none of them negative, and page 1 or more"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype, STORED)
-        place = home_of("PagedKVCache", like)
+        place = array_on_device("PagedKVCache", like)
         size = 2 * math.prod(shape) * kind.itemsize + scale_bytes(kind, math.prod(shape[:-1]))
         check_bytes(f"PagedKVCache{shape}", size, place)
         self.keys = arrays.empty(shape, kind, place)
@@ -275,5 +275,5 @@ class PagedKVCache:
 
     def _placed(self, numbers: Any) -> Array:
         """Return integers of the host as an int32 array on the device of the cache."""
-        array: Array = placed(np.asarray(numbers, np.int32), self.keys)
+        array: Array = to_device_of(np.asarray(numbers, np.int32), self.keys)
         return array

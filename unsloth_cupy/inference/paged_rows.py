@@ -10,7 +10,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError, ShapeError
 from ..ops.attention.attention import attention
 from ..ops.attention.attention_paged import attention_paged
-from ..placement import placed
+from ..placement import to_device_of
 from .kv_cache import KVCache
 from .paged_kv_cache import PagedKVCache
 
@@ -78,7 +78,7 @@ class PagedRows:
         if len(set(starts)) <= 1:
             return next(iter(starts), 0), None
         positions = np.add.outer(starts, np.arange(new)).astype(np.int32)
-        return 0, placed(positions, self.cache.keys)
+        return 0, to_device_of(positions, self.cache.keys)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """Store new keys and values; return the attention of q over all that each row holds.

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..core.frameworks import Framework, adopted, cupy
+from ..core.frameworks import Framework, adopt_all, cupy
 from ..errors import DTypeError, FrameworkError
 from ._wiring import check_places
 
@@ -65,7 +65,7 @@ def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     on_host = lead.platform() == "cpu"
     check_places(op, arrays, "cpu" if on_host else f"cuda:{lead.device.local_hardware_id}")
     with stream(lead):
-        views = adopted(DIRECT, op.called, op.names, arrays)
+        views = adopt_all(DIRECT, op.called, op.names, arrays)
         return _called(op, views, arrays, options, lead)
 
 

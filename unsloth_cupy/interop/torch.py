@@ -87,7 +87,7 @@ SCOPE: dict[str, Any] = {
     "FrameworkError": FrameworkError,
     "REFUSED": REFUSED,
 }
-entered: dict[Op[..., Any], Operator] = {}
+registered: dict[Op[..., Any], Operator] = {}
 scopes: dict[Op[..., Any], dict[str, Any]] = {}  # globals of the functions of an op
 __getattr__, __dir__ = module_names(globals())
 
@@ -166,10 +166,10 @@ def _registered(op: Op[..., Any], *arguments: Any) -> Any:
 @_untraced
 def register(op: Op[..., Any]) -> Operator:
     """Register an op and its backward op as operators of torch, unless they are already."""
-    if op in entered:
-        return entered[op]
+    if op in registered:
+        return registered[op]
     behind = None if op.backward is None else register(op.backward)
-    operator = entered[op] = Operator(op, scopes[op]["compute"], behind)
+    operator = registered[op] = Operator(op, scopes[op]["compute"], behind)
     scopes[op]["door"] = operator.door
     scopes[op].update((f"encode_{n}", c.encode) for n, c in operator.codecs.items() if c.encode)
     _write("graph", op, traced_source(operator))

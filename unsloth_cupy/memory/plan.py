@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.call import checked
+from ..core.call import check_options
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..ops.common.choices import check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan
-from .planned import keeping
-from .planned_model import DEVICES, new_adapter, trained
+from .planned import recording_in
+from .planned_model import DEVICES, new_adapter, planned_training
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
@@ -34,7 +34,7 @@ ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all o
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
 
-@checked
+@check_options
 def plan_memory(
     config: "Mapping[str, Any] | Config",
     *,
@@ -133,11 +133,11 @@ def plan_memory(
     alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
-    with keeping(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
+    with recording_in(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
         trained_adapter = new_adapter(parsed, rank) if rank is not None else adapter
         codes = None if quantization is None else Quantizer("plan_memory", quantization)
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, trained_adapter, codes)
-        model, steps = trained(*arguments)
+        model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
         ledger.begin()
 

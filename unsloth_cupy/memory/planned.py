@@ -37,7 +37,7 @@ _addresses = itertools.count(256, 256)  # no two arrays have the same
 
 
 @contextmanager
-def keeping(ledger: Ledger) -> Iterator[None]:
+def recording_in(ledger: Ledger) -> Iterator[None]:
     """Record the memory of planned arrays in a ledger, inside a ``with`` block."""
     token = _ledger.set((ledger, 1))
     try:

@@ -7,7 +7,7 @@ from ..core.dtypes import FLOAT32
 from ..training.optimizer import AdamW
 from ..training.precision import compute_copies
 from .ledger import MASTER, OPTIMIZER, WEIGHTS, Ledger
-from .planned import Planned, PlannedOnHost, keeping
+from .planned import Planned, PlannedOnHost, recording_in
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -23,14 +23,14 @@ def new_adapter(config: "Config", rank: int) -> "Adapter":
     from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
 
     parameters = {}
-    with keeping(Ledger(1)):
+    with recording_in(Ledger(1)):
         for name, (outputs, inputs) in linear_layers(config).items():
             parameters[f"{PREFIX}{name}.{DOWN}"] = Planned.of((rank, inputs), FLOAT32)
             parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
     return Adapter({"r": rank}, parameters)
 
 
-def trained(
+def planned_training(
     ledger: "Ledger",
     config: "Config",
     arrays: Any,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import packed
+from ..core.arrays import contiguous
 from ..parallel.exchanges import Exchanges
 from ..parallel.schedule import Step
 
@@ -56,7 +56,7 @@ class PlannedRanks(Exchanges):
         self.sent["send"] += x.nbytes
 
     def _own(self, call: str, x: Any) -> Any:
-        return packed(x)
+        return contiguous(x)
 
 
 class Sent:

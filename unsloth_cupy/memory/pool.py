@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core import gpu
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
-from ..machine import bytes_asked, format_bytes, gpu_memory
+from ..machine import bytes_requested, format_bytes, gpu_memory
 from ..training import offload
 from .host import HostCounter, Usage
 
@@ -51,7 +51,7 @@ class MemoryPool:
         """Stop counting; CuPy's OutOfMemoryError becomes a DeviceMemoryError."""
         self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
-            required = bytes_asked(error)
+            required = bytes_requested(error)
             most = self.limit or _total(self.device)
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit, as"

@@ -20,8 +20,8 @@ from ..parallel.schedule import Step, pipeline_schedule
 from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
 from .ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
-from .planned import keeping
-from .planned_model import DEVICES, new_adapter, trained
+from .planned import recording_in
+from .planned_model import DEVICES, new_adapter, planned_training
 from .planned_ranks import Calls, PlannedRanks, Sent
 from .stage_products import products
 
@@ -159,11 +159,13 @@ def plan_stage(
     own = -(-job.tokens // dealt) * dealt // layout.context  # tokens of a row
     ledger, held = Ledger(granule), list[tuple[int, int]]()
     adapter = _adapter(config, division, job)
-    with keeping(ledger), ledger.watching_ops():
+    with recording_in(ledger), ledger.watching_ops():
         here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
         arguments = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
-        model, adamw = trained(*arguments, adapter, codes, read, data if zero == 3 else None)
+        model, adamw = planned_training(
+            *arguments, adapter, codes, read, data if zero == 3 else None
+        )
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
         states = _divided(ledger, adamw, data) if zero == 1 else None
@@ -213,7 +215,7 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
     whole = job.adapter if job.rank is None else new_adapter(config, job.rank)
     if whole is None:
         return None
-    with keeping(Ledger(1)):
+    with recording_in(Ledger(1)):
         return divided_adapter(whole, division)
 
 

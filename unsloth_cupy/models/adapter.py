@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.call import checked, is_integer, is_number
+from ..core.call import check_options, is_integer, is_number
 from ..core.dtypes import FLOAT32, Array
-from ..core.gpu import at
+from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import check_bytes
 from ..ops.linear.linear import linear
@@ -27,7 +27,7 @@ from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
 from ..ops.quantized.weight import Quantized, held_arrays
-from ..placement import placed
+from ..placement import to_device_of
 from .checkpoint_files import write_folder
 from .config import Config
 
@@ -130,7 +130,7 @@ class Adapter:
         write_folder(folder, {CONFIG: self.settings}, self.parameters, layout)
 
 
-@checked
+@check_options
 def create_adapter(
     config: Config,
     weights: Mapping[str, Array],
@@ -203,10 +203,10 @@ def create_adapter(
         weight: Any = weights.get(f"{module}.weight", example)  # another rank may hold this weight
         prefix = f"{PREFIX}{module}."
         _, same_device = next(held_arrays({module: weight}))
-        parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), same_device)
-        parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), same_device)
+        parameters[prefix + DOWN] = down = to_device_of(a.astype(FLOAT32), same_device)
+        parameters[prefix + UP] = up = to_device_of(np.zeros((outputs, rank), FLOAT32), same_device)
         if dora:
-            with at(weight):
+            with device_of(weight):
                 float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
                 parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
     return Adapter(settings, parameters)

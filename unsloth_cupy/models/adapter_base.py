@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..files import absent, read_json
+from ..files import missing_folder_advice, read_json
 
 ADAPTER = "adapter_config.json"
 
@@ -17,6 +17,6 @@ def base_of(folder: Path) -> Path | None:
         cure = "write the folder of the adapter's base model there"
         raise ConfigError(
             f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is not a folder here;"
-            f" {absent(Path(str(base)), cure)}"
+            f" {missing_folder_advice(Path(str(base)), cure)}"
         )
     return Path(base)

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
-from ..files import absent, path_of, read_json, settle
+from ..files import complete_moves, missing_folder_advice, path_of, read_json
 from .adapter import (
     CONFIG,
     DOWN,
@@ -65,9 +65,9 @@ def read_adapter(
     """
     path = path_of("load(lora=)", folder)
     if not path.is_dir():
-        cure = absent(path, f"pass one that holds {CONFIG}")
+        cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
-    settle(path, CONFIG)
+    complete_moves(path, CONFIG)
     settings = read_json(path / CONFIG)
     _check(path / CONFIG, settings)
     known = linear_layers(config)

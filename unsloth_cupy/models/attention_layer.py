@@ -10,7 +10,7 @@ from typing import Any
 from ..core.arrays import common
 from ..core.call import is_integer
 from ..core.dtypes import Array
-from ..core.gpu import at
+from ..core.gpu import device_of
 from ..errors import ConfigError, GradientError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
@@ -137,7 +137,7 @@ def attention_layer(
         if held is not None:
             k, v = held.append(layer, k, v)
             seen, mask = held.mask(layer, x.shape[1]), options.get("mask")
-            with at(k):
+            with device_of(k):
                 options["mask"] = seen if mask is None else mask if seen is None else mask & seen
         out = attention(q, k, v, causal=causal, **options)
     return linear(out.reshape(*x.shape[:2], rows), o_weight, o_bias)

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from ..core.dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
-from ..files import path_of, read_json, renewed
+from ..files import path_of, read_json, replacing_files
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
@@ -172,7 +172,7 @@ def write_folder(
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         texts = {**texts, INDEX: index}
-    with renewed(folder, key=next(iter(texts))) as temporary:
+    with replacing_files(folder, key=next(iter(texts))) as temporary:
         other_files = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
         if other_files:
             listed = ", ".join(sorted(other_files))

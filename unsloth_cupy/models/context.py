@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..parallel.communicator import Communicator, part
 from ..parallel.ring import ring_attention, ring_order
 from ..parallel.ulysses import ulysses_attention
-from ..placement import placed, to_numpy
+from ..placement import to_device_of, to_numpy
 from .inputs import Places
 
 KINDS: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -62,14 +62,14 @@ class Context(NamedTuple):
 
     def own(self, x: Any) -> Any:
         """Return this rank's columns of (rows, tokens), padded with the last column."""
-        return x[:, placed(self.order.clip(max=max(self.length - 1, 0)), x)]
+        return x[:, to_device_of(self.order.clip(max=max(self.length - 1, 0)), x)]
 
     def places(self, all_places: Places) -> Places:
         """Return the places of this rank's tokens, out of those of all tokens."""
         positions = all_places.positions
         if positions is None:
             like = next(iter(all_places.tables.values()))[0]
-            positions = placed(np.arange(self.length)[None], like)
+            positions = to_device_of(np.arange(self.length)[None], like)
         return all_places._replace(positions=self.own(positions), offsets=None)
 
     def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:

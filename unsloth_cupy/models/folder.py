@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..core import gpu
-from ..core.call import checked
+from ..core.call import check_options
 from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
-from ..files import absent, path_of, read_json, settle
+from ..files import complete_moves, missing_folder_advice, path_of, read_json
 from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator
@@ -98,11 +98,11 @@ def load(
     """
     path = path_of("load", folder)
     if not path.is_dir():
-        cure = absent(path, "pass one that holds config.json")
+        cure = missing_folder_advice(path, "pass one that holds config.json")
         raise ConfigError(f"load: {path} is not a folder; {cure}")
     if lora is None and (base := base_of(path)) is not None:
         path, lora = base, path
-    settle(path, "config.json")
+    complete_moves(path, "config.json")
     if not (path / "config.json").exists():
         inside = sorted(
             str(p.parent) for n in ("config.json", ADAPTER) for p in path.glob(f"*/{n}")
@@ -177,7 +177,7 @@ def _by_rows(
 
 def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
     """Return the config of a model's folder, and the contents of its JSON files by name."""
-    settle(path, "config.json")
+    complete_moves(path, "config.json")
     source = read_json(path / "config.json")
     try:
         config = parse(source)
@@ -194,7 +194,7 @@ def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
     return config, texts
 
 
-@checked
+@check_options
 def create(
     config: Mapping[str, Any],
     *,

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..core.call import checked, is_integer, is_number
+from ..core.call import check_options, is_integer, is_number
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
@@ -27,7 +27,7 @@ NextLogits = Callable[
 ]  # (tokens, True where not padding) on the host -> logits
 
 
-@checked
+@check_options
 @dataclass(frozen=True)
 class Options:
     """The options of ``Transformer.generate``, which describes them."""

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 
 from ..core import arrays
-from ..core.call import checked
+from ..core.call import check_options
 from ..core.dtypes import FLOATS, Array, float_dtype
 from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..machine import check_bytes
-from ..placement import home_of, placed
+from ..placement import array_on_device, to_device_of
 from .attention_layer import attention_layer
 
 PARTS = ("q", "k", "v", "o")  # names of the projections
 
 
-@checked
+@check_options
 class MultiHeadAttention:
     """Self-attention between linear projections.
 
@@ -93,7 +93,7 @@ class MultiHeadAttention:
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads
         self.dim = hidden // heads if dim is None else dim
         self.rope: tuple[Array, ...] = () if rope is None else tuple(rope)
-        like_place, rng = home_of("MultiHeadAttention", like), np.random.default_rng(seed)
+        like_place, rng = array_on_device("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
         itemsize = FLOATS[-1].itemsize  # on the host, one after the other
@@ -105,7 +105,7 @@ class MultiHeadAttention:
             values = rng.standard_normal((outputs, inputs)) * inputs**-0.5
             initial = {"weight": values, **({"bias": np.zeros(outputs)} if bias else {})}
             for kind, array in initial.items():
-                parameter = placed(array.astype(self.dtype), like_place)
+                parameter = to_device_of(array.astype(self.dtype), like_place)
                 self.parameters[f"{part}_proj.{kind}"] = parameter
 
     def __call__(

@@ -12,7 +12,7 @@ from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..parallel.communicator import Communicator
 from ..parallel.zero3 import Parts
-from ..placement import at_home
+from ..placement import on_gpu_of_attribute
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
 from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
@@ -24,7 +24,7 @@ from .loss import logits_of
 from .other_libraries import to_torch
 
 
-@at_home("table")
+@on_gpu_of_attribute("table")
 class Network:
     """The blocks of a transformer between its embedding and its head.
 

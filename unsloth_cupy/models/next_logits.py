@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
-from ..placement import at_home, placed
+from ..placement import on_gpu_of_attribute, to_device_of
 from .config import Config
 from .layers import Stages
 from .network import Network
@@ -24,7 +24,7 @@ from .stages import pipeline_logits
 from .step import Step
 
 
-@at_home("model.table")
+@on_gpu_of_attribute("model.table")
 class CachedLogits:
     """Computes next-token logits with a KVCache that it creates, for rows of at most ``most``."""
 
@@ -63,7 +63,7 @@ class CachedLogits:
         return last_logits(self.model, on_device_of(new, self.like), mask=mask, cache=self.cache)
 
 
-@at_home("model.table")
+@on_gpu_of_attribute("model.table")
 class PagedLogits:
     """Computes next-token logits with a PagedKVCache.
 
@@ -168,4 +168,4 @@ def _steps_on_device(model: Network, most: int) -> bool:
 
 def on_device_of(array: Array, like: Any) -> Any:
     """Return a NumPy array copied to the device of ``like``."""
-    return placed(np.ascontiguousarray(array), like)
+    return to_device_of(np.ascontiguousarray(array), like)

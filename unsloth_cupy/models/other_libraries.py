@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.arrays import common, native
 from ..core.dtypes import Array
-from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopted
+from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopt_all
 
 ARRAYS = ("tokens", "labels", "mask", "offsets")
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
         framework = FRAMEWORKS.get(library, DLPACK)
         operand = next(a for a in arrays.values() if a is not None and type(a) is not int)
         with framework.stream(operand):
-            inputs = adopted(framework, "Transformer", arrays, arrays.values())
+            inputs = adopt_all(framework, "Transformer", arrays, arrays.values())
             known = bound.arguments.keys()
             bound.arguments |= {k: a for k, a in zip(arrays, inputs, strict=True) if k in known}
             result: Any = method(*bound.args, **bound.kwargs)

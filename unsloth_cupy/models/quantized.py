@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..core.call import checked, is_integer
+from ..core.call import check_options, is_integer
 from ..core.dtypes import FLOAT32, Array, Stored
-from ..core.gpu import at
+from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import format_bytes
 from ..ops.quantized.int8 import int8_weight
@@ -97,7 +97,7 @@ class QuantizationReport:
         return f"QuantizationReport({self.kind}, {quantized} of {len(self.rows)} weights)"
 
 
-@checked
+@check_options
 def quantize(
     model: "Transformer", kind: str, *, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> QuantizationReport:
@@ -139,7 +139,7 @@ def quantize(
         if reason:
             report.rows.append(Row(name, array.nbytes, array.nbytes, 0.0, 0.0, reason))
             continue
-        with at(array):
+        with device_of(array):
             if division is not None and quantizer.wants_whole(name):
                 result: Any = _named(quantize_weight, name, division.gathered(name, array))
                 result = division.own(name, result)

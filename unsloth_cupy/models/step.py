@@ -13,18 +13,18 @@ from ..core import gpu
 from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..inference.kv_cache import KVCache
-from ..machine import bytes_asked, format_bytes
+from ..machine import bytes_requested, format_bytes
 from ..ops.attention.attention import attention
 from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..parallel.nccl import NcclCommunicator
-from ..placement import at_home, placed
+from ..placement import on_gpu_of_attribute, to_device_of
 from .block import Call, blocks, embedded, join
 from .network import Network
 
 
-@at_home("model.table")
+@on_gpu_of_attribute("model.table")
 class Step:
     """One step of a model with its cache, for rows that end in a token that is not padding.
 
@@ -53,7 +53,7 @@ class Step:
             last = start - 1 - (start - 1 - slot) % max(1, slots - sinks)
             token = np.where(slot < min(sinks, slots), slot, last)
             not_padding = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
-            self.seen[slots] = placed(np.ascontiguousarray(not_padding), model.table)
+            self.seen[slots] = to_device_of(np.ascontiguousarray(not_padding), model.table)
         self.lengths: dict[int, Array] = {}
         self.graph: Any = None
         self.logits: Any = None
@@ -63,7 +63,7 @@ class Step:
 
     def _placed(self, numbers: Any) -> Array:
         """Return numbers as an int64 array on the device of the model."""
-        array: Array = placed(np.asarray(numbers, np.int64), self.model.table)
+        array: Array = to_device_of(np.asarray(numbers, np.int64), self.model.table)
         return array
 
     def __call__(self, tokens: Array) -> Array:
@@ -144,7 +144,7 @@ class Step:
                     self.warm = True
                     return logits
         except MemoryError as error:
-            more, (free, whole) = bytes_asked(error), cuda.runtime.memGetInfo()
+            more, (free, whole) = bytes_requested(error), cuda.runtime.memGetInfo()
             raise DeviceMemoryError(
                 f"generate: a step takes {format_bytes(more)} more, and the GPU has"
                 f" {format_bytes(free)}; generate fewer rows or fewer tokens at a time",

@@ -164,16 +164,18 @@ def meet(
     with listening(rank, port if rank == 0 else 0, size) as listener:
         if rank == 0:
             accept(links, listener, range(1, size), limit)
-            addresses = [(r, links[r].getpeername()[0], told(links[r])) for r in sorted(links)]
+            addresses = [
+                (r, links[r].getpeername()[0], receive_json(links[r])) for r in sorted(links)
+            ]
         else:
-            links[0] = reached(address, port, rank, limit)
-            tell(links[0], listener.getsockname()[1])
-            for other, host, own in told(links[0])[: rank - 1]:
-                links[other] = reached(host, own, rank, limit)
+            links[0] = connect(address, port, rank, limit)
+            send_json(links[0], listener.getsockname()[1])
+            for other, host, own in receive_json(links[0])[: rank - 1]:
+                links[other] = connect(host, own, rank, limit)
             accept(links, listener, range(rank + 1, size), limit)
     if rank == 0:  # the listener is closed first: a rank may finish now and reuse this port
         for link in links.values():
-            tell(link, addresses)
+            send_json(link, addresses)
 
 
 def listening(rank: int, port: int, size: int) -> socket.socket:
@@ -185,7 +187,7 @@ def listening(rank: int, port: int, size: int) -> socket.socket:
         raise CommunicationError(f"{problem}; set another MASTER_PORT", rank=rank) from error
 
 
-def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
+def connect(address: str, port: int, rank: int, limit: float) -> socket.socket:
     """Return a connection to an address, tried until the time limit, and send this rank."""
     while True:
         try:
@@ -198,7 +200,7 @@ def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
             time.sleep(PAUSE)
         else:
             link.settimeout(None)
-            tell(link, rank)
+            send_json(link, rank)
             return link
 
 
@@ -218,7 +220,7 @@ def accept(
         link.settimeout(HELLO)
         caller: Any = None
         with contextlib.suppress(OSError, ValueError, CommunicationError):
-            caller = told(link)
+            caller = receive_json(link)
         if caller in ranks:
             link.settimeout(None)
             links[caller] = link
@@ -226,14 +228,14 @@ def accept(
             link.close()
 
 
-def tell(link: socket.socket, what: Any) -> None:
+def send_json(link: socket.socket, what: Any) -> None:
     """Send a value as JSON."""
     data = json.dumps(what).encode()
     link.sendall(HEAD.pack(len(data), 0, DATA) + data)
 
 
-def told(link: socket.socket) -> Any:
-    """Return the value that the other end sent with ``tell``."""
+def receive_json(link: socket.socket) -> Any:
+    """Return the value that the other end sent with ``send_json``."""
     size, *_ = HEAD.unpack(received(link, HEAD.size))
     if size > MOST:
         raise CommunicationError(f"{size} bytes are not a list of ranks; see who connects here")

@@ -7,7 +7,7 @@ the next block in advance, on a separate stream.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..core.gpu import at, cupy, is_cupys
+from ..core.gpu import cupy, device_of, is_cupys
 from ._shards import Cut, gathered
 from .communicator import Communicator
 
@@ -45,7 +45,7 @@ class Prefetch:
             arrays: dict[str, Any] = gathered(parts, cuts, self.comm)
             return arrays
         like = next(iter(parts.values()))
-        with at(like):
+        with device_of(like):
             whole = self._prefetched(parts)
             if whole is None:
                 whole = gathered(parts, cuts, self.comm)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.arrays import empty
 from ..core.call import is_integer
-from ..core.gpu import at, cupy, is_cupys
+from ..core.gpu import cupy, device_of, is_cupys
 from ..errors import ConfigError
 from ..training.tape import take_gradients
 from .communicator import Communicator
@@ -101,7 +101,7 @@ class ConcurrentSum:
         kind: Any = type(flat)
         if not is_cupys(kind):
             return self.comm.all_reduce(flat)
-        with at(flat):
+        with device_of(flat):
             cuda = cupy().cuda
             self.stream = self.stream or cuda.Stream(non_blocking=True)
             self.stream.wait_event(cuda.get_current_stream().record())
@@ -112,7 +112,7 @@ class ConcurrentSum:
     def join(self) -> None:
         """Make later work on the current stream wait for all sums."""
         if self.read:
-            with at(self.read[0]):
+            with device_of(self.read[0]):
                 cupy().cuda.get_current_stream().wait_event(self.stream.record())
             self.read.clear()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import empty, framework_of, packed
+from ..core.arrays import contiguous, empty, framework_of
 from ..errors import CommunicationError, ConfigError, FrameworkError
 from ..placement import to_numpy
 from .communicator import (
@@ -103,7 +103,7 @@ class Exchanges(ABC):
         self._agree(f"all_to_all(x{others} {x.dtype}, divided={cut}, joined={end})")
         sizes = self._told("all_to_all", np.array([x.shape[end]]))[:, 0]
         ranges = (part(x.shape[cut], self, rank) for rank in range(self.size))
-        to_send = [packed(x[along(cut, where)]) for where in ranges]
+        to_send = [contiguous(x[along(cut, where)]) for where in ranges]
         shapes = [[*to_send[self.rank].shape] for _ in range(self.size)]
         for shape, size in zip(shapes, sizes, strict=True):
             shape[end] = int(size)
@@ -155,7 +155,7 @@ class Exchanges(ABC):
             library = framework_of(x, f"{call}: x")
             cure = "copy it to NumPy"
             raise FrameworkError(f"{call}: x is an array of {library}, not of NumPy; {cure}")
-        return packed(x)
+        return contiguous(x)
 
     def _placed(self, row: Any, like: Any) -> Any:
         """Return a NumPy row on the device of ``like``."""
@@ -168,7 +168,7 @@ class Exchanges(ABC):
     def _reduced(self, call: str, x: Any, axis: int, op: Reduction) -> Any:
         """Return this rank's part of a reduction, computed in the order of the ranks."""
         length = x.shape[axis]
-        to_send = [packed(x[along(axis, part(length, self, to))]) for to in range(self.size)]
+        to_send = [contiguous(x[along(axis, part(length, self, to))]) for to in range(self.size)]
         own = to_send[self.rank]
         parts = [empty(own.shape, own.dtype, own) for _ in range(self.size)]
         self._swap(call, to_send, parts)

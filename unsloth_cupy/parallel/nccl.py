@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import packed
+from ..core.arrays import contiguous
 from ..core.gpu import count, cupy, is_cupys
 from ..errors import CommunicationError, DeviceError, FrameworkError
 from ._watchdog import Watchdog
@@ -174,7 +174,7 @@ class NcclCommunicator(Exchanges):
                 return self.host._own(call, x)
             cure = "copy it to a GPU with cupy.asarray"
             raise FrameworkError(f"{call}: x is {kind.__name__}, not an array of CuPy; {cure}")
-        return packed(x)
+        return contiguous(x)
 
     def _placed(self, row: Any, like: Any) -> Any:
         """Return a NumPy row on the device of ``like``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import packed, rounded
+from ..core.arrays import contiguous, rounded
 from ..ops.common.gemm import gemm
 from ..ops.linear.linear import flat
 from ..ops.quantized.bit_linear import (
@@ -39,7 +39,7 @@ def summed_back(x: Any, comm: Communicator, rows: slice | None = None) -> Any:
         if rows is None:
             return {"x": comm.all_reduce(dy)}
         dx = dy.copy()
-        dx[rows] = comm.all_reduce(packed(dy[rows]))
+        dx[rows] = comm.all_reduce(contiguous(dy[rows]))
         return {"x": dx}
 
     return taped("summed_back", value_of(x), back, x=x)
@@ -134,7 +134,7 @@ def divided_bit_linear(
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         grads, codes, scales = {}, *row_codes(rows, tops)
-        g = flat(packed(dy))
+        g = flat(contiguous(dy))
         if "x" in wanted:
             dx = gemm(g, weight_codes(w, w_scale), dtype=scales.dtype) * w_scale
             grads["x"] = rounded(dx, value.dtype).reshape(value.shape)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import empty, packed, rounded
+from ..core.arrays import contiguous, empty, rounded
 from ..errors import RangeError, ShapeError
 from ..ops.attention.attention import attention_backward, attention_forward
 from ..ops.attention.merge_attention import merge_attention
@@ -99,7 +99,7 @@ def ring_attention(
     RangeError
         offsets do not rise from 0 to the number of tokens of all ranks.
     """
-    rows, keys, values = (packed(value_of(x)) for x in (q, k, v))
+    rows, keys, values = (contiguous(value_of(x)) for x in (q, k, v))
     tokens = rows.shape[1]
     if keys.shape[1] != tokens or tokens % (1 + causal):
         problem = f"ring_attention: q{rows.shape}, k{keys.shape}: numbers of tokens are not"
@@ -112,7 +112,7 @@ def ring_attention(
     out = rounded(wide_out, rows.dtype)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        grads = _backward(packed(dy), rows, keys, values, out, lse, comm, texts, options)
+        grads = _backward(contiguous(dy), rows, keys, values, out, lse, comm, texts, options)
         return dict(zip(("q", "k", "v"), grads, strict=True))
 
     return taped("ring_attention", out, back, q=q, k=k, v=v)
@@ -171,10 +171,10 @@ def _forward(
         owner = (comm.rank - step) % comm.size
         for own, other, start in _pairs(q.shape[1], owner, comm, options["causal"], texts):
             part, part_lse = attention_forward(
-                packed(q[:, own]), k[:, other], v[:, other], query_start=start, **options
+                contiguous(q[:, own]), k[:, other], v[:, other], query_start=start, **options
             )
             out[:, own], lse[..., own] = merge_attention(
-                packed(out[:, own]), packed(lse[..., own]), part.astype(sum_type), part_lse
+                contiguous(out[:, own]), contiguous(lse[..., own]), part.astype(sum_type), part_lse
             )
         if step + 1 < comm.size:
             k, v = _round(comm, k, v)
@@ -191,9 +191,9 @@ def _backward(
     for step in range(comm.size):
         owner = (comm.rank - step) % comm.size
         for own, other, start in _pairs(q.shape[1], owner, comm, options["causal"], texts):
-            rows = [packed(x[:, own]) for x in (dout, q)]
-            keys = [packed(x[:, other]) for x in (k, v)]
-            after = packed(out[:, own]), packed(lse[..., own])
+            rows = [contiguous(x[:, own]) for x in (dout, q)]
+            keys = [contiguous(x[:, other]) for x in (k, v)]
+            after = contiguous(out[:, own]), contiguous(lse[..., own])
             grads = attention_backward(*rows, *keys, *after, query_start=start, **options)
             dq[:, own] += grads[0]
             dk[:, other] += grads[1]

@@ -9,7 +9,7 @@ Megatron-LM, 2019; along a sequence: Korthikanti et al., 2022.)
 
 from typing import Any
 
-from ..core.arrays import packed
+from ..core.arrays import contiguous
 from ..errors import ShapeError
 from ..ops.linear.linear import linear
 from ._taped import taped, value_of
@@ -49,7 +49,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
     y = comm.all_gather(value, axis)
     where = _own_part("all_gather", y.shape[axis], value.shape[axis], axis, comm)
     return taped(
-        "all_gather", y, lambda dy, wanted: {"x": packed(dy[along(axis, where)]).copy()}, x=x
+        "all_gather", y, lambda dy, wanted: {"x": contiguous(dy[along(axis, where)]).copy()}, x=x
     )
 
 

@@ -19,7 +19,7 @@ from ..core import gpu
 from ..core.stand_in import is_planned
 from ..core.target import Limits, Run
 from ..errors import ConfigError
-from ..memory.planned import Planned, PlannedOnHost, keeping
+from ..memory.planned import Planned, PlannedOnHost, recording_in
 from ..ops.common.tensor_map import BYTES
 from .cards import CARDS, Card, card_here, card_of
 from .explanation import Explanation, Launch, Step
@@ -74,7 +74,7 @@ def explain(
     kind: Any = PlannedOnHost if card is None else Planned
     recorder = Recorder(card)
     machine = None if card is None else Described(card.limits)
-    with recording(recorder), watching(recorder, machine), keeping(recorder):
+    with recording(recorder), watching(recorder, machine), recording_in(recorder):
         if owner is not None:
             function = getattr(twin_of(owner, kind), function.__name__)
         recorder.begin()

@@ -11,7 +11,7 @@ from ..compiled.cache import unit
 from ..core import gpu
 from ..core.op import OPS
 from ..machine import format_bytes
-from ..memory.planned import Planned, keeping
+from ..memory.planned import Planned, recording_in
 from ..ops.common.tensor_map import available
 from .binary import PROCESSOR, occupancy
 from .explain import Described, Recorder, recording
@@ -37,7 +37,7 @@ class Form:
         with (
             recording(recorder),
             watching(recorder, Described(limits, maps=self.maps)),
-            keeping(recorder),
+            recording_in(recorder),
         ):
             OPS[self.op](**self.arrays, **self.options)
         return [launch for step in recorder.steps for launch in step.launches]

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core import gpu
-from ..core.call import checked
+from ..core.call import check_options
 from ..core.stand_in import is_planned
 from ..core.target import Run, target_of
 from ..errors import ConfigError
-from ..files import path_of, written_beside
+from ..files import atomic_path, path_of
 from ..ops.common.counters import LEGACY
 from ..ops.quantized.weight import held_arrays
 from ..pictures import FORMATS, INK, SOFT, save_picture
@@ -195,7 +195,7 @@ class Profile:
             }
             for record in self.records
         ]
-        with written_beside(path_of("save_trace", file)) as partial:
+        with atomic_path(path_of("save_trace", file)) as partial:
             text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
             partial.write_text(text, encoding="utf-8")
 
@@ -220,7 +220,7 @@ class Profile:
 
 
 @contextmanager
-@checked
+@check_options
 def profile(
     *, nvtx: bool = False, parameters: Mapping[str, Any] | None = None
 ) -> Iterator[Profile]:
@@ -261,7 +261,7 @@ def event(arrays: list[Any]) -> Any:
     on_gpu = next((array for array in arrays if gpu.is_cupys(array.__class__)), None)
     if on_gpu is None:
         return None
-    with gpu.at(on_gpu):
+    with gpu.device_of(on_gpu):
         cuda = gpu.cupy().cuda
         stream = cuda.get_current_stream().ptr
         if stream > LEGACY and cuda.runtime.streamIsCapturing(stream):

@@ -90,7 +90,7 @@ class ScalePlan(NamedTuple):
             ("data", simulated, all_data),
         )
         number = iter(range(2**62))
-        held = iter(of_all(plan.held, self.schedule[stage], layout.pipeline))
+        held = iter(extend_steps(plan.held, self.schedule[stage], layout.pipeline))
 
         def work(step: Step) -> Iterator[Event]:
             top, added = next(held)
@@ -130,7 +130,7 @@ def both_passes(sent: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
     return sum(each[0] for each in sent.values()), sum(each[1] for each in sent.values())
 
 
-def of_all(known: Sequence[Held], steps: Sequence[Step], stages: int) -> list[Held]:
+def extend_steps(known: Sequence[Held], steps: Sequence[Step], stages: int) -> list[Held]:
     """Return the bytes of each step, from those of a schedule of fewer microbatches.
 
     After the steps that fill the pipeline come rounds of equal steps, of which more are inserted;

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ..core.call import checked, is_number
+from ..core.call import check_options, is_number
 from ..core.op import OPS
 from ..errors import ConfigError, GradientError
 from .offload import Offloaded, to_host
@@ -23,7 +23,7 @@ from .variable import Var
 T = TypeVar("T")
 
 
-@checked
+@check_options
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Which parts of a model are checkpointed.
@@ -71,7 +71,7 @@ class CheckpointConfig:
         return math.ceil(layers / self.checkpoint_every) / layers
 
 
-@checked
+@check_options
 def checkpoint(
     function: Callable[..., Any],
     /,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.call import checked
+from ..core.call import check_options
 from ..core.dtypes import FLOAT32, FLOATS, Array
-from ..core.gpu import at
+from ..core.gpu import device_of
 from ..errors import UnslothCupyError
 from . import tape
 
@@ -34,7 +34,7 @@ class NonFiniteError(UnslothCupyError, FloatingPointError):
 
 
 @contextmanager
-@checked
+@check_options
 def find_nan(
     parameters: Mapping[str, Array] | None = None, *, gradients: bool = True
 ) -> Iterator[None]:
@@ -75,7 +75,7 @@ def find_nan(
             gradient = back or operand.name in gradients_of
             if array is None or (gradient and not gradients):
                 continue
-            with at(array):
+            with device_of(array):
                 if not fine(operand.name, array):
                     raise _error(op, operand.name, array, values, last, names)
 

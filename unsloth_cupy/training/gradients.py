@@ -9,7 +9,7 @@ import numpy as np
 from ..core.arrays import between_elements, common, framework_of
 from ..core.call import is_number
 from ..core.dtypes import FLOATS, Array, Stored
-from ..core.gpu import at, several
+from ..core.gpu import device_of, several_gpus
 from ..core.target import target_of
 from ..errors import ConfigError, DTypeError, FrameworkError
 from ..ops.common.in_place import overlapping
@@ -17,10 +17,10 @@ from ..ops.common.many import launchable
 from ..ops.common.spans import span
 from ..ops.elements.cast import accumulate_, cast
 from ..ops.optimizers.gradients import GradientMeasure, measured, rescale, square_sum
-from ..placement import at_first
+from ..placement import on_gpu_of_first
 
 
-@at_first
+@on_gpu_of_first
 def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
     """Scale gradients in place so that their common norm is at most max_norm.
 
@@ -79,7 +79,7 @@ def sum_gradients(
     """
     total, sums = 0.0, dict[str, Array]()
     for loss, gradients in passes:
-        with at(loss):
+        with device_of(loss):
             total += float(loss)
         if count == 1:
             return total, gradients
@@ -91,7 +91,7 @@ def sum_gradients(
     return total, sums
 
 
-@at_first
+@on_gpu_of_first
 def measure_gradients(
     gradients: Mapping[str, Array], max_norm: float = math.inf, *, scaler: Any = None
 ) -> GradientMeasure:
@@ -169,7 +169,7 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
         if array.dtype not in FLOATS:
             raise DTypeError(f"{what}: {name} is {array.dtype}; pass float arrays only")
         check_place(f"{what}: {name}", array)
-    if several():
+    if several_gpus():
         common(what, [*arrays], [*arrays.values()])
 
 

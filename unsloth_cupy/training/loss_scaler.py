@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import empty, packed
-from ..core.call import checked, is_number
+from ..core.arrays import contiguous, empty
+from ..core.call import check_options, is_number
 from ..core.dtypes import Array
-from ..core.gpu import at, several
+from ..core.gpu import device_of, several_gpus
 from ..core.kernel import load
 from ..core.source import Constants
 from ..core.target import target_of
@@ -17,7 +17,7 @@ from ..ops.common.many import launchable
 from ..ops.elements.arithmetic import scale as scaled
 from ..ops.elements.arithmetic import scale_by
 from ..ops.optimizers.gradients import measured
-from ..placement import placed, settle, to_numpy
+from ..placement import synchronize_stream, to_device_of, to_numpy
 from .gradients import check_floats
 from .variable import Var
 
@@ -51,7 +51,7 @@ def _number(name: str) -> Any:
     return property(read, write)
 
 
-@checked
+@check_options
 class LossScaler:
     """A scale for the loss that grows while gradients stay finite and shrinks when they do not.
 
@@ -127,16 +127,16 @@ class LossScaler:
 
     def on_device(self, like: Any) -> "DeviceState":
         """Move the state to the GPU of like, from the host or another GPU, and return it."""
-        if self.device is not None and several() and self.device.scale.device != like.device:
+        if self.device is not None and several_gpus() and self.device.scale.device != like.device:
             self.value = self.value
         if self.device is None:
             value, good, skipped = self.numbers.values()
             self.device = DeviceState(
-                placed(np.array([value]), like),
-                placed(np.array(value, np.float32), like),
-                placed(np.array([good, skipped], np.uint32), like),
+                to_device_of(np.array([value]), like),
+                to_device_of(np.array(value, np.float32), like),
+                to_device_of(np.array([good, skipped], np.uint32), like),
             )
-            settle(like)  # any stream may scale a loss by it
+            synchronize_stream(like)  # any stream may scale a loss by it
         return self.device
 
     def scale(self, loss: Any) -> Any:
@@ -168,11 +168,11 @@ class LossScaler:
             A gradient is not a float array of NumPy or CuPy.
         """
         check_floats("LossScaler.unscale", gradients)
-        with at(next(iter(gradients.values()), None)):
+        with device_of(next(iter(gradients.values()), None)):
             return self._unscaled(gradients)
 
     def _unscaled(self, gradients: Mapping[str, Array]) -> tuple[dict[str, Array], Any]:
-        arrays = [packed(gradient) for gradient in gradients.values()]
+        arrays = [contiguous(gradient) for gradient in gradients.values()]
         if launchable(arrays):
             lead = arrays[0]
             out = [empty(array.shape, np.float32, lead) for array in arrays]
@@ -209,7 +209,7 @@ class LossScaler:
                 self.dynamic,
             )
             return
-        with at(finite):
+        with device_of(finite):
             good = bool(finite)
         if not good:
             self.skipped += 1

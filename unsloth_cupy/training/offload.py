@@ -25,9 +25,9 @@ class Offloaded:
     """An array that is kept in pinned memory of the host, copied by a separate stream."""
 
     def __init__(self, array: Any) -> None:
-        with gpu.at(array):
+        with gpu.device_of(array):
             cuda = gpu.cupy().cuda
-            array = arrays.packed(array)
+            array = arrays.contiguous(array)
             self.shape, self.dtype, self.device = array.shape, array.dtype, array.device
             self.memory, self.side = cuda.alloc_pinned_memory(array.nbytes), _side(self.device.id)
             here, last = cuda.get_current_stream(), _newest()

@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import framework_of
-from ..core.call import checked, is_number
+from ..core.call import check_options, is_number
 from ..core.dtypes import FLOATS, Array, allowed
-from ..core.gpu import at, several
+from ..core.gpu import device_of, several_gpus
 from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.common.many import launchable
 from ..ops.common.spans import span
 from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
-from ..placement import at_home
+from ..placement import on_gpu_of_attribute
 from .gradients import check_in_place, check_mapping, check_place
 
 SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
 
 
-@at_home("home")
-@checked
+@on_gpu_of_attribute("home")
+@check_options
 class AdamW:
     """Adam with decoupled weight decay; the formula is in ``ops/optimizers/adamw.py``.
 
@@ -84,7 +84,7 @@ class AdamW:
         self.lr, self.betas = lr, (float(betas[0]), float(betas[1]))
         self.eps, self.weight_decay = eps, weight_decay
         self.launcher: Launcher | None = None
-        with at(self.home):
+        with device_of(self.home):
             self.tensors = {n: _tensor(n, p, state_bits) for n, p in self.parameters.items()}
             self._prepare(0)
 
@@ -261,7 +261,7 @@ def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
 def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:
     """Raise unless array has the library and shape of model and one of the dtypes."""
     place, wanted = (framework_of(a, what) for a in (array, model))
-    if several() and place == wanted == "cupy":
+    if several_gpus() and place == wanted == "cupy":
         place, wanted = (f"cupy {a.device}" for a in (array, model))
     if place != wanted:
         raise FrameworkError(f"{what} comes from {place}; it must come from {wanted}")

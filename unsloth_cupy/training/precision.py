@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from ..core.call import checked
+from ..core.call import check_options
 from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, LEADING, Array, Stored
 from ..core.op import OPS, Op
 from ..errors import ConfigError, DTypeError
 from ..ops.elements.cast import cast
-from ..placement import at_first
+from ..placement import on_gpu_of_first
 from .checkpoint import CheckpointConfig
 from .gradients import check_floats
 from .loss_scaler import LossScaler
@@ -37,7 +37,7 @@ from .variable import Var
 DTYPES = {dtype.name: dtype for dtype in KERNEL_DTYPES}
 
 
-@checked
+@check_options
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
     """The dtypes of computation and of master weights.
@@ -90,7 +90,7 @@ class MixedPrecisionConfig:
         return LossScaler(1.0, dynamic=False)
 
 
-@checked
+@check_options
 @dataclass(frozen=True)
 class TrainingConfig:
     """The batch, the precision and the checkpoints of a training step.
@@ -196,7 +196,7 @@ def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
     return cast(value, dtype) if fits and held in KERNEL_DTYPES else value
 
 
-@at_first
+@on_gpu_of_first
 def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
     """Return 16-bit copies, by name, that a model computes with instead of float32 parameters.
 

@@ -7,11 +7,11 @@ From step ``steps`` on, or from the one after ``warmup`` if that is later, the r
 
 import math
 
-from ..core.call import checked, is_number
+from ..core.call import check_options, is_number
 from ..errors import ConfigError
 
 
-@checked
+@check_options
 def cosine_schedule(
     step: int, *, lr: float, warmup: int, steps: int, minimum: float = 0.0
 ) -> float:
@@ -47,7 +47,7 @@ def cosine_schedule(
     return lr * growth * (minimum + (1 - minimum) * (1 + math.cos(math.pi * t)) / 2)
 
 
-@checked
+@check_options
 def linear_schedule(
     step: int, *, lr: float, warmup: int, steps: int, minimum: float = 0.0
 ) -> float:
@@ -59,7 +59,7 @@ def linear_schedule(
     return lr * growth * (minimum + (1 - minimum) * (1 - t))
 
 
-@checked
+@check_options
 def constant_schedule(
     step: int, *, lr: float, warmup: int, steps: int, minimum: float = 0.0
 ) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.arrays import common, framework_of
 from ..core.dtypes import DIFFERENTIABLE, Stored
-from ..core.gpu import at
+from ..core.gpu import device_of
 from ..errors import DTypeError, GradientError, ShapeError
 from ..placement import full_like
 from .variable import Var
@@ -114,7 +114,7 @@ class Tape:
         wrt = [*wrt]
         if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):
             raise GradientError("Tape.gradients: pass Vars of this tape: watch them on it")
-        with at(of.value):
+        with device_of(of.value):
             return self._gradients(of, wrt, seed, release)
 
     def _gradients(self, of: Var, wrt: list[Var], seed: Any, release: bool) -> list[Any]:

@@ -10,10 +10,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.call import checked
+from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ...files import absent, check_room, path_of, written_beside
+from ...files import atomic_path, check_room, missing_folder_advice, path_of
 from ...machine import format_bytes
 from ...ops.common.choices import check_choice
 from ...ops.quantized.weight import Quantized
@@ -73,7 +73,7 @@ class Source:
     name: str
 
 
-@checked
+@check_options
 def export_gguf(
     model: Transformer | str | PathLike[str],
     file: str | PathLike[str],
@@ -176,7 +176,9 @@ def _source(model: Any, tokenizer: Any) -> Source:
         return Source(model.config, model.texts, read, chosen or model.folder, name)
     path = path_of("export_gguf", model)
     if not path.is_dir():
-        cure = absent(path, "pass one that holds config.json, or a model that load returned")
+        cure = missing_folder_advice(
+            path, "pass one that holds config.json, or a model that load returned"
+        )
         raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
     base = base_of(path)
     config, texts = read_config(base or path)
@@ -250,7 +252,7 @@ def _write(
     total = sum(size_of(tensor.shape, tensor.type) for tensor in tensors)
     key_bytes = sum(len(str(value)) for value in values.values())
     check_room(path, total + key_bytes + KEYS, "the GGUF file")
-    with written_beside(path) as partial, contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
+    with atomic_path(path) as partial, contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
         for key, value in values.items():
             _add(out, key, value)
         out.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -18,7 +18,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks
-from ._backward_hopper import OnePass, launch_on_warpgroups, launch_one_pass, takes_backward
+from ._backward_hopper import OnePass, backward_tiles, launch_on_warpgroups, launch_one_pass
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, Options, kernel_options, refused
 
@@ -129,7 +129,7 @@ def launch_backward(
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     stats = _launch_delta(dout, out, lse, dlse, sinks, call.constants["FOLD"], q_offsets)
-    inputs, warpgroups = (q, k, v, dout, stats), takes_backward(q, v, call)
+    inputs, warpgroups = (q, k, v, dout, stats), backward_tiles(q, v, call)
     numbers = {
         "options": call.numbers,
         "scale": call.scale,

@@ -34,7 +34,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.tensor_map import mappable, with_maps
 from . import _tiles
-from ._hopper import only_option, takes
+from ._hopper import forward_tiles, only_option
 from ._options import TILE, KernelOptions
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
@@ -114,10 +114,10 @@ ONE_PASS = {
 }
 
 
-def takes_backward(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
+def backward_tiles(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
     """Return the tiles of a call that runs on warpgroups, None for other calls."""
     wide, flags = max(q.shape[-1], v.shape[-1]), call.constants
-    if v.shape[-3] < FEWEST or takes(q, v, call) is None:
+    if v.shape[-3] < FEWEST or forward_tiles(q, v, call) is None:
         return None
     width = next((width for width in TABLE if wide <= width), 0)
     plain = flags["FOLD"] and not flags["MASK"]

@@ -13,7 +13,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import batch_stride, in_chunks
 from . import _tiles
-from ._hopper import launch_on_warpgroups, takes
+from ._hopper import forward_tiles, launch_on_warpgroups
 from ._options import CAUSAL, HIDING, Options, kernel_options, refused
 from ._tiles import Tiles, resolve, slice_of
 
@@ -41,7 +41,7 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     *batch, queries, heads, dim = q.shape
     size, value_dim = q.dtype.itemsize, v.shape[-1]
     call, sinks = kernel_options(q, v, options), options.sinks
-    if call is not None and (own := takes(q, v, call)):
+    if call is not None and (own := forward_tiles(q, v, call)):
         return launch_on_warpgroups(q, k, v, sinks, call, own)
     level = call and max(call.level, HIDING if options.offsets else CAUSAL)
     start = _tiles.start

@@ -36,7 +36,7 @@ from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 LEAST, WIDEST = 64, 256  # columns of a head
 FEWEST = 64  # queries
 LOGGER = logging.getLogger(__name__)
-asked = False  # whether warpgroups are requested, without an AttentionConfig
+requested = False  # whether warpgroups are requested, without an AttentionConfig
 
 
 class Forward(Warpgroups):
@@ -73,13 +73,13 @@ def only_option(flags: dict[str, Any], *names: str, others: tuple[str, ...] = ()
     return len(chosen) == 1 and chosen[0] in names
 
 
-def takes(q: Array, v: Array, call: KernelOptions) -> Forward | None:
+def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
     """Return the tiles of a call that runs on warpgroups, None for other calls."""
     narrow, wide = sorted((q.shape[-1], v.shape[-1]))
     start, flags = _tiles.start, call.constants
     fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST
     fits = fits and q.shape[-3] >= FEWEST and min(q.size, v.size) > 0
-    wanted = asked if start is None else start.warpgroups
+    wanted = requested if start is None else start.warpgroups
     if not fits or not wanted or flags["DROPOUT"] or limits(q).architecture != 90:
         return None
     width = next(width for width in TABLE if wide <= width)
@@ -97,12 +97,12 @@ def supported(q: Array) -> bool:
     """Return whether the compiler and the driver support warpgroups; if not, log it once."""
     known = available(q)
     if not known:
-        _tell()
+        _warn_once()
     return known
 
 
 @cache
-def _tell() -> None:
+def _warn_once() -> None:
     """Log once that the compiler or the driver does not support warpgroups."""
     LOGGER.warning(
         "attention runs without warpgroups: they need NVRTC %s or newer and a driver of CUDA 12; "

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import packed
+from ...core.arrays import contiguous
 from ...core.dtypes import Array
 from ...errors import RangeError, ShapeError
 from ..common.no_kernel import no_kernel
@@ -83,12 +83,14 @@ def launch_pages(
     **optional: Any,
 ) -> Any:
     """Launch the kernel over pages, which are int8 codes if there are scales."""
-    options = Options(**{n: packed(a) if hasattr(a, "dtype") else a for n, a in optional.items()})
+    options = Options(
+        **{n: contiguous(a) if hasattr(a, "dtype") else a for n, a in optional.items()}
+    )
     cache = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
     if not all(array.flags.c_contiguous for array in cache):
         return no_kernel("k_pages or v_pages is not contiguous, and a copy would copy the cache")
-    options = options._replace(key_lengths=packed(lengths))
-    return launch_decode(packed(q), k_pages, v_pages, options, packed(page_table), scales)
+    options = options._replace(key_lengths=contiguous(lengths))
+    return launch_decode(contiguous(q), k_pages, v_pages, options, contiguous(page_table), scales)
 
 
 def _part_of(batch: slice, array: Any) -> Any:

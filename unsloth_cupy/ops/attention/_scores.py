@@ -82,7 +82,7 @@ class Scores(Blocks):
         gapless = isinstance(block.keys, slice)
         first, stop = (block.keys.start, block.keys.stop) if gapless else (0, self.keys)
         rows = (batch, head[:, None], row)
-        kept = philox.kept(int(self.seed or 0), self.dropout, rows, first, stop)
+        kept = philox.keep_mask(int(self.seed or 0), self.dropout, rows, first, stop)
         return self._split(kept if gapless else kept[..., keys])
 
     def add_sum(self, total: Array, gradient: Array, block: Block) -> None:

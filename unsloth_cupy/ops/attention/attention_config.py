@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.call import checked, is_integer
+from ...core.call import check_options, is_integer
 from ...core.dtypes import KERNEL_DTYPES, float_dtype
 from ...core.gpu import limits_of
 from ...core.op import OPS
@@ -25,7 +25,7 @@ from ._options import ANY, CAUSAL
 from ._tiles import Start, Tiles, resolve
 
 
-@checked
+@check_options
 @dataclass(frozen=True)
 class AttentionConfig:
     """Upper limits of queries and threads per block, where the search for forward tiles starts.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import lanes, packed
+from ...core.arrays import contiguous, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
@@ -69,7 +69,7 @@ def _launch(
 ) -> Any:
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
         return no_kernel("keys or values are not contiguous")
-    starts = packed(starts)
+    starts = contiguous(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
     wide = lanes(math.gcd(row, *k_strides, *v_strides), k, v, keys, values)
@@ -126,7 +126,7 @@ def _launch_paged(
 ) -> Any:
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
         return no_kernel("k_pages or v_pages are not contiguous")
-    page_table, starts = packed(page_table), packed(starts)
+    page_table, starts = contiguous(page_table), contiguous(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
     wide = lanes(math.gcd(row, *k_strides, *v_strides), k, v, k_pages, v_pages)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import lanes, packed
+from ...core.arrays import contiguous, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
@@ -87,7 +87,7 @@ def _launch(
 ) -> Any:
     if not all(array.flags.c_contiguous for array in (keys, values, scales)):
         return no_kernel("keys, values or scales are not contiguous")
-    page_table, starts = packed(page_table), packed(starts)
+    page_table, starts = contiguous(page_table), contiguous(starts)
     (batch, tokens, kv_heads, dim), (pages, slots) = k.shape, keys.shape[:2]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
     wide = lanes(math.gcd(dim, *k_strides, *v_strides), k, v, keys, values)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, packed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.source import Constants
@@ -18,7 +18,7 @@ def row_sum(rows: Array, dtype: Any) -> Array:
         wide = np.promote_types(rows.dtype, FLOAT32)
         return rows.sum(axis=0, dtype=wide).astype(dtype, copy=False)
     total = empty(rows.shape[1:], dtype, like=rows)
-    column_sums(packed(rows)[None], total, None)
+    column_sums(contiguous(rows)[None], total, None)
     return total
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import Array
-from ...placement import placed
+from ...placement import to_device_of
 
 BLOCK = 256
 TINY = np.finfo(np.float32).tiny  # smaller scales count as 0: their reciprocals can overflow
@@ -67,12 +67,12 @@ def tables(like: Any) -> Array:
         for signed in (True, False)
         for row in (dynamic_map(signed), np.append(midpoints(signed), np.float32(1)))
     ]
-    return placed(np.stack(stacked), like)
+    return to_device_of(np.stack(stacked), like)
 
 
 def decode(codes: Any, scale: Any, *, signed: bool) -> Array:
     """Return the float32 values of a 1-D array of codes."""
-    values: Any = placed(dynamic_map(signed), codes)[codes]
+    values: Any = to_device_of(dynamic_map(signed), codes)[codes]
     return values * _spread(scale, codes.size)
 
 
@@ -85,7 +85,7 @@ def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
     unit = np.where(scale > LARGE, np.float32(0.25), np.float32(1))
     inverse = np.where(scale < TINY, 0, 1 / np.maximum(scale * unit, TINY)).astype(np.float32)
     share = values * _spread(inverse, values.size) * _spread(unit, values.size)
-    first, bound = (placed(table, values) for table in _nearest(signed))
+    first, bound = (to_device_of(table, values) for table in _nearest(signed))
     upper = (share.view(np.uint32) >> np.uint32(16)).astype(np.intp)
     codes = first[upper]
     codes += share > bound[upper]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ...core.arrays import empty, lanes, packed
+from ...core.arrays import contiguous, empty, lanes
 from ...core.kernel import load
 from ...core.op import Op
 from ...core.source import Constants
@@ -59,7 +59,7 @@ def walk(*arrays: Any) -> Walk:
     shape, size = arrays[-1].shape, arrays[-1].size
     columns, layout = size, RowLayout(1, ())
     if not has_row_layout(*arrays):
-        arrays = tuple(packed(array) for array in arrays)
+        arrays = tuple(contiguous(array) for array in arrays)
     strided = not all(array.flags.c_contiguous for array in arrays)
     widest = max(arrays, key=lambda array: array.dtype.itemsize)
     width = 16 // widest.dtype.itemsize
@@ -91,7 +91,7 @@ def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) 
         if not places:
             results = [empty(lead.shape, lead.dtype, like=lead) for _ in outputs]
         elif not has_row_layout(*arrays):
-            arrays = [a if i in places else packed(a) for i, a in enumerate(arrays)]
+            arrays = [a if i in places else contiguous(a) for i, a in enumerate(arrays)]
             if not has_row_layout(*arrays):
                 return no_kernel("the arrays have no common row layout")
         scalars = [value for name, value in options.items() if name not in fixed]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core import gpu
 from ...core.dtypes import Array
-from ...core.replay import lasting
+from ...core.replay import persistent_arrays
 from ...core.stand_in import StandIn
 from ...errors import RangeError
 
@@ -47,7 +47,7 @@ def record(like: Any) -> Array:
     words: Array | None = _records.get(device)
     if words is None:
         words = _records.setdefault(device, _new(like))
-        lasting.append(words)
+        persistent_arrays.append(words)
     return words
 
 
@@ -55,7 +55,7 @@ def _new(like: Any) -> Any:
     """Return a new record of zeros on the device of ``like``."""
     if isinstance(like, np.ndarray):
         return np.zeros(WORDS, np.int64)
-    with gpu.at(like), gpu.cupy().cuda.Stream(non_blocking=True) as side:
+    with gpu.device_of(like), gpu.cupy().cuda.Stream(non_blocking=True) as side:
         words = gpu.cupy().zeros(WORDS, np.int64)
         side.synchronize()  # this stream alone: the current stream may be under capture
     return words

@@ -166,7 +166,7 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
     arguments += [target.batch_stride, batch] if strided else []
     library = cublas()
     call = library.cublasGemmStridedBatchedEx if strided else library.cublasGemmEx
-    with gpu.at(out):
+    with gpu.device_of(out):
         handle, mode = _handle(library)
         status = call(handle, *arguments, compute, ANY_ALGORITHM)
         library.cublasSetMathMode(handle, mode)  # CuPy's own products rely on the old mode

@@ -10,7 +10,7 @@ from ...core.arrays import lanes
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.source import Constants
 from ...core.target import target_of
-from ...placement import placed
+from ...placement import to_device_of
 
 CHUNK, THREADS = 8192, 256  # elements of a tensor that one block takes; threads of a block
 
@@ -78,7 +78,7 @@ def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -
     bits = 0
     for kind in kinds:
         bits |= 1 << kind
-    uploaded = placed(tensors, lead[0]), placed(owners, lead[0])
+    uploaded = to_device_of(tensors, lead[0]), to_device_of(owners, lead[0])
     return Table(*uploaded, len(owners), fields, bits, width)
 
 

@@ -35,7 +35,9 @@ def words(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Array, Array, 
     return a, b, c, d
 
 
-def kept(seed: int, dropout: float, rows: tuple[Any, Any, Any], start: int, stop: int) -> Array:
+def keep_mask(
+    seed: int, dropout: float, rows: tuple[Any, Any, Any], start: int, stop: int
+) -> Array:
     """Return True where dropout keeps an element, for the columns start .. stop of each row.
 
     ``rows`` are three integer arrays that broadcast against each other and number a row, for

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core import gpu
-from ...core.arrays import lanes, packed
+from ...core.arrays import contiguous, lanes
 from ...core.stand_in import StandIn
 
 MOST = 5  # arrays in one row layout
@@ -47,7 +47,7 @@ def row_layout(*arrays: Any) -> tuple[Sequence[Any], RowLayout]:
     if all(a is None or a.flags.c_contiguous for a in arrays):
         return arrays, RowLayout(rows, (0, columns) * len(arrays))
     if not has_row_layout(*arrays):
-        return row_layout(*map(packed, arrays))
+        return row_layout(*map(contiguous, arrays))
     axes = _row_axes([a for a in arrays if a is not None], columns)
     (_, outer), (inner, step) = ([(1, (0,) * len(arrays))] * 2 + axes)[-2:]
     strides = zip(outer, step, strict=False)
@@ -108,7 +108,7 @@ def with_head_strides(x: Any) -> tuple[Any, tuple[int, int]]:
     heads, dim = x.shape[2:]
     if not x.flags.c_contiguous and (strides := head_strides(x)) is not None:
         return spanned(x), strides
-    return packed(x), (heads * dim, dim)
+    return contiguous(x), (heads * dim, dim)
 
 
 def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
@@ -116,7 +116,7 @@ def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
     size, (tokens, heads, dim) = x.itemsize, x.shape[1:]
     strides = x.strides[2:] == (dim * size, size) and _in_values(x.strides[:2], size)
     if x.flags.c_contiguous or not strides:  # NumPy's strides of axes of length 1 are arbitrary
-        return packed(x), (tokens * heads * dim, heads * dim)
+        return contiguous(x), (tokens * heads * dim, heads * dim)
     return spanned(x), strides
 
 
@@ -127,7 +127,7 @@ def batch_stride(k: Any, v: Any) -> tuple[Any, Any, int]:
     """
     distance = _batch_tokens(k)
     if distance is None or distance != _batch_tokens(v):
-        k, v = in_chunks(packed(k), packed(v))
+        k, v = in_chunks(contiguous(k), contiguous(v))
         return k, v, k.shape[-3]
     k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
     return k, v, distance

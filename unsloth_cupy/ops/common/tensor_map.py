@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...core import gpu
-from ...core.arrays import packed
+from ...core.arrays import contiguous
 from ...core.dtypes import BFLOAT16
 from ...core.kernel import Kernel
 from ...core.target import target_of
@@ -63,7 +63,7 @@ def mappable(array: Any) -> Any:
     axes = zip(array.shape[:-1], array.strides[:-1], strict=True)
     aligned = all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in axes)
     whole = aligned and (array.strides[-1] == array.itemsize)
-    (result,) = in_chunks(array if whole else packed(array))
+    (result,) = in_chunks(array if whole else contiguous(array))
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, lanes, packed
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import Op, op
@@ -144,5 +144,5 @@ def accumulate_over_(total: Array, x: Array) -> Array:
 def _launch_accumulate(total: Array, x: Array) -> Array:
     if not all_contiguous(total):
         return no_kernel("total is not contiguous")
-    _launch("accumulate", packed(x), total)
+    _launch("accumulate", contiguous(x), total)
     return total

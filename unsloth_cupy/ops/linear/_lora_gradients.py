@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from ...core.arrays import empty, lanes, packed
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.source import Constants
@@ -29,7 +29,7 @@ def rank_gradients(dy: Array, b: Array, low: Array, dtype: Any) -> tuple[Array, 
     separate = separate or (slabs > 1 and slabs * len(dy) * rank * FLOAT32.itemsize > SUMS)
     if separate or target_of(dy) is None:
         return gemm(dy, b), None if dtype is None else gemm(dy.T, low, dtype=dtype)
-    return _one_pass(packed(dy), packed(b), packed(low), slabs, dtype)
+    return _one_pass(contiguous(dy), contiguous(b), contiguous(low), slabs, dtype)
 
 
 def _one_pass(dy: Array, b: Array, low: Array, slabs: int, dtype: Any) -> tuple[Array, Array]:

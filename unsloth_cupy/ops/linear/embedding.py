@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, lanes, packed
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
@@ -80,7 +80,7 @@ def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
 @embedding.kernel
 def _launch(tokens: Array, weight: Array) -> Array:
     """Return x from the kernel embedding."""
-    tokens, weight = packed(tokens), packed(weight)
+    tokens, weight = contiguous(tokens), contiguous(weight)
     vocab, hidden = weight.shape
     x = empty((*tokens.shape, hidden), weight.dtype, like=weight)
     constants = _constants(weight.dtype, tokens.dtype, hidden, lanes(hidden, weight))

@@ -227,7 +227,9 @@ def _dropout(rows: Array, dropout: float, seed: int | None) -> Array:
     if not dropout:
         return rows
     number = np.arange(len(rows), like=rows)
-    kept = philox.kept(int(seed or 0), dropout, (0 * number, 0 * number, number), 0, rows.shape[1])
+    kept = philox.keep_mask(
+        int(seed or 0), dropout, (0 * number, 0 * number, number), 0, rows.shape[1]
+    )
     return times(rows * kept, 1 / (1 - dropout))
 
 

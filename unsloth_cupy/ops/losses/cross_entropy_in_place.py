@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, packed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.in_place import check_writable
@@ -112,8 +112,8 @@ def _launch(
     **options: Any,
 ) -> Array:
     """Return the loss from the kernel, which writes the gradient over the logits."""
-    labels, dloss = packed(labels), None if dloss is None else packed(dloss)
-    rows = packed(logits)  # the logits themselves if they are contiguous
+    labels, dloss = contiguous(labels), None if dloss is None else contiguous(dloss)
+    rows = contiguous(logits)  # the logits themselves if they are contiguous
     loss = empty(labels.shape, np.float32, like=logits)
     launch_both(rows, labels, dloss, scale, Options(**options), loss, out=rows)
     if rows is not logits:

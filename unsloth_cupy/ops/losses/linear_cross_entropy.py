@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, packed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ._head import chunks, gradients
@@ -129,7 +129,7 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Return loss and lse: cuBLAS computes a chunk of logits, a kernel its losses."""
     loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
-    flat, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
+    flat, loss_rows, lse_rows = contiguous(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
     for part, logits in chunks(x, weight, max_bytes):
         launch_losses(logits, flat[part], Options(**options), loss_rows[part], lse_rows[part])
     return loss, lse
@@ -174,8 +174,8 @@ def _launch_backward(
     **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
     """Return dx and dweight, with the gradient of each chunk of logits from the kernel."""
-    labels, lse, dloss = (packed(array).reshape(-1) for array in (labels, lse, dloss))
-    dlse = None if dlse is None else packed(dlse).reshape(-1)
+    labels, lse, dloss = (contiguous(array).reshape(-1) for array in (labels, lse, dloss))
+    dlse = None if dlse is None else contiguous(dlse).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, packed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
@@ -102,8 +102,8 @@ def _launch(
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
     """Return loss, dx and dweight, with both results for each chunk from one kernel."""
-    loss, flat = empty(labels.shape, np.float32, like=x), packed(labels).reshape(-1)
-    loss_rows, dloss = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
+    loss, flat = empty(labels.shape, np.float32, like=x), contiguous(labels).reshape(-1)
+    loss_rows, dloss = loss.reshape(-1), None if dloss is None else contiguous(dloss).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         weights = None if dloss is None else dloss[part]

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import packed
+from ...core.arrays import contiguous
 from ...core.dtypes import KERNEL_DTYPES, Array, allowed
-from ...core.gpu import at
+from ...core.gpu import device_of
 from ...core.kernel import load
-from ...placement import full_like, placed, settle, stream
+from ...placement import full_like, stream, synchronize_stream, to_device_of
 from ..common import many
 from ..common.dynamic_codes import BLOCK, decode, encode, tables
 from ..common.steps import representative_steps
@@ -53,8 +53,8 @@ def host_step(tensor: Tensor, gradient: Array, *, factor: float, **options: Any)
     if tensor.mean_scale is None:
         adamw_(parameter, gradient, tensor.mean, tensor.square, **options)
     else:
-        flat = packed(parameter).reshape(-1)
-        _coded_step(flat, packed(gradient).reshape(-1), *tensor[2:], **options)
+        flat = contiguous(parameter).reshape(-1)
+        _coded_step(flat, contiguous(gradient).reshape(-1), *tensor[2:], **options)
         if not parameter.flags.c_contiguous:
             parameter[...] = flat.reshape(parameter.shape)
     if tensor.copy is not None:
@@ -100,14 +100,17 @@ class Launcher:
         unbiased = np.sqrt(1 - power2)
         powers = np.array([power1, power2, *self.betas])
         corrections = np.array([unbiased / (1 - power1), unbiased], np.float32)
-        self.powers, self.corrections = placed(powers, self.lead), placed(corrections, self.lead)
-        self.counts = placed(np.array([steps, 0], np.uint32), self.lead)
-        settle(self.lead)  # any stream may launch the first step
+        self.powers, self.corrections = (
+            to_device_of(powers, self.lead),
+            to_device_of(corrections, self.lead),
+        )
+        self.counts = to_device_of(np.array([steps, 0], np.uint32), self.lead)
+        synchronize_stream(self.lead)  # any stream may launch the first step
 
     @property
     def steps(self) -> int:
         """The number of steps that were not skipped; reading it waits for the device."""
-        with at(self.counts):
+        with device_of(self.counts):
             return int(self.counts[0])
 
     def __call__(
@@ -127,7 +130,7 @@ class Launcher:
             finite = None
         if isinstance(factor, float | int | np.generic):
             factor = None if factor == 1 else full_like(self.corrections[0], float(factor))
-        gradients = [packed(gradient) for gradient in gradients]
+        gradients = [contiguous(gradient) for gradient in gradients]
         table = self._table(gradients)
         beta1, beta2 = self.betas
         chosen = table.constants(**Kind.__members__)

@@ -5,7 +5,7 @@ y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with 
 Pairs of columns and tables are those of ``rope``.
 """
 
-from ...core.arrays import packed
+from ...core.arrays import contiguous
 from ...core.dtypes import Array
 from ...core.op import op
 from ..common.in_place import in_place, written_over
@@ -114,8 +114,8 @@ def _launch_over(
 ) -> tuple[Array, Array]:
     if head_strides(q) is None or head_strides(k) is None:
         return no_kernel("the heads of q or k are not contiguous")
-    tables = packed(cos), packed(sin)
-    return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)
+    tables = contiguous(cos), contiguous(sin)
+    return launch_rope(q, k, tables, contiguous(positions), interleaved, in_place=True)
 
 
 rope_qk.require(check_tables)

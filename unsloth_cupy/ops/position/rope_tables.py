@@ -17,7 +17,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
 from ...machine import check_bytes
-from ...placement import placed
+from ...placement import to_device_of
 
 Scaling = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def rope_tables(
     cos, sin = np.cos(angle), np.sin(angle)
     if factor != 1:
         cos, sin = cos * np.float32(factor), sin * np.float32(factor)
-    return (cos, sin) if like is None else (placed(cos, like), placed(sin, like))
+    return (cos, sin) if like is None else (to_device_of(cos, like), to_device_of(sin, like))
 
 
 def scaled_frequencies(

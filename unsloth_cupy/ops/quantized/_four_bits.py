@@ -15,7 +15,7 @@ import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
-from ...placement import placed
+from ...placement import to_device_of
 from ..common.steps import representative_steps
 
 NF4_LEVELS = (
@@ -81,7 +81,7 @@ def _nearest(share: Array, fp4: bool) -> Array:
     ranks = np.zeros_like(share, dtype=np.uint8)
     for bound in format_of(fp4).bounds:
         ranks += share > bound
-    return placed(format_of(fp4).ascending, share)[ranks] if fp4 else ranks
+    return to_device_of(format_of(fp4).ascending, share)[ranks] if fp4 else ranks
 
 
 def decode(
@@ -101,7 +101,7 @@ def decode(
     if inputs % 2 == left % 2 == width % 2 == 0:
         byte_columns = slice(left // 2, (left + width) // 2)
         codes = packed.reshape(len(packed) // max(1, inputs // 2), inputs // 2)[rows, byte_columns]
-        pairs = placed(format_of(fp4).pairs.view(np.complex64)[:, 0], packed)
+        pairs = to_device_of(format_of(fp4).pairs.view(np.complex64)[:, 0], packed)
         values = pairs[codes.astype(np.intp)].view(np.float32)  # indexing converts to it anyway
     else:
         values = _one_by_one(packed, _indices(packed, rows, columns, inputs), fp4)
@@ -132,4 +132,4 @@ def _one_by_one(packed: Array, indices: Array, fp4: bool) -> Array:
     """Return the levels of the codes at these indices."""
     bytes_of = packed[indices >> 1]
     codes = np.where(indices & 1, bytes_of & 15, bytes_of >> 4)
-    return placed(format_of(fp4).levels, packed)[codes]
+    return to_device_of(format_of(fp4).levels, packed)[codes]

@@ -14,7 +14,7 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError
-from ...placement import placed
+from ...placement import to_device_of
 from ..common.steps import representative_steps
 
 WORD = 32  # columns of a word
@@ -73,23 +73,23 @@ def _bits(planes: Any, columns: int) -> Array:
     if type(planes) is np.ndarray:
         bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
         return bits.view(np.int8)
-    separate = (planes[..., None] >> placed(np.arange(8, dtype=np.uint8), planes)) & 1
+    separate = (planes[..., None] >> to_device_of(np.arange(8, dtype=np.uint8), planes)) & 1
     return separate.reshape(*planes.shape[:2], 8 * planes.shape[2])[..., :columns].astype(np.int8)
 
 
-def ones(values: Any) -> int:
+def count_ones(values: Any) -> int:
     """Return how many bits are set in an array of bytes with at least one axis."""
-    table, step = placed(ONES, values), max(1, BLOCK // max(1, values[:1].size))
+    table, step = to_device_of(ONES, values), max(1, BLOCK // max(1, values[:1].size))
     parts = (values[top : top + step] for top in range(0, len(values), step))
     return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
 
 
-def by_row(scale: Any) -> Any:
+def scales_by_row(scale: Any) -> Any:
     """Return scales as (rows, groups); one row if all rows share it."""
     return scale if scale.ndim == 2 else scale[None]
 
 
-def spread(scale: Any, group: int, columns: int) -> Array:
+def scale_of_columns(scale: Any, group: int, columns: int) -> Array:
     """Return the scale of every column, (rows, columns or 1), from those of the groups."""
     if scale.shape[1] == 1:
         return scale
@@ -100,7 +100,7 @@ def dense(
     planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
 ) -> Array:
     """Return a part of the matrix as a new array: codes times the scale of their group."""
-    scale = by_row(scale)
+    scale = scales_by_row(scale)
     first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
     byte_columns = slice(first // 8, row_bytes(last))
     shape = rows.stop - rows.start, last - first
@@ -109,7 +109,7 @@ def dense(
         block = slice(rows.start + part.start, rows.start + part.stop)
         scales = scale if len(scale) == 1 else scale[block]
         values = codes_of(planes[block, :, byte_columns], last - first).astype(scales.dtype)
-        values *= spread(scales, group, last)[:, -(last - first) :]
+        values *= scale_of_columns(scales, group, last)[:, -(last - first) :]
         result[part] = values
     return result[:, columns.start - first :]
 
@@ -123,7 +123,7 @@ def marks_of(planes: Any) -> Array:
         part = planes[:, :, i * MARKED_BYTES : (i + 1) * MARKED_BYTES]
         used[:, i] = part.max(axis=(1, 2)) > 0
     bits = used.reshape(rows, -(-chunks // 8), 8).astype(np.uint8)
-    return (bits << placed(np.arange(8, dtype=np.uint8), planes)).sum(axis=-1, dtype=np.uint8)
+    return (bits << to_device_of(np.arange(8, dtype=np.uint8), planes)).sum(axis=-1, dtype=np.uint8)
 
 
 def check_group(call: str, group: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, RangeError, ShapeError
-from ...placement import placed, to_numpy
+from ...placement import to_device_of, to_numpy
 from ..common.choices import check_choice
 from ._planes import codes_of, planes_of, row_bytes
 
@@ -247,7 +247,7 @@ class ByteForms:
         elif scale is not None:
             raise ConfigError(f"Ternary.unpack: {layout} brings its scales; leave scale out")
         if like is not None:
-            planes = placed(planes, like)
-            scales = placed(scales, like) if isinstance(scales, np.ndarray) else scales
+            planes = to_device_of(planes, like)
+            scales = to_device_of(scales, like) if isinstance(scales, np.ndarray) else scales
         create: Any = cls
         return create(planes, scales, shape, group=group, dtype=dtype, activations=activations)

@@ -9,7 +9,7 @@ from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.stand_in import is_planned
 from ...errors import RangeError
-from ._planes import codes_of, planes_of, row_blocks, row_bytes, spread
+from ._planes import codes_of, planes_of, row_blocks, row_bytes, scale_of_columns
 
 LEAST = 1e-5  # lower bound of absmean's scale, as in BitNet
 TINY = np.finfo(np.float32).tiny  # below it, reciprocals can overflow float32
@@ -179,7 +179,7 @@ def _errors(w: Any, planes: Any, scales: Any, width: int) -> tuple[float, float]
     total, largest = 0.0, 0.0
     for part in row_blocks(*w.shape):
         codes = codes_of(planes[part], w.shape[1])
-        scale = spread(scales if len(scales) == 1 else scales[part], width, w.shape[1])
+        scale = scale_of_columns(scales if len(scales) == 1 else scales[part], width, w.shape[1])
         error = np.abs(w[part].astype(_wide(w), copy=False) - codes * scale)
         total += float(error.sum(dtype=np.float64))
         largest = max(largest, float(error.max()) if error.size else 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import scipy_of, to_numpy
-from ._planes import spread
+from ._planes import scale_of_columns
 
 
 class Ell(NamedTuple):
@@ -132,7 +132,7 @@ class SparseForms:
         csr_array = scipy_of("sparse", codes).csr_array
         matrix = csr_array(codes)
         rows, columns = matrix.coords if hasattr(matrix, "coords") else matrix.nonzero()
-        scales = spread(np.atleast_2d(scale), self.group or 1, self.shape[1])
+        scales = scale_of_columns(np.atleast_2d(scale), self.group or 1, self.shape[1])
         factor = np.broadcast_to(scales, self.shape)[rows, columns]
         parts = matrix.data * factor, matrix.indices, matrix.indptr
         return csr_array(parts, shape=self.shape)

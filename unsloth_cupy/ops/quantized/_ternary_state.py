@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...errors import ConfigError
-from ...placement import placed, to_numpy
+from ...placement import to_device_of, to_numpy
 from ._state import array_of, json_of, named, stored_shape
 
 
@@ -48,11 +48,11 @@ class FolderForm:
         like: Any = self.planes
         standard = rows % 4 == 0 and scale.ndim == 1 and self.activations == "int8"
         if standard and bool((restored == scale).all()):
-            return {"weight": placed(weight, like), "weight_scale": narrow}
+            return {"weight": to_device_of(weight, like), "weight_scale": narrow}
         facts = {"shape": list(self.shape), "group": self.group, "dtype": self.dtype.name}
         text = json.dumps(facts | {"activations": self.activations}).encode()
-        arrays = {"weight": placed(weight, like), "weight_scale": stored}
-        return arrays | {"weight_form": placed(np.frombuffer(text, np.uint8), like)}
+        arrays = {"weight": to_device_of(weight, like), "weight_scale": stored}
+        return arrays | {"weight_form": to_device_of(np.frombuffer(text, np.uint8), like)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], inverse: bool = False) -> Self:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, packed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -114,7 +114,7 @@ def _launch(x: Array, weight: Array, bias: Array | None) -> Any:
     _launch_codes(weight, codes, w_scale)
     x_codes, scales, _ = launch_quantize(x, least=LEAST)
     y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
-    launch_product(y, x_codes, scales, codes, w_scale, one_scale=True, bias=packed(bias))
+    launch_product(y, x_codes, scales, codes, w_scale, one_scale=True, bias=contiguous(bias))
     return y, w_scale
 
 

@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...core.arrays import empty, packed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
-from ...core.gpu import at
+from ...core.gpu import device_of
 from ...errors import ConfigError
-from ...placement import placed, to_numpy
+from ...placement import to_device_of, to_numpy
 from ..common.codes import INT8
 from ._state import array_of, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
@@ -53,7 +53,7 @@ def int8_weight(w: Array) -> "Int8":
     >>> assert weight.nbytes < w.nbytes / 3
     >>> assert np.abs(int8_linear(x, weight) - linear(x, w)).max() < 0.5
     """
-    with at(w):
+    with device_of(w):
         values = checked_weight("int8_weight", w)
         codes, _, absmax = int8_quantize_forward(values)
         check_finite("int8_weight", values, absmax)
@@ -82,7 +82,7 @@ class Int8(Quantized):
     KIND = "int8"
 
     def __init__(self, codes: Array, absmax: Array, *, dtype: Any = FLOAT32) -> None:
-        self.codes = self.home = packed(codes)
+        self.codes = self.home = contiguous(codes)
         self.absmax, self.dtype = absmax, np.dtype(dtype)
         self.shape = (int(codes.shape[0]), int(codes.shape[1]))
 
@@ -116,7 +116,9 @@ class Int8(Quantized):
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that bitsandbytes saves, by the ends of their names."""
-        row_major = placed(np.zeros((), np.uint8), self.codes)  # 0: the codes are in row order
+        row_major = to_device_of(
+            np.zeros((), np.uint8), self.codes
+        )  # 0: the codes are in row order
         return {"weight": self.codes, "SCB": self.absmax, "weight_format": row_major}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:

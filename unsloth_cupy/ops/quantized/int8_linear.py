@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...core.arrays import empty, native, packed
-from ...core.call import checked
+from ...core.arrays import contiguous, empty, native
+from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import Traced, op
@@ -97,7 +97,7 @@ def int8_linear_forward(
     return y.reshape(*x.shape[:-1], outputs)
 
 
-@checked
+@check_options
 class Rounding(Int8):
     """An Int8 whose products round x like ``int8_linear``, in every op that takes a weight."""
 
@@ -174,7 +174,7 @@ def _outliers(x: Array, rows: int, inputs: int, threshold: float) -> tuple[Array
 @int8_linear_forward.gradient(widen=False)
 def int8_linear_backward(dy: Array, x: Array, codes: Array, absmax: Array) -> tuple[Any, ...]:
     """Return dx, ``dy @ weight``, computed in chunks of the weight, which is frozen; and None."""
-    rows = packed(dy).reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    rows = contiguous(dy).reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
     weight: Any = Int8(codes, absmax, dtype=x.dtype)
     return gemm(rows, weight).reshape(x.shape), None, None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import lanes, packed
+from ...core.arrays import contiguous, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -55,7 +55,7 @@ def launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
     tiles = -(-inputs // (THREADS * width))
     walk = {"layouts": layout.struct(), "columns": inputs, "tiles": tiles}
     kernel = load("int8_dequantize.cu", "int8_dequantize_", w, chosen)
-    kernel[rows * tiles, THREADS](code_view, packed(absmax), w_view, walk)
+    kernel[rows * tiles, THREADS](code_view, contiguous(absmax), w_view, walk)
     return w
 
 
@@ -89,7 +89,7 @@ def _launch_few_rows(x: Array, codes: Array, absmax: Array, y: Array, add: bool)
     if rows > MOST_ROWS or not (y.flags.c_contiguous and codes.flags.c_contiguous):
         many = f"{rows} rows are more than {MOST_ROWS}"
         return no_kernel(many if rows > MOST_ROWS else "y or codes are not contiguous")
-    x, absmax = packed(x), packed(absmax)
+    x, absmax = contiguous(x), contiguous(absmax)
     width, x_width = min(lanes(inputs, codes), 16 if rows <= 4 else 8), lanes(inputs, x)
     part = min(width, 8 if x_width * x.dtype.itemsize == 16 else x_width)
     dtypes = x.dtype, y.dtype, absmax.dtype

@@ -13,11 +13,11 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.call import checked
+from ...core.call import check_options
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
-from ...core.gpu import at
+from ...core.gpu import device_of
 from ...errors import ConfigError, DTypeError
-from ...placement import placed
+from ...placement import to_device_of
 from ..common import dynamic_codes
 from ..common.choices import check_choice
 from ..linear.linear import linear_as
@@ -33,7 +33,7 @@ KINDS = ("nf4", "fp4")
 NESTED = dynamic_codes.BLOCK  # blocks that share an absmax_scale
 
 
-@checked
+@check_options
 def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str = "nf4") -> "Nf4":
     """Quantize a weight to 4 bits: ``w`` is about ``level[code] * absmax``, block by block.
 
@@ -73,7 +73,7 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     """
     call = "nf4_quantize"
     _check_format(call, block, kind)
-    with at(w):
+    with device_of(w):
         values = checked_weight(call, w)
         packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
         check_finite(call, values, absmax)
@@ -192,13 +192,13 @@ class Nf4(Quantized):
         arrays = {"absmax": self._absmax}
         if self.double:
             arrays = {"absmax": self.absmax_codes, "nested_absmax": self.absmax_scale}
-            arrays["nested_quant_map"] = placed(dynamic_codes.dynamic_map(True), self.packed)
+            arrays["nested_quant_map"] = to_device_of(dynamic_codes.dynamic_map(True), self.packed)
             facts |= {"nested_blocksize": NESTED, "nested_dtype": "float32"}
             facts["nested_offset"] = self.absmax_offset
         levels = _four_bits.format_of(self.kind == "fp4").levels
-        arrays["quant_map"] = placed(levels, self.packed)
+        arrays["quant_map"] = to_device_of(levels, self.packed)
         text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-        arrays[f"quant_state.bitsandbytes__{self.kind}"] = placed(text, self.packed)
+        arrays[f"quant_state.bitsandbytes__{self.kind}"] = to_device_of(text, self.packed)
         named = {f"weight.{name}": array for name, array in arrays.items()}
         return {"weight": self.packed[:, None], **named}
 

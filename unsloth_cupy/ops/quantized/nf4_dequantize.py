@@ -14,7 +14,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...errors import ShapeError
-from ...placement import placed
+from ...placement import to_device_of
 from ..common import dynamic_codes
 from ..common.no_kernel import no_kernel
 from . import _four_bits
@@ -28,7 +28,7 @@ def double_absmax(scale: Array, offset: float) -> Array:
     """Return what kernels need to decode 8-bit absmax: the values of codes, offset and scales."""
     head = np.append(dynamic_codes.dynamic_map(True), np.float32(offset))
     table = empty((SCALES + len(scale),), FLOAT32, like=scale)
-    table[:SCALES], table[SCALES:] = placed(head, scale), scale
+    table[:SCALES], table[SCALES:] = to_device_of(head, scale), scale
     return table
 
 

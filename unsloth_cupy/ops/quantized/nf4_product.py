@@ -6,8 +6,7 @@ out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax        + out, wit
 from functools import cache
 from typing import Any
 
-from ...core.arrays import lanes
-from ...core.arrays import packed as in_order
+from ...core.arrays import contiguous, lanes
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -97,7 +96,7 @@ def _launch(
         return no_kernel(f"{sizes}, to {out.dtype}: the kernel {limits}")
     size = x.dtype.itemsize
     if x.strides[1] != size or not 0 < x.strides[0] < 2**28:  # the kernel counts in 32 bits
-        x = in_order(x)
+        x = contiguous(x)
     x_stride = x.strides[0] // size
     (rows, outputs), inputs = out.shape, x.shape[1]
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)

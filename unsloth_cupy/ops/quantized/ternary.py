@@ -8,12 +8,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...core.call import checked, is_number
+from ...core.call import check_options, is_number
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.op import OPS
 from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError, ShapeError
-from ...placement import check_library, placed
+from ...placement import check_library, to_device_of
 from ..common.codes import quantized
 from ._planes import (
     MARKED_BYTES,
@@ -22,12 +22,12 @@ from ._planes import (
     check_codes,
     check_group,
     codes_of,
+    count_ones,
     marks_of,
-    ones,
     planes_of,
     row_blocks,
     row_bytes,
-    spread,
+    scale_of_columns,
 )
 from ._ternary_bytes import ByteForms
 from ._ternary_rules import parts_of
@@ -113,7 +113,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         if on_gpu(self.planes) and self.planes.size and not is_planned(self.planes):
             marks = marks_of(self.planes)
             chunks = len(marks) * -(-self.planes.shape[2] // MARKED_BYTES)
-            if 1 - ones(marks) / chunks >= SKIPPED:
+            if 1 - count_ones(marks) / chunks >= SKIPPED:
                 self.marks = marks
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
@@ -129,7 +129,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         rows, columns = self.shape
         wide = np.promote_types(self.dtype, FLOAT32)
         if isinstance(scale, float | int | np.generic):
-            scale = placed(np.asarray(scale, wide), self.planes)
+            scale = to_device_of(np.asarray(scale, wide), self.planes)
         scale = scale.astype(wide, copy=False)
         groups = 1 if self.group is None else -(-columns // self.group) or 1
         shapes = [(rows, groups)] if self.group else [(), (rows, 1)]
@@ -205,7 +205,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         After ``set`` or ``prune`` the errors are None: the original weight is not stored.
         """
         if self._counts is None:
-            self._counts = ones(self.planes[:, 0]), ones(self.planes[:, 1])
+            self._counts = count_ones(self.planes[:, 0]), count_ones(self.planes[:, 1])
         size = self.shape[0] * self.shape[1] or 1
         plus, minus = (number / size for number in self._counts)
         mean, largest = self._errors or (None, None)
@@ -237,7 +237,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         return dense_part(self.planes, self.scales, self.group or WORD, rows, columns, dtype)
 
-    @checked
+    @check_options
     def set(self, row: int, column: int, value: int) -> Self:
         """Set a code to -1, 0 or 1, in place; return the matrix."""
         rows, columns = map(range, self.shape)
@@ -264,7 +264,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         if (low := self.scales < threshold).any():
             for part in row_blocks(*self.shape):
                 low_groups = low if len(low) == 1 else low[part]
-                pruned = spread(low_groups, self.group or 1, self.shape[1])
+                pruned = scale_of_columns(low_groups, self.group or 1, self.shape[1])
                 codes = np.where(pruned, np.int8(0), codes_of(self.planes[part], self.shape[1]))
                 self.planes[part] = planes_of(codes)
             self._errors = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, lanes, native, packed
+from ...core.arrays import contiguous, empty, lanes, native
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import Traced, op
@@ -26,7 +26,7 @@ from ..common.no_kernel import no_kernel
 from ..common.steps import representative_steps
 from ..linear.linear import linear_as
 from ._int8_rows import launch_quantize
-from ._planes import by_row, row_blocks, row_bytes
+from ._planes import row_blocks, row_bytes, scales_by_row
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
 
@@ -99,8 +99,8 @@ def ternary_linear_forward(
     ``marks`` has a bit for every 256 columns of a row of w, set unless all their codes are 0.
     ``group`` is the number of columns that share a scale, if a row has several scales.
     """
-    inputs, outputs, scale = x.shape[-1], len(planes), by_row(scale)
-    rows: Any = packed(x.reshape(math.prod(x.shape[:-1]), inputs))
+    inputs, outputs, scale = x.shape[-1], len(planes), scales_by_row(scale)
+    rows: Any = contiguous(x.reshape(math.prod(x.shape[:-1]), inputs))
     scales = None
     if int8:
         rows, scales, _ = quantized(rows, np.abs(rows), None)
@@ -120,7 +120,7 @@ def ternary_linear_backward(
     dy: Array, x: Array, planes: Array, scale: Array, *, group: int = GROUP_STEP
 ) -> tuple[Array, None, None, None]:
     """Return dx, ``dy @ w``, computed in chunks of columns of w, which is frozen; and None."""
-    rows = packed(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))
+    rows = contiguous(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))
     dx = empty((len(rows), x.shape[-1]), dy.dtype, like=dy)
     for part in representative_steps(dy, row_blocks(x.shape[-1], len(planes))):
         w = dense_part(planes, scale, group, slice(0, len(planes)), part, dy.dtype)

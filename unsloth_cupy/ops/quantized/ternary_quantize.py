@@ -16,9 +16,9 @@ Li, Zhang and Liu, Ternary Weight Networks, 2016 (twn).
 
 from typing import Any
 
-from ...core.call import checked
+from ...core.call import check_options
 from ...core.dtypes import FLOATS, Array
-from ...core.gpu import at
+from ...core.gpu import device_of
 from ...errors import ConfigError, DTypeError, ShapeError
 from ...placement import check_library
 from ..common.choices import check_choice
@@ -30,7 +30,7 @@ METHODS = ("absmean", "twn", "absmax", "percentile", "mean_std", "manual")
 PER = ("tensor", "row", "group")
 
 
-@checked
+@check_options
 def ternary_quantize(
     w: Array,
     *,
@@ -91,7 +91,7 @@ def ternary_quantize(
     _check_method(method, percentile, deviations, threshold, scale)
     options = percentile, deviations, threshold, scale
     columns = group if per == "group" else None
-    with at(w):
+    with device_of(w):
         planes, scales, errors = parts_of(w, per, group, method, *options)
         return Ternary(planes, scales, w.shape, group=columns, dtype=w.dtype, errors=errors)
 

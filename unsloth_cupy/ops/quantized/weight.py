@@ -19,7 +19,7 @@ from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_
 from ...core.stand_in import is_planned
 from ...core.target import target_of
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
-from ...placement import at_home, check_library
+from ...placement import check_library, on_gpu_of_attribute
 from ..common.gemm import gemm
 from ..common.steps import representative_steps
 
@@ -27,7 +27,7 @@ CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of a dense chunk: on the h
 CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has more
 
 
-@at_home("home")
+@on_gpu_of_attribute("home")
 class Quantized(Stored, ABC):
     """A frozen matrix (outputs, inputs) in few bits, the base of ``Nf4``, ``Int8`` and ``Ternary``.
 

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .chat import Chat, Span
 from .progress import reading
 from .records import Record, Records
-from .text import IGNORE, Batch, Batches, Lessons, Text, held_out_rows, unigram_baseline
+from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
 from .tokenizer import check_tokens, encode, token_kind
 from .tokens import tokens_of
 
@@ -160,7 +160,7 @@ class Packed:
         return order
 
 
-def in_order(examples: Sequence[Example], shape: Shape) -> list[Batch]:
+def sequential_batches(examples: Sequence[Example], shape: Shape) -> list[Batch]:
     """Return batches that hold each example once, in order."""
     batches: list[Batch] = []
     waiting: list[Example] = []
@@ -173,7 +173,9 @@ def in_order(examples: Sequence[Example], shape: Shape) -> list[Batch]:
     return [*batches, shape.batch_of(waiting)]
 
 
-def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int) -> Lessons:
+def from_text(
+    text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int
+) -> TrainingData:
     """Return the batches of running text, each row a window of it."""
     held_out, train = encode(tokenizer, text.held_out), tokens_of(text, tokenizer)
     most = [int(part.max()) for part in (train, held_out) if len(part)]
@@ -183,12 +185,12 @@ def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: in
     baseline = unigram_baseline(train, held_out[1:], config.vocab)
     prompt = held_out[:PROMPT_TOKENS].tolist()
     largest = (shape.batch, shape.length)
-    return Lessons(batches, rows, baseline, len(train), len(held_out), prompt, "", largest)
+    return TrainingData(batches, rows, baseline, len(train), len(held_out), prompt, "", largest)
 
 
-def of_records(
+def from_records(
     records: Records, tokenizer: Any, config: "Config", shape: Shape, seed: int, chat: Chat
-) -> Lessons:
+) -> TrainingData:
     """Return the batches of the records in a file, in which prompts are not learned.
 
     Raises
@@ -222,7 +224,7 @@ def of_records(
         note = f"{long} of {len(records.train)} texts are longer than --tokens {shape.length} and"
         note += " lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
     baseline = unigram_baseline(learned, held_out_labels, config.vocab)
-    return Lessons(batches, in_order(held_out, shape), baseline, len(learned),
+    return TrainingData(batches, sequential_batches(held_out, shape), baseline, len(learned),
                    len(held_out_labels), prompt, note, train.largest(shape))  # fmt: skip
 
 

@@ -111,9 +111,8 @@ def prepare(
     if checkpoint is not None:
         trainer.resume(checkpoint)
         click.echo(f"resuming from {checkpoint}", err=True)
-    training_data.batches.where(
-        trainer.step * plan.accumulate
-    )  # shuffle now, before memory is measured
+    # shuffle now, before memory is measured
+    training_data.batches.where(trainer.step * plan.accumulate)
     announce(trainer)
     return trainer
 

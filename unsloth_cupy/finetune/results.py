@@ -24,8 +24,9 @@ def announce(trainer: Trainer) -> None:
     if training_data.note:
         click.echo(training_data.note, err=True)
     click.echo(
-        f"{model.config.model_type} of {count:,} parameters{adapted}; {training_data.learned:,} tokens"
-        f" to learn, {training_data.held_out_tokens:,} held out; {trainer.run.folder}",
+        f"{model.config.model_type} of {count:,} parameters{adapted};"
+        f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
+        f" {trainer.run.folder}",
         err=True,
     )
 

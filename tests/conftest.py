@@ -8,6 +8,7 @@ import gc
 import locale
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.day is None:
         config.option.day = commits()
     Sample.day, Sample.all = config.option.day, config.option.sample == "all"
+    if find_spec("hypothesis"):  # only some tests need it
+        from hypothesis import settings
+
+        settings.register_profile("any machine", deadline=None)  # a busy one is slow at times
+        settings.load_profile("any machine")
     if not os.environ.get("UNSLOTH_CUPY_FULL_RUNS"):
         shorten_the_default_text()
 

@@ -296,7 +296,7 @@ def test_wrong_calls() -> None:
 
 
 def test_wrong_calls_of_dora_and_of_merging() -> None:
-    """Norms are taken before lora_linear itself sees its arrays."""
+    """Errors name lora_linear, and not the norms, which are taken first."""
     x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
     short, ones = np.ones((2, 1)), np.ones(3)
     for call in (
@@ -312,6 +312,11 @@ def test_wrong_calls_of_dora_and_of_merging() -> None:
         uc.lora_merge(weight, a, b, magnitude=np.ones(4))
     with pytest.raises(ConfigError, match=r"lora_merge\(scale='2'\)"):
         uc.lora_merge(weight, a, b, scale="2")
+    for operands in ((None, a, b), (weight, None, b), (weight, a, None), (weight, a, short)):
+        with pytest.raises((DTypeError, ShapeError), match=r"^lora_linear: "):
+            uc.lora_linear(x, *operands, magnitude=ones)
+    with pytest.raises(DTypeError, match=r"^lora_linear: magnitude is not an array but str"):
+        uc.lora_linear(x, weight, a, b, magnitude="x")
     for layers in (None, [weight], weight):
         with pytest.raises(ConfigError, match=r"lora_linears: pass LoraLayer\(weight, a, b"):
             uc.lora_linears(x, layers)

@@ -13,7 +13,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array, Stored
 from ...core.op import Traced, op
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ..common.gemm import gemm, steps
 from ..elements.cast import cast
 
@@ -91,11 +91,22 @@ def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
 
 
 def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
-    """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
+    """Return DoRA's factor, on a tape if magnitude is; None without a magnitude.
+
+    It is also None if weight, a and b do not fit each other: the op of the call then says so.
+    """
     if magnitude is None:
         return None
-    shape, rows = getattr(magnitude, "shape", None), tuple(weight.shape[:1])
-    if shape is not None and tuple(shape) != rows:
+    shapes = [tuple(getattr(array, "shape", ())) for array in (weight, a, b)]
+    if [*map(len, shapes)] != [2, 2, 2] or shapes[2] + shapes[1] != (
+        shapes[0][0], shapes[1][0], shapes[1][0], shapes[0][1],
+    ):  # fmt: skip
+        return None
+    shape, rows = getattr(magnitude, "shape", None), shapes[0][:1]
+    if shape is None:
+        found = type(magnitude).__name__
+        raise DTypeError(f"{call}: magnitude is not an array but {found}; pass one of shape {rows}")
+    if tuple(shape) != rows:
         problem = f"magnitude has shape {tuple(shape)}; it must be {rows}"
         cure = "a number for each row of weight"
         raise ShapeError(f"{call}: {problem}, {cure}", expected=rows, actual=tuple(shape))

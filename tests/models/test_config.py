@@ -101,6 +101,7 @@ def test_create():
         ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0"),
         ({"num_attention_heads": 5}, "hidden_size=32 is not a multiple"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be an integer in 1 .."),
         ({"head_dim": 7}, "even"),
         ({"hidden_act": "mish"}, "choose from silu"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),

@@ -241,6 +241,11 @@ class TestBroken:
         rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
         self.refuses(folder, r"model\.layers\.1\.mlp\.up_proj\.weight.* missing in model")
 
+    def test_missing_tensors(self, folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+        self.refuses(folder, r"more are missing in model\.safetensors\.index\.json; copy")
+
     def test_unexpected_tensor(self, folder):
         rewrite(folder, lambda tensors: tensors.update(strange=np.zeros(2)))
         self.refuses(folder, r"model\.safetensors: tensor 'strange'")

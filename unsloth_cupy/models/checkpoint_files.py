@@ -89,10 +89,10 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, StoredTensor],
     for file in files:
         _find(folder / file, config, homes, quantized)
     if missing := [name for name in shapes if name not in homes]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise ConfigError(
-            f"{folder}: tensor {missing[0]!r}{more} is missing in {', '.join(files)}; copy the"
-            " checkpoint again, or correct config.json"
+            f"{folder}: tensor {missing[0]!r}{more} missing in {', '.join(files) or INDEX}; copy"
+            " the checkpoint again, or correct config.json"
         )
     return {name: homes[name] for name in shapes}, files
 

@@ -98,7 +98,8 @@ def parse(values: Mapping[str, Any]) -> Config:
     hidden, heads, layers = (
         read.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    kv_heads = read.size("num_key_value_heads") if read.get("num_key_value_heads") else heads
+    shared = read.get("num_key_value_heads") is not None
+    kv_heads = read.size("num_key_value_heads") if shared else heads
     if read.get("head_dim") is None and hidden % heads:
         raise ConfigError(
             f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads};"

@@ -44,12 +44,12 @@ class PlannedRanks(Exchanges):
         member.sent = self.sent
         return member
 
-    def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
-        for rank, array in enumerate(given):
+    def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
+        for rank, array in enumerate(sends):
             if array is not None and rank != self.rank:
                 self.sent[call] += array.nbytes
 
-    def _told(self, call: str, row: Any) -> Any:
+    def _gather_rows(self, call: str, row: Any) -> Any:
         return np.array([row] * self.size)
 
     def _post(self, x: Any, to: int) -> None:

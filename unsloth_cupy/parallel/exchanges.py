@@ -2,8 +2,8 @@
 
     all_reduce = each rank sums its part of all arrays, in the order of the ranks; then all gather
 
-A subclass defines ``_swap``, which moves bytes between ranks, and ``_told``, which gathers a few
-numbers of all ranks on the hosts.
+A subclass defines ``_exchange``, which moves bytes between ranks, and ``_gather_rows``, which
+gathers a few numbers of all ranks on the hosts.
 """
 
 from abc import ABC, abstractmethod
@@ -51,11 +51,11 @@ class Exchanges(ABC):
         """Return a communicator of the ranks that passed the same color, in their order."""
 
     @abstractmethod
-    def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
-        """Send ``given[r]`` to rank r and receive from it into ``taken[r]``; None: no message."""
+    def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
+        """Send ``sends[r]`` to rank r and receive from it into ``receives[r]``; None: nothing."""
 
     @abstractmethod
-    def _told(self, call: str, row: Any) -> Any:
+    def _gather_rows(self, call: str, row: Any) -> Any:
         """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Exchanges(ABC):
         whole = empty((x.size,), x.dtype, x)
         own_part = self._reduced("all_reduce", x.reshape(-1), 0, op)
         parts = [whole[part(x.size, self, rank)] for rank in range(self.size)]
-        self._swap("all_reduce", [own_part] * self.size, parts)
+        self._exchange("all_reduce", [own_part] * self.size, parts)
         return whole.reshape(x.shape)
 
     def all_gather(self, x: Any, axis: int = 0) -> Any:
@@ -80,9 +80,9 @@ class Exchanges(ABC):
         shape = x.shape
         others = (*shape[:axis], "any", *shape[axis + 1 :])
         self._agree(f"all_gather(x{others} {x.dtype}, axis={axis})")
-        sizes = self._told("all_gather", np.array([shape[axis]]))[:, 0]
+        sizes = self._gather_rows("all_gather", np.array([shape[axis]]))[:, 0]
         parts = [empty((*shape[:axis], int(n), *shape[axis + 1 :]), x.dtype, x) for n in sizes]
-        self._swap("all_gather", [x] * self.size, parts)
+        self._exchange("all_gather", [x] * self.size, parts)
         return np.concatenate(parts, axis)
 
     def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
@@ -101,14 +101,14 @@ class Exchanges(ABC):
         x = self._own("all_to_all", x)
         others = tuple("any" if axis == end else size for axis, size in enumerate(x.shape))
         self._agree(f"all_to_all(x{others} {x.dtype}, divided={cut}, joined={end})")
-        sizes = self._told("all_to_all", np.array([x.shape[end]]))[:, 0]
+        sizes = self._gather_rows("all_to_all", np.array([x.shape[end]]))[:, 0]
         ranges = (part(x.shape[cut], self, rank) for rank in range(self.size))
         to_send = [contiguous(x[along(cut, where)]) for where in ranges]
         shapes = [[*to_send[self.rank].shape] for _ in range(self.size)]
         for shape, size in zip(shapes, sizes, strict=True):
             shape[end] = int(size)
         parts = [empty(tuple(shape), x.dtype, x) for shape in shapes]
-        self._swap("all_to_all", to_send, parts)
+        self._exchange("all_to_all", to_send, parts)
         return np.concatenate(parts, end)
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -117,10 +117,10 @@ class Exchanges(ABC):
         x = self._own("broadcast", x)
         self._agree(f"broadcast(x{x.shape} {x.dtype}, root={root})")
         if self.rank == root:
-            self._swap("broadcast", [x] * self.size, [None] * self.size)
+            self._exchange("broadcast", [x] * self.size, [None] * self.size)
             return x.copy()
         out = empty(x.shape, x.dtype, x)
-        self._swap("broadcast", [None] * self.size, self._only(root, out))
+        self._exchange("broadcast", [None] * self.size, self._only(root, out))
         return out
 
     def send(self, x: Any, to: int) -> None:
@@ -145,7 +145,7 @@ class Exchanges(ABC):
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         self._agree("barrier()")
-        self._told("barrier", np.zeros(1, np.uint8))
+        self._gather_rows("barrier", np.zeros(1, np.uint8))
 
     def _own(self, call: str, x: Any) -> Any:
         """Return x as a NumPy array in C order; raise for arrays of other libraries."""
@@ -171,7 +171,7 @@ class Exchanges(ABC):
         to_send = [contiguous(x[along(axis, part(length, self, to))]) for to in range(self.size)]
         own = to_send[self.rank]
         parts = [empty(own.shape, own.dtype, own) for _ in range(self.size)]
-        self._swap(call, to_send, parts)
+        self._exchange(call, to_send, parts)
         total = parts[0].astype(sum_dtype(x.dtype))
         reduce = np.add if op == "sum" else np.maximum
         with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as on a GPU
@@ -184,7 +184,9 @@ class Exchanges(ABC):
         if not self.checked:
             return
         self._calls += 1
-        calls = [call_text(row) for row in self._told(call.partition("(")[0], call_bytes(call))]
+        calls = [
+            call_text(row) for row in self._gather_rows(call.partition("(")[0], call_bytes(call))
+        ]
         if len({*calls}) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
             deviating = min(range(self.size), key=lambda rank: calls.count(calls[rank]))
@@ -199,12 +201,12 @@ class Exchanges(ABC):
         if self.checked:
             own = None if x is None else self._placed(call_bytes(_sent(x)), out)
             text = self._placed(np.empty(CALL_BYTES, np.uint8), out)
-            self._swap(call, self._only(to, own), self._only(source, text))
+            self._exchange(call, self._only(to, own), self._only(source, text))
             sent, expected = call_text(to_numpy(text)), _sent(out)
             if sent != expected:
                 problem = f"{call}: rank {source} called {sent}, which is not {expected}"
                 raise CommunicationError(f"{problem}; pass equal shapes and dtypes", rank=source)
-        self._swap(call, self._only(to, x), self._only(source, out))
+        self._exchange(call, self._only(to, x), self._only(source, out))
         return out
 
 

@@ -17,7 +17,7 @@ from ._killed import FAILED, farewell, watched
 from .communicator import check_color
 from .exchanges import Exchanges, raw
 
-DATA, NUMBERS = range(2)  # message tags: of arrays, and of ``_told``
+DATA, NUMBERS = range(2)  # message tags: of arrays, and of ``_gather_rows``
 PRINTED = 0.3  # seconds for mpiexec to forward printed output before it ends all processes
 SPINS = 200  # polls without a pause, if each rank has a core
 NAP = 1e-4  # seconds of the first pause between polls
@@ -74,10 +74,10 @@ class MpiCommunicator(Exchanges):
         comm = self._comm.Split(color, self.rank)
         return MpiCommunicator(comm, timeout=self.timeout, checked=self.checked)
 
-    def _told(self, call: str, row: Any) -> Any:
+    def _gather_rows(self, call: str, row: Any) -> Any:
         """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
         rows = np.empty((self.size, *row.shape), row.dtype)
-        self._swap(call, [row] * self.size, [*rows], NUMBERS)
+        self._exchange(call, [row] * self.size, [*rows], NUMBERS)
         return rows
 
     def _post(self, x: Any, to: int) -> None:
@@ -90,19 +90,19 @@ class MpiCommunicator(Exchanges):
         """Return the index of this rank among the ranks of its machine."""
         return int(self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank).Get_rank())
 
-    def _swap(self, call: str, given: list[Any], taken: list[Any], tag: int = DATA) -> None:
-        """Send ``given[r]`` to rank r and receive from it into ``taken[r]``; None: no message."""
+    def _exchange(self, call: str, sends: list[Any], receives: list[Any], tag: int = DATA) -> None:
+        """Send ``sends[r]`` to rank r and receive from it into ``receives[r]``; None: nothing."""
         byte, pending = self._mpi.BYTE, []
-        for rank, array in enumerate(taken):
+        for rank, array in enumerate(receives):
             if array is not None and rank != self.rank:
                 request = self._comm.Irecv([raw(array), byte], rank, tag)
                 pending.append((request, rank, array))
-        for rank, array in enumerate(given):
+        for rank, array in enumerate(sends):
             if array is not None and rank != self.rank:
                 request = self._comm.Isend([raw(array), byte], rank, tag)
                 pending.append((request, rank, array))
-            elif array is not None and taken[rank] is not None:
-                taken[rank][...] = array
+            elif array is not None and receives[rank] is not None:
+                receives[rank][...] = array
         self._wait(call, pending)
 
     def _wait(self, call: str, pending: list[tuple[Any, int, Any]]) -> None:

@@ -112,10 +112,12 @@ class NcclCommunicator(Exchanges):
         self._agree("split()")
         if self.host is not None:
             return self._of(self.host.split(color), self.timeout, self.checked)
-        colors = self._told("split", np.array([color]))[:, 0]
+        colors = self._gather_rows("split", np.array([color]))[:, 0]
         members = [rank for rank in range(self.size) if colors[rank] == color]
         own_id = self._nccl.get_unique_id() if members[0] == self.rank else bytes(128)
-        unique_id = self._told("split", np.frombuffer(own_id, np.uint8))[members[0]].tobytes()
+        unique_id = self._gather_rows("split", np.frombuffer(own_id, np.uint8))[
+            members[0]
+        ].tobytes()
         rank = members.index(self.rank)
         return NcclCommunicator(
             rank, len(members), unique_id, timeout=self.timeout, checked=self.checked
@@ -125,19 +127,19 @@ class NcclCommunicator(Exchanges):
         """Watch a CUDA graph with exchanges that was launched on the current stream."""
         self._watchdog.watch(call)
 
-    def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
+    def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
         """Send and receive as in ``Exchanges``; NumPy arrays go through the host."""
-        if self.host is not None and not all(map(_is_on_gpu, (*given, *taken))):
-            self.host._swap(call, given, taken)
+        if self.host is not None and not all(map(_is_on_gpu, (*sends, *receives))):
+            self.host._exchange(call, sends, receives)
             return
         stream = cupy().cuda.get_current_stream().ptr
         kind = self._nccl.NCCL_UINT8
         self._nccl.groupStart()
         try:
-            for rank, array in enumerate(given):
+            for rank, array in enumerate(sends):
                 if array is not None and array.nbytes and rank != self.rank:
                     self._comm.send(array.data.ptr, array.nbytes, kind, rank, stream)
-            for rank, array in enumerate(taken):
+            for rank, array in enumerate(receives):
                 if array is not None and array.nbytes and rank != self.rank:
                     self._comm.recv(array.data.ptr, array.nbytes, kind, rank, stream)
             self._nccl.groupEnd()
@@ -145,18 +147,18 @@ class NcclCommunicator(Exchanges):
             problem = f"rank {self.rank}: {call}: NCCL says {error}"
             cure = "NCCL_DEBUG=WARN says more"
             raise CommunicationError(f"{problem}; {cure}", rank=self.rank) from error
-        if given[self.rank] is not None and taken[self.rank] is not None:
-            taken[self.rank][...] = given[self.rank]
+        if sends[self.rank] is not None and receives[self.rank] is not None:
+            receives[self.rank][...] = sends[self.rank]
         self._watchdog.watch(call)
 
-    def _told(self, call: str, row: Any) -> Any:
+    def _gather_rows(self, call: str, row: Any) -> Any:
         """Return the rows of all ranks, exchanged by the hosts if there are any."""
         if self.host is not None:
-            return self.host._told(call, row)
+            return self.host._gather_rows(call, row)
         module = cupy()
         row = module.asarray(row)
         rows = module.empty((self.size, *row.shape), row.dtype)
-        self._swap(call, [row] * self.size, [rows[rank] for rank in range(self.size)])
+        self._exchange(call, [row] * self.size, [rows[rank] for rank in range(self.size)])
         return rows.get()
 
     def _post(self, x: Any, to: int) -> None:
@@ -164,7 +166,7 @@ class NcclCommunicator(Exchanges):
         if self.host is not None and not _is_on_gpu(x):
             self.host._post(x, to)
             return
-        self._swap("send", self._only(to, x), [None] * self.size)
+        self._exchange("send", self._only(to, x), [None] * self.size)
 
     def _own(self, call: str, x: Any) -> Any:
         """Return x in C order; raise unless it is a CuPy array, or with a host a NumPy array."""

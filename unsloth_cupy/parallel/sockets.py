@@ -87,7 +87,7 @@ class SocketCommunicator(Exchanges):
         """Return a communicator of the ranks that passed the same color, in their order."""
         check_color(color)
         self._agree("split()")
-        colors = self._told("split", np.array([color]))[:, 0]
+        colors = self._gather_rows("split", np.array([color]))[:, 0]
         self._splits += 1
         comm = object.__new__(SocketCommunicator)
         Exchanges.__init__(comm, self.timeout, self.checked)
@@ -97,15 +97,15 @@ class SocketCommunicator(Exchanges):
         comm._group, comm._splits = f"{self._group}/{self._splits}.{color}", 0
         return comm
 
-    def _swap(self, call: str, given: list[Any], taken: list[Any], kind: str = "") -> None:
-        """Send and receive as in ``Exchanges``; ``kind`` separates messages of ``_told``."""
-        for rank, array in enumerate(given):
+    def _exchange(self, call: str, sends: list[Any], receives: list[Any], kind: str = "") -> None:
+        """Send and receive as in ``Exchanges``; ``kind`` separates messages of ``_gather_rows``."""
+        for rank, array in enumerate(sends):
             if array is not None and rank != self.rank:
                 self.peers.send(self._members[rank], self._group + kind, raw(array))
-            elif array is not None and taken[rank] is not None:
-                taken[rank][...] = array
+            elif array is not None and receives[rank] is not None:
+                receives[rank][...] = array
         limit = time.monotonic() + self.timeout
-        for rank, array in enumerate(taken):
+        for rank, array in enumerate(receives):
             if array is not None and rank != self.rank:
                 self._take(call, rank, array, limit, kind)
 
@@ -128,10 +128,10 @@ class SocketCommunicator(Exchanges):
             raise CommunicationError(f"{problem} expected; {cure}", rank=rank)
         raw(array)[...] = np.frombuffer(data, np.uint8)
 
-    def _told(self, call: str, row: Any) -> Any:
+    def _gather_rows(self, call: str, row: Any) -> Any:
         """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
         rows = np.empty((self.size, *row.shape), row.dtype)
-        self._swap(call, [row] * self.size, [*rows], ":told")
+        self._exchange(call, [row] * self.size, [*rows], ":rows")
         return rows
 
     def _post(self, x: Any, to: int) -> None:

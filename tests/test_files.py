@@ -1,5 +1,6 @@
 """Files and folders are written whole or not at all, wherever the writing stops."""
 
+import codecs
 import errno
 import os
 import shutil
@@ -252,6 +253,13 @@ def test_room_is_asked_of_the_disk_that_will_hold_the_path(tmp_path: Path) -> No
     files.check_room(tmp_path / "a" / "b", 1, "a run")
     with pytest.raises(ConfigError, match=r"b: a run takes [\d,]+ MiB, and its disk has "):
         files.check_room(tmp_path / "a" / "b", 2 * free, "a run")
+
+
+def test_json_is_read_with_and_without_the_mark_of_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for mark in (b"", codecs.BOM_UTF8):
+        path.write_bytes(mark + '{"name": "é"}'.encode())
+        assert files.read_json(path) == {"name": "é"}
 
 
 def test_a_folder_is_of_one_alone(tmp_path: Path) -> None:

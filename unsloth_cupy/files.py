@@ -173,7 +173,7 @@ def check_room(path: Path, needed: int, what: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))  # with or without its mark
     except FileNotFoundError:
         cure = "pass a file that exists, or a folder that holds one"
         raise ConfigError(f"{path} is missing; {cure}") from None

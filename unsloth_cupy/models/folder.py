@@ -233,7 +233,7 @@ def create(
     """
     parsed, kind = parse(config), float_dtype("create", dtype)
     if type(seed) is not int or seed < 0:
-        raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
+        raise ConfigError(f"create: seed={seed!r} must be an integer of 0 or more")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
     division = _division(parsed, communicator, pipeline, chunks)
     size //= (1 if communicator is None else communicator.size) * (parts.size if parts else 1)

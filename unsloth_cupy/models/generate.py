@@ -74,7 +74,7 @@ class Options:
         )
         greedy = self.temperature == 0 and self.seed is None
         self._require(
-            "seed", greedy or is_integer(self.seed, 0), "be an integer, as in seed=0, to draw"
+            "seed", greedy or is_integer(self.seed, 0), "be an integer of 0 or more, to draw"
         )
 
     def _require(self, name: str, valid: bool, must: str) -> None:

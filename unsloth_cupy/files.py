@@ -143,7 +143,10 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; a folder is renamed first, never left incomplete."""
+    """Remove a file or a folder if it exists.
+
+    A folder is renamed first, so that no incomplete one ever has its name.
+    """
     if path.is_dir() and not path.is_symlink():
         doomed = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
         if doomed != path:
@@ -173,7 +176,7 @@ def check_room(path: Path, needed: int, what: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))  # with or without its mark
+        values = json.loads(path.read_text(encoding="utf-8-sig"))  # a byte order mark is allowed
     except FileNotFoundError:
         cure = "pass a file that exists, or a folder that holds one"
         raise ConfigError(f"{path} is missing; {cure}") from None

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-PER_THREAD = 2  # address of CUDA's per-thread default stream: the same for another stream in each
+PER_THREAD = 2  # CUDA's per-thread default stream: threads share this address, not the stream
 
 
 def on_gpu_of_attribute(attribute: str) -> Callable[[type[T]], type[T]]:

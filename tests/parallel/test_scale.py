@@ -156,7 +156,7 @@ def test_plan_memory_is_of_the_rank_that_holds_most(options: dict[str, Any]) -> 
         )
         assert found.total == max(stage.memory.total for stage in every.stages)
         assert found.weights < whole.weights
-    with pytest.raises(ConfigError, match=r"tensor_parallel=2.*leave 'none' out"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2.*pass 'adamw'"):
         plan_memory(LLAMA, **sizes, tensor_parallel=2, optimizer="none")
     with pytest.raises(ConfigError, match="pipeline_parallel=0; pass 1 or more"):
         plan_memory(LLAMA, **sizes, pipeline_parallel=0)

@@ -1,7 +1,7 @@
 """Calls of every op with random arrays of a chosen scale, for checks and measurements.
 
 Shapes and dtypes come from an op's signature.  Two tables hold what a signature does not say: the
-size of every axis, and the values of the few arrays that cannot be random.
+size of every axis, and the values of the few arrays that have a meaning or bounds.
 """
 
 import difflib
@@ -122,7 +122,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
 
 
 def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
-    """Return functions that create the arrays whose values cannot be random, by name.
+    """Return functions, by name, that create the arrays whose values have a meaning or bounds.
 
     A name is that of an array, alone or after the name of its op.
     """

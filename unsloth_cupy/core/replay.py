@@ -163,7 +163,7 @@ def _recorded(run: Run, arrays: Sequence[Any], options: dict[str, Any]) -> Run:
     recording = Recording()
     try:
         return recording.finished(run([*map(recording.enter, arrays)], options))
-    except Exception:  # whatever it was, run raises it again
+    except Exception:  # a refusal, or an error that run raises again
         return run
     finally:  # break the cycle of arrays and recording, or the garbage collector would have to
         recording.arrays.clear()

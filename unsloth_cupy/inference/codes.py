@@ -16,7 +16,7 @@ STORED = (*FLOATS, INT8)  # the dtypes that a cache may have
 
 
 def scale_bytes(kind: np.dtype[Any], heads: int) -> int:
-    """Return the bytes of the scales of ``heads`` keys of one head, and of as many values."""
+    """Return the bytes of the scales of ``heads`` pairs of token and head, for keys and values."""
     return 2 * 4 * heads if kind == INT8 else 0
 
 

@@ -12,7 +12,7 @@ from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import full_like
 from .codes import INT8, read
 
-FEW = 16  # queries: up to so many read codes directly; for more they are converted to floats first
+FEW = 16  # queries; at most this many read codes directly, for more the codes become floats first
 
 
 class Storage:

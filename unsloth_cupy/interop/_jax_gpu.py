@@ -1,7 +1,7 @@
 """Runs ops on XLA's buffers on a GPU: on its stream, with results in the buffers that it provides.
 
-The first call of an op shows which of its allocations become results; in later calls these
-allocations are placed in XLA's buffers.  A result in other memory is copied there.
+Each call of an op shows which of its allocations become results; in the next call with the same
+shapes these are placed in XLA's buffers.  A result in other memory is copied there.
 """
 
 from collections.abc import Callable, Mapping, Sequence

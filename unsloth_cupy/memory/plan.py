@@ -180,7 +180,7 @@ def _of_ranks(
     if optimizer == "none":
         options = f"optimizer='none', tensor_parallel={layout.tensor}"
         options += f", pipeline_parallel={layout.pipeline}"
-        raise ConfigError(f"plan_memory({options}): ranks have an optimizer; leave 'none' out")
+        raise ConfigError(f"plan_memory({options}): ranks have an optimizer; pass 'adamw'")
     stages = plan_stages(config, layout, job, accumulate, "1f1b", None)
     return max((stage.memory for stage in stages), key=lambda plan: plan.total)
 

@@ -89,7 +89,7 @@ class HasLaunches(Protocol):
 
 
 class Described:
-    """A target for a described GPU: it owns planned arrays, and records launches instead of them.
+    """A target for a described GPU: it owns planned arrays; launches are recorded, not run.
 
     ``maps`` says whether compiler and driver support tensor maps.
     """

@@ -25,9 +25,9 @@ Held = tuple[int, int]  # bytes that a step adds: at its peak, and at its end
 
 
 class ScalePlan(NamedTuple):
-    """A training step of all ranks; ``seconds`` is from the replay of one column of stages.
+    """A training step of all ranks; ``seconds`` is from the replay of the ranks of one data rank.
 
-    A column is one rank of each stage: all ranks of a data rank with the same tensor and context.
+    A column is one rank of each stage, all with the same tensor, data and context rank.
     """
 
     layout: Layout

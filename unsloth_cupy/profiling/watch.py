@@ -1,7 +1,7 @@
 """Lets watchers, such as a profile, wrap every call of an op inside a ``with`` block.
 
 Outside of ``watching``, calls are unaffected: inside it, a target that owns no array is added to
-the targets, so that calls there use routes (recorded calls) of their own.
+the targets (or ``machine``), so that calls there have ``Op.routes`` of their own.
 """
 
 import logging

@@ -181,7 +181,7 @@ class Autocast:
 
 
 def autocast_ops() -> dict[str, Op[..., Any]]:
-    """Return the ops whose operands are cast, by public name: all but gradients and casts."""
+    """Return the ops whose operands are cast, by public name: no gradients, casts or ``op_``."""
     backward = {op.backward for op in OPS.values()}
     return {
         name.removesuffix("_forward"): op

@@ -64,8 +64,8 @@ template <bool SIGNED> __device__ __forceinline__ float encode(Values &v, const 
     float largest = 0;
     each([&](int i, int j) { largest = fmaxf(largest, fabsf(v.at[i][j])); });
     largest = group_max<32>(largest);
-    // a maximum below float32's normal numbers has no finite reciprocal and counts as 0; the
-    // reciprocal of one above 2^126 would itself be below the normal numbers
+    // a maximum below float32's normal numbers counts as 0, as its reciprocal may be infinite;
+    // the reciprocal of one above 2^126 would itself be below the normal numbers
     const float unit = largest > 0x1p126f ? 0.25f : 1.0f;
     const float inverse = largest < 1.17549435e-38f ? 0.0f : 1.0f / (largest * unit);
     each([&](int i, int j) {

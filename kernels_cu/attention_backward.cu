@@ -55,7 +55,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     int queries = call.options.queries, keys = call.options.keys;
     float *const rests = stats + call.rests_start;
 
-    // first the rows that form the most pairs with RIGHT
+    // with RIGHT, the rows that form the most pairs come first
     int rows = BY_KEYS ? keys : queries;
     const int all_rows = rows;
     const int row_heads = BY_KEYS ? kv_heads : heads, other_heads = BY_KEYS ? heads : kv_heads;

@@ -124,7 +124,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         tile = seen_from(tile + 1);
         const bool more = tile * TILE_KEYS < stop_key;
         cp_async_wait<0>();
-        __syncthreads();  // this tile's keys have arrived, and all warps are done with the last one
+        __syncthreads();  // this tile's keys have arrived; all warps are done with the previous one
         if constexpr (STAGES == 1) load_values(own, 0);
         else if (more) load_keys(tile, stage ^ 1), load_values(tile, stage ^ 1);
         cp_async_commit();

@@ -40,7 +40,7 @@ struct Barriers {
 using Place = Ring<STAGES>;
 
 struct Tiles {
-    int first, last;  // iterated from the last one down: masks hide most pairs of the last tiles
+    int first, last;  // iterated from the last one down: masks hide the most pairs there
     __device__ __forceinline__ Tiles(const Scores &scores, const Job &job) {
         const Range seen = scores.seen<false, ROWS>(job.first_row);
         first = seen.from / TILE;

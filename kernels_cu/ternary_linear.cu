@@ -36,7 +36,7 @@ constexpr int PITCH = M + 4;                      // of sums: lanes write to dif
 constexpr int SPAN = GROUPED ? 1 : 4;             // neighbouring words of a lane
 constexpr bool SHORT = GROUPED || PARTS > 1;      // sums of few columns are added to a total
 
-template <class E> struct Codes;  // high bytes of 0, 1 and -1; the factor that their sums need
+template <class E> struct Codes;  // (high) bytes of 0, 1 and -1; the factor that their sums need
 template <> struct Codes<signed char> { static constexpr unsigned BYTES = 0x00ff0100, FACTOR = 1; };
 template <> struct Codes<__half> { static constexpr unsigned BYTES = 0x00bc3c00, FACTOR = 1; };
 template <> struct Codes<__nv_bfloat16> { static constexpr unsigned BYTES = 0x00bf3f00, FACTOR = 2; };

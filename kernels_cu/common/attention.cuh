@@ -199,7 +199,7 @@ struct Scores : Options, Operands {
                                          int column) const {
         const int lane = threadIdx.x % 32;
         row += lane / 4, column += lane % 4 * 2;
-        if constexpr (BY_KEYS) {  // four lanes hold four keys: two queries x two groups of keys
+        if constexpr (BY_KEYS) {  // four lanes hold four keys: each draws for a query and four keys
             const int mine = lane / 4 % 4;
             const uint4 w = philox(batch, head, column + mine % 2, row / 4 + mine / 2 * 2,
                                    seed_low, seed_high);

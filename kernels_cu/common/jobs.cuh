@@ -18,8 +18,8 @@ template <int STAGES> struct Ring {
 struct Order {
     int row_blocks;   // tiles of rows of a head, over all sequences
     int heads;        // heads that rows are taken from, of all batches; with VARLEN of one
-    int heads_in_l2;  // heads of a group; the jobs of a group end before those of the next begin,
-                      // so that the tiles of their columns stay in L2
+    int heads_in_l2;  // heads of a group; the jobs of a group come before those of the next, so
+                      // that the tiles of their columns stay in L2
 };
 // Blocks take jobs in alternating direction: the block with the longest job of a round has the
 // shortest of the next.
@@ -40,7 +40,7 @@ __device__ __forceinline__ Job job_of(int index, const Order &order, const Optio
     const int own = index - group * order.heads_in_l2 * order.row_blocks;
     const int first_head = group * order.heads_in_l2;
     const int heads = min(order.heads_in_l2, order.heads - first_head);
-    // with RIGHT the last queries see the most keys, and the first keys the most queries
+    // with RIGHT the last queries see the most keys, and the most queries see the first keys
     const int row_block = BY_KEYS ? own / heads : order.row_blocks - 1 - own / heads;
     const int head = first_head + own % heads;
     const int of_batch = BY_KEYS ? options.kv_heads : options.heads;

@@ -109,9 +109,9 @@ def _slope_term(x: Array, factor: Array, approximate: bool) -> Array:
 
 def _polynomial_(x: Array, cubic: float) -> Array:
     """Overwrite x with ``2 * STEEPNESS * x * (1 + cubic * x**2)`` and return it."""
-    square = cubic * x
-    square *= x
-    square += 1
+    bracket = cubic * x
+    bracket *= x
+    bracket += 1
     x *= 2 * STEEPNESS
-    x *= square
+    x *= bracket
     return x

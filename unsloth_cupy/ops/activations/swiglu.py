@@ -69,7 +69,7 @@ swiglu_backward_ = in_place(swiglu_backward_over_)
 
 
 def sigmoid(x: Array) -> Array:
-    """Return ``1 / (1 + exp(-x))`` in a new array; exact for very small and very large x."""
+    """Return ``1 / (1 + exp(-x))`` in a new array; exact at both limits, 0 and 1."""
     y = np.negative(x, out=np.empty_like(x))
     with np.errstate(over="ignore"):  # an infinite exp gives the correct limit: 0
         np.exp(y, out=y)

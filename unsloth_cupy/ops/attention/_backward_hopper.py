@@ -133,7 +133,10 @@ def backward_tiles(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
 
 
 def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
-    """Return whether one launch computes dq, dk and dv: if requested or, by default, if faster."""
+    """Return whether one launch computes dq, dk and dv.
+
+    It does if it can and an option requests it or, by default, if it is faster.
+    """
     start = _tiles.start
     wanted = one_pass if start is None else start.one_pass
     flags = call.constants

@@ -125,7 +125,7 @@ class Blocks:
             threads.each(run, tasks)
 
     def _walk_planned(self, step: Callable[[Block], None], in_order: bool, serial: bool) -> None:
-        """Plan memory without values: call step on the largest block, once per working thread."""
+        """Plan memory without values: call step on the largest block, counted for each thread."""
         sizes = zip((self.batch, self.kv_heads, self.queries), self.steps, strict=True)
         batches, kv_heads, rows = (-(-size // step) for size, step in sizes)
         first = map(self._narrowed, itertools.islice(self._blocks(), rows))

@@ -114,7 +114,8 @@ def launch_decode(
     if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
         return refused(q, v)
     by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
-    spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128  # in any registers
+    # of codes, float32 heads this wide take all registers, and options by pair would spill
+    spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128
     if scales is not None and (dim % 16 or value_dim % 16 or spills):
         if spills:
             return no_kernel(f"head dim {max(dim, value_dim)} in float32 with masks or dropout")

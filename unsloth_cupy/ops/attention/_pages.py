@@ -88,7 +88,7 @@ def launch_pages(
     )
     cache = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
     if not all(array.flags.c_contiguous for array in cache):
-        return no_kernel("k_pages or v_pages is not contiguous, and a copy would copy the cache")
+        return no_kernel("k_pages or v_pages is not contiguous; making it so would copy the cache")
     options = options._replace(key_lengths=contiguous(lengths))
     return launch_decode(contiguous(q), k_pages, v_pages, options, contiguous(page_table), scales)
 

@@ -100,7 +100,7 @@ def longest(options: Options, max_queries: int | None, max_keys: int | None) -> 
 def check_longest(
     call: str, mask: Any, bias: Any, block_mask: Any, max_queries: int | None, max_keys: int | None
 ) -> None:
-    """Raise ShapeError where a size of mask, bias or block_mask is not max_queries or max_keys."""
+    """Raise ShapeError where mask, bias or block_mask does not fit max_queries or max_keys."""
     for axis, name, most in ((-2, "max_queries", max_queries), (-1, "max_keys", max_keys)):
         for array_name, array, tile in _sized_by(axis, mask, bias, block_mask):
             size = array.shape[axis]

@@ -175,7 +175,10 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
 
 
 def _handle(library: Any) -> tuple[int, int]:
-    """Set CuPy's handle of this thread and device up, and return it and its old math mode."""
+    """Set the stream and the math mode of CuPy's handle of this thread and device.
+
+    The stream is the current one.  Return the handle and its old math mode.
+    """
     cuda = gpu.cupy().cuda
     handle: int = cuda.device.get_cublas_handle()
     stream, mode = cuda.get_current_stream().ptr, ctypes.c_int()

@@ -8,8 +8,8 @@ def spread(wanted: int, clusters: bool) -> tuple[int, int]:
 
     wanted <= 32          a power of two of threads; several rows per block, no barrier
     wanted <= 512         one block per row
-    more, sm_90           2, 4 or 8 blocks of 512 threads in a cluster; then 8 of 1024 threads
-    more, before sm_90    one block of 1024 threads
+    more, sm_90           2, 4 or 8 blocks of up to 512 threads in a cluster; then 8 of up to 1024
+    more, before sm_90    one block of up to 1024 threads
     """
     if wanted <= 32:
         return 1 << (wanted - 1).bit_length(), 1

@@ -90,8 +90,8 @@ def _row_axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int,
 def head_strides(x: Any) -> tuple[int, int] | None:
     """Return the strides of token and head in an array (batch, tokens, heads, dim).
 
-    None if the values of a head are not contiguous, or the stride of tokens changes between
-    batches.
+    None if the values of a head are not contiguous, the stride of tokens changes between
+    batches, or a stride is negative or not in whole values.
     """
     batch, tokens, _, dim = x.shape
     size = x.itemsize
@@ -142,8 +142,8 @@ def _batch_tokens(array: Any) -> int | None:
     size, (heads, dim) = array.itemsize, array.shape[2:]
     token = heads * dim * size
     tokens, rest = divmod(array.strides[0], token)
-    contiguous = array.strides[1:] == (token, dim * size, size)
-    return tokens if contiguous and tokens >= array.shape[1] and not rest else None
+    dense = array.strides[1:] == (token, dim * size, size)
+    return tokens if dense and tokens >= array.shape[1] and not rest else None
 
 
 def in_chunks(*arrays: Any) -> tuple[Any, ...]:

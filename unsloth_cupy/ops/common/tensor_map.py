@@ -100,7 +100,10 @@ class Form:
         """Return the map of the array at an address, as a scalar."""
         call = encoder()
         if call is None:
-            raise KernelError(f"{self.what}: the driver has no such call; update it to CUDA 12")
+            raise KernelError(
+                f"{self.what}: the driver has no cuTensorMapEncodeTiled;"
+                " update it to CUDA 12 or later"
+            )
         with self.lock:
             self.address.value = address
             error = call(*self.arguments)

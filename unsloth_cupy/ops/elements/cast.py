@@ -143,6 +143,6 @@ def accumulate_over_(total: Array, x: Array) -> Array:
 @accumulate_over_.kernel
 def _launch_accumulate(total: Array, x: Array) -> Array:
     if not all_contiguous(total):
-        return no_kernel("total is not contiguous")
+        return no_kernel("total is not contiguous; pass a contiguous array")
     _launch("accumulate", contiguous(x), total)
     return total

@@ -72,7 +72,7 @@ def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     Returns
     -------
     y : (*rest) float
-        0 for an empty sum.
+        0 for a mean of no elements.
 
     Raises
     ------

@@ -21,8 +21,8 @@ from ..elements.cast import cast
 @op(
     "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param,"
     " magnitude?(outputs): param -> merged(outputs, inputs)",
-    widen=False,
-    no_gradient="adapters are merged after training",  # products take 16-bit operands as they are
+    widen=False,  # products take 16-bit operands as they are
+    no_gradient="adapters are merged after training",
 )
 def lora_merge(
     weight: Array, a: Array, b: Array, *, magnitude: Array | None = None, scale: float = 1.0

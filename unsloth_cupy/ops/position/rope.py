@@ -218,9 +218,10 @@ def launch_rope(
     in_place: bool = False,
     base: float = 1.0,
 ) -> tuple[Array, Any]:
-    """Return q and k rotated by the table rows of their positions; without tables, by base.
+    """Return q and k rotated by the table rows of their positions.
 
-    With in_place, q and k must have ``head_strides``.
+    Without tables, the kernel computes the angles from ``base``.  With in_place, q and k must have
+    ``head_strides``.
     """
     outputs: Any = q, k
     if not in_place:

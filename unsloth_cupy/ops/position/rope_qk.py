@@ -113,7 +113,7 @@ def _launch_over(
     q: Array, k: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, Array]:
     if head_strides(q) is None or head_strides(k) is None:
-        return no_kernel("the heads of q or k are not contiguous")
+        return no_kernel("heads of q or k are not contiguous, or the stride of tokens changes")
     tables = contiguous(cos), contiguous(sin)
     return launch_rope(q, k, tables, contiguous(positions), interleaved, in_place=True)
 

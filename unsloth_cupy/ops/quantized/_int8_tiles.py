@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
 #   16     reading the weight is the limit: narrow tiles make many blocks, with 24 KB of each in
 #          flight, as much as an SM of an H200 needs
 #   64     one tile of rows: the weight is read once
-#   more   a warp has 32 x 64 sums, in 64 registers, and reads 12 bytes per 64 products
+#   more   a warp has 32 x 64 sums, in 64 registers, and reads 3 bytes per 64 products
 TABLE = (
     (16, Tiles(16, 32, 256, 3, 1, 2)),
     (64, Tiles(64, 64, 128, 3, 2, 2)),

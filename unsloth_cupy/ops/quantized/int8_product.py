@@ -49,7 +49,7 @@ def launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
     rows, inputs = w.shape
     (code_view, w_view), layout = row_layout(codes, w)
     if not w_view.flags.c_contiguous:
-        return no_kernel("absmax is not packed")
+        return no_kernel("codes and w have no common row layout")
     width = lanes(layout.alignment(inputs), code_view, w_view)
     chosen = _dequantize_constants(w.dtype, absmax.dtype, width)
     tiles = -(-inputs // (THREADS * width))

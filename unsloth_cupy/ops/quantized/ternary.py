@@ -200,7 +200,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
 
     @property
     def statistics(self) -> Statistics:
-        """The shares of 0, 1 and -1, and the errors relative to the quantized weight.
+        """The shares of 0, 1 and -1, and the errors against the dense weight that was quantized.
 
         After ``set`` or ``prune`` the errors are None: the original weight is not stored.
         """

@@ -3,9 +3,9 @@
     y = linear(x, weight)           gemm(x, weight.T) calls the weight for x W^T
     dx = dy W                       gemm(dy, weight) calls it for dy W
 
-A weight that has no kernel for a product is dequantized in chunks, each multiplied by cuBLAS while
-it is still in cache: chunks of rows for x W^T, of columns for dy W.  So every result is one sum,
-rounded once, and the whole dense weight never exists.
+A weight that has no kernel for a product is dequantized in chunks, each multiplied (by cuBLAS, on
+the host by NumPy) while it is still in cache: chunks of rows for x W^T, of columns for dy W.  So
+every result is one sum, rounded once, and the whole dense weight never exists.
 """
 
 import copy

@@ -160,5 +160,7 @@ def test_a_ternary_model_from_nothing(base: tuple[Path, Path], tmp_path: Path) -
     assert not any(hasattr(array, "dequantize") for array in made.parameters.values())
     assert_one_clear_error(run(*command, "--steps", 24), "name its MODEL_FOLDER")
     wrong = ("finetune", base[0], "--train-weights", "--quantize", "ternary", "--out", out)
-    assert_one_clear_error(run(*wrong), "--train-weights is for a new model with --quantize ternary")
+    assert_one_clear_error(
+        run(*wrong), "--train-weights is for a new model with --quantize ternary"
+    )
     assert_one_clear_error(run(*command[:-1], "nf4", "--train-weights"), "with --quantize ternary")

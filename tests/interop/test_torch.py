@@ -89,7 +89,7 @@ BAD = {
     "no device": (
         lambda x: uc.add(x.to("meta"), x.to("meta")),
         FrameworkError,
-        "add: a lies on meta, where no op runs; bring it to a CPU or a GPU",
+        "add: a is on meta, where no op runs; bring it to a CPU or a GPU",
     ),
     "sparse": (lambda x: uc.add(x.detach().to_sparse(), x), FrameworkError, "a can't.*Sparse"),
     "integers": (lambda x: uc.relu2(torch.ones(3, dtype=int)), DTypeError, "x is int64; it must"),

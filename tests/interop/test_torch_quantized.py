@@ -189,7 +189,7 @@ REFUSED = {
         r"weight is kept in arrays of CuPy on cuda:0, and the others are on cpu;"
         r" .* weight.moved\(cupy.asnumpy\)",
     ),
-    "no device": (lambda x, w: uc.linear(x.to("meta"), w), FrameworkError, "x lies on meta"),
+    "no device": (lambda x, w: uc.linear(x.to("meta"), w), FrameworkError, "x is on meta"),
     "another library": (
         lambda x, w: uc.lora_linear(x, w, np.ones((4, 64)), np.ones((64, 4))),
         FrameworkError,

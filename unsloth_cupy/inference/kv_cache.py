@@ -59,7 +59,7 @@ class KVCache(Storage):
     Raises
     ------
     ConfigError
-        A size is negative, window or sinks are invalid, or dtype is not a float.
+        A size is negative, window or sinks are invalid, or dtype is not one of these.
 
     Notes
     -----

@@ -59,7 +59,7 @@ def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
             raise FrameworkError(f"{op.called}: {name} {DELETED}")
         if isinstance(array, jax.Array) and len(array.devices()) > 1:
             cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
-            raise FrameworkError(f"{op.called}: {name} lies on several devices; {cure}")
+            raise FrameworkError(f"{op.called}: {name} is on several devices; {cure}")
     op.library_of(arrays)
     lead: Any = next(array for array in arrays if isinstance(array, jax.Array))
     on_host = lead.platform() == "cpu"

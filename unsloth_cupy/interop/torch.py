@@ -235,7 +235,7 @@ def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Excepti
             dtype_of(op, name, tensor)
             cure = ""
             if tensor.device.type not in ("cpu", "cuda"):
-                cure = f"lies on {tensor.device}, where no op runs; bring it to a CPU or a GPU: "
+                cure = f"is on {tensor.device}, where no op runs; bring it to a CPU or a GPU: "
             raise FrameworkError(f"{op.called}: {name} {cure}{problem}") from error
     raise error
 

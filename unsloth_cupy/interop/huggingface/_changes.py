@@ -1,4 +1,4 @@
-"""What was changed of a model, so that all of it can be changed back."""
+"""Records the changes of a model, so that all of them can be undone."""
 
 import types
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from torch import nn
 
 from ...errors import ConfigError
 
-HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they call
-REPLICATE = "_replicate_for_data_parallel"  # which nn.DataParallel calls for each device
+HOOKED = "_old_forward"  # the attribute in which accelerate's hooks keep the forward they call
+REPLICATE = "_replicate_for_data_parallel"  # nn.DataParallel calls it for each device
 
 
 class Nothing:
-    """Stands for an attribute that is not there; a class is the same in a deep copy."""
+    """Marks a missing attribute; it is a class, as a deep copy keeps classes themselves."""
 
 
 class Change(NamedTuple):
-    """One attribute of an object: what it is now, and what it was."""
+    """One changed attribute of an object: its value now, and its value before."""
 
     owner: Any
     name: str
@@ -25,7 +25,7 @@ class Change(NamedTuple):
     before: Any
 
     def place(self) -> str:
-        """Return the attribute that holds it now; none where another library wrapped it."""
+        """Return the attribute that holds the value now; "" if another library replaced it."""
         held = vars(self.owner)
         places = (self.name, HOOKED) if self.name == "forward" else (self.name,)
         return next((place for place in places if held.get(place, Nothing) == self.now), "")
@@ -35,19 +35,19 @@ class Changes(list[Change]):
     """Attributes of modules and configs that were changed, in order."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object itself, past its class."""
+        """Set an attribute in the object's own dictionary, without its class's ``__setattr__``."""
         before = vars(owner).get(name, Nothing)
         vars(owner)[name] = value
         self.append(Change(owner, name, value, before))
 
     def forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Let a module call a function as its forward, under the hooks of accelerate."""
+        """Make a module call a function as its forward, below the hooks of accelerate."""
         self.set(module, place_of(module), types.MethodType(function, module))
         if REPLICATE not in vars(module):
             self.set(module, REPLICATE, types.MethodType(_replicated, module))
 
     def since(self, count: int) -> None:
-        """Undo all but the first changes."""
+        """Undo all but the first ``count`` changes."""
         while len(self) > count:
             change = self.pop()
             owner, place, before = change.owner, change.place(), change.before
@@ -59,7 +59,7 @@ class Changes(list[Change]):
                 vars(owner)[place] = before
 
     def undo(self, model: nn.Module) -> None:
-        """Undo all, of modules too that were copied since, as peft copies those that it saves."""
+        """Undo all changes, also in copies of modules, as peft copies modules that it saves."""
         ours = {c.now.__func__ for c in self if isinstance(c.now, types.MethodType)}
         self.since(0)
         for module in model.modules():
@@ -70,7 +70,7 @@ class Changes(list[Change]):
                 vars(module).pop(REPLICATE, None)
 
     def check(self, wrapped: Any) -> None:
-        """Raise where somebody else has changed the same since; ``wrapped`` may be."""
+        """Raise if another library has replaced a changed attribute; ``wrapped`` is not checked."""
         last = {(id(change.owner), change.name): change for change in self}
         for owner, name, change in ((c.owner, c.name, c) for c in last.values()):
             if not change.place() and owner is not wrapped:
@@ -90,11 +90,11 @@ def _replicated(self: Any) -> Any:
 
 
 def place_of(module: nn.Module) -> str:
-    """Return the attribute that holds what a module computes."""
+    """Return the name of the attribute that holds a module's forward."""
     return HOOKED if HOOKED in vars(module) else "forward"
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Say whether a module computes what its class says, and nobody has replaced that."""
+    """Return whether a module runs the forward of its class, and not a replacement."""
     own = types.MethodType(type(module).forward, module)  # accelerate's hooks leave it there
     return vars(module).get(place_of(module), own) == own

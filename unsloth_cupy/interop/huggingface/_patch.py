@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: parts are tried one after the other, and what fails is undone."""
+"""``patch`` and ``unpatch``: parts are tried one after the other; those that fail are undone."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,11 +26,11 @@ PARTS = (*ALONE, "rotary", "qk_norm", "attention", "residual", "loss")
 
 
 def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
-    """Let a model of transformers compute with the library's ops.
+    """Make a model of transformers compute with the library's ops.
 
-    A part is taken over where its structure is known and a trial on random numbers gives what the
-    part itself gives.  A model that is patched already is patched anew.  Whatever goes wrong, the
-    model is left as it was.
+    A part is replaced if its structure is known and a trial on random numbers gives the same
+    results as the part itself.  A model that is already patched is unpatched first, and patched
+    again.  If patching fails, its changes are undone.
 
     Parameters
     ----------
@@ -38,20 +38,20 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
         Or a module around one, such as a model of peft.
     parts : iterable of str, optional
         Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``quantized`` (layers of bitsandbytes),
-        ``rotary``, ``qk_norm`` (norms of queries and keys and their turn), ``attention``,
-        ``residual`` (an addition and the norm behind it) and ``loss``; all where absent.
+        ``rotary``, ``qk_norm`` (norms and rotary embedding of queries and keys), ``attention``,
+        ``residual`` (an addition and the norm after it) and ``loss``; None: all of them.
 
     Returns
     -------
     report : Report
-        What was taken, and what was left and why; ``print(report)`` shows a table.
+        The modules that were replaced, and why others were not; ``print(report)`` shows a table.
 
     Raises
     ------
     FrameworkError
         This is not a model of transformers, or its weights are where no op can read them.
     ConfigError
-        There is no such part.
+        A part does not exist.
     """
     chosen = chosen_parts(parts)
     inner = _inner("patch", model)
@@ -70,7 +70,7 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
 
 
 def unpatch(model: Any) -> None:
-    """Give a model its own parts back, to equal bits; a model that was not patched stays as it is.
+    """Restore the parts of a model, to the same bits; a model that is not patched is unchanged.
 
     Raises
     ------
@@ -82,18 +82,18 @@ def unpatch(model: Any) -> None:
     inner = _inner("unpatch", model)
     changes: Changes | None = vars(inner).get(MARK)
     if changes is not None:
-        changes.check(wrapped=inner)  # its forward does nothing without the loss's state
+        changes.check(wrapped=inner)  # without the loss's state ours calls its own
         changes.undo(inner)
         del vars(inner)[MARK]
 
 
 def is_patched(model: Any) -> bool:
-    """Say whether a model, or the one in it, is patched."""
+    """Return whether a model of transformers, or the one inside of a module, is patched."""
     return MARK in vars(_inner("patch", model))
 
 
 def chosen_parts(parts: Iterable[str] | None) -> set[str]:
-    """Return the parts that are meant; raise ConfigError for one that is not known."""
+    """Return the selected parts; raise ConfigError for an unknown one."""
     chosen = set(PARTS if parts is None else [parts] if isinstance(parts, str) else parts)
     if unknown := sorted(map(str, chosen - {*PARTS})):
         raise ConfigError(f"patch: parts={unknown} are not known; choose from {', '.join(PARTS)}")
@@ -135,7 +135,7 @@ class _Patching:
     def __init__(self, model: Any, changes: Changes, report: Report, parts: set[str]) -> None:
         self.model, self.changes, self.report, self.parts = model, changes, report, parts
         self.notes: dict[nn.Module, list[Any]] = {}
-        self.ways: dict[nn.Module, _rotary.Way] = {}  # how layers turn
+        self.ways: dict[nn.Module, _rotary.Way] = {}  # how layers apply the rotary embedding
 
     def run(self) -> None:
         for part in ALONE:
@@ -156,7 +156,7 @@ class _Patching:
             getattr(self, part)()
 
     def attempt(self, part: str, module: nn.Module, work: Callable[[], None]) -> None:
-        """Take a part over, or undo all of it and note why."""
+        """Replace a part, or undo all of its changes and report why."""
         count = len(self.changes)
         try:
             work()
@@ -167,12 +167,12 @@ class _Patching:
             self.report.add(part, type(module).__name__)
 
     def leave(self, part: str, module: nn.Module, error: Exception) -> None:
-        """Note why a part was left."""
+        """Report why a part was left as it is."""
         why = str(error) if isinstance(error, Refused) else f"a trial fails: {_line(error)}"
         self.report.add(part, type(module).__name__, why)
 
     def alone(self, part: str) -> None:
-        """Take over the modules that are a part by themselves."""
+        """Replace the modules of a part that is a single module."""
         for module in [*self.model.modules()]:
             try:
                 candidate = ALONE[part](module, self.model.dtype)
@@ -191,13 +191,13 @@ class _Patching:
             try:
                 if near(candidate.run(module), expected, candidate.dtype):
                     return
-            except Exception:  # another structure than it seems
+            except Exception:  # its structure differs from what was assumed
                 pass
             self.changes.since(count)
         raise Refused("no formula known gives the same")
 
     def record(self) -> dict[nn.Module, list[Any]]:
-        """Run the model once; return what rotary functions are given."""
+        """Run the model once; return the recorded arguments of rotary functions, by module."""
         count, notes = len(self.changes), {}
         try:
             for module in self.model.modules():

@@ -1,8 +1,8 @@
-"""Norms of queries and keys and their turn in one pass.
+"""Norms of queries and keys and their rotary embedding in one pass.
 
-The source of such a layer's forward is written anew: ``self.q_norm(x)`` becomes ``x``, and the
-function that turns gets the layer, whose norms have the weights.  That is done where the forward
-norms and turns always and once, not in a branch.
+The source of such a layer's forward is rewritten: ``self.q_norm(x)`` becomes ``x``, and the
+rotary function gets the layer, whose norms have the weights.  This is done only if the forward
+always norms and rotates, once each, and not in a branch.
 """
 
 import ast
@@ -26,7 +26,7 @@ Forward = Callable[..., Any]
 
 
 def norms_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a layer's norms of queries and of keys, None where it has not both."""
+    """Return the names of a layer's norms of queries and of keys, None if it does not have both."""
     names = [name for name in module._modules if "norm" in name]
     found = [[name for name in names if name.startswith(first)] for first in "qk"]
     return (found[0][0], found[1][0]) if [*map(len, found)] == [1, 1] else None
@@ -35,7 +35,7 @@ def norms_of(module: nn.Module) -> tuple[str, str] | None:
 def take(
     changes: Changes, module: nn.Module, way: Way | None, call: Call | None, texts: Texts
 ) -> None:
-    """Let a layer norm and turn in one pass; raise Refused where it does something else."""
+    """Make a layer norm and rotate in one pass; raise Refused if its results differ."""
     names: Any = norms_of(module)
     norms: list[Any] = [module.get_submodule(name) for name in names]
     if way is None or any(map(own_forward, norms)):
@@ -83,13 +83,13 @@ def _either(names: tuple[str, str], joined: Forward, turned: Forward) -> Forward
 
 
 def _is_bare(norm: Any) -> bool:
-    """Say whether a norm's weight is there, and nobody waits for its forward to be called."""
+    """Return whether a norm has its weight, and no hook needs a call of its forward."""
     hooks = norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks
     return "weight" in norm._parameters and HOOKED not in vars(norm) and not hooks
 
 
 def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward:
-    """Return a layer's forward that hands queries and keys to a function as they are."""
+    """Return a layer's forward that passes queries and keys to a function without norms."""
     forward: Any = type(module).forward
     plain = inspect.unwrap(forward)
     function, rotary = _source(forward, plain), named(module) or ""
@@ -101,7 +101,7 @@ def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward
     if writer.written != asked or any(used.count(name) != 1 for name in asked):
         raise Refused("it does not always norm and turn, once each")
     scope = plain.__globals__ | {rotary: turn}
-    del scope["__name__"]  # by which torch.compile would look the globals of the module up
+    del scope["__name__"]  # with it, torch.compile would use the globals of the module
     write(f"forward of {type(module).__name__}", ast.unparse(function), scope)
     return decorated_as(forward, scope[function.name])
 
@@ -125,24 +125,24 @@ def _source(forward: Any, plain: Any) -> ast.FunctionDef:
 
 
 def _decorators(forward: Any) -> int:
-    """Return how many decorators of a function name the function that they call."""
+    """Return the number of a function's decorators that set ``__wrapped__``."""
     return 1 + _decorators(forward.__wrapped__) if hasattr(forward, "__wrapped__") else 0
 
 
 class _Writer(ast.NodeTransformer):
-    """Take norms out of the statements that are always run, and hand the layer to the turn."""
+    """Removes norms from statements that always run; passes the layer to the rotary function."""
 
     def __init__(self, layer: str, rotary: str, names: tuple[str, str]) -> None:
         self.layer, self.rotary, self.names = layer, rotary, names
         self.written: dict[str, int] = {}
 
     def visit(self, node: ast.AST) -> Any:
-        """Leave alone what is run at times."""
+        """Do not change code that may not run."""
         at_times = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.IfExp | ast.BoolOp
         return node if isinstance(node, at_times | ast.Lambda) else super().visit(node)
 
     def visit_Call(self, node: ast.Call) -> Any:
-        """Write a call anew, after its arguments."""
+        """Rewrite a call, after its arguments."""
         self.generic_visit(node)
         match node.func:
             case ast.Name(id=name) if name == self.rotary:

@@ -1,4 +1,4 @@
-"""A residual and the norm behind it in one pass: layers that add a branch, then norm the sum."""
+"""A residual and the norm after it in one pass: layers that add a branch, then norm the sum."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +34,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | None:
 def take(
     changes: Changes, layer: nn.Module, forward: Callable[..., Any], call: Call | None, texts: Texts
 ) -> None:
-    """Take a layer over; raise Refused where its norm was left, or it gives something else."""
+    """Replace a layer's forward; raise Refused if its norm was left, or its result differs."""
     middle: Any = (
         getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
     )
@@ -68,14 +68,14 @@ def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> C
             return added(self, hidden_states, **given)
         cached = any(given.get(name) is not None for name in CACHES)
         if cached or given.get("use_cache"):
-            return type(self).forward(self, hidden_states, **given)  # warns, and goes without
+            return type(self).forward(self, hidden_states, **given)  # it warns, and drops the cache
         return self._gradient_checkpointing_func(partial(added, self, **given), hidden_states)
 
     return forward
 
 
 def _checkpoints(layer: Any) -> bool:
-    """Say whether it is the forward of a layer that is to be run again on the way back."""
+    """Return whether a layer's forward must apply gradient checkpointing itself."""
     return (
         CHECKPOINTS_FORWARD
         and isinstance(layer, GradientCheckpointingLayer)

@@ -1,7 +1,7 @@
-"""Rotary positions: modules whose forward calls a function that turns queries and keys.
+"""Rotary embeddings: modules whose forward calls a function that rotates queries and keys.
 
-Such a forward is copied with other globals, in which that function is an op's.  What the model
-hands to the function is recorded once; the ways to read its tables are tried on that.
+Such a forward is copied with other globals, in which that function calls an op.  The arguments
+that the model passes to it are recorded once; the ways to read its tables are tried on them.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ._trials import Refused, agree
 
 NAMES = ("apply_rotary_pos_emb", "apply_rotary_emb")
 Turn = Callable[..., Any]
-Way = Callable[..., Any]  # of an op, then what a model hands to its function
+Way = Callable[..., Any]  # (op, *arguments that a model passes to its function)
 
 
 def named(module: nn.Module) -> str | None:
@@ -32,11 +32,11 @@ def named(module: nn.Module) -> str | None:
 
 
 def with_function(forward: Any, name: str | None, function: Turn) -> Callable[..., Any]:
-    """Return a forward that calls another function to turn queries and keys."""
+    """Return a copy of a forward that calls another function to rotate queries and keys."""
     plain = inspect.unwrap(forward)
     scope = plain.__globals__ | {name: function}
-    del scope["__name__"]  # by which torch.compile would look the globals of the module up
-    code = plain.__code__.replace()  # what is compiled for the other is not looked up for this
+    del scope["__name__"]  # with it, torch.compile would use the globals of the module
+    code = plain.__code__.replace()  # a new object, as torch.compile caches by code
     made: Any = types.FunctionType(code, scope, "forward", plain.__defaults__, plain.__closure__)
     made.__kwdefaults__, made.__signature__ = plain.__kwdefaults__, inspect.signature(plain)
     return decorated_as(forward, made)
@@ -67,12 +67,12 @@ def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
 
 @functools.cache
 def turning(forward: Any, name: str | None, way: Way) -> Callable[..., Any]:
-    """Return a forward that turns by the op in a way: one for all layers, which compile alike."""
+    """Return a forward that rotates by the op; one for all layers, so that they compile once."""
     return with_function(forward, name, partial(way, rope_qk))
 
 
 def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
-    """Let a module note what it hands to the function; return the notes."""
+    """Make a module record what it passes to the function; return the list of its calls."""
     forward: Any = type(module).forward
     function, notes = inspect.unwrap(forward).__globals__[named(module)], []
 
@@ -85,7 +85,7 @@ def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> Way:
-    """Let a module turn in the first way that gives what was noted; raise Refused for none."""
+    """Make a module rotate by the first way that agrees with its function, or raise Refused."""
     if not notes:
         raise Refused("it turns nothing")
     function, given, options = notes[0]
@@ -120,7 +120,7 @@ def _complex(op: Turn, q: Any, k: Any, angles: Any) -> Any:
 
 
 def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
-    """Turn (batch, tokens, heads, dim) by tables of (batch or 1, tokens, half)."""
+    """Rotate (batch, tokens, heads, dim) by tables of (batch or 1, tokens, half)."""
     batch, tokens, half = cos.shape
     positions = None
     if batch > 1:  # every text has rows of its own

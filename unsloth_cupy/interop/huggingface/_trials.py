@@ -1,4 +1,4 @@
-"""Trials: whether a function gives what a part of a model gives, on random numbers."""
+"""Trials on random numbers: whether a function returns the same as a part of a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ..quantized_layers import FOUR, kind_of
 
 Forward = Callable[..., Any]
 MODES = {"training", "gradient_checkpointing"}
-SEED = 20  # of the numbers of a trial, which leave the caller's generators alone
+SEED = 20  # of a trial's numbers; the caller's generators are not used
 
 
 def draw(*shape: int, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -23,7 +23,7 @@ def draw(*shape: int, like: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def near(found: Any, expected: Any, dtype: torch.dtype) -> bool:
-    """Say whether tensors are equal as far as a dtype tells."""
+    """Return whether tensors are equal within the precision of a dtype."""
     most = min(16 * torch.finfo(dtype).eps, 0.03)
     pairs = [*zip(tree_leaves(found), tree_leaves(expected), strict=True)]
     tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
@@ -38,16 +38,16 @@ def near(found: Any, expected: Any, dtype: torch.dtype) -> bool:
 def agree(
     old: Callable[..., Any], new: Callable[..., Any], sample: Sequence[Any], dtype: torch.dtype
 ) -> bool:
-    """Say whether two functions give the same for the same."""
+    """Return whether two functions return the same for the same arguments."""
     try:
         with torch.no_grad():
             return near(new(*sample), old(*sample), dtype)
-    except Exception:  # what takes or returns other things is another function
+    except Exception:  # its arguments or results differ
         return False
 
 
 class Candidate(NamedTuple):
-    """What may stand in for a forward; a trial calls the module with some parameters replaced."""
+    """Candidates for a forward; a trial calls the module with some parameters replaced."""
 
     forwards: list[Forward]
     sample: torch.Tensor
@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
     dtype: torch.dtype
 
     def run(self, module: nn.Module) -> Any:
-        """Return what a module gives for the sample."""
+        """Return the result of a module for the sample."""
         caching: list[Any] = [m for m in module.modules() if hasattr(m, "_cache_clear")]
         try:
             for part in caching:  # peft's, of norms of weights that are replaced here
@@ -66,13 +66,13 @@ class Candidate(NamedTuple):
                 part._cache_clear()
 
 
-class Refused(Exception):  # noqa: N818  # it leaves this package as a line of the report alone
-    """A part that a trial refuses, and why."""
+class Refused(Exception):  # noqa: N818  # it leaves this package only as a line of the report
+    """The reason why a part is not replaced."""
 
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Try a model without its dropout, its gradients or autocast."""
+    """Run a block with a model in evaluation mode, without gradients and CPU autocast."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     for module in modes:
@@ -91,9 +91,9 @@ def check_alone(
     run: Callable[[], torch.Tensor],
     expected: torch.Tensor,
 ) -> None:
-    """Raise Refused where a module is more than its parts, which a trial at rest does not show.
+    """Raise Refused if a module does more than its parts, which a trial at rest does not show.
 
-    Weights of its own may be ones or zeros to begin with; dropout works in training alone.
+    Its own weights may be ones or zeros at first, and dropout works only in training.
     """
     others = [child for name, child in module.named_children() if name not in parts]
     own = [*module._parameters.values(), *module._buffers.values()]
@@ -128,11 +128,11 @@ class Texts:
         self.labels[0, 2] = -100  # padding predicts it
 
     def run(self, model: Any, **given: Any) -> Any:
-        """Return what a model says of them."""
+        """Return the output of a model for these texts."""
         return model(input_ids=self.tokens, attention_mask=self.mask, use_cache=False, **given)
 
     def observe(self, model: Any, modules: Iterable[nn.Module]) -> dict[nn.Module, "Call"]:
-        """Run a model, and return what some of its modules are given and what they return."""
+        """Run a model, and return the last call of each of some modules."""
         calls: dict[nn.Module, Call] = {}
 
         def note(module: nn.Module, args: Any, given: dict[str, Any], found: Any) -> None:
@@ -147,13 +147,13 @@ class Texts:
         return calls
 
     def kept(self, found: Any) -> torch.Tensor:
-        """Return the rows of a result, or of its first part, that belong to no padding."""
+        """Return the rows of a result, or of its first item, that are not padding."""
         rows: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return rows[self.mask.to(rows.device) == 1]
 
 
 class Call(NamedTuple):
-    """One call of a module."""
+    """One call of a module: its arguments, its keywords (``given``) and its result (``found``)."""
 
     args: tuple[Any, ...]
     given: dict[str, Any]

@@ -76,7 +76,7 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
 
 
 def _steps(model: Any, texts: Texts) -> list[torch.Tensor]:
-    """Return three losses: the mean, the sum over a given number of labels, of shifted labels."""
+    """Return three losses: the mean, the sum divided by 3, and the mean with ``shift_labels``."""
     shifted = pad(texts.labels, (0, 1), value=IGNORE)[:, 1:].roll(1, 0)
     others: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"shift_labels": shifted}]
     return [texts.run(model, labels=texts.labels, **other).loss for other in others]

@@ -200,7 +200,7 @@ def _launch_delta(
     fold: bool,
     offsets: Array | None,
 ) -> Array:
-    """Return stats (2, batch, heads, rows); 3 in float32, with corrections: attention_delta.cu."""
+    """Return stats (2, batch, heads, rows); 3 in float32, with rests: see attention_delta.cu."""
     queries, heads, value_dim = dout.shape[-3:]
     sequences = 0 if offsets is None else offsets.size - 1
     shape = math.prod(dout.shape[:-3]), heads, _padded(queries) + PADDING * sequences
@@ -218,7 +218,7 @@ def _launch_delta(
 
 
 def _rests_start(stats: Array) -> int:
-    """Return the index of the first correction in stats, 0 if there are none."""
+    """Return the index of the first rest (attention_gradient.cuh) in stats, 0 if there are none."""
     return 2 * math.prod(stats.shape[1:]) if stats.shape[0] == 3 else 0
 
 
@@ -242,8 +242,8 @@ def _launch_sum(
 ) -> None:
     """Sum (batch, heads, rows) over the axes that keep does not name, and write it to total.
 
-    With sinks, sums are the stats with their corrections.  With offsets, the rows of all sequences
-    lie end to end; without an axis of batch or rows to keep, they count as one batch.
+    With sinks, sums are the stats with their rests.  With offsets, the rows of all sequences lie
+    end to end; without an axis of batch or rows to keep, they count as one batch.
     """
     batch, heads, rows = sums.shape[-3:]
     offsets = offsets if keep[0] or keep[2] else None

@@ -60,7 +60,7 @@ def measured(
     lead = gradients[0]
     chosen = table.constants(WRITE=out is not None)
     kernel = load("gradients.cu", "measure", lead, chosen)
-    # four per SM are resident, with 16 KB in flight; each leaves one sum to the last block
+    # four per SM are resident: 16 KB of 16-bit gradients in flight; the last adds their sums
     blocks = min(table.chunks, 4 * limits(lead).processors)
     sums, arrived = empty(blocks, np.float64, lead), counters(1, lead)
     measure = GradientMeasure(*(empty((), t, lead) for t in (np.float64, np.bool_, np.float32)))

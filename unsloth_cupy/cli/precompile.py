@@ -114,5 +114,5 @@ def numbers(name: str, text: str) -> list[int]:
     """Return the positive integers of a comma-separated option."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) < 2**31 for part in parts):
-        raise ConfigError(f"{name} {text!r} is not a list of positive integers; write 512,2048")
+        raise ConfigError(f"{name} {text!r} is not a list of positive integers, as 512,2048")
     return [int(part) for part in parts]

@@ -58,8 +58,8 @@ class Engine:
         return compute_copies(self.model.parameters, dtype)
 
     def optimizer(self, optimizer: AdamW) -> AdamW | Zero1:
-        """Return the optimizer; with ZeRO, one that divides its states among ranks."""
-        whole = self.parts is None or self.model.adapter is not None  # each rank has all weights
+        """Return the optimizer; a Zero1 of it if ZeRO divides its states but no trained arrays."""
+        whole = self.parts is None or self.model.adapter is not None  # whole arrays are trained
         if not (self.ranks.zero and whole):
             return optimizer
         divided = Zero1(optimizer, self.alike)

@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
     batch: int
     tokens: int
     device: str | None
-    exists: bool  # whether the model is not a new one, so that --lora may be proposed
+    exists: bool  # whether --lora may be proposed: not for a new model, nor for BitNet's layers
     adapter: "Adapter | None" = None  # the adapter that the model has
     quantized: str | None = None  # the quantization of its weights
 
@@ -119,7 +119,7 @@ def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPla
 
 
 def _cures(sizes: Sizes, plan: "Settings", step_plan: MemoryPlan, limit: int) -> str:
-    """Return the memory that each option would save, the largest saving first, as text."""
+    """Return what each option would save, the largest first; then all of them if none is enough."""
     from ..models.block import check_chunked
 
     changes: dict[str, dict[str, Any]] = {}

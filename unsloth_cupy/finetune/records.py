@@ -61,9 +61,9 @@ class Records(NamedTuple):
         return any(record.messages for record in self.train)
 
     def blocks(self) -> Iterator[tuple[str, str]]:
-        """Yield the text to train a new tokenizer on as (text, text), as ``Text.blocks`` pairs.
+        """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
 
-        A small file is one block.
+        Each is (text, text), a pair like those of ``Text.blocks``.
         """
         count = len(self.train) if self.size <= SMALL else RECORDS
         for start in range(0, len(self.train), count):

@@ -212,7 +212,7 @@ class Batches:
         return Batch(rows, rows, None, self.batch * (self.length - 1), rows.size)
 
     def where(self, step: int) -> str:
-        """Return the first tokens of a batch's rows, in words."""
+        """Return where in the tokens of the text the rows of a batch start, in words."""
         return f"rows from tokens {', '.join(map(str, self._rows(step)))}"
 
     def count(self, epochs: float) -> int:

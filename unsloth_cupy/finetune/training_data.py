@@ -196,7 +196,8 @@ def from_records(
     Raises
     ------
     ConfigError
-        No record has a label in its first ``shape.length`` tokens, or all have fewer than 4.
+        No record has a label in its first ``shape.length`` tokens, or all records together
+        have fewer than 4.
     """
     ends = [token for token in config.end_tokens if token < config.vocab]
     cut = functools.partial(_examples, records, tokenizer, ends, shape.length, chat)

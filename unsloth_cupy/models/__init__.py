@@ -4,7 +4,7 @@ model = load("folder")                       config.json and *.safetensors
 model = from_torch(model)                    the weights of a live model of transformers
 model.generate(tokens, max_new_tokens=20)
 
-Names are imported on first access, so ``import unsloth_cupy`` imports none of these modules.
+Names are imported on first access: ``import unsloth_cupy`` does not import their modules.
 """
 
 import importlib

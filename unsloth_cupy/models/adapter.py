@@ -106,10 +106,10 @@ class Adapter:
         return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
 
     def merge(self, name: str, weight: Any, requantize: bool = False) -> Any:
-        """Return a weight with its adapter merged; a weight without an adapter is unchanged.
+        """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
 
-        Quantized weights become dense with or without an adapter, unless ``requantize`` is set:
-        then a merged weight is quantized again.
+        Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
+        one is quantized again, and one without an adapter is unchanged.
         """
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
@@ -125,7 +125,7 @@ class Adapter:
         return weight.requantized(merged_weight) if quantized and requantize else merged_weight
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write the adapter's folder; a temporary folder beside it replaces it once complete."""
+        """Write the adapter's folder; its files are replaced only once all new ones are written."""
         layout = {WEIGHTS: list(self.parameters)}
         write_folder(folder, {CONFIG: self.settings}, self.parameters, layout)
 

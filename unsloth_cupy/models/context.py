@@ -1,7 +1,7 @@
 """Context parallelism: ranks divide the tokens of each row, and attend to the tokens of all ranks.
 
-Rows are padded to a multiple of the ranks with copies of the last token, which predict nothing
-and which no token of a text sees.
+Rows are padded to a multiple of the ranks (ring: of twice the ranks) with copies of the last token,
+which predict nothing and which no token of a text sees.
 
     ring       tokens in the zigzag order of ``ring_order``; keys and values pass from rank to rank
     ulysses    each rank has consecutive tokens, and attends with some of the heads to all tokens

@@ -270,7 +270,7 @@ def check_divides(config: Config, ranks: int) -> None:
     if ranks not in fits:
         listed = ", ".join(map(str, fits))
         problem = f"{heads} heads and {kv_heads} key heads are not a multiple of {ranks} ranks"
-        raise ConfigError(f"Division: {problem}; divide it among {listed}")
+        raise ConfigError(f"Division: {problem}; divide the model among {listed}")
     for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"

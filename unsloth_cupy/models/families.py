@@ -34,7 +34,7 @@ class Family:
     output_bias: bool | None = None
     fused: bool = False
     sub_norms: bool = False
-    obeys: tuple[str, ...] = ()  # keys, to scale or cap scores and logits, that it reads
+    obeys: tuple[str, ...] = ()  # keys that scale or cap scores and logits, if it reads them
 
 
 COMMON = {

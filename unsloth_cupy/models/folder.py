@@ -176,7 +176,7 @@ def _by_rows(
 
 
 def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
-    """Return the config of a model's folder, and the contents of its JSON files by name."""
+    """Return the config of a model's folder, and its JSON files by name; no weights are read."""
     complete_moves(path, "config.json")
     source = read_json(path / "config.json")
     try:

@@ -22,9 +22,8 @@ from .inputs import check
 from .network import Network
 from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
 
-NextLogits = Callable[
-    [Array, Array], Array
-]  # (tokens, True where not padding) on the host -> logits
+# (tokens, True where not padding) on the host -> logits
+NextLogits = Callable[[Array, Array], Array]
 
 
 @check_options
@@ -119,7 +118,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     if sequences is not None:
         next_logits = PagedLogits(model, tokens, cache, sequences)
         return _steps(model, tokens, prompt, real, ends, options, next_logits)
-    capacities = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # not the last token
+    # keys and values of the last new token are not stored
+    capacities = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]
 
     def freed_at_the_end() -> Iterator[Array]:
         with new_sequences(cache, capacities) as new:

@@ -109,7 +109,7 @@ def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
 def places(
     angles: Angles, tokens: Any, mask: Any, cache: KVCache | PagedRows | None, offsets: Any
 ) -> Places:
-    """Return the places of tokens: after those of the cache, without padding, or in their texts."""
+    """Return the places of tokens: after the cache's, padding not counted, or in their texts."""
     if offsets is not None:
         return _packed(angles, tokens.size, offsets)
     start, new = cache.length if cache is not None else 0, tokens.shape[1]

@@ -13,7 +13,7 @@ from .quantized_weights import assembled
 
 
 class StoredTensor(NamedTuple):
-    """Where a parameter is stored: the file, and its name, shape and dtype there."""
+    """Where a parameter is stored: the file, its name and dtype there; and its whole shape."""
 
     file: str
     stored: str

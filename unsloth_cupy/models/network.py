@@ -38,7 +38,8 @@ class Network:
         Low-rank weights added to linear layers; the parameters are then frozen.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs: by chunks of rows, recomputed in backward.  False
-        at first.  Calls raise a ConfigError for an MLP with another activation, a norm or biases.
+        at first.  Calls raise a ConfigError for an MLP with another activation, or with a norm,
+        biases, an adapter or BitNet's rounding inside.
     division : Division or None
         Which part of the model this rank holds, if ranks divide it; config and parameters are
         then this rank's, and all ranks must make the same calls.

@@ -26,7 +26,7 @@ from .step import Step
 
 @on_gpu_of_attribute("model.table")
 class CachedLogits:
-    """Computes next-token logits with a KVCache that it creates, for rows of at most ``most``."""
+    """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens."""
 
     def __init__(
         self, model: Network, like: Array, batch: int, most: int, dtype: Any = None

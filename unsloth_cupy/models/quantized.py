@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 class QuantizationReport:
-    """A table of the weights that ``quantize`` changed; ``print`` shows it.
+    """A table of all weights after ``quantize``, changed or not; ``print`` shows it.
 
     Attributes
     ----------
@@ -244,11 +244,11 @@ class Quantizer:
 
 def error_of(dense: Array, quantized: Quantized) -> tuple[float, float]:
     """Return the norm of the difference / the norm of the weight, and the share of zeros."""
-    error = norm = zeros = 0.0
+    squared_error = squares = zeros = 0.0
     for top in range(0, len(dense), ROWS):
         rows = slice(top, top + ROWS)
         expected, actual = dense[rows].astype(FLOAT32), quantized[rows].astype(FLOAT32)
-        error += float(np.square(expected - actual).sum(dtype=np.float64))
-        norm += float(np.square(expected).sum(dtype=np.float64))
+        squared_error += float(np.square(expected - actual).sum(dtype=np.float64))
+        squares += float(np.square(expected).sum(dtype=np.float64))
         zeros += float((actual == 0).sum())
-    return (error / norm) ** 0.5 if norm else 0.0, zeros / max(1, dense.size)
+    return (squared_error / squares) ** 0.5 if squares else 0.0, zeros / max(1, dense.size)

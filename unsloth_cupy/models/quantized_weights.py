@@ -32,7 +32,7 @@ LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the laye
 
 
 class Part(NamedTuple):
-    """A tensor of a quantized weight: the parameter, the tensor's name after the layer's, class."""
+    """A tensor of a quantized weight: the parameter, the name after the layer's, and the class."""
 
     parameter: str
     key: str

@@ -87,7 +87,7 @@ def gathered(parts: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communicat
 
 
 def scattered(arrays: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communicator) -> Any:
-    """Return this rank's parts of the sums over ranks of whole arrays; dtypes travel together."""
+    """Return this rank's parts of the sums over ranks of whole arrays, one dtype at a time."""
     parts: dict[str, Any] = {}
     for names in by_dtype(arrays):
         first, stop = arrays[names[0]], 0

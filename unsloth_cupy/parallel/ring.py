@@ -142,7 +142,7 @@ def _pieces(tokens: int, rank: int, comm: Communicator, causal: bool) -> list[Pi
 def _pairs(
     tokens: int, owner: int, comm: Communicator, causal: bool, texts: Texts | None
 ) -> Iterator[tuple[slice, slice, int]]:
-    """Yield slices of queries and keys that attend, and the first query's index among the keys."""
+    """Yield slices of queries and of keys they see, and the first query's index among the keys."""
     for own in _pieces(tokens, comm.rank, comm, causal):
         for other in _pieces(tokens, owner, comm, causal):
             if not causal or other.start <= own.start:  # pieces are equally long

@@ -161,7 +161,7 @@ class _World:
         return [rank for rank in ((source, to) if self.waits else (to,)) if self._half(rank, end)]
 
     def _half(self, rank: int, end: float) -> bool:
-        """End one half of a pass; return whether the rank can continue."""
+        """End one half of an Exchange; return whether the rank can continue."""
         self.open[rank] -= 1
         self.until[rank] = max(self.until[rank], end)
         if self.open[rank]:

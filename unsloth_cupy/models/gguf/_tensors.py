@@ -15,7 +15,8 @@ from ..config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
 from ._types import Kind, divides
 
-OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}  # gguf's, BitNet
+# BitNet's norms under names that gguf knows
+OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Read = Callable[[str], Array]  # from a Hugging Face name to the array

@@ -1,8 +1,8 @@
 """Convert the tokenizer of a folder to the keys that llama.cpp's tokenizers read.
 
-llama.cpp has two kinds: byte-level BPE ("gpt2"), which splits text by a rule that a file names, and
-BPE over characters with bytes as a fallback ("llama"), which merges the pair whose token has the
-highest score.
+Two of llama.cpp's kinds are written: byte-level BPE ("gpt2"), which splits text by a rule that the
+file names, and BPE over characters with bytes as a fallback ("llama"), which merges the pair whose
+token has the highest score.
 """
 
 from collections.abc import Mapping, Sequence

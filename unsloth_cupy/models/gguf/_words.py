@@ -30,7 +30,7 @@ CASED = ("tekken", "gpt-4o")  # llama.cpp's rules only approximate these
 
 
 def words_of(values: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return llama.cpp's name for how a byte-level tokenizer splits texts, and notes.
+    """Return llama.cpp's name for how a byte-level tokenizer splits texts, and what differs.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _rule(parts: list[Mapping[str, Any]]) -> str:
 
 
 def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether a tokenizer over characters puts a space before a text, and notes.
+    """Return whether a tokenizer over characters puts a space before a text, and what differs.
 
     Raises
     ------

@@ -28,7 +28,7 @@ class NcclCommunicator(Exchanges):
     Exchanges are launched on the current stream, and the host does not wait for them; sums are
     computed in the order of the ranks, so that reruns have equal bits.  If a rank fails, or does
     not take part within ``timeout`` seconds, this process ends, because its GPU would wait without
-    a limit.  A rank that failed is named; one that is late only with ``checked``.
+    a limit.  A rank that failed is named; a late one only with ``checked`` and a ``host``.
 
     Parameters
     ----------

@@ -249,7 +249,7 @@ def test_thousands_of_ranks_meet() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not a multiple of 3 ranks"):
+    with pytest.raises(ConfigError, match="do not divide among 3 ranks"):
         planned(Layout(3))
     with pytest.raises(ConfigError, match="4 layers are not enough for 5 stages"):
         planned(Layout(1, 5))

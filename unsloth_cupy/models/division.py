@@ -269,7 +269,7 @@ def check_divides(config: Config, ranks: int) -> None:
     fits = dividing(heads, kv_heads)
     if ranks not in fits:
         listed = ", ".join(map(str, fits))
-        problem = f"{heads} heads and {kv_heads} key heads are not a multiple of {ranks} ranks"
+        problem = f"{heads} heads and {kv_heads} key heads do not divide among {ranks} ranks"
         raise ConfigError(f"Division: {problem}; divide the model among {listed}")
     for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
         if size < ranks:

@@ -44,7 +44,7 @@ ROWS, PARTS = (2, 64), 4  # of a microbatch, and how many of them
 
 
 def all_checks(comm: Communicator) -> None:
-    for name in ("scipy.sparse", "scipy.special"):  # a first step imports them, which is no array
+    for name in ("scipy.sparse", "scipy.special"):  # a first step imports them: not an array
         importlib.import_module(name)
     for layout, options in Sample.one_in(4, CASES):
         plan = plan_ranks(

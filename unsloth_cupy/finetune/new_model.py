@@ -25,7 +25,9 @@ SIZES = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 
 
 def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
-    """Return the config.json of a new model; the head dim is 32, or ``hidden`` if 32 is no divisor.
+    """Return the config.json of a new model.
+
+    The head dim is 32, or ``hidden`` if that is not a multiple of 32.
 
     Raises
     ------

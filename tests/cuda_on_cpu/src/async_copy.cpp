@@ -135,7 +135,7 @@ struct Map {  // the format of TensorMap.packed() in __init__.py
   uint64_t stride[4];
 };
 static_assert(sizeof(Map) <= 128);
-constexpr uint32_t kMagic = 0x544d4150, kValue = 1;  // kValue: st.async, whose source is no memory
+constexpr uint32_t kMagic = 0x544d4150, kValue = 1;  // kValue: st.async, whose source is not memory
 
 struct Copy {
   Map map;
@@ -254,7 +254,7 @@ void land_oldest_copy() {
   end_phase(*t.bar);
 }
 
-// `ordered`: the kernel keeps additions to the same memory in order, so that they are no race.
+// `ordered`: the kernel keeps additions to the same memory in order, so that they are not a race.
 static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at,
                   bool ordered = false) {
   int agent = next_agent();

@@ -3,10 +3,9 @@
     with using(PtxEmulator(architecture=90)):
         rms_norm(x, weight)              the real launch code, the real PTX of sm_90a
 
-``tests/cuda_on_cpu`` compiles the source with g++ and replaces the headers with inline assembly by
-its own.  Here the assembly itself runs, and so do code under ``__CUDA_ARCH__`` and whatever the
-compiler moved, fused or replaced, on the same machine: fibers, checks, tensor cores, copies,
-clusters.  PTX is translated to C++.
+``tests/cuda_on_cpu`` compiles the source with g++, and other headers for the inline assembly.
+Here the assembly itself runs on the same machine, as does code under ``__CUDA_ARCH__`` and
+whatever the compiler moved, fused or replaced.  PTX is translated to C++.
 
 =================  =============================================================
 ``function.py``    translates a function; the language of the tables
@@ -16,13 +15,11 @@ clusters.  PTX is translated to C++.
 =================  =============================================================
 
 A message names both lines: ``PTX 287, ptx.cuh:61 in tile.cuh:113``.  Traffic is counted by the line
-of the source.  An unsupported instruction raises ``UnknownError``: the tables have the instructions
-that NVRTC 12.0, 12.9 and 13.5 emit for the kernels and the primitives, and carries and pairs of
-float32.
+of the source.  An unsupported instruction raises ``UnknownError``: the tables have all that NVRTC
+12.0, 12.9 and 13.5 emit for the kernels and the primitives, and carries and pairs of float32.
 
-Limits: ptxas may still change the code.  Approximations are those of glibc, and NaN has the CPU's
-bits.  Floats flush denormals only in instructions with .ftz.  The bounds of a static array are not
-checked, only those of the block's shared memory.
+Limits: ptxas may still change the code.  Approximations are glibc's, and NaN has the CPU's bits.
+Floats flush denormals only with .ftz.  Bounds are checked of shared memory, not of static arrays.
 """
 
 import functools
@@ -83,8 +80,7 @@ def header() -> Path:
 
 def library(compiled: Compiled) -> Path:
     """Return the library of a kernel."""
-    # -nostdlib, as the process has loaded all libraries that it calls
-    flags = (*FLAGS, "-include", header(), "-shared", "-nostdlib")
+    flags = (*FLAGS, "-include", header(), "-shared", "-nostdlib")  # the process has loaded them
     name = f"ptx_{compiled.entry[:40]}"
     return build.compiled(name, unit(*compiled), header().name, *flags)
 

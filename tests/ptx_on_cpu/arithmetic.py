@@ -103,8 +103,7 @@ for _word, _sign in zip(("eq", "ne", "lt", "ge", "le", "gt"), OPPOSITE, strict=T
     FLOATS.setdefault(f"setp.{_word}u{BOTH}", f"!({{x}} {OPPOSITE[_sign]} {{y}})")  # or NaN
 INTEGERS, FLOATS = spelled(INTEGERS), spelled(FLOATS)
 EXACT = ("neg", "abs", "copysign")  # they change bits and do not round
-# Computed by CPU instructions, which flush denormals themselves when the CPU is set to.
-ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt", "setp")
+ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt", "setp")  # by the CPU, which flushes
 ROUND = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
 TO_WHOLE = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 

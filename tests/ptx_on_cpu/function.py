@@ -19,9 +19,8 @@ label     the target of a branch
 ?         after another type: the operand may be missing, and is then 0
 ========  ===========================================================================
 
-``at`` is the location for messages; ``line`` is the same without the line of PTX, for collectives,
-in which lanes must meet at one line.  ``words[1]`` is a word of the name, and ``has[trans]`` says
-whether the name has that word.
+``at`` is the location for messages; ``line`` has no line of PTX, for collectives: the compiler may
+copy a line of source.  ``words[1]`` is a word of the name; ``has[trans]`` says if it has that word.
 """
 
 import collections
@@ -52,8 +51,7 @@ class Function:
     """Translates one function; ``code`` has its lines of C++."""
 
     def __init__(self, body: Body, spaces: dict[str, str], places: dict[tuple[str, int], int]):
-        # the state spaces of variables; the locations for messages, numbered
-        self.spaces, self.places = dict(spaces), places
+        self.spaces, self.places = dict(spaces), places  # of variables; numbers of locations
         self.name = "emu_entry" if body.entry else f"f_{body.name}"
         self.params = {name: number for number, name in enumerate(body.parameters)}
         self.labels = {(p.text, p.blocks[-1]) for p in body.pieces if p.kind == "label"}
@@ -102,11 +100,7 @@ class Function:
         return f"L_{name.replace('$', '_')}_{block}"
 
     def at(self, collective: bool = False) -> str:
-        """Return the location of the current statement: the line of PTX and that of the source.
-
-        In a collective only the source line counts, as lanes may meet in copies of one line that
-        the compiler made.
-        """
+        """Return the location of a statement: its line of source and, unless collective, of PTX."""
         file, line = self.piece.place
         key = (file if collective else f"PTX {self.piece.line}, {file}", line)
         return f"AT(W[{self.places.setdefault(key, len(self.places))}])"
@@ -194,8 +188,8 @@ def variable(text: str) -> tuple[str, str, str]:
 def in_flight(pieces: list[Piece]) -> set[str]:
     """Return the registers that wgmma writes, and those that moves may copy them to.
 
-    Until the wait, such a register holds the name of its accumulator.  A move copies the name; any
-    other use is an error.  The wait writes the accumulator to every register that has its name.
+    Until the wait they hold the name of an accumulator; a move copies it, any other use is an
+    error.  The wait writes the accumulator to every register that has its name.
     """
     registers, edges = set[str](), list[tuple[str, str]]()
     for piece in pieces:

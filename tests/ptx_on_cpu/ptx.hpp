@@ -16,8 +16,7 @@ using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using u64 = uint
 using s8 = int8_t; using s16 = int16_t; using s32 = int32_t; using s64 = int64_t;
 using f16 = __half; using bf16 = __nv_bfloat16; using f32 = float; using f64 = double;
 using u128 = unsigned __int128;
-// A macro, as g++ compiles thousands of uses faster than with a template.
-#define AS(T, x) __builtin_bit_cast(T, x)
+#define AS(T, x) __builtin_bit_cast(T, x)  // a template would take g++ longer, thousands of times
 #define AT(w) (w).file, (w).line
 #define WHERE const char *file, int line
 #define OWN static __attribute__((noinline))  // one copy in a unit, for all calls
@@ -113,8 +112,7 @@ template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
 }
 
 // ---- accumulators of wgmma: registers hold a name until the wait --------------------------------
-// A NaN that no arithmetic returns; then 5 bits of the accumulator, 7 of the element in it.
-constexpr u32 kName = 0xffa00000;
+constexpr u32 kName = 0xffa00000;  // a NaN of no arithmetic; 5 bits of accumulator, 7 of element
 inline bool is_name(u32 v) { return (v & 0xfffff000) == kName; }
 OWN u32 arrived(u32 v, WHERE) {
   if (is_name(v)) trap("accumulators of a wgmma before its wgmma.wait_group", file, line);

@@ -141,7 +141,7 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         return value
 
     try:
-        values = json.loads(line.decode("utf-8-sig"))
+        values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         wrong(f"is not UTF-8: {byte}", "convert the file, for example with iconv -t utf-8")

@@ -1,6 +1,11 @@
 """The exceptions of the package; every message shows the call and how to correct it."""
 
-from typing import Any
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnslothCupyError(Exception):
@@ -80,3 +85,42 @@ class CommunicationError(UnslothCupyError, RuntimeError):
     def __init__(self, message: str = "", *, rank: int | None = None, told: bool = False) -> None:
         super().__init__(message)
         self.rank, self.told = rank, told
+
+
+def naming(call: str, *others: str, **arguments: str) -> Callable[[F], F]:
+    """Decorate a function that calls others, so that errors name the function.
+
+    >>> @naming("gate", "linear", bias="gate_bias")
+    ... def gate(x, weight, gate_bias):
+    ...     return linear(x, weight, gate_bias)
+
+    Where an error of ``linear`` says "linear: bias is int16", that of ``gate`` says "gate:
+    gate_bias is int16": ``others`` are the functions that errors name in place of ``call``, and
+    ``arguments`` maps the names of their arguments to those of the call.
+    """
+    pattern = re.compile(rf"(?:{'|'.join(map(re.escape, others))})(?=[:(])")
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def named(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except UnslothCupyError as error:
+                if other := pattern.match(str(error)):
+                    error.args = (_renamed(call + str(error)[other.end() :], arguments),)
+                raise
+
+        return cast(F, named)
+
+    return decorated
+
+
+def _renamed(message: str, arguments: Mapping[str, str]) -> str:
+    """Return a message with other names of arguments, and its table of arrays aligned again."""
+    for name, own in arguments.items():
+        message = re.sub(rf"\b{name}\b(?=[.(?=]| (?:is|has|holds) )", own, message)
+    problem, *rows = message.split("\n")
+    pairs = [row.rpartition(" = ") for row in rows]  # an array and its shape
+    width = max((len(left.rstrip()) for left, _, _ in pairs), default=0)
+    rows = [f"{left.rstrip():<{width}} = {right}" if left else right for left, _, right in pairs]
+    return "\n".join([problem, *rows])

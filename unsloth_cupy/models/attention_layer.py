@@ -4,14 +4,14 @@ q, k, v = x q_weight^T + q_bias, and so on        by heads; rope rotates q and k
 y = attention(q, k, v) o_weight^T + o_bias
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.arrays import common
+from ..core.arrays import common, framework_of
 from ..core.call import is_integer
 from ..core.dtypes import Array
 from ..core.gpu import device_of
-from ..errors import ConfigError, GradientError, ShapeError
+from ..errors import ConfigError, GradientError, ShapeError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows, rows_of
@@ -22,6 +22,7 @@ from ..training.tape import Tape
 from ..training.variable import Var
 
 
+@naming("attention_layer", "rope_qk", "attention", "attention_paged")
 def attention_layer(
     x: Array,
     q_weight: Array,
@@ -120,8 +121,10 @@ def attention_layer(
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {shapes}")
     held = rows_of("attention_layer", cache, sequences, x.shape[0])
     q, k, v = (
-        linear(x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
-        for weight, bias in zip(weights.values(), (q_bias, k_bias, v_bias), strict=True)
+        PROJECTIONS[part](x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
+        for part, weight, bias in zip(
+            "qkv", weights.values(), (q_bias, k_bias, v_bias), strict=True
+        )
     )
     if held is not None and Var in map(type, (q, k, v)):
         raise GradientError("attention_layer: a cache has no gradient; leave it out on a tape")
@@ -140,7 +143,20 @@ def attention_layer(
             with device_of(k):
                 options["mask"] = seen if mask is None else mask if seen is None else mask & seen
         out = attention(q, k, v, causal=causal, **options)
-    return linear(out.reshape(*x.shape[:2], rows), o_weight, o_bias)
+    return PROJECTIONS["o"](out.reshape(*x.shape[:2], rows), o_weight, o_bias)
+
+
+def _projection(part: str) -> Callable[[Array, Array, Array | None], Array]:
+    """Return ``linear`` for a weight of the layer, which errors name as the layer does."""
+
+    @naming("attention_layer", "linear", weight=f"{part}_weight", bias=f"{part}_bias")
+    def projection(x: Array, weight: Array, bias: Array | None) -> Array:
+        return linear(x, weight, bias)
+
+    return projection
+
+
+PROJECTIONS = {part: _projection(part) for part in "qkvo"}
 
 
 def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
@@ -172,6 +188,7 @@ def _check_axes(**arrays: Any) -> None:
             raise ShapeError(problem, expected=axes, actual=shape)
 
 
+@naming("attention_layer_backward", "attention_layer", "Tape.watch", "Tape.gradients", seed="dy")
 def attention_layer_backward(
     dy: Array,
     x: Array,
@@ -196,10 +213,15 @@ def attention_layer_backward(
     one.  The layer is computed again on a tape.  ``attention_layer`` documents the arrays and
     options.
     """
-    tape = Tape()
-    watched: Any = [tape.watch(array) for array in (x, q_weight, k_weight, v_weight, o_weight)]
+    arrays = {"x": x, "q_weight": q_weight, "k_weight": k_weight}
+    arrays |= {"v_weight": v_weight, "o_weight": o_weight}
     biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "o_bias": o_bias}
-    on_tape: Any = {name: tape.watch(bias) for name, bias in biases.items() if bias is not None}
+    present = {name: bias for name, bias in biases.items() if bias is not None}
+    for name, array in (arrays | present).items():
+        framework_of(array, f"attention_layer_backward: {name}")  # raises for other objects
+    tape = Tape()
+    watched: Any = [tape.watch(array) for array in arrays.values()]
+    on_tape: Any = {name: tape.watch(bias) for name, bias in present.items()}
     layer: Any = attention_layer  # returns a Var for Vars, which its type does not say
     y = layer(*watched, cos, sin, positions, heads=heads, **on_tape, **options)
     computed = iter(tape.gradients(y, [*watched, *on_tape.values()], dy))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import Array
-from ..errors import ConfigError
+from ..errors import ConfigError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_rows import PagedRows
 from ..ops.activations.geglu import geglu
@@ -78,6 +78,7 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
     return tables
 
 
+@naming("Transformer", "embedding", "vocab_parallel_embedding")
 def embedded(
     config: Config, parameters: Mapping[str, Any], tokens: Array, division: Division | None = None
 ) -> Any:

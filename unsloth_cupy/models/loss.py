@@ -8,7 +8,7 @@ import numpy as np
 from ..core import arrays
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
-from ..errors import ConfigError, DTypeError, ShapeError
+from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.linear.linear import linear
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
@@ -21,17 +21,21 @@ from .config import Config
 from .division import Division
 
 IGNORE = -100  # the label of a token that does not count
+LOSSES = (  # functions that check labels
+    *("linear_cross_entropy", "linear_cross_entropy_gradients"),
+    "vocab_parallel_linear_cross_entropy",
+)
 
 
 def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     """Return the label that each token predicts: the next one, or IGNORE at its text's end."""
-    arrays.framework_of(labels, "loss: labels")  # raises for None and for a number
-    arrays.common("loss", ("tokens", "labels"), (tokens, labels))
+    arrays.framework_of(labels, "Transformer: labels")  # raises for None and for a number
+    arrays.common("Transformer", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
-        problem = f"loss: labels are {labels.shape}, tokens {tokens.shape}; make them equal"
+        problem = f"Transformer: labels are {labels.shape}, tokens {tokens.shape}; make them equal"
         raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(labels.shape))
     if labels.dtype.kind != "i":
-        raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
+        raise DTypeError(f"Transformer: labels are {labels.dtype}; they must be int32 or int64")
     if offsets is not None:  # a packed text may continue in the next row
         labels = labels.reshape(1, -1)
     shifted: Array = full_like(labels, IGNORE)
@@ -78,6 +82,7 @@ def logits_of(
     return (np.tanh(float_logits / cap) * cap).astype(logits.dtype, copy=False)
 
 
+@naming("Transformer", *LOSSES)
 def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Division | None) -> Any:
     """Return the loss of every label, from normalised hidden states and the head's weight."""
     options: dict[str, Any] = {"ignore": IGNORE, "softcap": config.logit_softcap}
@@ -88,6 +93,7 @@ def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Divis
     )
 
 
+@naming("Transformer", *LOSSES)
 def loss_on_tape(
     config: Config,
     parameters: Mapping[str, Any],

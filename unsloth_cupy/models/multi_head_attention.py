@@ -13,7 +13,7 @@ import numpy as np
 from ..core import arrays
 from ..core.call import check_options
 from ..core.dtypes import FLOATS, Array, float_dtype
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..machine import check_bytes
@@ -21,6 +21,7 @@ from ..placement import array_on_device, to_device_of
 from .attention_layer import attention_layer
 
 PARTS = ("q", "k", "v", "o")  # names of the projections
+NAMES = {f"{part}_{kind}": f"{part}_proj.{kind}" for part in PARTS for kind in ("weight", "bias")}
 
 
 @check_options
@@ -108,6 +109,7 @@ class MultiHeadAttention:
                 parameter = to_device_of(array.astype(self.dtype), like_place)
                 self.parameters[f"{part}_proj.{kind}"] = parameter
 
+    @naming("MultiHeadAttention", "attention_layer", **NAMES)
     def __call__(
         self,
         x: Array,

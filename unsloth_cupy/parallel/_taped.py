@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..core.arrays import framework_of
 from ..errors import GradientError
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
@@ -28,6 +29,14 @@ class Exchanged(NamedTuple):
 def value_of(array: Any) -> Any:
     """Return the array of a Var; an array is returned unchanged."""
     return array.value if type(array) is Var else array
+
+
+def values_of(call: str, **arrays: Any) -> list[Any]:
+    """Return arrays and those of Vars; raise for an argument of the call that is neither."""
+    values = [value_of(array) for array in arrays.values()]
+    for name, value in zip(arrays, values, strict=True):
+        framework_of(value, f"{call}: {name}")
+    return values
 
 
 def taped(call: str, y: Any, back: Back, **arguments: Any) -> Any:

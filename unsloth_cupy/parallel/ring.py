@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import contiguous, empty, rounded
-from ..errors import RangeError, ShapeError
+from ..core.arrays import contiguous, empty, framework_of, rounded
+from ..core.call import check_options
+from ..errors import RangeError, ShapeError, naming
 from ..ops.attention.attention import attention_backward, attention_forward
 from ..ops.attention.merge_attention import merge_attention
 from ..placement import to_numpy
-from ._taped import taped, value_of
+from ._taped import taped, values_of
 from .communicator import Communicator, sum_dtype
 
 Texts = list[tuple[int, int]]  # begin and end of each text among the tokens of all ranks
@@ -58,6 +59,8 @@ def ring_order(tokens: int, comm: Communicator, *, causal: bool) -> Any:
     )
 
 
+@naming("ring_attention", "attention")
+@check_options
 def ring_attention(
     q: Any,
     k: Any,
@@ -99,7 +102,7 @@ def ring_attention(
     RangeError
         offsets do not rise from 0 to the number of tokens of all ranks.
     """
-    rows, keys, values = (contiguous(value_of(x)) for x in (q, k, v))
+    rows, keys, values = map(contiguous, values_of("ring_attention", q=q, k=k, v=v))
     tokens = rows.shape[1]
     if keys.shape[1] != tokens or tokens % (1 + causal):
         problem = f"ring_attention: q{rows.shape}, k{keys.shape}: numbers of tokens are not"
@@ -122,6 +125,7 @@ def texts_of(call: str, offsets: Any, tokens: int) -> Texts | None:
     """Return where texts begin and end, without empty ones; None if there are no offsets."""
     if offsets is None:
         return None
+    framework_of(offsets, f"{call}: offsets")  # raises for other objects
     starts = to_numpy(offsets)
     valid = starts.ndim == 1 and len(starts) > 1 and starts.dtype.kind in "iu"
     if not valid or starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) < 0).any():

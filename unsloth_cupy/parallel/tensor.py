@@ -10,9 +10,10 @@ Megatron-LM, 2019; along a sequence: Korthikanti et al., 2022.)
 from typing import Any
 
 from ..core.arrays import contiguous
-from ..errors import ShapeError
+from ..core.signature import check
+from ..errors import ShapeError, naming
 from ..ops.linear.linear import linear
-from ._taped import taped, value_of
+from ._taped import taped, values_of
 from .communicator import Communicator, along, check_axes, check_axis, part
 
 
@@ -24,7 +25,7 @@ def shard(x: Any, axis: int, comm: Communicator) -> Any:
     ShapeError
         The array does not have this axis.
     """
-    value = value_of(x)
+    (value,) = values_of("shard", x=x)
     axis = check_axis("shard", value, axis)
     y = value[along(axis, part(value.shape[axis], comm))].copy()
     return taped("shard", y, lambda dy, wanted: {"x": comm.all_gather(dy, axis)}, x=x)
@@ -32,7 +33,8 @@ def shard(x: Any, axis: int, comm: Communicator) -> Any:
 
 def all_reduce(x: Any, comm: Communicator) -> Any:
     """Return the sum over ranks, equal in all ranks; each rank gets the gradient of the sum."""
-    y = comm.all_reduce(value_of(x))
+    (value,) = values_of("all_reduce", x=x)
+    y = comm.all_reduce(value)
     return taped("all_reduce", y, lambda dy, wanted: {"x": dy}, x=x)
 
 
@@ -44,7 +46,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
     ShapeError
         Ranks do not hold the parts that ``shard`` returns.
     """
-    value = value_of(x)
+    (value,) = values_of("all_gather", x=x)
     axis = check_axis("all_gather", value, axis)
     y = comm.all_gather(value, axis)
     where = _own_part("all_gather", y.shape[axis], value.shape[axis], axis, comm)
@@ -55,7 +57,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
 
 def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
     """Return this rank's part of the sum over ranks; its gradient is gathered."""
-    value = value_of(x)
+    (value,) = values_of("reduce_scatter", x=x)
     axis = check_axis("reduce_scatter", value, axis)
     y = comm.reduce_scatter(value, axis)
     return taped("reduce_scatter", y, lambda dy, wanted: {"x": comm.all_gather(dy, axis)}, x=x)
@@ -71,13 +73,14 @@ def all_to_all(x: Any, divided: int, joined: int, comm: Communicator) -> Any:
     ShapeError
         Ranks do not hold the parts along ``joined`` that ``shard`` returns, or the axes are equal.
     """
-    value = value_of(x)
+    (value,) = values_of("all_to_all", x=x)
     cut, end = check_axes("all_to_all", value, divided, joined)
     y = comm.all_to_all(value, cut, end)
     _own_part("all_to_all", y.shape[end], value.shape[end], end, comm)
     return taped("all_to_all", y, lambda dy, wanted: {"x": comm.all_to_all(dy, end, cut)}, x=x)
 
 
+@naming("column_parallel_linear", "linear", "all_gather")
 def column_parallel_linear(
     x: Any, weight: Any, bias: Any = None, *, comm: Communicator, sequence_axis: int | None = None
 ) -> Any:
@@ -106,6 +109,7 @@ def column_parallel_linear(
     return linear(entered(x, comm, sequence_axis), weight, bias)
 
 
+@naming("row_parallel_linear", "linear", "reduce_scatter")
 def row_parallel_linear(
     x: Any, weight: Any, bias: Any = None, *, comm: Communicator, sequence_axis: int | None = None
 ) -> Any:
@@ -132,6 +136,9 @@ def row_parallel_linear(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
+    present = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    values = values_of("row_parallel_linear", **present)
+    check("row_parallel_linear", linear.contract, [*values, None][:3])
     y = linear(x, weight)
     if sequence_axis is None:
         y = all_reduce(y, comm)
@@ -142,10 +149,9 @@ def row_parallel_linear(
 
 def entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
     """Return x, gathered if it is divided; its gradient is the sum of those of all ranks."""
+    (value,) = values_of("all_gather", x=x)
     if sequence_axis is None:
-        y = value_of(x)
-        return taped("all_reduce", y, lambda dy, wanted: {"x": comm.all_reduce(dy)}, x=x)
-    value = value_of(x)
+        return taped("all_reduce", value, lambda dy, wanted: {"x": comm.all_reduce(dy)}, x=x)
     axis = check_axis("all_gather", value, sequence_axis)
     y = comm.all_gather(value, axis)
     _own_part("all_gather", y.shape[axis], value.shape[axis], axis, comm)

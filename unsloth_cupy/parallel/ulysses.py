@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import rounded
-from ..errors import ShapeError
+from ..core.call import check_options
+from ..errors import ShapeError, naming
 from ..ops.attention.attention import attention
 from ..ops.attention.attention_varlen import attention_varlen
-from ._taped import taped, value_of
+from ._taped import taped, value_of, values_of
 from .communicator import Communicator, sum_dtype
 from .tensor import all_to_all
 
 
+@naming("ulysses_attention", "attention", "attention_varlen", "all_to_all", q_offsets="offsets")
+@check_options
 def ulysses_attention(
     q: Any,
     k: Any,
@@ -57,6 +60,7 @@ def ulysses_attention(
     ShapeError, DTypeError, ConfigError
         As ``attention`` raises; or the heads are not a multiple of the ranks.
     """
+    values_of("ulysses_attention", q=q, k=k, v=v)
     heads, kv_heads = q.shape[2], k.shape[2]
     check_heads(heads, kv_heads, comm)
     if kv_heads % comm.size:
@@ -66,10 +70,11 @@ def ulysses_attention(
     options |= {"scale": scale, "softcap": softcap}
     if offsets is None:
         return all_to_all(attention(q, k, v, **options), 1, 2, comm)
-    if q.shape[0] != 1:
-        problem = f"ulysses_attention: offsets need a batch of 1, not of {q.shape[0]}"
-        cure = "pass all texts in one row"
-        raise ShapeError(f"{problem}; {cure}", expected=1, actual=q.shape[0])
+    for x in (q, k, v):
+        if x.shape[0] != 1:
+            problem = f"ulysses_attention: offsets need a batch of 1, not of {x.shape[0]}"
+            cure = "pass all texts in one row"
+            raise ShapeError(f"{problem}; {cure}", expected=1, actual=x.shape[0])
     q, k, v = (x.reshape(x.shape[1:]) for x in (q, k, v))
     out: Any = attention_varlen(q, k, v, offsets, offsets, **options)
     return all_to_all(out.reshape((1, *out.shape)), 1, 2, comm)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import rounded
-from ..core.call import is_number
-from ..errors import ConfigError, ShapeError
+from ..core.call import check_options, is_number
+from ..errors import ConfigError, ShapeError, naming
 from ..ops.linear.embedding import embedding, embedding_backward
 from ..ops.losses.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from ..ops.losses.linear_cross_entropy import (
@@ -21,13 +21,15 @@ from ..ops.losses.linear_cross_entropy import (
     linear_cross_entropy_forward,
 )
 from ..training.tape import add_up
-from ._taped import Back, taped, value_of
+from ._taped import Back, taped, values_of
 from .communicator import Communicator, check_axis, part
 from .tensor import entered
 
 NONE = -100  # replaces the labels that belong to another rank's words
 
 
+@naming("vocab_parallel_embedding", "embedding", "reduce_scatter")
+@check_options
 def vocab_parallel_embedding(
     tokens: Any, weight: Any, vocab: int, *, comm: Communicator, sequence_axis: int | None = None
 ) -> Any:
@@ -55,7 +57,7 @@ def vocab_parallel_embedding(
     ShapeError, ConfigError
         weight is not this rank's part of vocab, or there are more ranks than words.
     """
-    table = value_of(weight)
+    table = values_of("vocab_parallel_embedding", weight=weight, tokens=tokens)[0]
     words = _words("vocab_parallel_embedding", len(table), vocab, comm)
     is_local = (tokens >= words.start) & (tokens < words.stop)
     local = np.where(is_local, tokens - words.start, 0).astype(tokens.dtype)
@@ -73,6 +75,8 @@ def vocab_parallel_embedding(
     return taped("vocab_parallel_embedding", y, back, weight=weight)
 
 
+@naming("vocab_parallel_cross_entropy", "cross_entropy")
+@check_options
 def vocab_parallel_cross_entropy(
     logits: Any,
     labels: Any,
@@ -107,8 +111,8 @@ def vocab_parallel_cross_entropy(
     ShapeError, ConfigError
         logits are not this rank's columns of vocab, or there are more ranks than words.
     """
-    z = value_of(logits)
     call = "vocab_parallel_cross_entropy"
+    z = values_of(call, logits=logits, labels=labels)[0]
     _check_smoothing(call, smoothing)
     words = _words(call, z.shape[-1], vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap}
@@ -125,6 +129,8 @@ def vocab_parallel_cross_entropy(
     return taped(call, loss, back, logits=logits)
 
 
+@naming("vocab_parallel_linear_cross_entropy", "linear_cross_entropy", "all_gather")
+@check_options
 def vocab_parallel_linear_cross_entropy(
     x: Any,
     weight: Any,
@@ -168,9 +174,9 @@ def vocab_parallel_linear_cross_entropy(
     ShapeError, ConfigError
         weight is not this rank's part of vocab, or there are more ranks than words.
     """
-    x = entered(x, comm, sequence_axis)
-    rows, table = value_of(x), value_of(weight)
     call = "vocab_parallel_linear_cross_entropy"
+    x = entered(x, comm, sequence_axis)
+    rows, table, _ = values_of(call, x=x, weight=weight, labels=labels)
     _check_smoothing(call, smoothing)
     words = _words(call, len(table), vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap, "max_bytes": max_bytes}

@@ -26,11 +26,11 @@ import numpy as np
 from ..core.call import check_options
 from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, LEADING, Array, Stored
 from ..core.op import OPS, Op
-from ..errors import ConfigError, DTypeError
+from ..errors import ConfigError, DTypeError, naming
 from ..ops.elements.cast import cast
 from ..placement import on_gpu_of_first
 from .checkpoint import CheckpointConfig
-from .gradients import check_floats
+from .gradients import check_floats, check_mapping
 from .loss_scaler import LossScaler
 from .variable import Var
 
@@ -65,6 +65,7 @@ class MixedPrecisionConfig:
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
 
+    @naming("MixedPrecisionConfig", "LossScaler", scale="loss_scale")
     def __post_init__(self) -> None:
         """Check the arguments; dtypes become their names."""
         for name, known in (("compute_dtype", [*DTYPES]), ("master_dtype", ["float32"])):
@@ -157,6 +158,7 @@ class Autocast:
         The dtype is not float16, bfloat16 or float32.
     """
 
+    @naming("Autocast", "MixedPrecisionConfig", compute_dtype="dtype")
     def __init__(self, dtype: Any) -> None:
         self.dtype = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
 
@@ -196,6 +198,7 @@ def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
     return cast(value, dtype) if fits and held in KERNEL_DTYPES else value
 
 
+@naming("compute_copies", "MixedPrecisionConfig", compute_dtype="dtype")
 @on_gpu_of_first
 def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
     """Return 16-bit copies, by name, that a model computes with instead of float32 parameters.
@@ -211,6 +214,7 @@ def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Arr
         A parameter is not a float32 array of NumPy or CuPy.
     """
     wanted = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+    check_mapping("compute_copies", parameters)
     parameters = {n: array for n, array in parameters.items() if not isinstance(array, Stored)}
     check_floats("compute_copies", parameters)
     for name, array in parameters.items():

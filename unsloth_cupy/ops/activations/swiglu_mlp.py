@@ -18,7 +18,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
 from ..common.elementwise import launch_rows
-from ..common.frozen import requested_gradients
+from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 from ..common.steps import representative_steps
 from ..linear.linear import flat
@@ -222,14 +222,15 @@ def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
         yield slice(start, start + chunk)
 
 
-def _check(chunk: int | None) -> None:
+def _check(call: str, chunk: int | None) -> None:
     """Raise ConfigError unless chunk is None or positive."""
     if chunk is not None and chunk <= 0:
-        raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
+        raise ConfigError(f"{call}(chunk={chunk}): chunk must be a positive number of rows")
 
 
 swiglu_mlp.require(_check)
 swiglu_mlp_backward.require(_check)
+swiglu_mlp_backward.require(check_wanted)
 
 
 swiglu_mlp_backward.facts["operations"] = lambda a: (  # recompute gate and up, then the gradients

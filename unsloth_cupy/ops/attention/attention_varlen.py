@@ -140,7 +140,9 @@ def attention_varlen_forward(
     sizes = longest(options, max_queries, max_keys)
     out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
     lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
-    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *sizes)):
+    for number, (rows, keys) in enumerate(
+        sides_of("attention_varlen", q, k, q_offsets, k_offsets, *sizes)
+    ):
         out_part, lse_part = attend(_scores(number, rows, keys, q, k, v, options))
         rows.give(out, out_part)
         rows.give(lse.T, lse_part.transpose(0, 2, 1))
@@ -185,7 +187,9 @@ def attention_varlen_backward(
     dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
     dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
     dbias = None if bias is None else np.zeros_like(bias, dtype=q.dtype)
-    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *sizes)):
+    for number, (rows, keys) in enumerate(
+        sides_of("attention_varlen_backward", q, k, q_offsets, k_offsets, *sizes)
+    ):
         scores = _scores(number, rows, keys, q, k, v, options)
         lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
         dlse_part = None if dlse is None else rows.take(dlse.T, 0).transpose(0, 2, 1)

@@ -57,6 +57,7 @@ class Padded:
 
 
 def sides_of(
+    call: str,
     q: Array,
     k: Array,
     q_offsets: Array,
@@ -75,13 +76,11 @@ def sides_of(
         ("q_offsets", q_offsets, q.shape[0], "max_queries", max_queries),
         ("k_offsets", k_offsets, k.shape[0], "max_keys", max_keys),
     ):
-        check_offsets("attention_varlen", name, offsets, tokens)
+        check_offsets(call, name, offsets, tokens)
         most = int(np.diff(offsets).max(initial=0))
         if longest is not None and most > longest:
             problem = f"{name} has a sequence of {most} tokens"
-            raise RangeError(
-                f"attention_varlen: {problem}; {longest_name}={longest} must be at least that"
-            )
+            raise RangeError(f"{call}: {problem}; {longest_name}={longest} must be at least that")
     rows, keys = (itertools.pairwise(offsets.tolist()) for offsets in (q_offsets, k_offsets))
     for row, key in zip(rows, keys, strict=True):
         yield Sequence(*row), Sequence(*key)

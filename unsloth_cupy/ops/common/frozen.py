@@ -4,7 +4,14 @@ from collections.abc import Set
 from typing import Any
 
 from ...core.dtypes import Stored
-from ...errors import GradientError
+from ...errors import ConfigError, GradientError
+
+
+def check_wanted(call: str, wanted: Any) -> None:
+    """Raise ConfigError unless wanted is None or a set of names."""
+    if wanted is not None and not isinstance(wanted, Set):
+        cure = "pass a set of names of inputs, or None for all gradients"
+        raise ConfigError(f"{call}: wanted={wanted!r}; {cure}")
 
 
 def requested_gradients(wanted: Set[str] | None, **operands: Any) -> set[str]:

@@ -12,12 +12,13 @@ from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import Op, op
-from ...errors import ConfigError
+from ...errors import ConfigError, naming
 from ..common.elementwise import constants
 from ..common.in_place import all_contiguous, check_overlap, check_writable
 from ..common.no_kernel import no_kernel
 
 
+@naming("cast", *(f"cast_to_{dtype.name}" for dtype in KERNEL_DTYPES))
 def cast(x: Array, dtype: Any) -> Array:
     """Round the values of x to a dtype; the gradient is rounded back to that of x.
 

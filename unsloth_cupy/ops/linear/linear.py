@@ -5,16 +5,14 @@ y = x weight^T + bias
 
 import math
 from collections.abc import Set
-from typing import Any
 
 import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ...errors import UnslothCupyError
 from ..common.columns import row_sum
-from ..common.frozen import requested_gradients
+from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 
 
@@ -81,20 +79,12 @@ def linear_backward(
     return dx, dweight, dbias
 
 
-def linear_as(call: str, x: Array, weight: Any, bias: Array | None) -> Array:
-    """Call ``linear``; its errors name the function ``call``, which takes one kind of weight."""
-    try:
-        return linear(x, weight, bias)
-    except UnslothCupyError as error:
-        error.args = (str(error).replace("linear:", f"{call}:", 1),)
-        raise
-
-
 def flat(x: Array) -> Array:
     """Return x as a matrix of its rows, so that one product computes all leading axes."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+linear_backward.require(check_wanted)
 linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[0] * sum(a.get(n) is not None for n in ("dx", "dweight"))
 )

@@ -13,15 +13,17 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
+from ...errors import naming
 from ..common import philox
 from ..common.columns import row_sum
-from ..common.frozen import requested_gradients
+from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 from ._lora_gradients import rank_gradients
 from .linear import flat
-from .lora_merge import factor_of, sum_dtype, times
+from .lora_merge import FACTOR, factor_of, sum_dtype, times
 
 
+@naming("lora_linear", "lora_linear", *FACTOR, factor="magnitude")
 def lora_linear(
     x: Array,
     weight: Array,
@@ -233,6 +235,8 @@ def _dropout(rows: Array, dropout: float, seed: int | None) -> Array:
     return times(rows * kept, 1 / (1 - dropout))
 
 
+lora_linear_backward.require(philox.check)
+lora_linear_backward.require(check_wanted)
 lora_linear_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

@@ -14,12 +14,12 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ...errors import ConfigError
+from ...errors import ConfigError, naming
 from ..common.frozen import requested_gradients
 from ..common.gemm import gemm
 from .linear import flat
 from .lora import adapted, adapted_gradients
-from .lora_merge import factor_of, sum_dtype
+from .lora_merge import FACTOR, factor_of, sum_dtype
 
 TOGETHER = 3  # most layers of one call of lora_down
 
@@ -35,6 +35,7 @@ class LoraLayer(NamedTuple):
     magnitude: Array | None = None
 
 
+@naming("lora_linears", "lora_down", "lora_up", *FACTOR, factor="magnitude")
 def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     """Return ``lora_linear`` of x for each layer; the adapters share one pass over x.
 

@@ -17,6 +17,8 @@ from ...errors import DTypeError, ShapeError
 from ..common.gemm import gemm, steps
 from ..elements.cast import cast
 
+FACTOR = ("row_norms", "dora_factor")  # the ops that factor_of calls
+
 
 @op(
     "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param,"

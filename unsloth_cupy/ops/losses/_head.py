@@ -23,9 +23,13 @@ CHUNK_BYTES = 512 * 2**20
 def chunk_rows(rows: int, vocab: int, dtype: Any, max_bytes: int | None = None) -> int:
     """Return how many rows a chunk has: as many as max_bytes allows, at least one."""
     most = CHUNK_BYTES if max_bytes is None else max_bytes
-    if most <= 0:
-        raise ConfigError(f"linear_cross_entropy(max_bytes={max_bytes}): it must be positive")
     return max(1, min(rows, most // max(1, _row_bytes(vocab, np.dtype(dtype), kernels=True))))
+
+
+def check_max_bytes(call: str, max_bytes: int | None) -> None:
+    """Raise ConfigError unless max_bytes is None or positive."""
+    if max_bytes is not None and max_bytes <= 0:
+        raise ConfigError(f"{call}(max_bytes={max_bytes}): it must be positive")
 
 
 def head_bytes(

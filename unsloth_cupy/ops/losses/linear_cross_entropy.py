@@ -13,7 +13,8 @@ import numpy as np
 from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
-from ._head import chunks, gradients
+from ..common.frozen import check_wanted
+from ._head import check_max_bytes, chunks, gradients
 from ._launch import launch_gradients, launch_losses
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
@@ -187,6 +188,9 @@ def _launch_backward(
 
 linear_cross_entropy_forward.require(check_options)
 linear_cross_entropy_backward.require(check_options)
+linear_cross_entropy_forward.require(check_max_bytes)
+linear_cross_entropy_backward.require(check_max_bytes)
+linear_cross_entropy_backward.require(check_wanted)
 
 
 linear_cross_entropy_backward.facts["operations"] = lambda a: (

@@ -15,7 +15,7 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
-from ._head import gradients
+from ._head import check_max_bytes, gradients
 from ._launch import launch_both
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
@@ -115,6 +115,7 @@ def _launch(
 
 
 linear_cross_entropy_gradients.require(check_options)
+linear_cross_entropy_gradients.require(check_max_bytes)
 
 
 @linear_cross_entropy_gradients.require

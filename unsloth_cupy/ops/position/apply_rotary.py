@@ -107,12 +107,12 @@ def _rotate(
     return launch_rope(q, k, None, positions, inverse=inverse, base=base)
 
 
-def _check(rope_theta: float, **rest: Any) -> None:
+def _check(call: str, rope_theta: float, **rest: Any) -> None:
     """Raise ConfigError for an invalid base, and ShapeError for an odd head dim."""
-    check_base(rope_theta)
+    check_base(call, rope_theta)
     shape = next(iter(rest.values())).shape
     if shape[3] % 2:
-        problem = f"apply_rotary_embedding: q {shape} has an odd dim; it must be even"
+        problem = f"{call}: q {shape} has an odd dim; it must be even"
         raise ShapeError(problem, expected="an even dim", actual=tuple(shape))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.arrays import framework_of
 from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
@@ -78,6 +79,8 @@ def rope_tables(
             expected="a length of 0 or more, and an even dim",
             actual=(length, dim),
         )
+    if like is not None:
+        framework_of(like, "rope_tables: like")  # raises for other objects
     check_bytes(f"rope_tables(length={length}, dim={dim})", 4 * length * dim, like)
     frequency, factor = scaled_frequencies(scaling, length, dim, base)
     angle = np.arange(length, dtype=np.float32)[:, None] * frequency
@@ -116,16 +119,16 @@ def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any =
 
     They are computed on the device of ``like``: a captured graph cannot copy arrays from the host.
     """
-    check_base(base)
+    check_base("rope_tables", base)
     exponent = np.arange(0, dim, 2, dtype=np.float32, like=like) / np.float32(max(1, dim))
     wavelength = (base ** exponent.astype(np.float64)).astype(np.float32)
     return 1 / (np.float32(stretch) * wavelength)
 
 
-def check_base(base: float) -> None:
+def check_base(call: str, base: float) -> None:
     """Raise ConfigError unless the base is finite and above 1."""
     if not 1 < base < math.inf:
-        raise ConfigError(f"rope: the base of the wavelengths is {base}; it must be above 1")
+        raise ConfigError(f"{call}: the base of the wavelengths is {base}; it must be above 1")
 
 
 # Each rule returns the frequencies, and the attention factor that multiplies cosines and sines.

@@ -21,7 +21,7 @@ from ..common.codes import INT8
 from ..common.columns import row_sum
 from ..common.counters import counters
 from ..common.elementwise import THREADS, Walk, constants, walk
-from ..common.frozen import requested_gradients
+from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.steps import representative_steps
@@ -172,6 +172,7 @@ def bit_linear_backward(
     return dx, dweight, dbias
 
 
+bit_linear_backward.require(check_wanted)
 bit_linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[0] * sum(a.get(n) is not None for n in ("dx", "dweight"))
 )

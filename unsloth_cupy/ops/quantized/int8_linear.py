@@ -18,7 +18,7 @@ from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import Traced, op
-from ...errors import ConfigError, DTypeError, ShapeError
+from ...errors import ConfigError, DTypeError, ShapeError, naming
 from ..common.codes import quantized
 from ..common.gemm import gemm
 from ..linear.linear import linear
@@ -32,6 +32,7 @@ PART = 4096  # rows of the weight that are converted to floats at a time
 MOST_INPUTS = (2**31 - 1) // 127**2  # a sum of more products may overflow 32 bits
 
 
+@naming("int8_linear", "linear")
 def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Array:
     """Multiply each row by an 8-bit weight, in 8-bit integers: LLM.int8().
 

@@ -16,11 +16,11 @@ from ...core.arrays import empty
 from ...core.call import check_options
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ...core.gpu import device_of
-from ...errors import ConfigError, DTypeError
+from ...errors import ConfigError, DTypeError, naming
 from ...placement import to_device_of
 from ..common import dynamic_codes
 from ..common.choices import check_choice
-from ..linear.linear import linear_as
+from ..linear.linear import linear
 from . import _four_bits
 from ._state import array_of, check_table, json_of, stored_shape
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
@@ -71,12 +71,11 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     >>> assert isinstance(weight, Nf4) and weight.nbytes < w.nbytes / 6
     >>> np.testing.assert_allclose(nf4_linear(x, weight), linear(x, weight), rtol=1e-5)
     """
-    call = "nf4_quantize"
-    _check_format(call, block, kind)
+    _check_format("nf4_quantize", block, kind)
     with device_of(w):
-        values = checked_weight(call, w)
+        values = checked_weight("nf4_quantize", w)
         packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
-        check_finite(call, values, absmax)
+        check_finite("nf4_quantize", values, absmax)
         scales = _double_quantized(absmax) if double else {"absmax": absmax}
         return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **scales)
 
@@ -257,6 +256,7 @@ class Nf4(Quantized):
         return cls(packed[:, 0], shape, block=block, kind=kind, dtype=dtype, **scales)
 
 
+@naming("nf4_linear", "linear")
 def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
     """Return ``linear(x, weight, bias)`` for a 4-bit weight: ``x @ weight.T + bias``.
 
@@ -278,9 +278,9 @@ def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
         The arrays do not fit each other; the message shows the whole call.
     """
     if not isinstance(weight, Nf4):
-        problem = f"weight is {type(weight).__name__}, not an Nf4"
-        raise DTypeError(f"nf4_linear: {problem}; pass nf4_quantize(weight), or call linear")
-    return linear_as("nf4_linear", x, weight, bias)
+        cure = "pass nf4_quantize(weight), or call linear"
+        raise DTypeError(f"nf4_linear: weight is {type(weight).__name__}, not an Nf4; {cure}")
+    return linear(x, weight, bias)  # type: ignore[arg-type]  # a Stored, like those of models
 
 
 def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block: int) -> Array:

@@ -19,12 +19,12 @@ from ...core.kernel import load
 from ...core.op import Traced, op
 from ...core.source import Constants
 from ...core.target import limits
-from ...errors import ConfigError, DTypeError, ShapeError
+from ...errors import ConfigError, DTypeError, ShapeError, naming
 from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.steps import representative_steps
-from ..linear.linear import linear_as
+from ..linear.linear import linear
 from ._int8_rows import launch_quantize
 from ._planes import row_blocks, row_bytes, scales_by_row
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
@@ -34,6 +34,7 @@ COLUMNS = 512  # columns that a warp processes at a time
 PAD = 4  # floats of padding per row of sums, as in the kernel: no two lanes share a bank
 
 
+@naming("ternary_linear", "linear")
 def ternary_linear(
     x: Array, weight: Any, *, bias: Array | None = None, activations: str | None = None
 ) -> Array:
@@ -76,7 +77,7 @@ def ternary_linear(
     if activations is not None:
         w = copy.copy(w)
         w.activations = activations
-    return linear_as("ternary_linear", x, w, bias)
+    return linear(x, w, bias)
 
 
 @op(

@@ -10,8 +10,8 @@ static and of dynamic shared memory, and occupancy (the percentage of an SM's th
 resident).
 """
 
-import functools
 import json
+import pickle
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -64,11 +64,6 @@ def missing() -> str | None:
     return None
 
 
-def cubin(source: str, options: tuple[str, ...], arch: str) -> tuple[bytes, str]:
-    """Compile as cupy.RawModule does for this architecture; return the cubin and ptxas's log."""
-    return binary.compiled(source, int(arch), REPORT, options)
-
-
 def compiler_version() -> str:
     """Return the version of NVRTC."""
     return "{}.{}".format(*binary.version())
@@ -104,21 +99,25 @@ def cache_key(source: str, options: Iterable[str], arch: str, *more: Any) -> byt
     return json.dumps(parts).encode()
 
 
-@functools.cache
-def _read(log: Path) -> dict[str, Resources]:
-    return read_log(log.read_text())
+def cubin(source: str, options: tuple[str, ...], arch: str) -> tuple[bytes, str]:
+    """Return the cubin that cupy.RawModule makes for this architecture, and ptxas's log.
+
+    Both are cached on disk by the sources that this one includes.
+    """
+
+    def build(folder: Path) -> Path:
+        path = folder / "unit"
+        path.write_bytes(pickle.dumps(binary.compiled(source, int(arch), REPORT, options)))
+        return path
+
+    path = kept_file("cubin", cache_key(source, options, arch, REPORT), build, ".pickle")
+    made: tuple[bytes, str] = pickle.loads(path.read_bytes())
+    return made
 
 
 def resources(launch: Launch, arch: str) -> Resources:
-    """Return the resources of the kernel of a launch; cached by the sources that it includes."""
-
-    def build(folder: Path) -> Path:
-        log = folder / "log"
-        log.write_text(cubin(launch.source, launch.options, arch)[1])
-        return log
-
-    key = cache_key(launch.source, launch.options, arch, REPORT)
-    return _read(kept_file("ptxas", key, build, ".txt"))[launch.kernel]
+    """Return the resources of the kernel of a launch."""
+    return read_log(cubin(launch.source, launch.options, arch)[1])[launch.kernel]
 
 
 def kept(variant: Variant) -> bool:

@@ -29,14 +29,12 @@ from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
-from unsloth_cupy.profiling import binary
 from unsloth_cupy.profiling.explanation import Step
 from unsloth_cupy.profiling.shapes import DTYPES
 
 from . import budget, sass, table
-from .budget import cache_key, compiler_version
+from .budget import compiler_version
 from .cuda_on_cpu import Emulator
-from .cuda_on_cpu.build import kept_file
 from .cuda_on_cpu.traffic import counted
 from .stand_in import gpu
 from .variants import declared
@@ -133,20 +131,10 @@ def moved(name: str) -> list[int]:
 
 
 def loops(name: str, arch: str) -> list[int]:
-    """Return the instructions of the hot loop of each kernel that a call launches; disk-cached."""
-    sizes = []
-    for launch in (each for step in steps_of(name, arch) for each in step.launches):
-        source, kernel = launch.source, launch.kernel
-
-        def build(folder: Path, source: str = source, kernel: str = kernel) -> Path:
-            cubin, _ = binary.compiled(source, int(arch), ())
-            size = folder / "size"
-            size.write_text(str(sass.hot_loop(sass.text_of(cubin, kernel))))
-            return size
-
-        key = cache_key(source, compiler_options(source), arch, kernel)
-        sizes.append(int(kept_file("loop", key, build, ".txt").read_text()))
-    return sizes
+    """Return the instructions of the hot loop of each kernel that a call launches."""
+    launches = (launch for step in steps_of(name, arch) for launch in step.launches)
+    units = ((each.kernel, each.source, compiler_options(each.source)) for each in launches)
+    return [sass.hot_loop(sass.text_of(*unit, arch)) for unit in units]
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from unsloth_cupy.files import atomic_path
 
 from . import budget
+from .cuda_on_cpu.build import kept_file
 from .variants import ARCHITECTURES, Variant, constants, of_kernel
 
 BEGIN, END = "<!-- loops: begin -->", "<!-- loops: end -->"
@@ -68,17 +68,25 @@ def nvdisasm() -> Path:
 
 def disassembled(variant: Variant) -> str:
     """Return the SASS of a variant's kernel."""
-    cubin, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
-    return text_of(cubin, variant.kernel)
+    launch = variant.launch
+    return text_of(variant.kernel, launch.source, launch.options, variant.arch)
 
 
-def text_of(binary: bytes, kernel: str) -> str:
-    """Return the SASS of one kernel of a cubin."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "unit.cubin"
-        cubin.write_bytes(binary)
-        command = [nvdisasm(), "-c", cubin]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def text_of(kernel: str, source: str, options: tuple[str, ...], arch: str) -> str:
+    """Return the SASS of one kernel of a unit; cached on disk by the sources that it includes."""
+
+    def build(folder: Path) -> Path:
+        unit, text = folder / "unit.cubin", folder / "text"
+        unit.write_bytes(budget.cubin(source, options, arch)[0])
+        # -ndf: without an analysis of branches by stack, which takes a quarter of the time
+        with open(text, "w", encoding="utf-8") as file:
+            command = [nvdisasm(), "-c", "-ndf", unit]
+            subprocess.run(command, stdout=file, stderr=subprocess.PIPE, check=True)
+        return text
+
+    version = importlib.metadata.version("nvidia-cuda-nvdisasm")
+    key = budget.cache_key(source, options, arch, version)
+    text = kept_file("sass", key, build, ".txt").read_text(encoding="utf-8")
     section = re.search(rf"\.text\.{kernel}:\n(.*?)(?=^\.text\.|\Z)", text, re.M | re.S)
     assert section is not None, text[:1000]
     return section[1]

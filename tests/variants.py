@@ -322,7 +322,7 @@ def _sources() -> bytes:
     with contextlib.suppress(ImportError):
         import cupy
 
-        parts += [cupy.__version__, str(cupy.cuda.nvrtc.getVersion())]
+        parts.append(cupy.__version__)
     return "\0".join([*parts, *(path.read_text() for path in paths)]).encode()
 
 

@@ -61,10 +61,25 @@ def assert_legible(axes: Axes) -> None:
     assert all(one.x1 < next_.x0 for one, next_ in pairwise(labels))
 
 
-def test_a_curve_counts_whole_steps(tmp_path: Path, drawn: list[Figure]) -> None:
-    lines = [{"step": step, "loss": 5.0 - step} for step in range(1, 5)]
+EVALUATED = [{"step": step, "held_out_loss": 4.0, "unigram_baseline": 4.5} for step in (0, 4)]
+STEPS = [{"step": step, "loss": 5.0 - step} for step in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (STEPS, ["train"]),
+        (EVALUATED[:1], ["held out: 4.00", "unigram baseline: 4.50"]),  # stopped before a step
+        (EVALUATED + STEPS, ["train", "held out: 4.00", "unigram baseline: 4.50"]),
+    ],
+    ids=["steps", "evaluated", "both"],
+)
+def test_a_curve_shows_its_losses_over_whole_steps(
+    lines: list[dict[str, Any]], shown: list[str], tmp_path: Path, drawn: list[Figure]
+) -> None:
     draw_curve(tmp_path / "curve.png", lines, "a run")
     (axes,) = drawn[0].axes
+    assert axes.get_legend_handles_labels()[1] == shown
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
     assert_legible(axes)
 

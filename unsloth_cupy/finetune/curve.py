@@ -49,7 +49,7 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
     axes.margins(x=0.01)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if axes.lines:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     save_picture(figure, path)

@@ -22,9 +22,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from unsloth_cupy import machine
+from unsloth_cupy.cli import finetune as finetune_command
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.plan_tables import Largest
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import results
 from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.streaming import StopStrings, TextStream
@@ -47,7 +49,15 @@ TIMES = ("seconds", "tokens_per_second", "memory_bytes", "planned_bytes", "peak_
 
 
 def run(*arguments: object, given: str | bytes = "") -> click.testing.Result:
-    return click.testing.CliRunner().invoke(group, [str(a) for a in arguments], input=given)
+    """Run a command in this process: without a loss curve, and with a short sample at its end.
+
+    They take longer than a small run.  ``start`` runs it as it is, in a process of its own.
+    """
+    with (
+        mock.patch.object(finetune_command, "draw_curve"),
+        mock.patch.object(results, "SAMPLE_TOKENS", 8),
+    ):
+        return click.testing.CliRunner().invoke(group, [str(a) for a in arguments], input=given)
 
 
 def start(*arguments: object, stdin: int | None = None) -> "subprocess.Popen[str]":
@@ -688,21 +698,19 @@ class TestPlan:
     def test_rows_are_no_longer_than_a_model_has_positions(self, tmp_path: Path) -> None:
         """As in finetune; rows that nobody asked for have 2048 tokens, or all positions."""
         config = json.loads((LLAMA / "config.json").read_text())
-        plot = ("--plot", tmp_path / "plan.png")
         for positions, tokens in ((96, 96), (4096, 2048)):
             written = json.dumps(config | {"max_position_embeddings": positions})
             (tmp_path / "config.json").write_text(written)
-            assert f"1 x {tokens} tokens" in run("plan", tmp_path, *plot).output
+            assert f"1 x {tokens} tokens" in run("plan", tmp_path).output
             said = f"--tokens {positions + 1} is more than the {positions} positions of the model"
-            longer = ("--tokens", positions + 1)
-            assert_one_clear_error(run("plan", tmp_path, *longer, *plot), said)
+            assert_one_clear_error(run("plan", tmp_path, "--tokens", positions + 1), said)
 
     def test_a_large_model_does_not_fit(self, tmp_path: Path) -> None:
         config = json.loads((LLAMA / "config.json").read_text())
-        large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20}
         large |= {"max_position_embeddings": 8192}
         (tmp_path / "config.json").write_text(json.dumps(config | large | {"head_dim": 128}))
-        result = run("plan", tmp_path, "--tokens", 8192, "--plot", tmp_path / "plan.png")
+        result = run("plan", tmp_path, "--tokens", 8192)
         assert result.exit_code == 0, result.output
         assert result.output.count("too large") == 6
 
@@ -714,8 +722,7 @@ class TestPlan:
         (tmp_path / "config.json").write_text(json.dumps(config | wider))
         found = []
         for more in ([], ["--lora", 8, "--checkpoint-every", 1, "--state-bits", 8]):
-            options = ["--tokens", 512, *more, "--plot", tmp_path / "plan.png"]
-            result = run("plan", tmp_path, *options)
+            result = run("plan", tmp_path, "--tokens", 512, *more)
             assert result.exit_code == 0, result.output
             line = next(line for line in result.output.splitlines() if "16 GB" in line)
             found.append(int(line.split("│")[3].replace("-", "0")))

@@ -19,7 +19,7 @@ from ..core import target
 from ..core.stand_in import StandIn
 from ..core.target import Limits
 from ..errors import ShapeError
-from .planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, reshaped
+from .planned_functions import FUNCTIONS, METHODS, SCIPY, broadcast, dtypes_of, packed, view_of
 
 
 class Ledger(Protocol):
@@ -166,14 +166,12 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         """Return a view, or a copy if the strides do not allow a view."""
         requested = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         known = math.prod(n for n in requested if n != -1)
-        sizes = [self.size // max(known, 1) if n == -1 else int(n) for n in requested]
+        sizes = tuple(self.size // max(known, 1) if n == -1 else int(n) for n in requested)
         if math.prod(sizes) != self.size:
             problem = f"reshape: {self.shape} does not make {tuple(requested)}"
             raise ShapeError(problem, expected=tuple(requested), actual=self.shape)
-        strides = reshaped(self.shape, self.strides, sizes)
-        if strides is None:
-            return self.of(sizes, self.dtype)
-        return self._view(np.lib.stride_tricks.as_strided(self.form, sizes, strides))
+        form = view_of(self.shape, self.strides, self.dtype, sizes)
+        return self.of(sizes, self.dtype) if form is None else self._view(form)
 
     def ravel(self) -> Any:
         """Return all elements on one axis."""
@@ -242,9 +240,9 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         shapes: Any = [getattr(value, "shape", ()) for value in inputs]
         if ufunc is np.matmul:
             (*left, m, _), (*right, _, n) = shapes
-            shape: Any = (*np.broadcast_shapes(tuple(left), tuple(right)), m, n)
+            shape: Any = (*broadcast(tuple(left), tuple(right)), m, n)
         else:
-            shape = np.broadcast_shapes(*shapes)
+            shape = broadcast(*shapes)
         dtypes = options.get("dtype")
         kinds = tuple(getattr(v, "dtype", None) or type(v) for v in inputs)
         result_dtypes = (dtypes,) if dtypes is not None else dtypes_of(ufunc, kinds)

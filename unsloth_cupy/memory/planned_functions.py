@@ -119,6 +119,9 @@ def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         raise ShapeError(problem, expected="less than 2**63 bytes", actual=shape) from error
 
 
+broadcast = lru_cache(maxsize=4096)(np.broadcast_shapes)
+
+
 @cache
 def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the dtypes of a ufunc's results for arguments of these dtypes and number types."""
@@ -126,6 +129,17 @@ def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         results = ufunc(*(v.reshape(0, 0) if ufunc is np.matmul else v for v in values))
     return tuple(a.dtype for a in (results if type(results) is tuple else (results,)))
+
+
+@lru_cache(maxsize=4096)
+def view_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], wanted: tuple[int, ...]
+) -> Any:
+    """Return an array that has another shape in the same memory; None if it takes a copy."""
+    found = reshaped(shape, strides, wanted)
+    if found is None:
+        return None
+    return np.lib.stride_tricks.as_strided(np.empty((), dtype), wanted, found)
 
 
 def reshaped(

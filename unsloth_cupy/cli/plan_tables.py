@@ -156,7 +156,7 @@ class Largest:
             return 0
         if self.most is not None and self.total(self.most) <= limit:
             return self.most * self.step
-        below, slope = 1, 0.0
+        below = max(n for n, size in self.known.items() if size <= limit)
         while True:
             above = min((n for n, size in self.known.items() if size > limit), default=2 * below)
             slope = (self.total(above) - self.total(below)) / (above - below)

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from safetensors.numpy import load_file
 
 from unsloth_cupy import machine
 from unsloth_cupy.cli import finetune as finetune_command
+from unsloth_cupy.cli import plan_tables
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.cli.plan_tables import Largest
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import results
 from unsloth_cupy.finetune.chat import Chat
@@ -92,6 +93,21 @@ def killed_and_ended(folder: Path, moments: list[int], *arguments: object) -> No
     result = run(*command)
     assert result.exit_code == 0, result.output
     assert kills
+
+
+@contextmanager
+def stumbling(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+    """Runs end with an error after so many steps, inside a ``with`` block."""
+    step = Trainer._one_step
+
+    def stumble(self: Trainer, progress: Any) -> None:
+        if self.step == after:
+            raise ConfigError("stumbled")
+        step(self, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_one_step", stumble)
+        yield
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
@@ -328,7 +344,8 @@ class TestFinetune:
     ) -> None:
         out = tmp_path / "out"
         options = ("--text", text, "--lora", 4, "--steps", 4, "--batch", 2, "--tokens", 8)
-        done = run("finetune", finished[0], *options, "--out", out, "--save-every", 2)
+        often = ("--save-every", 2, "--evaluate-every", 4)
+        done = run("finetune", finished[0], *options, *often, "--out", out)
         assert done.exit_code == 0, done.output
         assert "adapters of" in done.output
         made = {path.name for path in (out / "model").iterdir()}
@@ -380,17 +397,10 @@ class TestFinetune:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         options = ("--text", text, *changed, "--batch", 2, "--tokens", 8, "--steps", 6)
-        command = ("finetune", finished[0], *options, "--save-every", 2, "--out")
+        often = ("--save-every", 2, "--evaluate-every", 3)
+        command = ("finetune", finished[0], *options, *often, "--out")
         assert run(*command, tmp_path / "whole").exit_code == 0
-        step = Trainer._one_step
-
-        def stumbling(self: Trainer, progress: object) -> None:
-            if self.step == 5:
-                raise ConfigError("stumbled")
-            step(self, progress)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_one_step", stumbling)
+        with stumbling(monkeypatch, 5):
             assert_one_clear_error(run(*command, tmp_path / "half"), "stumbled")
         (state,) = (tmp_path / "half").glob("checkpoint-*/optimizer.safetensors")
         kinds = {array.dtype for array in load_file(state).values()}
@@ -402,7 +412,12 @@ class TestFinetune:
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     def test_sixteen_bits_learn_what_thirty_two_do(
-        self, dtype: str, finished: tuple[Path, str], text: Path, tmp_path: Path
+        self,
+        dtype: str,
+        finished: tuple[Path, str],
+        text: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """The same held-out loss within 1 %; a run that goes on has equal bits, and its scale."""
         options = ("finetune", "--text", text, *SMALL, "--dtype", dtype, "--out")
@@ -419,11 +434,10 @@ class TestFinetune:
         assert {
             array.dtype for array in load_file(tmp_path / "whole/model/model.safetensors").values()
         } == {np.dtype(np.float32)}
-        process = start(*options, tmp_path / "stopped")
-        wait_for_lines(tmp_path / "stopped" / "log.jsonl", 11, process)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-        assert run(*options, tmp_path / "stopped").exit_code == 0
+        with stumbling(monkeypatch, 11):
+            assert_one_clear_error(run(*options, tmp_path / "stopped"), "stumbled")
+        again = run(*options, tmp_path / "stopped")
+        assert f"resuming from {tmp_path / 'stopped' / 'checkpoint-00000007'}" in again.stderr
         assert numbers(tmp_path / "stopped") == log
         assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
@@ -459,7 +473,7 @@ class TestFinetune:
     ) -> None:
         """Two batches of 2 are one of 4; blocks computed twice are blocks computed once."""
         small = ("--tokens", "16", "--layers", "2", "--hidden", "32", "--vocabulary", "300")
-        options = ("--text", text, *small, "--steps", "5", "--lr", "0.01")
+        options = ("--text", text, *small, "--steps", "5", "--evaluate-every", 5, "--lr", "0.01")
         losses = []
         for number, more in enumerate(
             (("--batch", "4"), ("--batch", "4", "--checkpoint-every", "1"))
@@ -639,6 +653,12 @@ class TestGenerate:
         assert errors == "That is not UTF-8; write it again.\n"
 
 
+@pytest.fixture
+def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of what fits has one card: each takes a few plans."""
+    monkeypatch.setattr(plan_tables, "CARDS", (24,))
+
+
 class TestPlan:
     @pytest.mark.parametrize("config", [LLAMA, LLAMA / "config.json"])
     def test_it_says_what_fits(self, config: Path, tmp_path: Path) -> None:
@@ -650,6 +670,7 @@ class TestPlan:
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
+    @pytest.mark.usefixtures("_one_card")
     @pytest.mark.parametrize(("name", "begins"), [("a.PDF", b"%PDF"), ("a.svg", b"<?xml")])
     def test_a_picture_has_the_format_of_its_name(
         self, name: str, begins: bytes, tmp_path: Path
@@ -665,6 +686,7 @@ class TestPlan:
             assert_one_clear_error(result, f"{name} is not a picture", ".png, .pdf, .svg")
             assert [*tmp_path.iterdir()] == []
 
+    @pytest.mark.usefixtures("_one_card")
     def test_a_picture_is_drawn_where_one_is_asked_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -677,6 +699,7 @@ class TestPlan:
         assert "timeline" not in result.output
         assert not [*tmp_path.iterdir()]
 
+    @pytest.mark.usefixtures("_one_card")
     def test_an_adapter_is_planned_as_it_is(self, tmp_path: Path) -> None:
         model = load(LLAMA, dtype="float32")
         model.add_adapter(3, seed=0, targets=("q_proj",), base=str(LLAMA))
@@ -691,10 +714,12 @@ class TestPlan:
         assert f"total │ │ {format_bytes(wanted.total)}" in " ".join(result.output.split())
         assert_one_clear_error(run("plan", tmp_path, "--lora", 4), "leave --lora out")
 
+    @pytest.mark.usefixtures("_one_card")
     def test_the_machine_is_among_the_cards(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "device_memory", lambda _: (3 * 2**29, 0))
         assert "here: 1.5 GB" in run("plan", LLAMA, "--tokens", 16, "--device", "cpu").output
 
+    @pytest.mark.usefixtures("_one_card")
     def test_rows_are_no_longer_than_a_model_has_positions(self, tmp_path: Path) -> None:
         """As in finetune; rows that nobody asked for have 2048 tokens, or all positions."""
         config = json.loads((LLAMA / "config.json").read_text())
@@ -735,7 +760,7 @@ class TestPlan:
             asked.append(number)
             return 1000 + 70 * number + 30 * min(number, 40)
 
-        largest = Largest(total, step=2, most=900)
+        largest = plan_tables.Largest(total, step=2, most=900)
         for limit in (1099, 1100, 1199, 1200, 3000, 8000, 50_000, 10**6):
             found = largest(limit)
             assert found == 2 * max((n for n in range(451) if total(2 * n) <= limit), default=0)

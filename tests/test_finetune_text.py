@@ -28,7 +28,7 @@ LLAMA3 = (
 )
 SMALL = (
     "--batch", "2", "--tokens", "16", "--layers", "1", "--hidden", "32", "--vocabulary", "300",
-    "--steps", "4", "--lr", "0.01",
+    "--steps", "4", "--evaluate-every", "2", "--lr", "0.01",
 )  # fmt: skip
 
 

@@ -15,11 +15,18 @@ from unsloth_cupy.finetune.settings import Settings
 from unsloth_cupy.models.parse import parse
 
 from .test_cli import assert_one_clear_error, run
-from .test_memory import GEMMA, LLAMA, SMALL
+from .test_memory import SIZES, SMALL
 
 MIB = 2**20
+LLAMA = SMALL | SIZES | {"num_hidden_layers": 2}
+GEMMA = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 32}
 PLAN = Settings(3, 1e-3, 0.1, 1.0, 0, 3, 100)
 TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
+
+
+@pytest.fixture(autouse=True)
+def _short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unsloth_cupy.finetune.text.HELD_OUT_CHARACTERS", 1000)
 
 
 def sizes(**changes: Any) -> Sizes:

@@ -14,9 +14,11 @@ from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.models.quantized import KINDS
 
 from .sample import Sample
-from .test_cli import LLAMA, assert_one_clear_error, run
+from .test_cli import LLAMA, _one_card, assert_one_clear_error, run
 
 QUANT = Path(__file__).parent / "golden" / "quant"
+
+__all__ = ["_one_card"]  # a fixture that the tests below ask for
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,7 @@ def test_nothing_would_learn(base: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("_one_card")
 def test_plan(kind: str, device: str) -> None:
     options = ("--tokens", 64, "--dtype", "float32", "--device", device, "--lora", 4)
     result = run("plan", LLAMA, *options, "--quantize", kind)

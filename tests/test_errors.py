@@ -185,28 +185,23 @@ def test_windows_are_numbers(window: Any) -> None:
         unsloth_cupy.KVCache(2, 1, 4, 1, 4, dtype="float32", window=window)
 
 
-HUGE = [2**31, 10**9, 10**12, 2**63, 10**30]
+HUGE = [2**31, 10**9, 10**12, 2**63, 10**30, pytest.param(10**400, id="beyond-a-float")]
 
 
 @pytest.mark.parametrize("size", HUGE)
 def test_sizes_beyond_the_memory_are_refused_before_they_are_made(size: int) -> None:
     """Whatever the machine has: 2**50 bytes at least."""
     big = max(size, 2**48)
+    sizes = [[big if axis == i else 2 for i in range(5)] for axis in range(5)]
     cases: list[Callable[[], Any]] = [
         lambda: unsloth_cupy.rope_tables(big, 64),
+        lambda: unsloth_cupy.rope_tables(big, 0),
         lambda: unsloth_cupy.rope_tables(64, 2 * big),
-        *(
-            lambda axis=axis: unsloth_cupy.KVCache(
-                *(big if axis == i else 2 for i in range(5)), dtype="float32"
-            )
-            for axis in range(5)
-        ),
-        *(
-            lambda axis=axis: unsloth_cupy.PagedKVCache(
-                *(big if axis == i else 2 for i in range(5)), dtype="float32"
-            )
-            for axis in range(5)
-        ),
+        lambda: unsloth_cupy.KVCache(0, 0, big, 0, 0, dtype="float32"),
+        lambda: unsloth_cupy.PagedKVCache(0, 0, big, 0, 0, dtype="float32"),
+        *(partial(unsloth_cupy.KVCache, *each, dtype="float32") for each in sizes),
+        *(partial(unsloth_cupy.KVCache, *each, dtype="int8", window=2) for each in sizes),
+        *(partial(unsloth_cupy.PagedKVCache, *each, dtype="float32") for each in sizes),
         lambda: models.create(CONFIG, seed=0).add_adapter(big),
         lambda: parallel.pipeline_schedule(big, 4),
         lambda: parallel.pipeline_schedule(4, big, "gpipe"),

@@ -1,11 +1,14 @@
 """The memory, cores and GPUs of this machine, what the process uses, and how sizes are written."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +77,11 @@ def gpu_memory(number: int) -> tuple[int, int]:
         return gpu.cupy().cuda.runtime.memGetInfo()
 
 
+def array_bytes(shape: Iterable[int], itemsize: int) -> int:
+    """Return the bytes of an array, each empty axis counted as 1: NumPy limits these sizes too."""
+    return math.prod(max(size, 1) for size in shape) * itemsize
+
+
 def check_bytes(call: str, required: int, like: Any = None) -> None:
     """Raise DeviceMemoryError if arrays exceed the whole memory, before they are allocated.
 
@@ -85,7 +93,8 @@ def check_bytes(call: str, required: int, like: Any = None) -> None:
         available = machine_memory() or sys.maxsize
     if required > available:
         raise DeviceMemoryError(
-            f"{call} takes {required / 2**30:,.1f} GiB, and there are {available / 2**30:,.1f} GiB"
+            f"{call} takes {Decimal(required) / 2**30:,.1f} GiB, and there are"
+            f" {available / 2**30:,.1f} GiB"
             " of memory; pass smaller sizes",
             required,
             available,

@@ -7,7 +7,6 @@ Bytes: 2 * layers * batch * slots * kv_heads * dim * itemsize, where slots is ca
 sinks + window if that is less; for int8, dim + 4 instead of dim * itemsize.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..core import arrays
 from ..core.call import check_options, is_integer
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
-from ..machine import check_bytes
+from ..machine import array_bytes, check_bytes
 from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
 from .codes import STORED, check_new, scale_bytes, scales_like
 from .storage import Storage
@@ -103,8 +102,9 @@ class KVCache(Storage):
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
-        heads = [math.prod(each[:-1]) for each in shapes]
-        held = 2 * sum(heads) * dim * kind.itemsize + scale_bytes(kind, sum(heads))
+        heads = sum(array_bytes(each[:-1], 1) for each in shapes)
+        held = 2 * heads * max(dim, 1) * kind.itemsize + scale_bytes(kind, heads)
+        held += array_bytes((batch, capacity), 1)  # of ``real``, which has no window
         check_bytes(f"KVCache{shape}", held, place)
         self.keys, self.values = ([arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
         self.scales = [scales_like(kind, (2, *each[:-1]), place) for each in shapes]

@@ -9,7 +9,6 @@ Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..core import arrays
 from ..core.call import check_options, is_integer
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DeviceMemoryError, RangeError
-from ..machine import check_bytes
+from ..machine import array_bytes, check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, on_gpu_of_attribute, to_device_of
@@ -77,7 +76,7 @@ class PagedKVCache:
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype, STORED)
         place = array_on_device("PagedKVCache", like)
-        size = 2 * math.prod(shape) * kind.itemsize + scale_bytes(kind, math.prod(shape[:-1]))
+        size = 2 * array_bytes(shape, kind.itemsize) + scale_bytes(kind, array_bytes(shape[:-1], 1))
         check_bytes(f"PagedKVCache{shape}", size, place)
         self.keys = arrays.empty(shape, kind, place)
         self.values = arrays.empty(shape, kind, place)

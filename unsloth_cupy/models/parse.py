@@ -1,5 +1,6 @@
 """Parse a Hugging Face config.json, in its older and newer forms, into a ``Config``."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ class Reader:
     def number(self, key: str) -> float:
         """Return a finite number that is not negative."""
         value = self.not_null(key)
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             raise ConfigError(f"config: {key} is {value!r}; it must be a number, 0 or more")
         return float(value)
 

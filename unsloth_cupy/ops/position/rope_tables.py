@@ -17,7 +17,7 @@ from ...core.arrays import framework_of
 from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
-from ...machine import check_bytes
+from ...machine import array_bytes, check_bytes
 from ...placement import to_device_of
 
 Scaling = Mapping[str, Any]
@@ -81,7 +81,7 @@ def rope_tables(
         )
     if like is not None:
         framework_of(like, "rope_tables: like")  # raises for other objects
-    check_bytes(f"rope_tables(length={length}, dim={dim})", 4 * length * dim, like)
+    check_bytes(f"rope_tables(length={length}, dim={dim})", array_bytes((length, dim), 4), like)
     frequency, factor = scaled_frequencies(scaling, length, dim, base)
     angle = np.arange(length, dtype=np.float32)[:, None] * frequency
     cos, sin = np.cos(angle), np.sin(angle)

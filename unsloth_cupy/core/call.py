@@ -214,7 +214,7 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     words, classes = KINDS[kind]
     boolean = isinstance(value, bool | np.bool_)  # a bool is also an int in Python
     fits = isinstance(value, classes) and boolean == (kind is bool)
-    if fits and (kind is not float or abs(value) <= np.finfo(float).max):
+    if fits and (kind is not float or -math.inf < value < math.inf):
         return value.item() if isinstance(value, np.generic) else value
     words += " or None" * optional
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")

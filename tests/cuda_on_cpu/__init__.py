@@ -221,7 +221,7 @@ def _guards(path: Path) -> Any:
     if b"_ZGV" in path.read_bytes():
         command = ["nm", str(path)]
         symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        offsets = re.findall(r"^(\w+) [bBdD] _ZGV", symbols, re.M)
+        offsets = re.findall(r"^(\w+) [bBdDW] _ZGV", symbols, re.M)
     return (ctypes.c_size_t * len(offsets))(*(int(offset, 16) for offset in offsets))
 
 

@@ -138,6 +138,16 @@ def reciprocals(kernel: Kernel) -> Iterator[str]:
             yield f"{s.place}: x / {round(divisor)} is a product: {source_of(s.place).strip()}"
 
 
+def constant_divisors(kernel: Kernel) -> Iterator[str]:
+    """No division by a constant: see ``divided_by`` of common/math.cuh, which all round alike.
+
+    From sm_100 on, NVRTC compiles one to a multiplication by the rounded reciprocal.
+    """
+    for s in kernel.statements:
+        if s.name == "div" and s.words[-1] == "f32" and re.fullmatch(r"0[fF]\w{8}", s.ops[-1]):
+            yield f"{s.place}: divided_by<N>(x) is rounded once on every architecture"
+
+
 def source_of(place: str) -> str:
     """Return the source line of a location, without its comment; "" if it is not in kernels_cu."""
     file, line = place.partition(" in ")[0].rsplit(":", 1)
@@ -257,6 +267,7 @@ CHECKS: dict[str, Callable[[Kernel], Iterator[str]]] = {
     "local memory": local_memory,
     "double precision": double_precision,
     "reciprocals": reciprocals,
+    "constant divisors": constant_divisors,
     "split stores": split_stores,
     "guarded barriers": guarded_barriers,
     "uniform barriers": lambda kernel: iter(unproved_barriers(kernel.body)),

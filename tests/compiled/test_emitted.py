@@ -47,6 +47,7 @@ ld.param.u64 %rd3, [y]; cvta.to.global.u64 %rd4, %rd3;
 .loc 1 1 1
 ld.global.nc.f32 %f1, [%rd2+4];
 mul.ftz.f32 %f2, %f1, 0f3D2AAAAB;
+div.rn.ftz.f32 %f2, %f1, 0f41C00000;
 add.f64 %fd1, %fd1, %fd1;
 st.global.f32 [%rd2], %f2;
 st.global.f32 [%rd2+4], %f2;
@@ -63,6 +64,7 @@ SAYS = {
     "local memory": ".local .align 4 .b8 depot[8] lies in local memory",
     "double precision": "unit.cu:1: add.f64",
     "reciprocals": "unit.cu:1: x / 24 is a product: y = x / 24;",
+    "constant divisors": "unit.cu:1: divided_by<N>(x) is rounded once on every architecture",
     "split stores": "unit.cu:1: four stores of 4 bytes side by side",
     "guarded barriers": "unit.cu:1: @%p bar.sync",
     "uniform barriers": "unit.cu:1: bar.sync by %p of unit.cu:1",

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from unsloth_cupy import files
+from unsloth_cupy import files, profile
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load
+from unsloth_cupy.pictures import save_picture
 
 from .models.peers import SIZES
 
@@ -230,6 +232,29 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         half_written(tmp_path / "file", FileNotFoundError(errno.ENOENT, "another file"))
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["save", "save_adapter", "save_trace", "plot"])
+def test_what_cannot_be_written_names_the_call_and_the_path(tmp_path: Path, name: str) -> None:
+    model, figure = (
+        create(CONFIG, seed=0),
+        SimpleNamespace(savefig=lambda path, format: path.touch()),
+    )
+    if name == "save_adapter":
+        model.add_adapter(2)
+    with profile() as measured:
+        pass
+    writes: dict[str, Callable[[Path], None]] = {
+        "save": model.save,
+        "save_adapter": model.save_adapter,
+        "save_trace": measured.save_trace,
+        "plot": lambda path: save_picture(figure, path, "plot"),
+    }
+    (tmp_path / "file").touch()
+    for place in ("file/new", "n" * 300, *["missing/new", "."][2 * name.startswith("save") :]):
+        with pytest.raises(ConfigError, match=rf"(?s)^{name}[:(].*; pass "):
+            writes[name](tmp_path / place)
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
 def test_a_folder_that_cannot_be_written_says_how_its_moves_end(

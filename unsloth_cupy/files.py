@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,15 @@ def path_of(call: str, value: Any) -> Path:
         raise ConfigError(f"{call}({value!r}): pass a path, a str or a pathlib.Path") from None
     if "\0" in str(path):
         raise ConfigError(f"{call}({value!r}): a path has no null character; pass another")
+    try:
+        path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"{call}({value!r}): {error.strerror}; pass another path") from None
     return path
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, call: str = "") -> Iterator[Path]:
     """Yield a name next to path for a new file or folder; rename it to path once it is on disk.
 
     If writing fails or is interrupted, the partial file or folder is removed.
@@ -44,9 +48,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises
     ------
     ConfigError
-        The disk is full.
+        The disk is full, or the path cannot be written; the message begins with ``call``.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.parent / (path.name + PARTIAL)
     try:
         remove(partial)
         yield partial
@@ -55,19 +59,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
         partial.replace(path)
         sync(path.parent)
     except OSError as error:
-        remove(partial)
+        with suppress(OSError):
+            remove(partial)
+        named = Path(error.filename) if isinstance(error.filename, str) else None
         if error.errno in FULL:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}; make room on its disk"
-            ) from None
-        raise
+            cure = "make room on its disk"
+        elif named is not None and (named == path.parent or partial in (named, *named.parents)):
+            cure = "pass a path in a folder that exists and can be written"
+        else:
+            raise  # of another file
+        problem = f"{path} cannot be written: {error.strerror}; {cure}"
+        raise ConfigError(f"{call}: {problem}" if call else problem) from None
     except BaseException:
         remove(partial)
         raise
 
 
 @contextmanager
-def replacing_files(folder: Path, key: str) -> Iterator[Path]:
+def replacing_files(folder: Path, key: str, call: str = "") -> Iterator[Path]:
     """Yield a folder for new files that replace those of ``folder``, all of them or none.
 
     A folder that does not exist yet appears complete; an existing one keeps its other files.  New
@@ -75,7 +84,7 @@ def replacing_files(folder: Path, key: str) -> Iterator[Path]:
     without which no reader accepts it; if they are interrupted, ``complete_moves`` completes them.
     """
     complete_moves(folder, key)
-    with atomic_path(folder / NEW if folder.is_dir() else folder) as partial:
+    with atomic_path(folder / NEW if folder.is_dir() else folder, call) as partial:
         partial.mkdir(parents=True)
         yield partial
     complete_moves(folder, key)

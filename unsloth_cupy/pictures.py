@@ -16,9 +16,9 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def save_picture(figure: Any, path: Path) -> None:
+def save_picture(figure: Any, path: Path, call: str = "") -> None:
     """Write a figure of matplotlib into a file, in the format of its suffix: PNG, PDF or SVG."""
-    with atomic_path(path) as partial:
+    with atomic_path(path, call) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower())
 
 

@@ -172,7 +172,7 @@ def write_folder(
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         texts = {**texts, INDEX: index}
-    with replacing_files(folder, key=next(iter(texts))) as temporary:
+    with replacing_files(folder, next(iter(texts)), "save") as temporary:
         other_files = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
         if other_files:
             listed = ", ".join(sorted(other_files))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.dtypes import Array
-from ..errors import ConfigError
+from ..errors import ConfigError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..training.checkpoint import CheckpointConfig
@@ -274,7 +274,8 @@ class Transformer(Network):
         Raises
         ------
         ConfigError
-            The folder is a file, or holds weights in other files; or the disk is full.
+            The folder is a file, holds weights in other files, or cannot be written; or the disk is
+            full.
         """
         if self.adapter is not None:
             warnings.warn(
@@ -287,6 +288,7 @@ class Transformer(Network):
             layout = self.layout or {SINGLE: list(parameters)}
             write_folder(folder, {**self.texts, "config.json": config}, parameters, layout)
 
+    @naming("save_adapter", "save")
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Write only the adapter, in peft's format; ``load(base, lora=folder)`` reads it."""
         if self.adapter is None:

@@ -195,7 +195,7 @@ class Profile:
             }
             for record in self.records
         ]
-        with atomic_path(path_of("save_trace", file)) as partial:
+        with atomic_path(path_of("save_trace", file), "save_trace") as partial:
             text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
             partial.write_text(text, encoding="utf-8")
 
@@ -216,7 +216,7 @@ class Profile:
         axes.set_xlabel("ms", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=SOFT)
-        save_picture(figure, path)
+        save_picture(figure, path, "plot")
 
 
 @contextmanager

@@ -252,7 +252,10 @@ def _write(
     total = sum(size_of(tensor.shape, tensor.type) for tensor in tensors)
     key_bytes = sum(len(str(value)) for value in values.values())
     check_room(path, total + key_bytes + KEYS, "the GGUF file")
-    with atomic_path(path) as partial, contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
+    with (
+        atomic_path(path, "export_gguf") as partial,
+        contextlib.closing(gguf.GGUFWriter(partial, name)) as out,
+    ):
         for key, value in values.items():
             _add(out, key, value)
         out.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -75,6 +75,28 @@ def test_whatever_goes_wrong_all_is_undone(monkeypatch, error):
     patch(model)
 
 
+@pytest.mark.parametrize("at", ["alone", "loss"])
+def test_a_model_that_cannot_be_patched_again_stays_patched(monkeypatch, at):
+    model = model_of("llama")
+    before = state(model)
+    patch(model, parts=["norm", "attention", "loss"])
+    patched = state(model)
+    found = step(model)
+
+    def broken(self, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface._patch._Patching, at, broken)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            patch(model)
+        assert state(model) == patched
+    again = step(model)
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+    unpatch(model)
+    assert state(model) == before
+
+
 def test_a_part_whose_trial_fails_is_left_and_said(monkeypatch):
     model = model_of("llama")
 

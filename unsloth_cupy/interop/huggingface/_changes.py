@@ -69,6 +69,12 @@ class Changes(list[Change]):
                 vars(module)[place] = types.MethodType(type(module).forward, module)
                 vars(module).pop(REPLICATE, None)
 
+    def places(self, model: nn.Module) -> list[tuple[Any, str]]:
+        """Return the objects, and names of their attributes, that ``undo`` may set."""
+        names = ("forward", HOOKED, REPLICATE)
+        places = [(module, name) for module in model.modules() for name in names]
+        return [*places, *((change.owner, change.name) for change in self)]
+
     def check(self, wrapped: Any) -> None:
         """Raise if another library has replaced a changed attribute; ``wrapped`` is not checked."""
         last = {(id(change.owner), change.name): change for change in self}

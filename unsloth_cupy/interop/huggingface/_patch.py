@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ConfigError, FrameworkError
 from . import _attention, _loss, _modules, _qk_norm, _residual, _rotary
-from ._changes import Changes, own_forward
+from ._changes import Changes, Nothing, own_forward
 from ._quantized import quantized
 from ._report import Report
 from ._trials import Candidate, Refused, Texts, at_rest, near
@@ -30,7 +30,7 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
 
     A part is replaced if its structure is known and a trial on random numbers gives the same
     results as the part itself.  A model that is already patched is unpatched first, and patched
-    again.  If patching fails, its changes are undone.
+    again.  If patching fails, the model is left as it was, patched or not.
 
     Parameters
     ----------
@@ -56,14 +56,22 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     chosen = chosen_parts(parts)
     inner = _inner("patch", model)
     _check_weights(inner)
-    if MARK in vars(inner):
-        unpatch(model)
+    earlier: Changes = vars(inner).get(MARK, Changes())
+    places = [(inner, MARK), *earlier.places(inner)]
+    values = [(owner, name, vars(owner).get(name, Nothing)) for owner, name in places]
     changes, report = Changes(), Report(type(inner).__name__)
     try:
+        if MARK in vars(inner):
+            vars(inner)[MARK] = Changes(earlier)  # which unpatch empties
+            unpatch(model)
         with at_rest(model):
             _Patching(inner, changes, report, chosen).run()
     except BaseException:
         changes.since(0)
+        for owner, name, value in values:
+            vars(owner)[name] = value
+            if value is Nothing:
+                del vars(owner)[name]
         raise
     vars(inner)[MARK] = changes
     return report

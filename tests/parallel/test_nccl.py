@@ -93,6 +93,22 @@ def test_what_is_overdue_ends_the_process(monkeypatch, capsys) -> None:
         assert "rank 3 has failed: ValueError: no" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("hosts", [True, False])
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_is_overdue_does_not_advise_what_is_done(capsys, monkeypatch, hosts, checked) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    with stand_in() as cupy:
+        host = SocketCommunicator(0, 1, port=free_port()) if hosts else None
+        comm = NcclCommunicator(0, 1, bytes(128), timeout=1e-9, checked=checked, host=host)
+        comm._watchdog.thread = types.SimpleNamespace()
+        monkeypatch.setattr(cupy.cuda.Event, "done", False)
+        comm.all_reduce(array([1.0]))
+        comm._watchdog.look()
+    said = capsys.readouterr().err
+    assert ("all ranks made this call" in said) == (hosts and checked)
+    assert ("checked=True names the late rank" in said) != (hosts and checked)
+
+
 def test_a_graph_captures_exchanges(monkeypatch) -> None:
     """The host waits for no GPU meanwhile; a graph is watched when it is launched."""
     monkeypatch.setattr(vocabulary, "embedding", lambda tokens, table: table[tokens])

@@ -19,8 +19,9 @@ PAUSE = 0.1  # seconds between checks
 class Watchdog:
     """The exchanges of one NCCL communicator that were launched and have not finished."""
 
-    def __init__(self, rank: int, timeout: float, comm: Any) -> None:
+    def __init__(self, rank: int, timeout: float, comm: Any, agreed: bool) -> None:
         self.rank, self.timeout, self.comm = rank, timeout, comm
+        self.agreed = agreed  # the hosts have compared a call before it is launched
         self.device = cupy().cuda.runtime.getDevice()
         self.waiting: deque[tuple[Any, str]] = deque()  # (event after a call, the call)
         self.since = 0.0  # time at which the oldest of them began to wait
@@ -57,8 +58,10 @@ class Watchdog:
             self.waiting.popleft()
             self.since = time.monotonic()
         if self.waiting and time.monotonic() - self.since > self.timeout:
-            call, cure = self.waiting[0][1], "checked=True names the late rank"
-            self._end(f"{call} waited {self.timeout:g} s for other ranks; {cure}")
+            cure = "a communicator with a host and checked=True names the late rank"
+            if self.agreed:
+                cure = "all ranks made this call: a GPU is busy or has failed; see what they print"
+            self._end(f"{self.waiting[0][1]} waited {self.timeout:g} s for other ranks; {cure}")
 
     def _end(self, problem: str) -> None:
         """Print the problem, abort NCCL and end the process."""

@@ -26,6 +26,7 @@ from .communicator import (
     sum_dtype,
 )
 
+MIXED = "pass checked=True on all ranks, or on none"  # the cure if only some compare calls
 CALL_BYTES = 512  # size of the text of a call, which a checked communicator sends first
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import CommunicationError, DeviceError
 from ._killed import FAILED, farewell, watched
 from .communicator import check_color
-from .exchanges import Exchanges, raw
+from .exchanges import MIXED, Exchanges, raw
 
 DATA, NUMBERS = range(2)  # message tags: of arrays, and of ``_gather_rows``
 PRINTED = 0.3  # seconds for mpiexec to forward printed output before it ends all processes
@@ -134,7 +134,9 @@ class MpiCommunicator(Exchanges):
         except self._mpi.Exception:  # the message is longer than the array
             done, size, source = True, "more", rank
         if done and source == rank and size != array.nbytes:
-            cure = "try MpiCommunicator(checked=True), which compares calls"
+            cure = (
+                MIXED if self.checked else "try MpiCommunicator(checked=True), which compares calls"
+            )
             problem = f"{call}: rank {rank} sent {size} bytes, not the {array.nbytes} expected"
             raise CommunicationError(f"{problem}; {cure}", rank=rank)
         return bool(done)

@@ -67,7 +67,7 @@ class NcclCommunicator(Exchanges):
         super().__init__(timeout, checked)
         self._nccl, self.rank, self.size, self.host = load_nccl(), rank, size, host
         self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
-        self._watchdog = Watchdog(rank, timeout, self._comm)
+        self._watchdog = Watchdog(rank, timeout, self._comm, checked and host is not None)
         if isinstance(host, SocketCommunicator):
             host.peers.on_failure = self._watchdog.failed
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import CommunicationError, ConfigError
 from ._peers import Peers, connected
 from .communicator import check_color
-from .exchanges import Exchanges, raw
+from .exchanges import MIXED, Exchanges, raw
 
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
 PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
@@ -123,7 +123,7 @@ class SocketCommunicator(Exchanges):
             problem = f"rank {own}: {call}: rank {member} {what}"
             raise CommunicationError(f"{problem}; see what it printed", rank=member, told=told)
         if len(data) != array.nbytes:
-            cure = "try checked=True, which compares calls"
+            cure = MIXED if self.checked else "try checked=True, which compares calls"
             problem = f"{call}: rank {rank} sent {len(data)} bytes, not the {array.nbytes}"
             raise CommunicationError(f"{problem} expected; {cure}", rank=rank)
         raw(array)[...] = np.frombuffer(data, np.uint8)

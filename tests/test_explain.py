@@ -1,10 +1,10 @@
 """The output of explain equals the launches of a call, and the formulas of its op."""
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import click.testing
 import numpy as np
@@ -178,18 +178,18 @@ def test_errors_of_the_call_are_its_own() -> None:
     assert watch._watchers == ()
 
 
-def test_a_definition_on_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_definition_on_a_gpu_is_told_once() -> None:
     watch.warned.clear()
-    with caplog.at_level(logging.WARNING, "unsloth_cupy"), gpu() as machine:
+    with TestCase().assertLogs("unsloth_cupy", "WARNING") as log, gpu() as machine:
         machine.strict = False
         x = machine.place(np.ones((2, 16, 2, 60), np.float32))
         attention(x, x, x)
         attention(x, x, x, causal=True)
         linear(x, machine.place(np.ones((4, 60), np.float32)))
         softmax(machine.place(np.ones((2, 16), np.float32)))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "attention runs its definition on the GPU: head dim 60 is not a multiple" in told[0]
+    (record,) = log.records
+    message = "attention runs its definition on the GPU: head dim 60 is not a multiple"
+    assert message in record.getMessage()
 
 
 def run(*arguments: object) -> click.testing.Result:

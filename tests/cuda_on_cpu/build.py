@@ -63,15 +63,11 @@ def _recipe() -> bytes:
     return version + Path(__file__).read_bytes()
 
 
-def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
-    running = [
-        subprocess.Popen([*map(str, c)], cwd=cwd, stderr=subprocess.PIPE, encoding="utf-8")
-        for c in commands
-    ]
-    for process in running:
-        log = process.communicate()[1]
-        if process.returncode:
-            raise KernelError(f"{name} does not compile\n{log}")
+def _compile(name: str, command: Sequence[Any], cwd: Path) -> None:
+    words = [*map(str, command)]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:
+        raise KernelError(f"{name} does not compile\n{done.stderr}")
 
 
 def kept_file(name: str, key: bytes, build: Callable[[Path], Path], suffix: str) -> Path:
@@ -124,16 +120,15 @@ extern "C" {{ extern const unsigned emu_cluster[3] = {{{cluster}}}; }}
 @functools.cache
 def runtime() -> Any:
     """Return the runtime of src/, compiled and loaded."""
+    flags = [*(flag for flag in COMMON if not flag.startswith("-g")), "-O2", "-shared"]
     sources = sorted((HERE / "src").glob("*.cpp"))
-    flags = [*(flag for flag in COMMON if not flag.startswith("-g")), "-O2", f"-I{HERE / 'src'}"]
 
     def build(folder: Path) -> Path:
-        _compile("runtime", *(["g++", *flags, "-c", path] for path in sources), cwd=folder)
-        objects = [f"{path.stem}.o" for path in sources]
+        whole = "".join(f'#include "{path}"\n' for path in sources)  # the headers are parsed once
+        (folder / "runtime.cpp").write_text(whole, encoding="utf-8")
+        libraries = ("-ldl", "-pthread")
         _compile(
-            "runtime",
-            ["g++", "-shared", *objects, "-o", "runtime.so", "-ldl", "-pthread"],
-            cwd=folder,
+            "runtime", ["g++", *flags, "runtime.cpp", "-o", "runtime.so", *libraries], cwd=folder
         )
         return folder / "runtime.so"
 

@@ -14,14 +14,14 @@
 namespace emu {
 static thread_local int this_rank = -1;
 static pthread_t threads[kMaxCluster];
-static sem_t turn[kMaxCluster];
+static sem_t turns[kMaxCluster];
 static void *home[kMaxCluster];  // the stack to which a block's fibers switch to leave the block
 static bool quit;
 static void (*image)();
 static const void *symbol;
 
 static void sleep_until_called(int rank) {
-  while (sem_wait(&turn[rank])) {}  // again if a signal interrupts it
+  while (sem_wait(&turns[rank])) {}  // again if a signal interrupts it
 }
 
 void switch_to(Fiber *f) {
@@ -45,7 +45,7 @@ void run_cluster() {
   for (M.over = false; !M.over;) {
     run_own_fibers(0);
     if (M.over) break;
-    sem_post(&turn[M.cur->rank]);
+    sem_post(&turns[M.cur->rank]);
     sleep_until_called(0);
   }
 }
@@ -55,7 +55,7 @@ static void *serve(void *argument) {
   _mm_setcsr(_mm_getcsr() | 0x8040);
   add_image(rank, ((char *(*)())image)(), symbol);
   for (;;) {
-    sem_post(&turn[M.over ? 0 : M.cur->rank]);
+    sem_post(&turns[M.over ? 0 : M.cur->rank]);
     sleep_until_called(rank);
     if (quit) return nullptr;
     run_own_fibers(rank);
@@ -69,7 +69,7 @@ void start_blocks(void (*touch_image)(), const void *module_symbol) {
   threads[0] = pthread_self();
   M.over = true;
   quit = false;
-  for (int r = 0; r < M.blocks; r++) sem_init(&turn[r], 0, 0);
+  for (int r = 0; r < M.blocks; r++) sem_init(&turns[r], 0, 0);
   add_image(0, ((char *(*)())image)(), symbol);
   for (int r = 1; r < M.blocks; r++) {
     pthread_create(&threads[r], nullptr, serve, (void *)(intptr_t)r);
@@ -80,7 +80,7 @@ void start_blocks(void (*touch_image)(), const void *module_symbol) {
 void stop_blocks() {
   quit = true;
   for (int r = 1; r < M.blocks; r++) {
-    sem_post(&turn[r]);
+    sem_post(&turns[r]);
     pthread_join(threads[r], nullptr);
   }
 }

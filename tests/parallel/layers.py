@@ -9,6 +9,7 @@ from unsloth_cupy import Tape, cross_entropy, embedding, linear, linear_cross_en
 from unsloth_cupy import parallel as many
 from unsloth_cupy.parallel import Communicator, part, shard
 
+from ..sample import Sample
 from .ranks import close
 
 LOSSES = (
@@ -71,14 +72,17 @@ def sums(comm: Communicator) -> None:
 
 
 def vocabulary(comm: Communicator) -> None:
-    """Words that do not divide, and some that do; ignored rows; the options of a loss."""
-    for vocab in (11, 8):
+    """Words that do not divide, and some that do; ignored rows; the options of a loss.
+
+    A run takes half of the options with each number of words, and all of them with one of both.
+    """
+    for number, vocab in enumerate((11, 8)):
         table, x = drawn(vocab, 6), drawn(3, 5, 6)
         tokens = RNG.integers(0, vocab, (3, 5))
         lookups(comm, vocab, table, tokens, x)
         tokens[0, :2] = -1
         dloss = drawn(3, 5)
-        for options in LOSSES:
+        for options in Sample.one_in(2, (*LOSSES[number:], *LOSSES[:number])):
             losses(comm, vocab, [4 * x, table], tokens, dloss, options | {"ignore": -1})
 
 
@@ -121,14 +125,11 @@ def losses(comm, vocab, arrays, labels, dloss, options) -> None:
         )
 
     logits = [4 * drawn(3, 5, vocab)]
-    for alone, divided, given in (
-        (head, heads, arrays),
-        (head, along, arrays),
-        (whole, columns, logits),
-    ):
+    for alone, ways, given in ((head, (heads, along), arrays), (whole, (columns,), logits)):
         wanted = learned(alone, given, dloss)
-        for one, other in zip(learned(divided, given, dloss), wanted, strict=True):
-            close(one, other)
+        for divided in ways:
+            for one, other in zip(learned(divided, given, dloss), wanted, strict=True):
+                close(one, other)
 
 
 def all_checks(comm: Communicator) -> None:

@@ -1,5 +1,6 @@
 """Attention over divided tokens equals that of one device, in 1e-5: result and gradients."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from unsloth_cupy.parallel import (
     ulysses_attention,
 )
 
+from ..sample import Sample
 from .layers import learned
 from .ranks import close
 
@@ -29,16 +31,26 @@ TEXTS = np.array([0, 1, 1, 9, 10, 21, 24])  # texts of one token, of none, acros
 HEADS = ((12, 12), (12, 1), (4, 2), (8, 2))
 
 
+def todays(options: Sequence[Any], packed: Any) -> list[tuple[Any, Any]]:
+    """Return each option with one text in a row or with packed ones; next day with the other."""
+    turns = (None, packed), (packed, None)
+    return [
+        (each, texts)
+        for number, each in enumerate(options)
+        for texts in Sample.one_in(2, turns[number % 2])
+    ]
+
+
 def rings(comm: Communicator) -> None:
     """Four heads share two key heads; each of 8 ranks has two pieces of two tokens."""
     rng, few = np.random.default_rng(1), comm.size == 8
     tokens = 32 if few else 24
-    for options in OPTIONS[1:3] if few else OPTIONS:
+    packed = np.append(TEXTS[:-1], tokens)
+    for options, texts in todays(OPTIONS[1:3] if few else OPTIONS, packed):
         shapes = ((2, tokens, 4, 8), (2, tokens, 2, 8), (2, tokens, 2, 6), (2, tokens, 4, 6))
         arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
         order = ring_order(tokens, comm, causal=options.get("causal", False))
-        for texts in (None, np.append(TEXTS[:-1], tokens)):
-            compare(ring_attention, comm, arrays, order, options, texts)
+        compare(ring_attention, comm, arrays, order, options, texts)
 
 
 def compare(
@@ -72,9 +84,8 @@ def heads_instead(comm: Communicator) -> None:
             continue
         sizes = ((heads, 8), (kv_heads, 8), (kv_heads, 6), (heads, 6))
         arrays = [rng.standard_normal((1, 25, *size)).astype(np.float32) for size in sizes]
-        for options in (OPTIONS[2], OPTIONS[4]):
-            for texts in (None, np.append(TEXTS, 25)):
-                compare(ulysses_attention, comm, arrays, part(25, comm), options, texts)
+        for options, texts in todays((OPTIONS[2], OPTIONS[4]), np.append(TEXTS, 25)):
+            compare(ulysses_attention, comm, arrays, part(25, comm), options, texts)
 
 
 def all_checks(comm: Communicator) -> None:

@@ -22,7 +22,7 @@ from unsloth_cupy.models import block, loss
 from ..sample import Sample
 
 FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps
-BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 30)
+BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 16)
 EVALUATED = 10**9 if FULL else 16  # rows of the held-out text, at most
 PROMISE = 1e-2  # the share of the held-out loss by which, as the guide says, no saving moves it
 
@@ -75,6 +75,7 @@ SAVINGS: dict[str, tuple[str, ...]] = {
 def prepare(patch: pytest.MonkeyPatch) -> None:
     used.clear()
     patch.setattr(block, "swiglu_mlp", watched_mlp)
+    patch.setattr(finetune, "draw_curve", lambda *_: None)
     patch.setattr(finetune, "sample", lambda *_: None)
     patch.setattr(training_data, "held_out_rows", some_rows)
 

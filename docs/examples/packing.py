@@ -4,7 +4,7 @@ import numpy as np
 
 from unsloth_cupy import AdamW, models
 
-STEPS, IGNORE = 80, -100
+STEPS, IGNORE = 60, -100
 config = {
     "model_type": "llama",
     "vocab_size": 12,
@@ -28,7 +28,7 @@ def sample():
 
 for step in range(STEPS):
     tokens, labels, offsets = [], [], [0]
-    for _ in range(64):
+    for _ in range(32):
         text, text_labels = sample()
         tokens, labels = tokens + text, labels + text_labels
         offsets.append(len(tokens))
@@ -37,7 +37,7 @@ for step in range(STEPS):
     )
     optimizer.step(gradients)
     if step % 20 == 0:
-        print(f"step {step:2}  loss {loss:.3f}  {len(tokens)} tokens of 64 texts, no padding")
+        print(f"step {step:2}  loss {loss:.3f}  {len(tokens)} tokens of 32 texts, no padding")
 print(f"step {STEPS}  loss {loss:.3f}")
 
 answer = model.generate(np.array([[3, 8, 5, 11]]), max_new_tokens=2, stop=END)[0, 4:]

@@ -3,6 +3,7 @@
 An op's page shows the signature string that checks its calls, so a new op documents itself.
 """
 
+import functools
 import importlib
 import inspect
 import re
@@ -51,6 +52,7 @@ def exported(module: str) -> list[str]:
     return [name for name in names if not name.isupper()]
 
 
+@functools.cache
 def examples() -> dict[tuple[str, ...], str]:
     """Return the examples by the full names that they show: from docstrings and from api.md."""
     text = EXAMPLES.read_text(encoding="utf-8")

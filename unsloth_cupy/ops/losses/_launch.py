@@ -15,8 +15,10 @@ REPORTER = faults.reporter(
     "cross_entropy", "labels", "vocab", ", or equal to ignore, for a row without a label"
 )
 STATIC = 2048  # most bytes of static shared memory of a block, in addition to the dynamic part
-HELD = 4  # accesses that a thread holds in 16 registers: it needs 64 then, so an SM runs 1,024
-ALONE = 16  # accesses held by a thread with 128 registers, in the only block of an SM
+# Accesses that a thread holds.  Four fill 16 registers: with 64 in all, an SM runs 1,024 threads;
+# with up to 128, as a soft cap or smoothing need, it runs 512.
+HELD = 4
+ALONE = 16  # with up to 128 registers, where an SM has to run only one block
 
 
 class Access(NamedTuple):
@@ -58,7 +60,8 @@ def constants(
     losses      short rows share a warp; 512 threads loop over a long row
     gradients   one access per thread, and many blocks per row
     both        the threads of losses; two blocks or more on an SM if each can hold its row in
-                registers and shared memory, else one block that takes all of them
+                registers and shared memory and, with a soft cap or smoothing, has 256 threads or
+                fewer; else one block that takes all of them
     """
     vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
     row_threads, blocks, held, stored = _row_threads(vectors), 1, 1, 0

@@ -18,8 +18,12 @@ from ..common.columns import column_sums
 from ..common.rows import spread
 from ..common.strides import row_layout
 
-VALUES = 16  # values of a row per thread: it uses 64 registers, and an SM holds 1024 threads
-MOST = 32  # the same for longer rows: forward in 16 bits without a residual, and backward
+# Values of a row per thread, for which 64 registers are enough: an SM runs 1024 threads, or as many
+# whole blocks as 1024 threads are.
+VALUES = 16
+# The same for longer rows: in 16 bits forward, without a residual, also in 64 registers; backward
+# in up to 128, and an SM runs 512 threads.
+MOST = 32
 
 
 @cache
@@ -41,13 +45,15 @@ def constants(
         hidden <= 512      a power of two of threads per row, several rows per block, no barrier;
                            backward, 8 values per thread: without a barrier, the compiler moves sums
                            from shared memory to registers
-        hidden <= 8192     one block per row, 16 values per thread; two or more blocks per SM
+        hidden <= 8192     one block per row, 16 values per thread; two or more blocks per SM,
+                           backward if the sums of so many fit into its shared memory
         above, sm_90       2, 4 or 8 such blocks in a cluster, then 8 of 1024 threads, up to 131,072
         ..., backward      8 of 512 threads that hold 32 values instead; with a bias 512 threads per
                            SM, as 64 registers are too few for both sums
         above, older       1024 threads, up to 16,384
         above, forward     32 values per thread, in 16 bits without a residual
-        otherwise          rows are read twice; with clusters fewer rows are processed at a time, so
+        otherwise          rows are read twice, in backward also where a block's sums do not fit
+                           into shared memory; with clusters fewer rows are processed at a time, so
                            that they are still in L2 the second time
     """
     x, weight, bias = dtypes

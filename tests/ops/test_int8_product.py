@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
-from unsloth_cupy.ops.quantized.int8_product import int8_dequantize_, int8_few_rows_
+from unsloth_cupy.ops.quantized.int8_product import (
+    int8_dequantize_,
+    int8_few_rows_,
+    launch_dequantize,
+)
 
 from ..parity import Case, KernelInPlace, emulator, within_rule
 
@@ -47,15 +51,24 @@ class TestInt8FewRows(KernelInPlace):
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_parts_of_a_weight(dtype: Any) -> None:
-    """Rows and columns of a wider one, whose codes are read where they lie, at any address."""
+    """Rows and columns of a wider one, whose codes are read where they lie, at any address.
+
+    Codes in another order are copied; the kernel runs for them too.
+    """
     rng = np.random.default_rng(0)
     codes = rng.integers(-127, 128, (40, 100), np.int8)
     absmax = rng.random(40).astype(np.float32)
-    for rows, columns in ((slice(3, 17), slice(0, 100)), (slice(0, 40), slice(5, 69))):
-        wanted = codes[rows, columns] * (absmax[rows, None] / np.float32(127))
+    for part, rows in (
+        (codes[3:17], slice(3, 17)),
+        (codes[:, 5:69], slice(0, 40)),
+        (codes[4:8, ::-1], slice(4, 8)),
+        (codes.T[:40], slice(0, 40)),
+    ):
+        wanted = part * (absmax[rows, None] / np.float32(127))
         w = np.empty(wanted.shape, dtype)
         with emulator():
-            int8_dequantize_(w, codes[rows, columns], absmax[rows])
+            int8_dequantize_(w, part, absmax[rows])
+            assert launch_dequantize(w.copy(), part, absmax[rows]) is not NotImplemented
         np.testing.assert_array_equal(w, wanted.astype(dtype))
 
 

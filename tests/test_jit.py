@@ -171,8 +171,8 @@ def test_an_empty_grid_is_not_launched(grid) -> None:
     [
         (lambda x, *rest: rest, "takes 5 arguments"),
         (lambda x, *rest: (x, *rest, 1), "takes 5 arguments"),
-        (lambda x, *rest: (x.astype(np.float32), *rest), "float32 .* is not packed float16"),
-        (lambda x, *rest: (x[::2], *rest), r"float16 \(4,\) is not packed float16"),
+        (lambda x, *rest: (x.astype(np.float32), *rest), "float32 .* is not contiguous float16"),
+        (lambda x, *rest: (x[::2], *rest), r"float16 \(4,\) is not contiguous float16"),
     ],
     ids=["few", "many", "dtype", "strides"],
 )

@@ -94,7 +94,7 @@ class Op(Generic[P, R]):
         return function(**dict(zip(self.names, arrays, strict=True)), **options)
 
     def kernel(self, launch: Any = None, *, strided: Sequence[str] = ()) -> Callable[..., Any]:
-        """Register the launch (see bind): it gets packed arrays, except those in ``strided``."""
+        """Register the launch (see bind): its arrays are contiguous, except ``strided``."""
         if launch is None:
             return functools.partial(self.kernel, strided=strided)
         self.launch, self.strided = bind(self, launch, strided), strided
@@ -180,14 +180,14 @@ class Op(Generic[P, R]):
         return make() if host else gpu.on_one_device(self, make)
 
     def _launch(self, present: Mapping[int, Any], checks: Sequence[Run]) -> Run:
-        """Return a function that packs the arrays, except strided ones, and launches the kernel."""
+        """Return a function that makes arrays contiguous, except strided ones, and launches."""
         launch: Any = self.launch
-        pack = [i for i in present if self.widen and self.names[i] not in self.strided]
+        dense = [i for i in present if self.widen and self.names[i] not in self.strided]
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             for each in checks:
                 each(arrays, options)
-            for index in pack:
+            for index in dense:
                 arrays[index] = contiguous(arrays[index])
             return launch(arrays, options)
 
@@ -242,7 +242,7 @@ def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callabl
     """Turn a NumPy definition into an op.
 
     ``widen=False`` is for an op that only moves values or changes its arrays: definition and launch
-    get them neither widened nor packed.  Facts are ``no_gradient``, the reason why it has none;
+    get them neither widened nor contiguous.  Facts are ``no_gradient``, the reason why it has none;
     ``constant``, if gradients do not flow through results; ``sizes`` of axes that no operand has,
     from the shape of the first and the options; ``autocast``, the dtype that it casts to if that is
     float32; bytes of ``traffic`` from the arrays, unless each moves once; ``operations`` of matrix

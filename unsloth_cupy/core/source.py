@@ -130,4 +130,4 @@ def check_arguments(
         raise KernelError(f"{kernel} takes {len(declared)} arguments: {args}")
     for (dtype, pointer), arg in zip(declared, args, strict=True):
         if pointer and arg is not None and (arg.dtype != dtype or not arg.flags.c_contiguous):
-            raise KernelError(f"{kernel}: {arg.dtype} {arg.strides} is not packed {dtype}")
+            raise KernelError(f"{kernel}: {arg.dtype} {arg.strides} is not contiguous {dtype}")

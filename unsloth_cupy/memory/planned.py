@@ -19,7 +19,15 @@ from ..core import target
 from ..core.stand_in import StandIn
 from ..core.target import Limits
 from ..errors import ShapeError
-from .planned_functions import FUNCTIONS, METHODS, SCIPY, broadcast, dtypes_of, packed, view_of
+from .planned_functions import (
+    FUNCTIONS,
+    METHODS,
+    SCIPY,
+    broadcast,
+    contiguous_form,
+    dtypes_of,
+    view_of,
+)
 
 
 class Ledger(Protocol):
@@ -94,7 +102,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     def of(cls, shape: Any, dtype: Any) -> Any:
         """Return a new array with memory of its own."""
         sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(map(int, shape))
-        form = packed(sizes, np.dtype(dtype))
+        form = contiguous_form(sizes, np.dtype(dtype))
         return cls._made(form, Memory(form.nbytes))
 
     @classmethod
@@ -198,7 +206,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self._view(self.form.view(dtype))
 
     def copy(self, *_: Any) -> Any:
-        """Return a packed copy."""
+        """Return a copy in C order."""
         return self.of(self.shape, self.dtype)
 
     def fill(self, value: Any) -> None:

@@ -109,8 +109,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 @lru_cache(maxsize=4096)
-def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an array with the strides of a packed one, backed by one element; it is never read."""
+def contiguous_form(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an array with strides in C order, backed by one element; it is never read."""
     strides = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     try:
         return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)

@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -78,6 +79,11 @@ def _check(path: str, keywords: Any) -> None:
         raise TypeError(f"CuPy's {path} has no parameter {', '.join(unknown)}")
 
 
+def _count(shape: Any) -> int:
+    """Return the number of elements of a shape, which may be one number."""
+    return math.prod(shape) if isinstance(shape, tuple | list) else int(shape)
+
+
 class HostReadError(AssertionError):
     """The host reads a value, for which it would wait for the GPU."""
 
@@ -99,7 +105,7 @@ class Launch(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return int(np.prod(self.block))
+        return math.prod(self.block)
 
 
 class Machine:
@@ -131,7 +137,7 @@ class Machine:
     def new(self, shape: Any, dtype: Any, shift: int = 0) -> "Array":
         """Return a new array of zeros, which the current stream creates, as in CuPy."""
         dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
-        buffer = np.zeros(shift + int(np.prod(shape, dtype=np.int64)), dtype)
+        buffer = np.zeros(shift + _count(shape), dtype)
         values = buffer[shift:].reshape(shape)
         return Array(shape, dtype, of=values, memory=Memory(self, shape, dtype))
 
@@ -154,7 +160,7 @@ class Memory:
     """The device memory that an array and its views share."""
 
     def __init__(self, machine: Machine, shape: Any, dtype: Any) -> None:
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        size = _count(shape) * np.dtype(dtype).itemsize
         self.machine, self.size = machine, -(-size // GRAIN) * GRAIN
         if machine.held + self.size > machine.room:
             self.size = 0  # nothing is allocated, so that __del__ frees nothing

@@ -298,8 +298,9 @@ def _launches(arch: str, names: Iterable[str], **also: Any) -> Iterator[tuple[La
         op = OPS[name]
         backward = op.backward if op.backward and op.backward.launch else None
         with_kernels = forms(op) if op.launch or backward else ()
-        for form in (each._replace(sizes=each.sizes | also) for each in with_kernels):
-            with gpu(arch) as machine:
+        with gpu(arch) as machine:
+            for form in (each._replace(sizes=each.sizes | also) for each in with_kernels):
+                machine.launches.clear()
                 forward = call(op, form, machine)
                 outputs = forward.run()
                 yield from ((launch, name, str(form)) for launch in machine.launches)

@@ -24,6 +24,7 @@ CTYPES: Mapping[np.dtype[Any], str] = {
     np.dtype("int64"): "long long",
     np.dtype("bool"): "bool",
 }
+_search = functools.cache(re.search)  # in one file for each set of constants
 
 
 class Constants(dict[str, Any]):
@@ -77,7 +78,7 @@ def parameters(
     known["TensorMap"] = np.dtype("V128")  # the driver's CUtensorMap: 128 bytes
     known |= {k: np.dtype(v) for k, v in constants.items() if not isinstance(v, int)}
     text = with_headers(file)
-    declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(\s*([^)]*)\)", text)
+    declared = _search(rf"KERNEL\([^)]*\)\s*{name}\(\s*([^)]*)\)", text)
     if declared is None:
         raise KernelError(f"{file} declares no KERNEL(...) {name}(...)")
     result = []
@@ -101,14 +102,13 @@ def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dt
     """Return the dtype of a number or of a struct of numbers, laid out as in C; else None."""
     if ctype in known:
         return known[ctype]
-    struct = re.search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
+    struct = _search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
     body = re.sub(r"//.*", "", struct[1]) if struct else "*"
     if "*" in body:
         return None
     members: list[Any] = []
     for kind, names in re.findall(r"((?:\w+ )+)(\w[^;]*);", body):
-        dtype = dtype_of(kind.strip(), known, text)
-        if dtype is None:
+        if (dtype := dtype_of(kind.strip(), known, text)) is None:
             return None
         for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
             members.append((name, dtype, (int(count),) if count else ()))

@@ -1,6 +1,7 @@
 """Compile one variant of every kernel with the oldest and the newest supported NVRTC.
 
     python -m tests.compilers             installs both, each in an environment inside this one
+    python -m tests.compilers --day 17    each kernel with one of them, with the other the next day
     python -m tests.compilers --here      uses the NVRTC of this environment
 
 An environment has NVRTC and the headers of the same version; it shares all other packages with the
@@ -9,10 +10,12 @@ does not compile is an error; spilled registers are only reported, as ``costs.to
 one compiler.
 """
 
+import argparse
 import subprocess
 import sys
 import sysconfig
 import venv
+from argparse import RawTextHelpFormatter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,23 +101,32 @@ def in_cluster(variant: Variant) -> bool:
     return int(constants(variant.launch.source).get("CLUSTER", 1)) > 1
 
 
-def try_here(wanted: str | None = None) -> None:
-    """Compile one variant of every kernel; exit with the errors of those that do not compile."""
+def chosen(version: str, day: int | None) -> list[Variant]:
+    """Return one variant of every kernel, and one in a cluster; of every second kernel on a day."""
+    archs = supported()
+    variants = []
+    for number, kernel in enumerate(declared()):
+        if day is not None and (number + day + (version == NEWEST)) % 2:
+            continue
+        several = of_kernel(kernel, archs[number % len(archs)]) or of_kernel(kernel, "90")
+        if supported_options(several, version):
+            variants.append(several[number % len(several)])
+        if "90" in archs:  # some instructions occur in the blocks of a cluster only
+            variants += [v for v in of_kernel(kernel, "90") if in_cluster(v)][-1:]
+    return variants
+
+
+def try_here(wanted: str | None = None, day: int | None = None) -> None:
+    """Compile the chosen variants; exit with the errors of those that do not compile."""
     version, folders = budget.compiler_version(), headers()
     print(f"NVRTC {version}, headers in {', '.join(map(str, folders))}")
     if wanted and not (version == wanted and [*map(inside, folders)] == [True]):
         sys.exit(f"NVRTC {wanted} and its headers should be installed in {sys.prefix}")
-    archs = supported()
-    chosen = []
-    for number, kernel in enumerate(declared()):
-        variants = of_kernel(kernel, archs[number % len(archs)]) or of_kernel(kernel, "90")
-        if supported_options(variants, version):
-            chosen.append(variants[number % len(variants)])
-        if "90" in archs:  # some instructions occur in the blocks of a cluster only
-            chosen += [v for v in of_kernel(kernel, "90") if in_cluster(v)][-1:]
+    variants = chosen(version, day)
     with ThreadPoolExecutor(2) as pool:
-        failures = [error for error in pool.map(compile_error, chosen) if error is not None]
-    print(f"{len(chosen) - len(failures)} of {len(chosen)} variants compile for {', '.join(archs)}")
+        failures = [error for error in pool.map(compile_error, variants) if error is not None]
+    count = f"{len(variants) - len(failures)} of {len(variants)}"
+    print(f"{count} variants compile for {', '.join(supported())}")
     if failures:
         sys.exit("\n".join(failures))
 
@@ -122,17 +134,18 @@ def try_here(wanted: str | None = None) -> None:
 def try_all() -> None:
     """Compile with the oldest and the newest NVRTC; exit with the status of the first failure."""
     for version in (OLDEST, NEWEST):
-        command = [environment(version), "-m", "tests.compilers", "--here", version]
+        command = [environment(version), "-m", "tests.compilers", "--here", version, *sys.argv[1:]]
         done = subprocess.run(command, check=False)
         if done.returncode:
             sys.exit(done.returncode)
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case []:
-            try_all()
-        case ["--here", *version] if len(version) < 2:
-            try_here(*version)
-        case _:
-            sys.exit(__doc__)
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
+    command.add_argument("--day", type=int)
+    command.add_argument("--here", nargs="?", const="", metavar="VERSION")
+    arguments = command.parse_args()
+    if arguments.here is None:
+        try_all()
+    else:
+        try_here(arguments.here, arguments.day)

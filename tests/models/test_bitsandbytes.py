@@ -61,6 +61,32 @@ def test_four_bits_with_absmax_in_eight(kind, dtype, block):
         assert np.array_equal(made.absmax_codes[matters], codes[matters]), shape
 
 
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_eight_bits(dtype, threshold):
+    """bitsandbytes rounds x to float16 first; on a CPU its 1 / 127**2 is too large by 1.8e-5."""
+    w, x = (np.random.default_rng(seed).standard_normal((n, 96)) for seed, n in ((0, 64), (1, 5)))
+    options = {"has_fp16_weights": False}
+    layer = bitsandbytes.nn.Linear8bitLt(96, 64, bias=False, threshold=threshold, **options)
+    weight = torch.from_numpy(w).half()
+    layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, **options)
+    layer = layer.to("cpu").eval()
+    rounded = torch.from_numpy(x).to(DTYPES[dtype]).half()
+    size = rounded.abs().double()
+    size[size >= (threshold or np.inf)] = 0
+    steps = size * 127 / size.amax(1, keepdim=True)
+    rounded[(steps % 1 - 0.5).abs() < 1e-4] = 0  # ties may fall elsewhere
+    x = rounded.to(DTYPES[dtype])
+    with torch.no_grad():
+        expected, unrounded = layer(x), layer(x.float() * (1 + 2**-14))
+    made = uc.Int8(layer.state.CB.numpy(), layer.state.SCB.numpy())
+    found = uc.int8_linear(rounded.float().numpy(), made, threshold=threshold or None)
+    most = (2e-5 + torch.finfo(x.dtype).eps) * float(expected.abs().max())
+    assert abs(found - expected.double().numpy()).max() <= most
+    if not threshold:  # columns of outliers are not rounded
+        assert torch.equal(unrounded, layer(x.float()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eight_bits(dtype):
     """On a CPU bitsandbytes multiplies by 1 / absmax first, and ties may fall elsewhere."""

@@ -33,7 +33,9 @@ def int8_weight(w: Array) -> "Int8":
     Returns
     -------
     weight : Int8
-        On the device of w; its codes and absmax are those of bitsandbytes.
+        On the device of w; its codes and absmax are those of bitsandbytes, which rounds w to
+        float16 first.  A value in the middle between two codes may get the other one there, as
+        127 / absmax is not rounded once.
 
     Raises
     ------

@@ -62,6 +62,11 @@ def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Ar
     ShapeError, DTypeError
         weight is not an Int8, or x does not fit it, or has more than 133,144 inputs: their sum may
         overflow 32 bits.
+
+    Notes
+    -----
+    The formula is that of bitsandbytes, which rounds x to float16 before it quantizes x: for x in
+    float32 its results differ by some 0.2 % of the largest, as the integers of x do.
     """
     codes: Any = weight
     if not isinstance(codes, Int8):

@@ -2,7 +2,7 @@
 
 absmax = max |x|        codes = round(x * (127 / absmax))        scales = absmax / 127
 
-Dettmers and others, LLM.int8(), 2022; codes and absmax are those of bitsandbytes, to the bit.
+Dettmers and others, LLM.int8(), 2022; absmax and, except for ties, codes are those of bitsandbytes.
 """
 
 from ...core.dtypes import Array

@@ -275,7 +275,7 @@ class TestFinetune:
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "killed"
-        killed_and_ended(folder, random.sample(range(1, STEPS), 3), "--text", text, *SMALL)
+        killed_and_ended(folder, random.sample(range(1, STEPS), 2), "--text", text, *SMALL)
         assert weights(folder) == weights(finished[0])
         assert numbers(folder) == numbers(finished[0])
 

@@ -67,7 +67,7 @@ def test_is_a_dictionary_of_arrays(page: int, seed: int) -> None:
             refused.append(error)
         for sequence, layers in held.items():
             for layer, tokens in enumerate(layers):
-                np.testing.assert_array_equal(read(cache, sequence, layer), tokens)
+                assert np.array_equal(read(cache, sequence, layer), tokens)
         used = {int(p) for s in held for p in cache.page_table([s])[0] if p >= 0}
         assert len(used) + len(cache.free_pages) == len(cache.uses)
     assert refused

@@ -163,10 +163,10 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
     for owner, name, now, _ in ours:
         vars(owner)[name] = now
     for module, call in calls.items():
-        if "attention_mask" not in call.given:
+        if "attention_mask" not in call.options:
             raise Refused(f"{type(module).__name__} takes its mask by another name")
         result = texts.kept(call.again(module, attention_mask=called[module][0]))
-        if not near(result, texts.kept(call.found), model.dtype):
+        if not near(result, texts.kept(call.result), model.dtype):
             raise Refused(f"{type(module).__name__} does more than the interface specifies")
 
 

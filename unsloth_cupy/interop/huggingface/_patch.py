@@ -143,7 +143,7 @@ class _Patching:
     def __init__(self, model: Any, changes: Changes, report: Report, parts: set[str]) -> None:
         self.model, self.changes, self.report, self.parts = model, changes, report, parts
         self.notes: dict[nn.Module, list[Any]] = {}
-        self.ways: dict[nn.Module, _rotary.Way] = {}  # how layers apply the rotary embedding
+        self.rotations: dict[nn.Module, _rotary.Rotation] = {}  # of layers
 
     def run(self) -> None:
         for part in ALONE:
@@ -224,14 +224,14 @@ class _Patching:
             self.attempt("rotary", module, partial(self.turn, module, notes))
 
     def turn(self, module: nn.Module, notes: list[Any]) -> None:
-        self.ways[module] = _rotary.take(self.changes, module, notes)
+        self.rotations[module] = _rotary.take(self.changes, module, notes)
 
     def qk_norm(self) -> None:
         layers = [module for module in self.notes if _qk_norm.norms_of(module)]
         calls = self.texts.observe(self.model, layers)
         for layer in layers:
-            given = self.ways.get(layer), calls.get(layer), self.texts
-            work = partial(_qk_norm.take, self.changes, layer, *given)
+            arguments = self.rotations.get(layer), calls.get(layer), self.texts
+            work = partial(_qk_norm.take, self.changes, layer, *arguments)
             self.attempt("qk_norm", layer, work)
 
     def attention(self) -> None:

@@ -19,7 +19,7 @@ from ...errors import ShapeError
 from ..torch import qk_norm_rope
 from ._changes import HOOKED, Changes, own_forward, place_of
 from ._modules import eps_of
-from ._rotary import Way, decorated_as, named
+from ._rotary import Rotation, decorated_as, named
 from ._trials import Call, Refused, Texts, draw, near
 
 Forward = Callable[..., Any]
@@ -28,17 +28,17 @@ Forward = Callable[..., Any]
 def norms_of(module: nn.Module) -> tuple[str, str] | None:
     """Return the names of a layer's norms of queries and of keys, None if it does not have both."""
     names = [name for name in module._modules if "norm" in name]
-    found = [[name for name in names if name.startswith(first)] for first in "qk"]
-    return (found[0][0], found[1][0]) if [*map(len, found)] == [1, 1] else None
+    of_q, of_k = ([name for name in names if name.startswith(first)] for first in "qk")
+    return (of_q[0], of_k[0]) if len(of_q) == len(of_k) == 1 else None
 
 
 def take(
-    changes: Changes, module: nn.Module, way: Way | None, call: Call | None, texts: Texts
+    changes: Changes, module: nn.Module, rotation: Rotation | None, call: Call | None, texts: Texts
 ) -> None:
     """Make a layer norm and rotate in one pass; raise Refused if its results differ."""
     names: Any = norms_of(module)
     norms: list[Any] = [module.get_submodule(name) for name in names]
-    if way is None or any(map(own_forward, norms)):
+    if rotation is None or any(map(own_forward, norms)):
         raise Refused("its norms or its rotary positions were left")
     if call is None:
         raise Refused("it was not called")
@@ -51,33 +51,33 @@ def take(
     expected = texts.kept(call.wide(module, random))
     turned, count = vars(module)[place_of(module)].__func__, len(changes)
     for offset in (0.0, 1.0):
-        turn = _turn(way, names, eps=min(eps), offset=offset)
+        turn = _turn(rotation, names, eps=min(eps), offset=offset)
         changes.forward(module, _either(names, _joined(module, names, turn), turned))
         try:
-            found = texts.kept(call.wide(module, random))
+            result = texts.kept(call.wide(module, random))
         except ShapeError:
             raise Refused("its norms are not of each head") from None
-        if near(found, expected, torch.float32):
+        if near(result, expected, torch.float32):
             return
         changes.since(count)
     raise Refused("it does more than norm and turn")
 
 
-def _turn(way: Way, names: tuple[str, str], **options: float) -> Forward:
-    def turn(layer: Any, *given: Any, **more: Any) -> Any:
+def _turn(rotation: Rotation, names: tuple[str, str], **options: float) -> Forward:
+    def turn(layer: Any, *args: Any, **more: Any) -> Any:
         def normed(q: Any, k: Any, *tables: Any, interleaved: bool) -> Any:
             weights = [getattr(layer, name).weight for name in names]
             return qk_norm_rope(q, k, *weights, *tables, interleaved=interleaved, **options)
 
-        return way(normed, *given, **more)
+        return rotation(normed, *args, **more)
 
     return turn
 
 
 def _either(names: tuple[str, str], joined: Forward, turned: Forward) -> Forward:
-    def forward(self: Any, *args: Any, **given: Any) -> Any:
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
         bare = all(_is_bare(getattr(self, name)) for name in names)
-        return (joined if bare else turned)(self, *args, **given)
+        return (joined if bare else turned)(self, *args, **options)
 
     return forward
 

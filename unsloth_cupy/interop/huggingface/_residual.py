@@ -44,32 +44,33 @@ def take(
         raise Refused("its norm was left")
     if not own_forward(layer):
         raise Refused("another library replaced its forward")
-    check_alone(layer, AROUND, lambda: texts.kept(call.again(layer)), texts.kept(call.found))
+    check_alone(layer, AROUND, lambda: texts.kept(call.again(layer)), texts.kept(call.result))
     changes.forward(layer, forward)
-    found, expected = call.again(layer), call.found
-    if type(found) is not type(expected) or not near(
-        texts.kept(found), texts.kept(expected), texts.kept(expected).dtype
+    result, expected = call.again(layer), call.result
+    if type(result) is not type(expected) or not near(
+        texts.kept(result), texts.kept(expected), texts.kept(expected).dtype
     ):
         raise Refused("it is more than branches that are added")
 
 
 def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> Callable[..., Any]:
-    def added(self: Any, hidden_states: Any, **given: Any) -> Any:
+    def added(self: Any, hidden_states: Any, **options: Any) -> Any:
         branch = self.input_layernorm(hidden_states)
-        branch = self.self_attn(hidden_states=branch, **given)[0]
+        branch = self.self_attn(hidden_states=branch, **options)[0]
         if after_attention:
             branch = getattr(self, after_attention)(branch)
         branch, stream = getattr(self, middle)(branch, residual=hidden_states)
         branch = self.mlp(branch)
         return stream + (getattr(self, after_mlp)(branch) if after_mlp else branch)
 
-    def forward(self: Any, hidden_states: Any, **given: Any) -> Any:
+    def forward(self: Any, hidden_states: Any, **options: Any) -> Any:
         if not _checkpoints(self):
-            return added(self, hidden_states, **given)
-        cached = any(given.get(name) is not None for name in CACHES)
-        if cached or given.get("use_cache"):
-            return type(self).forward(self, hidden_states, **given)  # it warns, and drops the cache
-        return self._gradient_checkpointing_func(partial(added, self, **given), hidden_states)
+            return added(self, hidden_states, **options)
+        cached = any(options.get(name) is not None for name in CACHES)
+        if cached or options.get("use_cache"):
+            own = type(self).forward  # it warns, and drops the cache
+            return own(self, hidden_states, **options)
+        return self._gradient_checkpointing_func(partial(added, self, **options), hidden_states)
 
     return forward
 

@@ -20,7 +20,7 @@ from ._trials import Refused, agree
 
 NAMES = ("apply_rotary_pos_emb", "apply_rotary_emb")
 Turn = Callable[..., Any]
-Way = Callable[..., Any]  # (op, *arguments that a model passes to its function)
+Rotation = Callable[..., Any]  # (op, *arguments that a model passes to its function)
 
 
 def named(module: nn.Module) -> str | None:
@@ -37,9 +37,9 @@ def with_function(forward: Any, name: str | None, function: Turn) -> Callable[..
     scope = plain.__globals__ | {name: function}
     del scope["__name__"]  # with it, torch.compile would use the globals of the module
     code = plain.__code__.replace()  # a new object, as torch.compile caches by code
-    made: Any = types.FunctionType(code, scope, "forward", plain.__defaults__, plain.__closure__)
-    made.__kwdefaults__, made.__signature__ = plain.__kwdefaults__, inspect.signature(plain)
-    return decorated_as(forward, made)
+    copy: Any = types.FunctionType(code, scope, "forward", plain.__defaults__, plain.__closure__)
+    copy.__kwdefaults__, copy.__signature__ = plain.__kwdefaults__, inspect.signature(plain)
+    return decorated_as(forward, copy)
 
 
 def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
@@ -58,17 +58,17 @@ def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
     )
     if closure == cells:
         raise Refused("a decorator of its forward cannot be copied")
-    made: Any = types.FunctionType(
+    copy: Any = types.FunctionType(
         forward.__code__.replace(), forward.__globals__, "forward", forward.__defaults__, closure
     )
-    made.__kwdefaults__, made.__wrapped__ = forward.__kwdefaults__, inner
-    return made
+    copy.__kwdefaults__, copy.__wrapped__ = forward.__kwdefaults__, inner
+    return copy
 
 
 @functools.cache
-def turning(forward: Any, name: str | None, way: Way) -> Callable[..., Any]:
+def turning(forward: Any, name: str | None, rotation: Rotation) -> Callable[..., Any]:
     """Return a forward that rotates by the op; one for all layers, so that they compile once."""
-    return with_function(forward, name, partial(way, rope_qk))
+    return with_function(forward, name, partial(rotation, rope_qk))
 
 
 def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
@@ -76,25 +76,25 @@ def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
     forward: Any = type(module).forward
     function, notes = inspect.unwrap(forward).__globals__[named(module)], []
 
-    def noting(*given: Any, **options: Any) -> Any:
-        notes.append((function, given, options))
-        return function(*given, **options)
+    def noting(*args: Any, **options: Any) -> Any:
+        notes.append((function, args, options))
+        return function(*args, **options)
 
     changes.forward(module, with_function(forward, named(module), noting))
     return notes
 
 
-def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> Way:
-    """Make a module rotate by the first way that agrees with its function, or raise Refused."""
+def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> Rotation:
+    """Make a module rotate by the first of ROTATIONS that agrees with its function."""
     if not notes:
         raise Refused("it turns nothing")
-    function, given, options = notes[0]
-    wide = [a.float() if a.is_floating_point() else a for a in given]
-    for way in WAYS:
-        turn = partial(way, rope_qk)
+    function, args, options = notes[0]
+    wide = [a.float() if a.is_floating_point() else a for a in args]
+    for rotation in ROTATIONS:
+        turn = partial(rotation, rope_qk)
         if agree(partial(function, **options), partial(turn, **options), wide, torch.float32):
-            changes.forward(module, turning(type(module).forward, named(module), way))
-            return way
+            changes.forward(module, turning(type(module).forward, named(module), rotation))
+            return rotation
     raise Refused(f"{function.__name__} turns in another way")
 
 
@@ -104,7 +104,7 @@ def _split(table: torch.Tensor, layout: str) -> torch.Tensor:
     return table[..., ::2] if layout == "neighbours" else table[..., : table.shape[-1] // 2]
 
 
-def _way(layout: str, interleaved: bool) -> Way:
+def _rotation(layout: str, interleaved: bool) -> Rotation:
     def turn(op: Turn, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         cos, sin = _split(cos, layout), _split(sin, layout)
         if unsqueeze_dim == 2:
@@ -130,4 +130,4 @@ def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> 
 
 
 LAYOUTS = ("halves", "neighbours", "whole")
-WAYS = [*(_way(layout, pairs) for pairs in (False, True) for layout in LAYOUTS), _complex]
+ROTATIONS = [*(_rotation(layout, pairs) for pairs in (False, True) for layout in LAYOUTS), _complex]

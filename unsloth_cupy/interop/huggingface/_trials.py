@@ -22,10 +22,10 @@ def draw(*shape: int, like: torch.Tensor | None = None) -> torch.Tensor:
     return numbers if like is None else numbers.to(like.device, like.dtype)
 
 
-def near(found: Any, expected: Any, dtype: torch.dtype) -> bool:
+def near(result: Any, expected: Any, dtype: torch.dtype) -> bool:
     """Return whether tensors are equal within the precision of a dtype."""
     most = min(16 * torch.finfo(dtype).eps, 0.03)
-    pairs = [*zip(tree_leaves(found), tree_leaves(expected), strict=True)]
+    pairs = [*zip(tree_leaves(result), tree_leaves(expected), strict=True)]
     tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
     return bool(tensors) and all(
         a.shape == b.shape
@@ -106,11 +106,11 @@ def check_alone(
         for each, name, _ in kept:
             vars(each)[name] = name == "training"
         with torch.random.fork_rng([*devices]):
-            found = run()
+            result = run()
     finally:
         for each, name, mode in kept:
             vars(each)[name] = mode
-    if not near(found, expected, expected.dtype):
+    if not near(result, expected, expected.dtype):
         raise Refused("its dropout is not that of a part")
 
 
@@ -127,16 +127,16 @@ class Texts:
         self.labels = self.tokens.masked_fill(self.mask == 0, -100)
         self.labels[0, 2] = -100  # padding predicts it
 
-    def run(self, model: Any, **given: Any) -> Any:
+    def run(self, model: Any, **options: Any) -> Any:
         """Return the output of a model for these texts."""
-        return model(input_ids=self.tokens, attention_mask=self.mask, use_cache=False, **given)
+        return model(input_ids=self.tokens, attention_mask=self.mask, use_cache=False, **options)
 
     def observe(self, model: Any, modules: Iterable[nn.Module]) -> dict[nn.Module, "Call"]:
         """Run a model, and return the last call of each of some modules."""
         calls: dict[nn.Module, Call] = {}
 
-        def note(module: nn.Module, args: Any, given: dict[str, Any], found: Any) -> None:
-            calls[module] = Call(args, given, found)
+        def note(module: nn.Module, args: Any, options: dict[str, Any], result: Any) -> None:
+            calls[module] = Call(args, options, result)
 
         hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
         try:
@@ -146,29 +146,29 @@ class Texts:
                 hook.remove()
         return calls
 
-    def kept(self, found: Any) -> torch.Tensor:
+    def kept(self, result: Any) -> torch.Tensor:
         """Return the rows of a result, or of its first item, that are not padding."""
-        rows: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        rows: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return rows[self.mask.to(rows.device) == 1]
 
 
 class Call(NamedTuple):
-    """One call of a module: its arguments, its keywords (``given``) and its result (``found``)."""
+    """One call of a module: its arguments, its keywords (``options``) and its result."""
 
     args: tuple[Any, ...]
-    given: dict[str, Any]
-    found: Any
+    options: dict[str, Any]
+    result: Any
 
     def again(self, module: nn.Module, **other: Any) -> Any:
         """Call the module once more, with some keywords replaced."""
-        return module(*self.args, **(self.given | other))
+        return module(*self.args, **(self.options | other))
 
     def wide(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Any:
         """Call the module once more in float32, with some parameters replaced."""
         weights = {name: _wide(weight) for name, weight in module.named_parameters()}
         weights |= {name: new.to(weights[name].device) for name, new in parameters.items()}
-        args, given = tree_map(_wide, (self.args, self.given))
-        return torch.func.functional_call(module, weights, args, given)
+        args, options = tree_map(_wide, (self.args, self.options))
+        return torch.func.functional_call(module, weights, args, options)
 
 
 def _wide(value: Any) -> Any:

@@ -66,16 +66,23 @@ def ptx(
     source: str, name: str, arch: str, folders: tuple[Path, ...] = (), fuse: bool = True
 ) -> Compiled:
     """Compile as cupy.RawModule does, to PTX; arch is 80, 90a, 100, ..."""
-    template = name if "<" in name else None
-    text, entry = _unit(source, arch, folders, fuse, template)
-    return Compiled(text, entry or name)
+    return several_ptx(source, (name,), arch, folders, fuse)[0]
+
+
+def several_ptx(
+    source: str, names: tuple[str, ...], arch: str, folders: tuple[Path, ...], fuse: bool = True
+) -> list[Compiled]:
+    """Compile several kernels of a unit at once."""
+    templates = tuple(name for name in names if "<" in name)
+    text, entries = _unit(source, arch, folders, fuse, templates)
+    return [Compiled(text, entries.get(name, name)) for name in names]
 
 
 @functools.lru_cache(maxsize=1024)
 def _unit(
-    source: str, arch: str, folders: tuple[Path, ...], fuse: bool, template: str | None
-) -> tuple[str, str]:
-    """Return the PTX of a unit with all of its kernels, and the name of a template there."""
+    source: str, arch: str, folders: tuple[Path, ...], fuse: bool, templates: tuple[str, ...]
+) -> tuple[str, dict[str, str]]:
+    """Return the PTX of a unit with all of its kernels, and the names of templates there."""
     from cupy._core.core import assemble_cupy_compiler_options
     from cupy.cuda import compiler
 
@@ -83,11 +90,11 @@ def _unit(
     own = ("-ftz=true", "-default-device", f"--gpu-architecture=compute_{arch}", "-lineinfo")
     fused = () if fuse else ("-fmad=false",)
     options = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
-    templates = (template,) if template else None
-    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=templates, method="ptx")
-    text, names = program.compile(assemble_cupy_compiler_options(options))
+    names = templates or None
+    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=names, method="ptx")
+    text, entries = program.compile(assemble_cupy_compiler_options(options))
     text = text.decode() if isinstance(text, bytes) else text
-    return text.rstrip("\0"), names[template] if template else ""
+    return text.rstrip("\0"), entries or {}
 
 
 def operands(text: str) -> list[str]:

@@ -34,7 +34,7 @@ from ..compilers import run_with_nvrtc, supported
 from ..cuda_on_cpu import EmulatorError
 from ..emulator import KERNELS, kernel, primitive
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
-from ..ptx import UnknownError, ptx
+from ..ptx import Compiled, UnknownError, ptx, several_ptx
 from ..ptx_on_cpu import PtxEmulator
 from . import on
 
@@ -149,6 +149,17 @@ def mutants() -> list[Mutant]:
     return every
 
 
+def target(arch: int) -> str:
+    """Return the name of an architecture with its instructions for warpgroups."""
+    return f"{arch}{'a' * (arch == 90)}"
+
+
+def body(compiled: Compiled) -> str:
+    """Return the text of a kernel alone."""
+    text = compiled.text[compiled.text.index(f".entry {compiled.entry}(") :]
+    return text[: text.index("\n}")]
+
+
 # ---- judges -------------------------------------------------------------------------------------
 class Judge(NamedTuple):
     """A kernel that detects mutants: ``wrong`` runs it, and is 0 if the result is correct."""
@@ -162,9 +173,8 @@ class Judge(NamedTuple):
 
     def ptx(self, folders: tuple[Path, ...], arch: int) -> str:
         """Return the PTX of the kernel, without comments and line numbers."""
-        compiled = ptx(self.source(), self.kernel, f"{arch}{'a' * (arch == 90)}", folders)
-        text = compiled.text[compiled.text.index(f".entry {compiled.entry}(") :]
-        text = re.sub(r"(?m)^\s*\.loc.*$|//.*$", "", text[: text.index("\n}")])
+        text = body(ptx(self.source(), self.kernel, target(arch), folders))
+        text = re.sub(r"(?m)^\s*\.loc.*$|//.*$", "", text)
         return re.sub(r"\n\s*\n+", "\n", text)
 
     def wrong(self, folders: tuple[Path, ...], arch: int, seed: int) -> int:
@@ -232,7 +242,10 @@ def plain_ptx(judge: Judge, arch: int) -> str:
 
 @functools.cache
 def marked(arch: int) -> list[tuple[Judge, str]]:
-    """Return each judge with its PTX, in which a comment names each asm statement."""
+    """Return each judge with its PTX, in which a comment names each asm statement.
+
+    The kernels of a file are compiled at once.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for file in FILES:
             text = (source_root() / file).read_text()
@@ -240,7 +253,14 @@ def marked(arch: int) -> list[tuple[Judge, str]]:
                 asm = re.sub(r'\(\s*"', f'("{mark(file, number)}', text[start:end], count=1)
                 text = text[:start] + asm + text[end:]
             place(Path(folder), file, text)
-        return [(j, j.ptx((Path(folder), OWN, KERNELS), arch)) for j in judges(arch)]
+        folders = Path(folder), OWN, KERNELS
+        every = []
+        for _, group in itertools.groupby(judges(arch), lambda judge: judge.file):
+            of_file = [*group]
+            names = tuple(judge.kernel for judge in of_file)
+            compiled = several_ptx(of_file[0].source(), names, target(arch), folders)
+            every += zip(of_file, map(body, compiled), strict=True)
+        return every
 
 
 def mark(file: str, number: int) -> str:

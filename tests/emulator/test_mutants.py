@@ -27,7 +27,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
 
 from ..cuda_on_cpu import EmulatorError
-from ..parity import KernelAlone, KernelInPlace, KernelParity
+from ..parity import Case, KernelParity
 from ..sample import Sample
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
@@ -141,18 +141,28 @@ def provers(file: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def proofs(file: str) -> dict[str, list[type[KernelParity]]]:
-    """Return the Parity classes that prove a file, by module."""
-    return {
-        name: [
+def proofs(file: str) -> Iterator[list[type[KernelParity]]]:
+    """Yield the Parity classes that prove a file, module by module."""
+    for name in provers(file):
+        module = importlib.import_module(f"tests.ops.test_{name}")
+        yield [
             value
-            for value in vars(importlib.import_module(f"tests.ops.test_{name}")).values()
+            for value in vars(module).values()
             if isinstance(value, type)
             and issubclass(value, KernelParity)
-            and value not in (KernelParity, KernelInPlace, KernelAlone)
+            and value.__module__ == module.__name__  # not imported
         ]
-        for name in provers(file)
-    }
+
+
+def judges(file: str) -> Iterator[tuple[KernelParity, Case]]:
+    """Yield the cases that prove a file: of each module the first case of each class, and so on.
+
+    The cases of a class are alike; a statement that one does not need, another class may.
+    """
+    for classes in proofs(file):
+        each = ([(proof(), case) for case in proof.cases] for proof in classes if proof.cases)
+        for turn in itertools.zip_longest(*each):
+            yield from filter(None, turn)
 
 
 FILES = [
@@ -170,7 +180,7 @@ EXAMPLE = [m for file in EXAMPLES for m in found(KERNELS, file, SYNCHRONISATION)
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_kernel_file_has_a_proof(file: str) -> None:
-    assert any(proofs(file).values()), f"no KernelParity in tests/ops has an op that runs {file}"
+    assert any(proofs(file)), f"no KernelParity in tests/ops has an op that runs {file}"
 
 
 def _forget() -> None:
@@ -194,13 +204,9 @@ def test_a_kernel_without_a_statement_fails(
     monkeypatch.setattr(source, "digest", lambda: "mutant")
     _forget()
 
-    judges = proofs(mutant.file)
-    cases = [
-        (proof(), case) for found in judges.values() for proof in found for case in proof.cases
-    ]
+    dtypes = (*KERNEL_DTYPES[::2], KERNEL_DTYPES[1])  # bfloat16 is seldom code of its own
     try:
-        dtypes = (*KERNEL_DTYPES[::2], KERNEL_DTYPES[1])  # bfloat16 is seldom code of its own
-        for dtype, (proof, case) in itertools.product(dtypes, cases):
+        for dtype, (proof, case) in itertools.product(dtypes, judges(mutant.file)):
             proof.test_emulated_kernels(case, dtype)
     except (AssertionError, KernelError):
         return

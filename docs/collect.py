@@ -92,7 +92,8 @@ def public() -> list[str]:
     names = [f"unsloth_cupy.{name}" for group in groups().values() for name in group]
     for module in MODULES:
         space = vars(importlib.import_module(module))
-        own = [name for name, value in space.items() if inspect.isfunction(value)]
+        functions = {name: f for name, f in space.items() if inspect.isfunction(f)}
+        own = [name for name, f in functions.items() if f.__module__.startswith(module)]
         names += [f"{module}.{name}" for name in own if name[0] != "_"]
     return names + [f"{module}.{name}" for module in ELSEWHERE for name in exported(module)]
 

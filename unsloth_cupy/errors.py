@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class UnslothCupyError(Exception):
@@ -87,7 +87,7 @@ class CommunicationError(UnslothCupyError, RuntimeError):
         self.rank, self.told = rank, told
 
 
-def naming(call: str, *others: str, **arguments: str) -> Callable[[F], F]:
+def naming(call: str, *others: str, **arguments: str) -> Callable[[_F], _F]:
     """Decorate a function that calls others, so that errors name the function.
 
     >>> @naming("gate", "linear", bias="gate_bias")
@@ -100,7 +100,7 @@ def naming(call: str, *others: str, **arguments: str) -> Callable[[F], F]:
     """
     pattern = re.compile(rf"(?:{'|'.join(map(re.escape, others))})(?=[:(])")
 
-    def decorated(function: F) -> F:
+    def decorated(function: _F) -> _F:
         @functools.wraps(function)
         def named(*args: Any, **options: Any) -> Any:
             try:
@@ -110,7 +110,7 @@ def naming(call: str, *others: str, **arguments: str) -> Callable[[F], F]:
                     error.args = (_renamed(call + str(error)[other.end() :], arguments),)
                 raise
 
-        return cast(F, named)
+        return cast(_F, named)
 
     return decorated
 

@@ -148,20 +148,23 @@ def tile_loop(text: str) -> Loop:
     return max(loops(text), key=lambda loop: (loop.products, -loop.instructions))
 
 
-def rows(arch: str) -> Iterator[str]:
-    """Yield the lines of the table for an architecture."""
-    for kernel in LOOPS:
-        for variant in of_kernel(kernel, arch):
-            known = PLAIN.fullmatch(variant.label)
-            if known is None or known[2] not in ("64", "128"):
-                continue
-            values = constants(variant.launch.source)
-            by = {"true": " by keys", "false": " by queries"}.get(values.get("BY_KEYS", ""), "")
-            registers, _, _, share = budget.numbers(variant)
-            loop = tile_loop(disassembled(variant))
-            cells = [f"sm_{arch}", f"`{kernel}`{by}", known[2], variant.launch.threads // 32]
-            cells += [values.get("TILE") or values["TILE_KEYS"], registers, f"{share} %", *loop]
-            yield f"| {' | '.join(map(str, cells))} |"
+def shown() -> list[Variant]:
+    """Return the variants that have a line in the table."""
+    several = [v for arch in ARCHITECTURES for kernel in LOOPS for v in of_kernel(kernel, arch)]
+    known = ((v, PLAIN.fullmatch(v.label)) for v in several)
+    return [variant for variant, label in known if label and label[2] in ("64", "128")]
+
+
+def row(variant: Variant) -> str:
+    """Return the line of a variant."""
+    values = constants(variant.launch.source)
+    by = {"true": " by keys", "false": " by queries"}.get(values.get("BY_KEYS", ""), "")
+    registers, _, _, share = budget.numbers(variant)
+    loop = tile_loop(disassembled(variant))
+    dim = PLAIN.fullmatch(variant.label)[2]  # type: ignore[index]
+    cells = [f"sm_{variant.arch}", f"`{variant.kernel}`{by}", dim, variant.launch.threads // 32]
+    cells += [values.get("TILE") or values["TILE_KEYS"], registers, f"{share} %", *loop]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def write() -> None:
@@ -172,7 +175,7 @@ def write() -> None:
         "| architecture | kernel | head dim | warps | tile | registers | occupancy |"
         " instructions of a tile | `mma` |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(line for arch in ARCHITECTURES for line in rows(arch)),
+        *map(row, shown()),
     ]
     with atomic_path(budget.PAGE) as partial:
         partial.write_text("\n".join([f"{head}{BEGIN}", *lines, tail]), encoding="utf-8")

@@ -1,6 +1,5 @@
 """The memory, cores and GPUs of this machine, what the process uses, and how sizes are written."""
 
-import importlib.metadata
 import math
 import os
 import platform
@@ -156,10 +155,12 @@ def device_memory(device: str | None) -> tuple[int | None, int | None]:
 
 def version(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
+    from importlib import metadata  # slow, and most programs ask for no version
+
     for name in distributions:
         try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     return None
 

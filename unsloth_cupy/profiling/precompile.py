@@ -4,11 +4,9 @@ The step of ``plan_memory``, and a prompt followed by one token, run on arrays w
 kernels that they launch are compiled in parallel and written to disk.
 """
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +143,9 @@ def precompile(
     KernelError
         A unit does not compile.
     """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     missing = []
     for unit in units:
         if cache.find(root, unit.key) is None:

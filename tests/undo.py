@@ -82,7 +82,8 @@ def _known(loaded: int) -> tuple[tuple[Name, ...], dict[str, Any], tuple[Name, .
 
 
 def _changes(n: Name) -> bool:
-    fields = hasattr(n.owner, "_fields") or hasattr(n.owner, "__dataclass_fields__")
+    inside = isinstance(n.owner, type)  # a module may make what it is asked for
+    fields = inside and (hasattr(n.owner, "_fields") or hasattr(n.owner, "__dataclass_fields__"))
     code = callable(n.value) or hasattr(n.value, "__get__")
     plain = fields or code or isinstance(n.value, types.ModuleType)
     return n.name.islower() and not plain and n.name not in ("_abc_impl", "_is_protocol")

@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -18,8 +19,13 @@ KINDS = ("whole", "shards", "bfloat16")
 
 @contextmanager
 def group(store: str, rank: int = 0, world: int = 1) -> Iterator[None]:
-    """Initialize torch's process group, whose processes find each other by a file."""
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    """Initialize torch's process group, whose processes find each other by a file.
+
+    A process that waits 120 seconds for another raises.
+    """
+    torch.distributed.init_process_group(
+        "gloo", f"file://{store}", timedelta(seconds=120), world_size=world, rank=rank
+    )
     try:
         yield
     finally:

@@ -171,17 +171,14 @@ def test_a_process_alone_has_its_gradients(tmp_path: Path, kind):
 
 
 def test_processes_average_their_gradients(tmp_path: Path):
-    """Of copies and of shards; a process starts once for all kinds."""
-    command = [sys.executable, "-m", "tests.interop.groups"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [worker.communicate(timeout=120)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], errors
+    """Of copies and of shards, in this process and another one, which starts once for all kinds."""
+    store = str(tmp_path / "store")
+    command = [sys.executable, "-m", "tests.interop.groups", "1", "2", store]
+    with subprocess.Popen(command, cwd=ROOT) as other:
+        try:
+            with groups.group(store, 0, 2):
+                for kind in groups.KINDS:
+                    groups.average(kind)
+            assert other.wait(timeout=120) == 0
+        finally:
+            other.kill()

@@ -136,15 +136,21 @@ def test_weights_in_another_storage(folder):
     near({"y": logits(model)}, {"y": expected}, EXACT)
 
 
-def test_a_patched_model_is_compiled_around_its_layers(folder):
+@pytest.mark.parametrize("part", ["", "mlp.up_proj"], ids=["layers", "adapters"])
+def test_a_patched_model_is_compiled_around_its_layers(folder, part):
     torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
     model = quantized_model(folder, "nf4")
+    if part:
+        adapted(model)
     patch(model)
-    expected = logits(model)
-    compiled = torch.compile(model, backend="aot_eager")
-    with torch.no_grad():
-        found = compiled.eval()(input_ids=texts("whole")["input_ids"], use_cache=False).logits
-    near({"y": found}, {"y": expected}, EXACT)
+    expected = step(model)
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend="aot_eager")
+    near(step(model), expected, EXACT)
+    assert breaks
+    assert all("a quantized weight cannot be in a graph" in why for why in breaks)
 
 
 def test_copies_compute_with_their_own_weights(folder):

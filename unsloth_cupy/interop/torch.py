@@ -99,6 +99,13 @@ def _untraced(function: F) -> F:
     return function
 
 
+def outside_of_graphs(function: Any) -> Any:
+    """Make a function that reads quantized weights break a graph of dynamo, which runs it whole."""
+    _untraced(function)
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, NO_GRAPH
+    return function
+
+
 def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op on tensors; the library's functions call this."""
     try:
@@ -133,8 +140,7 @@ def _generate(op: Any) -> Callable[..., Any]:
     if any(map(is_weight, op.contract.inputs)):
         scope["check_outside"] = functools.partial(_check_outside, op)
         _write("call outside of graphs", op, call_source(op, order, outside=True))
-        disabled = _untraced(scope["outside"])
-        disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, NO_GRAPH
+        outside_of_graphs(scope["outside"])
     op.in_torch = scope["call"]
     if op.backward is not None:
         behind = op.backward

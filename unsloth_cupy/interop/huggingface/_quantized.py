@@ -9,7 +9,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...ops.quantized.int8_linear import Rounding
 from ..quantized_layers import EIGHT, FOUR, kind_of, weight_of
-from ..torch import linear
+from ..torch import linear, outside_of_graphs
 from ._trials import Candidate, Refused, draw
 
 Forward = Callable[..., Any]
@@ -44,6 +44,7 @@ def computed_in(layer: Any, dtype: torch.dtype) -> torch.dtype:
 def _four_bits(plain: Forward) -> Forward:
     """Return the forward of a layer in 4 bits, around its own one."""
 
+    @outside_of_graphs
     def forward(self: Any, x: Any) -> Any:
         weight = base_of(self, x)
         if weight is None:
@@ -60,6 +61,7 @@ def _four_bits(plain: Forward) -> Forward:
 def _eight_bits(plain: Forward) -> Forward:
     """Return the forward of a layer in 8 bits, around its own one."""
 
+    @outside_of_graphs
     def forward(self: Any, x: Any) -> Any:
         weight = base_of(self, x)
         return plain(self, x) if weight is None else linear(x, weight, _bias(self, x))
@@ -86,6 +88,7 @@ def base_of(layer: Any, x: Any) -> Any:
     return Rounding(weight, float(layer.state.threshold) or None)
 
 
+@outside_of_graphs
 def adapted_base(layer: Any, x: Any) -> Any:
     """Return the weight of an adapter's base layer; None if the layer must run its own forward.
 

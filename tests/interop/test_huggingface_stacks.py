@@ -47,6 +47,17 @@ def test_compiled_with_breaks_in_all_layers(family):
     expected = step(model)
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        layer.compile(backend="aot_eager")
+    near(step(model), expected)
+
+
+@quiet
+def test_a_loss_is_compiled_behind_a_break():
+    torch._dynamo.reset()
+    model = model_of("gemma2")
+    patch(model)
+    expected = step(model)
+    model.model.forward = torch.compiler.disable(model.model.forward)
     near(step(model, call=torch.compile(model, backend="aot_eager")), expected)
 
 

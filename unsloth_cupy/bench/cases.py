@@ -240,10 +240,11 @@ class Call(NamedTuple):
         }
 
 
-def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False) -> Call:
+def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False, random: bool = True) -> Call:
     """Return a call with random float32 arrays on the host, writable.
 
-    ``optional`` also draws every optional array that a signature says how to draw.
+    ``optional`` also draws every optional array that a signature says how to draw. Without
+    ``random``, what can have any value is zero, which takes less time.
     """
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
@@ -258,7 +259,7 @@ def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False) -> Call:
             array = np.array(create())
             arrays[operand.name] = array.astype(np.float32) if array.dtype.kind == "f" else array
         else:
-            arrays[operand.name] = _random(operand, known, rng)
+            arrays[operand.name] = _array(operand, known, rng if random else None)
     return Call(op, arrays, {name: known[name] for name in op.options & known.keys()})
 
 
@@ -266,8 +267,11 @@ def _drawable(operand: Operand) -> bool:
     return operand.kind in (*DIFFERENTIABLE, "table", "bool") or operand.below is not None
 
 
-def _random(operand: Operand, known: dict[str, Any], rng: np.random.Generator) -> Any:
+def _array(operand: Operand, known: dict[str, Any], rng: np.random.Generator | None) -> Any:
     shape = shape_of(operand, known) or ()
+    if rng is None:
+        kinds = {"bool": np.bool_, "code": np.int8, "int": np.int64}
+        return np.zeros(shape, kinds.get(operand.kind, np.float32))
     if operand.kind == "bool":
         return rng.random(shape) < 0.7
     if operand.kind == "code":

@@ -71,7 +71,7 @@ def explain(
     for line in composed([what]):
         click.echo(line)
     for op in chosen(what):
-        call = draw(op, DEVICE_SCALES[0]).cast(kind)
+        call = draw(op, DEVICE_SCALES[0], random=False).cast(kind)
         function: Any = op
         click.echo(str(explained(function, **call.arrays, **call.options, device=card)))
 

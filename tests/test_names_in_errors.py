@@ -139,13 +139,12 @@ FUNCTIONS = [
 
 def wrong(value: Any) -> Iterator[Any]:
     """Yield what an argument may not be in place of a value."""
-    yield from (object(), "x", [1.0, 2.0], 1)
+    yield object()
     if isinstance(value, np.ndarray):
-        yield from (value.astype(np.int16), value.astype(np.complex64), value.astype(np.float16))
+        yield from (1, value.astype(np.int16), value.astype(np.float16), value * 0 + 99)
         yield from (np.ones((3, 1, 5, 1, 2), value.dtype), value.repeat(2, axis=-1))
-        yield value * 0 + value.dtype.type(99)
     else:
-        yield from (-1, float("nan"), True, (), 2**70)
+        yield from ("x", 1, -1, float("nan"), True)
 
 
 @pytest.mark.parametrize("name", sorted({*FUNCTIONS, *COMPOSED}))

@@ -48,7 +48,7 @@ def groups() -> dict[str, list[str]]:
 def exported(module: str) -> list[str]:
     """Return the functions and classes that a module re-exports, read from its text."""
     text = (Path(unsloth_cupy.__file__).parents[1] / module.replace(".", "/")).with_suffix("")
-    names = re.findall(r"^from .* as (\w+)$", (text / "__init__.py").read_text(), re.M)
+    names = re.findall(r"^ *from .* as (\w+)$", (text / "__init__.py").read_text(), re.M)
     return [name for name in names if not name.isupper()]
 
 

@@ -6,7 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
-pytest.importorskip("bitsandbytes", reason="needs the extra `peers` (bitsandbytes)")
 
 from unsloth_cupy.interop import huggingface, quantized_layers  # noqa: E402
 from unsloth_cupy.interop.huggingface import patch, unpatch  # noqa: E402

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs the extra `peers` (transformer
 
 from unsloth_cupy.errors import ConfigError, FrameworkError  # noqa: E402
 from unsloth_cupy.interop import huggingface  # noqa: E402
-from unsloth_cupy.interop.huggingface import PatchCallback, _loss, patch, unpatch  # noqa: E402
+from unsloth_cupy.interop.huggingface import _loss, patch, unpatch  # noqa: E402
 
 from .families import model_of, step  # noqa: E402
 
@@ -38,7 +38,7 @@ def test_parts_that_are_not_known_are_named():
     ):
         patch(model, parts=["norm", "heads"])
     with pytest.raises(ConfigError, match=r"parts=\['heads'\] are not known"):
-        PatchCallback(parts="heads")
+        huggingface.PatchCallback(parts="heads")
     assert state(model) == before
 
 

@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
 
-from unsloth_cupy.interop.huggingface import PatchCallback, patch, unpatch  # noqa: E402
+from unsloth_cupy.interop import huggingface  # noqa: E402
+from unsloth_cupy.interop.huggingface import patch, unpatch  # noqa: E402
 from unsloth_cupy.interop.huggingface._changes import own_forward  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
@@ -311,7 +312,7 @@ def test_trainer_learns_the_same(tmp_path):
     rows = [{key: value[0] for key, value in texts("whole").items() if key != "use_cache"}] * 8
     losses = []
     for how in ("plain", "patched", "callback", "added"):
-        model, callback = model_of("llama"), PatchCallback()
+        model, callback = model_of("llama"), huggingface.PatchCallback()
         if how == "patched":
             patch(model)
         arguments = transformers.TrainingArguments(
@@ -385,7 +386,7 @@ def test_trl_tunes_and_prefers_the_same(tmp_path, monkeypatch):
     losses = []
     for patched in (False, True):
         model, other = model_of("llama"), model_of("llama")
-        callbacks = [[PatchCallback()] if patched else [] for _ in range(2)]
+        callbacks = [[huggingface.PatchCallback()] if patched else [] for _ in range(2)]
         tuning = trl.SFTConfig(str(tmp_path), max_length=None, padding_free=True, **common)
         words = tokenizer()
         adapter = peft.LoraConfig(target_modules="all-linear", init_lora_weights="olora", r=4)

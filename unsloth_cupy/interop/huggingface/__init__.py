@@ -9,8 +9,24 @@ Models are not recognised by name.  A part is replaced if its structure is known
 that the op computes the same as the part; every other part stays as it is.
 """
 
-from ._callback import PatchCallback as PatchCallback
+import typing
+
 from ._patch import PARTS as PARTS
 from ._patch import patch as patch
 from ._patch import unpatch as unpatch
 from ._report import Report as Report
+
+if typing.TYPE_CHECKING:
+    from ._callback import PatchCallback as PatchCallback
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name == "PatchCallback":  # a callback of transformers imports peft, bitsandbytes and more
+        from ._callback import PatchCallback
+
+        return PatchCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "PatchCallback"})

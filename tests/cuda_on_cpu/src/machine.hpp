@@ -29,7 +29,7 @@ namespace emu {
 // Agents work asynchronously to threads: the tensor cores of 8 warpgroups of every block, then TMA,
 // whose copies take turns between kCopyAgents agents.
 constexpr int kMaxThreads = 1024, kMaxCluster = 8, kWarpgroups = 8, kCopyAgents = 16;
-constexpr int kStack = 128 << 10;
+constexpr int kStack = 256 << 10;
 constexpr int kIdle = 50'000;  // more polls than this without a fiber being woken are a deadlock
 constexpr int kPending = 0xffff;  // shadow owner of bytes that a pending cp.async will write
 constexpr int kInstructionPointer = -1;  // Where::line when Where::file is a code address

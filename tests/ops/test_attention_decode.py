@@ -160,8 +160,8 @@ class TestAttentionPaged(KernelParity):
 def test_random_schedules(number: int, seed: int) -> None:
     """Whatever order threads and blocks run in."""
     run = lambda function: _within(function, seed=seed)  # noqa: E731
-    case = TestAttentionDecode.cases[number]
-    _compare_kernels(OPS["attention_forward"], case, KERNEL_DTYPES[seed % 3], run, np.asarray)
+    case, dtype = TestAttentionDecode.cases[number], KERNEL_DTYPES[seed % 3]
+    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -186,7 +186,7 @@ def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, bu
 def test_kernels_of_every_budget(budget: int, dim: int, dtype: Any) -> None:
     case = Case("", **GROUPED, queries=2, keys=270, dim=dim, value_dim=dim, causal=True)
     run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731
-    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray)
+    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
 def drawn(dtype: Any, *shapes: tuple[int, ...]) -> list[np.ndarray]:

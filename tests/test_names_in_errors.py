@@ -42,7 +42,7 @@ def lora_linears(x: Any, **layer: Any) -> Any:
     return uc.lora_linears(x, [uc.LoraLayer(**layer)])
 
 
-# Public functions that are no op, and do not take the arrays of one.
+# Public functions whose arguments are not those of an op.
 COMPOSED: Calls = {
     "lora_linear": (uc.lora_linear, LORA),
     "lora_linears": (lora_linears, LORA),
@@ -111,7 +111,7 @@ WITHOUT_ARRAYS = {  # or they take functions
 
 
 def op_of(name: str) -> Any:
-    """Return the op whose arrays a public function takes; None if there is no such op."""
+    """Return the op whose arrays a public function takes, or None."""
     likely = name, f"{name}_forward", f"{name.removesuffix('_')}_over_"
     return next((OPS[each] for each in likely if each in OPS), None)
 

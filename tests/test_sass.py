@@ -484,7 +484,7 @@ def test_the_page_says_what_attention_compiles_to() -> None:
         written[tuple(cells[:3])] = cells
     for line in map(row, Sample.one_in(11, shown())):
         cells = line.strip("| ").split(" | ")
-        told = written[tuple(cells[:3])]
+        expected = written[tuple(cells[:3])]
         cure = f"{line}: python -m tests.sass --write"
-        assert [*cells[:5], *cells[7:]] == [*told[:5], *told[7:]], cure
-        assert abs(int(cells[5]) - int(told[5])) <= budget.REGISTER_UNIT, cure
+        assert [*cells[:5], *cells[7:]] == [*expected[:5], *expected[7:]], cure
+        assert abs(int(cells[5]) - int(expected[5])) <= budget.REGISTER_UNIT, cure

@@ -1,7 +1,7 @@
 """Fixtures and hooks of pytest for all tests.
 
-A run of the whole suite takes one dtype of each case of an emulated kernel, and another one after
-the next commit; a run of some files, or one with ``--sample all``, takes all dtypes.
+A run of the whole suite takes a sample of the cases of emulated kernels, and another one after the
+next commit; a run of some files, or one with ``--sample all``, takes all of them.
 """
 
 import gc
@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # a run of more tests than this is one of the whole suite
 TOPICS = 16  # of the 79 in Python's documentation
-FEW = 4  # a class of no more cases than this has all of them in every run
+TURNS = 24  # days in which the samples contain every test of emulated kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,22 +93,39 @@ def emulates_a_case(item: pytest.Item) -> bool:
     return named and getattr(item, "cls", None) is not None
 
 
-def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """Return one emulated test of each case; its dtype depends on the day, not on the tests' order.
+def features_of(item: pytest.Item) -> set[object]:
+    """Return a test's class and, unless an axis is empty, its dtype, operands and options."""
+    from unsloth_cupy.core.op import OPS  # it imports NumPy
 
-    Of a class with many cases, every second case: six days cover each case in every dtype.
+    case, dtype = item.callspec.params["case"], item.callspec.params["dtype"]
+    known = OPS[item.cls.op].options
+    options = {repr((name, value)) for name, value in case.both.items() if name in known}
+    sizes = [size for name, size in case.both.items() if name not in known]
+    if any(0 in (size if isinstance(size, list) else [size]) for size in sizes):
+        return {item.cls, "empty"}  # it launches nothing
+    return {item.cls, str(dtype), case.gaps, *case.given, *case.arrays, *options}
+
+
+def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
+    """Return few of the emulated tests which together have every feature that any of them has.
+
+    One in ``TURNS`` is among them in any case, another one on the next day, so that each has its
+    turn; the others depend on the day too, and none on the order of the tests.
     """
-    emulated = sorted(filter(emulates_a_case, items), key=lambda item: item.nodeid)
-    classes: dict[type, dict[str, list[pytest.Item]]] = {}
-    for item in emulated:
-        cases = classes.setdefault(item.cls, {})
-        cases.setdefault(item.callspec.params["case"].label, []).append(item)
+    ops: dict[str, list[pytest.Item]] = {}
+    for item in sorted(filter(emulates_a_case, items), key=lambda item: item.nodeid):
+        ops.setdefault(item.cls.op, []).append(item)
     chosen = []
-    for cases in classes.values():
-        step = 2 if len(cases) > FEW else 1
-        for n, dtypes in enumerate(cases.values()):
-            if (n + day) % step == 0:
-                chosen.append(dtypes[(day + n) % len(dtypes)])
+    for tests in ops.values():
+        first, end = (at * len(tests) // TURNS for at in (day, day + 1))
+        start = first % len(tests)
+        order = [(item, features_of(item)) for item in tests[start:] + tests[:start]]
+        missing = set().union(*(features for _, features in order))
+        turn = order[: end - first]
+        while turn or missing:
+            best = turn.pop() if turn else max(order, key=lambda pair: len(pair[1] & missing))
+            missing -= best[1]
+            chosen.append(best[0])
     return chosen
 
 

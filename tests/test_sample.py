@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from . import sample
-from .conftest import FEW, sampled, skip_what_needs_a_gpu
-from .parity import KernelParity
+from .conftest import TURNS, features_of, sampled, skip_what_needs_a_gpu
+from .parity import Case, KernelParity
 
 TESTS = Path(__file__).parent
 CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today)\(")
@@ -21,38 +21,58 @@ CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today
 DATED = {"hardware/__main__.py", "hardware/attention.py", "hardware/session.py"}
 
 
-def emulated(cls: type, label: str, dtype: str) -> Any:
+def emulated(cls: type, case: Case, dtype: str) -> Any:
     """Return a stand-in for pytest's item of a case in a dtype, with what ``sampled`` reads."""
-    case = SimpleNamespace(label=label)
     return SimpleNamespace(
-        nodeid=f"{cls.__name__}[{label}-{dtype}]",
+        nodeid=f"{cls.__name__}[{case.label}-{dtype}]",
         cls=cls,
         originalname="test_emulated_kernels",
-        callspec=SimpleNamespace(params={"case": case}),
+        callspec=SimpleNamespace(params={"case": case, "dtype": dtype}),
     )
 
 
-@pytest.mark.parametrize("count", [FEW, FEW + 1])
-def test_the_order_of_tests_changes_no_sample(count: int) -> None:
-    """Even if pytest-randomly shuffles tests before; of many cases a run takes every second."""
-    classes = [type(name, (KernelParity,), {}) for name in ("TestA", "TestB")]
-    items = [
-        emulated(cls, str(label), dtype)
-        for cls in classes
-        for label in range(count)
+def items_of(*ops: str) -> list[Any]:
+    """Return stand-ins for two classes of each op, with 19 cases, of which two launch nothing."""
+    cases = [Case(f"{rows} rows", rows=[rows], columns=5) for rows in range(1, 15)]
+    cases += [Case("no columns", rows=[1], columns=0), Case("no rows", rows=[0], columns=5)]
+    cases += [Case("gaps", gaps=True, rows=[2]), Case("eps", rows=[2], eps=0.5)]
+    cases += [Case("weight", given=("weight",), rows=[2])]
+    return [
+        emulated(cls, case, dtype)
+        for op in ops
+        for cls in (type(name, (KernelParity,), {"op": op}) for name in (f"A{op}", f"B{op}"))
+        for case in cases
         for dtype in ("float16", "bfloat16", "float32")
     ]
+
+
+def test_the_order_of_tests_changes_no_sample() -> None:
+    """Even if pytest-randomly shuffles tests before."""
+    items = items_of("rms_norm_forward", "add")
     for day in range(6):
         first = {item.nodeid for item in sampled(items, day)}
-        assert len(first) in (
-            (2 * count,) if count <= FEW else (2 * (count // 2), 2 * (count // 2 + 1))
-        )
         for seed in range(3):
             shuffled = random.Random(seed).sample(items, len(items))
             assert {item.nodeid for item in sampled(shuffled, day)} == first
-    days = 3 if count <= FEW else 6
-    taken = [item.nodeid for day in range(days) for item in sampled(items, day)]
-    assert sorted(taken) == sorted(item.nodeid for item in items)  # each takes its turn
+
+
+def test_a_sample_has_every_class_dtype_operand_and_option() -> None:
+    items = items_of("rms_norm_forward")
+    features = set().union(*map(features_of, items))
+    assert {"bfloat16", "weight", True, "empty", "('eps', 0.5)"} < features
+    assert not any("columns" in str(feature) for feature in features)
+    for day in range(TURNS):
+        chosen = sampled(items, day)
+        assert set().union(*map(features_of, chosen)) == features
+        assert len(chosen) < len(items) / 6
+        launched = [item for item in chosen if "float32" in item.nodeid]
+        assert any("empty" not in features_of(item) for item in launched)
+
+
+def test_each_test_has_its_turn() -> None:
+    items = items_of("rms_norm_forward", "add")
+    taken = {item.nodeid for day in range(100, 100 + TURNS) for item in sampled(items, day)}
+    assert taken == {item.nodeid for item in items}
 
 
 def test_what_takes_turns_is_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:

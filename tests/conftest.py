@@ -60,11 +60,17 @@ def shorten_the_default_text() -> None:
     topics.topics = dict(islice(topics.topics.items(), TOPICS))
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all objects alive by now, modules and tests, from garbage collection."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Exclude what collection leaves alive, modules and tests, from garbage collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000)
+        gc.enable()
 
 
 def pytest_report_header() -> str:

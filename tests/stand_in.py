@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import mmap
 import os
 import re
 import sys
@@ -50,6 +51,7 @@ LIMITS = {
     "120": (1536, 24, 100 << 10, 99 << 10, 170),
 }
 CLUSTER_LAUNCH = 120  # cudaDevAttrClusterLaunch, for which CuPy has no name
+LARGE = 1 << 17  # bytes
 GRAIN = 512  # bytes: CuPy's pool rounds sizes up to a multiple of it
 # Functions whose result has a size that depends on values, for which the host waits.
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}
@@ -82,6 +84,12 @@ def _check(path: str, keywords: Any) -> None:
 def _count(shape: Any) -> int:
     """Return the number of elements of a shape, which may be one number."""
     return math.prod(shape) if isinstance(shape, tuple | list) else int(shape)
+
+
+def _zeros(count: int, dtype: np.dtype[Any]) -> Any:
+    """Return zeros; a large array takes pages of memory only where it is written."""
+    size = count * dtype.itemsize
+    return np.zeros(count, dtype) if size < LARGE else np.frombuffer(mmap.mmap(-1, size), dtype)
 
 
 class HostReadError(AssertionError):
@@ -137,7 +145,7 @@ class Machine:
     def new(self, shape: Any, dtype: Any, shift: int = 0) -> "Array":
         """Return a new array of zeros, which the current stream creates, as in CuPy."""
         dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
-        buffer = np.zeros(shift + _count(shape), dtype)
+        buffer = _zeros(shift + _count(shape), dtype)
         values = buffer[shift:].reshape(shape)
         return Array(shape, dtype, of=values, memory=Memory(self, shape, dtype))
 

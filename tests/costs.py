@@ -181,7 +181,7 @@ def write(why: str, names: Iterable[str] = ()) -> None:
     for name in list(names) or known:
         line = measured(name)
         if name in lines and lines[name] != line:
-            head["reasons"][name] = why
+            head["reasons"] = {**head["reasons"], name: why}
         lines[name] = line
     head |= {"python": PYTHON, "compiler": compiler_version()}
     head["reasons"] = {name: reason for name, reason in head["reasons"].items() if name in known}

@@ -6,6 +6,7 @@
 ``python -m tests.costs --new`` adds the lines of new ops and kernels to both parts.
 """
 
+import functools
 import json
 import re
 import tomllib
@@ -26,8 +27,13 @@ def texts() -> dict[str, str]:
 
 
 def read(part: str) -> dict[str, Any]:
-    """Return the values of a part."""
-    return dict(tomllib.loads(FILE.read_text(encoding="utf-8"))[part])
+    """Return the values of a part, which its readers share."""
+    return dict(_parsed(FILE.read_text(encoding="utf-8"))[part])
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(text: str) -> dict[str, Any]:
+    return tomllib.loads(text)
 
 
 def replace(part: str, lines: Iterable[str]) -> None:

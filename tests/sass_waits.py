@@ -12,7 +12,7 @@ may test.
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from .compiled.uniform import lines
@@ -24,8 +24,14 @@ METHODS = {
     "cp.async": (r"LDGSTS", r"LDGSTS", r"DEPBAR\.LE", r"LDS\b|LDSM"),
     "TMA": (r"UTMALDG", r"SYNCS\.ARRIVE", r"SYNCS\.PHASECHK", r"HGMMA"),
 }
-ENDS = r"EXIT|RET|KILL"  # without a predicate, no instruction follows them; nor does one follow BRA
+# Without a predicate, no instruction follows these; nor does one follow BRA.
+ENDS = re.compile("EXIT|RET|KILL")
 NAMES = re.compile(r"\b(?:UR|R|UP|P)\d+\b")  # registers and predicates
+COMPARES = re.compile(r"U?ISETP|PLOP3\.LUT$")
+COPIES = re.compile(r"U?MOV|R2UR|IMAD\.(MOV|U32|MOV\.U32)")
+LABEL = re.compile(r"\s*([.$\w]+):")
+LINE = re.compile(r"\s*/\*\w+\*/\s+(?:@(!?\w+) )?([A-Z][\w.]*)\s*([^;]*);")
+JUMPS = re.compile(r"BRA|CALL|JMP|WARPSYNC\.COLLECTIVE")
 PREDICATES = {f"{kind}{n}" for kind in ("P", "UP") for n in range(8)}
 
 
@@ -74,10 +80,10 @@ class Step(NamedTuple):
 
         An exclamation mark before the latter negates it.
         """
-        ops = self.parts
-        if self.guard or "64" in self.name:
+        if self.guard or "64" in self.name or not COMPARES.match(self.name):
             return None
-        if re.match("U?ISETP", self.name) and (*ops[1:2], *ops[4:]) in (("PT",) * 2, ("UPT",) * 2):
+        ops = self.parts
+        if self.name != "PLOP3.LUT" and (*ops[1:2], *ops[4:]) in (("PT",) * 2, ("UPT",) * 2):
             return ops[0], f"{self.name.lstrip('U')} {ops[2]} {ops[3]}"
         if self.name == "PLOP3.LUT" and [*ops[1:4], *ops[6:]] == [*["PT"] * 3, "0x0"]:
             known = {"0x80": ops[4], "0x40": f"!{ops[4]}"}.get(ops[5])
@@ -87,11 +93,12 @@ class Step(NamedTuple):
     @property
     def copies(self) -> tuple[str, ...]:
         """The destination and source register of a plain copy; empty for other instructions."""
+        if self.guard or not COPIES.fullmatch(self.name):
+            return ()
         ops = self.parts
         if self.name.startswith("IMAD") and ops[1:3] == ["RZ", "RZ"]:
             ops = [ops[0], *ops[3:]]
-        one = re.fullmatch(r"U?MOV|R2UR|IMAD\.(MOV|U32|MOV\.U32)", self.name) and not self.guard
-        return (*ops,) if one and len(ops) == 2 and all(map(NAMES.fullmatch, ops)) else ()
+        return (*ops,) if len(ops) == 2 and all(map(NAMES.fullmatch, ops)) else ()
 
     @property
     def tests(self) -> str:
@@ -172,16 +179,16 @@ class Kernel:
         """Parse the output of nvdisasm; instructions under @!PT never run and become NOP."""
         lines, labels = list[tuple[str, str, str]](), dict[str, int]()
         for line in text.splitlines():
-            if label := re.match(r"\s*([.$\w]+):", line):
+            if label := LABEL.match(line):
                 labels[label[1]] = len(lines)
-            elif m := re.match(r"\s*/\*\w+\*/\s+(?:@(!?\w+) )?([A-Z][\w.]*)\s*([^;]*);", line):
+            elif m := LINE.match(line):
                 lines.append((m[1] or "", m[2], m[3]))
         steps = []
         for number, (guard, name, operands) in enumerate(lines):
-            jump = re.match(r"BRA|CALL|JMP|WARPSYNC\.COLLECTIVE", name)
-            to = [labels[t] for t in re.findall(r"`\(([^)]*)\)", operands) if jump and t in labels]
+            named = re.findall(r"`\(([^)]*)\)", operands) if JUMPS.match(name) else ()
+            to = [labels[label] for label in named if label in labels]
             sure = name.startswith("BRA") and re.fullmatch(r"`\([^)]*\)\s*", operands)
-            ends = not guard and (sure or re.match(ENDS, name))
+            ends = not guard and (sure or ENDS.match(name))
             to += [] if ends or number + 1 == len(lines) else [number + 1]
             steps.append(Step("NOP" if guard == "!PT" else name, operands, (*to,), guard))
         return cls(steps)
@@ -400,7 +407,9 @@ ALONE = r"U"  # TMA's: SASS issues them in a loop over the requesting lanes, whi
 Waits = dict[str, list[tuple[int, ...]]]
 
 
-def passed(follow: Sequence[Sequence[int]], starts: Iterable[int], waits: int) -> list[int]:
+def passed(
+    follow: Sequence[Sequence[int]], starts: Iterable[int], waits: Mapping[int, int]
+) -> list[int]:
     """Return for each instruction, as bits, the waits on every path to it from ``starts``.
 
     All bits are set for an instruction that no path reaches.
@@ -410,12 +419,24 @@ def passed(follow: Sequence[Sequence[int]], starts: Iterable[int], waits: int) -
         into[number] = 0
     while left:
         number = left.pop()
-        behind = into[number] | (waits & 1 << number)
+        behind = into[number] | waits.get(number, 0)
         for to in follow[number]:
             if into[to] & ~behind:
                 into[to] &= behind
                 left.append(to)
     return into
+
+
+def between(follow: Sequence[Sequence[int]], kept: Collection[int]) -> list[list[int]]:
+    """Return the successors of each instruction, without those that one other always follows.
+
+    Instructions in ``kept`` stay.
+    """
+    ends = [*range(len(follow))]
+    for number, to in reversed([*enumerate(follow)]):
+        if number not in kept and len(to) == 1 and to[0] > number:
+            ends[number] = ends[to[0]]
+    return [[ends[to] for to in each] for each in follow]
 
 
 def waited(names: Sequence[str], follow: Sequence[Sequence[int]], language: int) -> Waits:
@@ -426,24 +447,27 @@ def waited(names: Sequence[str], follow: Sequence[Sequence[int]], language: int)
     SASS, 1 for PTX.
     """
 
-    def bits(pattern: str) -> int:
-        return sum(1 << n for n, name in enumerate(names) if re.match(pattern, name))
+    def named(pair: tuple[str, str]) -> list[int]:
+        return [n for n, name in enumerate(names) if re.match(pair[language], name)]
 
-    kinds = [bits(pair[language]) for pair in BEFORE.items()]
-    first = passed(follow, [0], sum(kinds))
+    kinds, operations = [*map(named, BEFORE.items())], [*map(named, BEHIND.items())]
+    waits = {number: 1 << bit for bit, number in enumerate(chain(*kinds))}
+    masks = [sum(waits[number] for number in kind) for kind in kinds]
+    follow = between(follow, {*waits, *chain(*operations)})
+    first = passed(follow, [0], waits)
 
     def counts(number: int, alone: bool) -> tuple[int, ...]:
-        masks = [first[number]]
-        masks += [] if alone else [passed(follow, follow[number], sum(kinds))[number]]
-        return tuple((m & kind).bit_count() if m >= 0 else -1 for m in masks for kind in kinds)
+        before = [first[number]]
+        before += [] if alone else [passed(follow, follow[number], waits)[number]]
+        return tuple((b & mask).bit_count() if b >= 0 else -1 for b in before for mask in masks)
 
     return {
-        pair[0]: sorted(
-            counts(number, re.match(ALONE, pair[0]) is not None)
-            for number, name in enumerate(names)
-            if re.match(pair[language], name) and first[number] >= 0
+        name: sorted(
+            counts(number, re.match(ALONE, name) is not None)
+            for number in several
+            if first[number] >= 0
         )
-        for pair in BEHIND.items()
+        for name, several in zip(BEHIND, operations, strict=True)
     }
 
 

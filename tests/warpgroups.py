@@ -190,9 +190,10 @@ def seldom(body: list[str]) -> tuple[list[str], list[str]]:
     """Split a loop into the lines that always run and its longest branch: the rescaling."""
     best = 0, 0
     for number, line in enumerate(body):
-        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        ends = [n for n, other in enumerate(body) if branch and other.strip() == f"{branch[1]}:"]
-        best = max([best, *((number + 1, end) for end in ends)], key=lambda span: span[1] - span[0])
+        if branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line):
+            ends = [n for n, other in enumerate(body) if other.strip() == f"{branch[1]}:"]
+            spans = [best, *((number + 1, end) for end in ends)]
+            best = max(spans, key=lambda span: span[1] - span[0])
     return body[: best[0]] + body[best[1] :], body[best[0] : best[1]]
 
 

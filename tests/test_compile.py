@@ -10,7 +10,7 @@ import importlib
 import io
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,11 +36,12 @@ from .stand_in import LIMITS, gpu, static_memory
 from .variants import (
     ARCHITECTURES,
     Form,
-    Variant,
+    architectures,
     call,
     constants,
     declared,
     of_kernel,
+    of_today,
     variants,
 )
 
@@ -52,13 +53,6 @@ core = importlib.import_module("cupy._core.core")
 
 EXAMPLES = Path(__file__).parent / "emulator/kernels"
 HEAD, LINES = budget.read()
-
-
-def asked(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
-    """Return the variants to compile: one, if it is the turn of the architecture."""
-    several = of_kernel(kernel, arch)
-    at = (day // len(ARCHITECTURES) + ARCHITECTURES.index(arch) * 7) % max(len(several), 1)
-    return several if Sample.all else several[at : at + 1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +76,7 @@ def turns() -> list[tuple[str, str]]:
     """Return the kernels of a run, each with one architecture, and with the next after a commit."""
     pairs = []
     for number, kernel in enumerate(declared()):
-        archs = ("90",) if kernel.endswith("_sm90") else ARCHITECTURES
+        archs = architectures(kernel)
         chosen = archs if Sample.all else (archs[(number + Sample.day) % len(archs)],)
         pairs += [(kernel, arch) for arch in chosen]
     return pairs
@@ -113,7 +107,7 @@ def test_a_block_has_the_registers_that_its_warpgroups_ask_for(kernel: str) -> N
 @pytest.mark.parametrize(("kernel", "arch"), turns())
 def test_ptxas_is_content(kernel: str, arch: str) -> None:
     same_compiler = HEAD["compiler"] == budget.compiler_version()
-    for variant in asked(kernel, arch):
+    for variant in of_today(kernel, arch):
         launch = variant.launch
         used = budget.resources(launch, variant.arch)
         assert used.spilled == used.local == 0, variant
@@ -245,9 +239,11 @@ def test_every_switch_is_on_and_off() -> None:
 @pytest.mark.skipif(Sample.all, reason="all are looked at")
 def test_the_sample_visits_every_variant() -> None:
     for kernel in declared():
-        several = of_kernel(kernel, "86")
-        days = range(0, len(ARCHITECTURES) * len(several), len(ARCHITECTURES))
-        assert {str(v) for day in days for v in asked(kernel, "86", day)} == {*map(str, several)}
+        archs = architectures(kernel)
+        several = of_kernel(kernel, archs[0])
+        days = range(0, len(archs) * len(several), len(archs))
+        seen = {str(v) for day in days for v in of_today(kernel, archs[0], day)}
+        assert seen == {*map(str, several)}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -25,7 +25,7 @@ from .sass import (
     whole,
 )
 from .sass_waits import BEFORE, unwaited, waited_in_ptx, waited_in_sass
-from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
+from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel, of_today
 
 if (reason := budget.missing()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -123,7 +123,7 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     return shown
 
 
-@pytest.mark.parametrize("kernel", Sample.one_in(3, declared()))
+@pytest.mark.parametrize("kernel", Sample.one_in(5, declared()))
 def test_the_hardware_is_told(kernel: str) -> None:
     turn = declared().index(kernel) % len(ARCHITECTURES)
     archs = ARCHITECTURES if Sample.all else ARCHITECTURES[turn : turn + 1]
@@ -340,8 +340,7 @@ WARPGROUP_KERNELS = [kernel for kernel in declared() if kernel.endswith("_sm90")
 @pytest.mark.parametrize("kernel", WARPGROUP_KERNELS)
 def test_warpgroups_wait_in_sass_as_in_ptx(kernel: str) -> None:
     """They wait as often on every path before a product, a copy or an arrival, and in loops."""
-    several = of_kernel(kernel, "90")
-    for variant in several if Sample.all else [several[Sample.day % len(several)]]:
+    for variant in of_today(kernel, "90"):
         asked = waited_in_ptx(ptx(variant.launch.source, kernel, "90a"))
         assert waited_in_sass(disassembled(variant)) == asked, variant
         products = [line for line in asked["HGMMA"] if line[0] == 0]

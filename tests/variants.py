@@ -13,7 +13,7 @@ import itertools
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
 from .cuda_on_cpu.build import kept_file
+from .sample import Sample
 from .stand_in import LIMITS, Launch, Machine, gpu
 
 ARCHITECTURES = tuple(LIMITS)
@@ -363,6 +364,18 @@ def _listed(arch: str) -> tuple[Variant, ...]:
 def of_kernel(kernel: str, arch: str) -> tuple[Variant, ...]:
     """Return the variants of one kernel."""
     return tuple(variant for variant in variants(arch) if variant.kernel == kernel)
+
+
+def architectures(kernel: str) -> tuple[str, ...]:
+    """Return the architectures that a kernel is made for."""
+    return ("90",) if kernel.endswith("_sm90") else ARCHITECTURES
+
+
+def of_today(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
+    """Return one variant of a kernel, another one when it is the architecture's turn; or all."""
+    several = of_kernel(kernel, arch)
+    at = day // len(architectures(kernel)) + ARCHITECTURES.index(arch) * 7
+    return several if Sample.all else [several[at % len(several)]]
 
 
 def declared() -> list[str]:

@@ -13,6 +13,7 @@ agree with the definition:
 where exact is the definition in float64 and plain the definition in the dtype of the case.
 """
 
+import itertools
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -168,6 +169,17 @@ def emulator(**machine: Any) -> AbstractContextManager[None]:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     return using((other_target or Emulator)(**machine))
+
+
+def on_schedules(*seeds: int, **machine: Any) -> Callable[[Callable[[], Arrays]], Arrays]:
+    """Return a function that runs others in the emulator, each on the next of these schedules."""
+    turns = itertools.cycle(seeds)
+
+    def run(function: Callable[[], Arrays]) -> Arrays:
+        with emulator(seed=next(turns), **machine):
+            return function()
+
+    return run
 
 
 class KernelParity(Parity):

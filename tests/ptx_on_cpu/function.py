@@ -295,5 +295,6 @@ def by_rule(f: Function, words: Words, ops: Ops, code: str) -> str:
     named = {n: Operand(f, o, types) for n, o in zip("xyzvw", (*ops, "0"), strict=False)}
     has = collections.defaultdict(lambda: "false", dict.fromkeys(words, "true"))
     here = {name: f.at(name == "line") for name in ("at", "line") if f"{{{name}}}" in code}
-    code = code.format(**here, sums=f.sums(), **types, **named, has=has, words=words)
+    here |= {"sums": f.sums()} if "{sums}" in code else {}
+    code = code.format(**here, **types, **named, has=has, words=words)
     return f.to(target[0], code) if target else code

@@ -20,6 +20,8 @@ from .sample import Sample, commits
 if "PYTEST_XDIST_WORKER" in os.environ:
     for library in ("OPENBLAS", "MKL"):  # torch uses MKL; the library's own threads are unchanged
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+# XLA's own code runs once after it is compiled, which takes twice as long with optimizations.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # a run of more tests than this is one of the whole suite

@@ -41,7 +41,7 @@ from unsloth_cupy.models import load, next_logits
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
 LLAMA = GOLDEN / "models" / "llama"
-STEPS = 60
+STEPS = 40
 SMALL = (
     "--steps", str(STEPS), "--batch", "4", "--tokens", "16", "--layers", "1", "--hidden", "32",
     "--vocabulary", "300", "--evaluate-every", "20", "--save-every", "7", "--lr", "0.01",
@@ -129,7 +129,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nouns, verbs = ["cat", "dog", "fish", "bird", "horse"], ["sees", "hears", "likes", "finds"]
     lines = [
         f"{i}. The {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}."
-        for i in range(600)
+        for i in range(300)
     ]
     path = tmp_path_factory.mktemp("text") / "animals.txt"
     path.write_text("\n\n".join(lines))
@@ -257,7 +257,7 @@ class TestFinetune:
     def test_what_a_run_leaves_and_prints(self, finished: tuple[Path, str]) -> None:
         folder, output = finished
         names = {path.name for path in folder.iterdir()}
-        assert names == {"settings.json", "log.jsonl", "curve.png", "model", "checkpoint-00000060"}
+        assert names == {"settings.json", "log.jsonl", "curve.png", "model", "checkpoint-00000040"}
         assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert {p.name for p in (folder / "model").iterdir()} == {
             "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
@@ -265,7 +265,7 @@ class TestFinetune:
         lines = numbers(folder)
         assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
         held_out = [line for line in lines if "held_out_loss" in line]
-        assert [line["step"] for line in held_out] == [0, 20, 40, 60]
+        assert [line["step"] for line in held_out] == [0, 20, 40]
         last = held_out[-1]
         assert last["held_out_loss"] < held_out[0]["held_out_loss"] - 1
         for said in (f"{last['unigram_baseline']:.3f}", f"{last['held_out_loss']:.3f}", "sampled"):
@@ -397,7 +397,7 @@ class TestFinetune:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         options = ("--text", text, *changed, "--batch", 2, "--tokens", 8, "--steps", 6)
-        often = ("--save-every", 2, "--evaluate-every", 3)
+        often = ("--save-every", 2, "--evaluate-every", 6)
         command = ("finetune", finished[0], *options, *often, "--out")
         assert run(*command, tmp_path / "whole").exit_code == 0
         with stumbling(monkeypatch, 5):
@@ -569,7 +569,7 @@ class TestGenerate:
         result = run("generate", folder, "The dog sees the dog and the dog sees the dog.")
         assert_one_clear_error(result, "the model has 8 positions, which leaves no room")
         assert not result.stdout
-        sizes = ("--tokens", 8, "--batch", 1, "--steps", 1)
+        sizes = ("--tokens", 8, "--batch", 8, "--steps", 1)
         learned = run("finetune", folder, "--text", text, "--out", tmp_path / "run", *sizes)
         assert learned.exit_code == 0, learned.output  # with its sample
 
@@ -661,7 +661,10 @@ def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestPlan:
     @pytest.mark.parametrize("config", [LLAMA, LLAMA / "config.json"])
-    def test_it_says_what_fits(self, config: Path, tmp_path: Path) -> None:
+    def test_it_says_what_fits(
+        self, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(plan_tables, "CARDS", (141,))
         plot = tmp_path / "plan.png"
         result = run("plan", config, "--batch", 2, "--tokens", 64, "--plot", plot)
         assert result.exit_code == 0, result.output
@@ -739,7 +742,8 @@ class TestPlan:
         assert result.exit_code == 0, result.output
         assert result.output.count("too large") == 6
 
-    def test_savings_fit_more(self, tmp_path: Path) -> None:
+    def test_savings_fit_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(plan_tables, "CARDS", (16,))
         config = json.loads((LLAMA / "config.json").read_text())
         wider = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4}
         wider |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
@@ -893,7 +897,7 @@ def test_a_full_disk_is_one_clear_error(
     def full(*arguments: object, **options: object) -> None:
         raise SafetensorError("No space left on device")
 
-    command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
+    command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL, "--steps", 8)
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.numpy.save_file", full)
         assert_one_clear_error(run(*command), "No space left on device; make room on its disk")
@@ -901,14 +905,11 @@ def test_a_full_disk_is_one_clear_error(
 
 
 def test_a_disk_too_small_for_the_run_is_known_before_the_first_step(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, str], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
-    kept = tmp_path / "free"
-    assert run(*(kept if word == tmp_path / "run" else word for word in command)).exit_code == 0
-    saved = [path.stat().st_size for path in (kept / "model").glob("*.safetensors")]
     with monkeypatch.context() as patch:
-        used = shutil.disk_usage(tmp_path)._replace(free=4 * sum(saved))
+        used = shutil.disk_usage(tmp_path)._replace(free=4 * len(weights(finished[0])))
         patch.setattr(shutil, "disk_usage", lambda path: used)
         said = "the run, with two checkpoints, takes"
         assert_one_clear_error(run(*command), said)
@@ -922,12 +923,11 @@ def test_a_loss_above_the_baseline_is_called_so(text: Path, tmp_path: Path) -> N
 
 
 def test_weights_that_explode_are_no_warnings(text: Path, tmp_path: Path) -> None:
+    """Here a warning would be another error, as in every test."""
     command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
-    process = start(*command, "--lr", 1e6, "--max-norm", 1e9)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Warning" not in errors
-    assert "try a smaller --lr" in errors
+    result = run(*command, "--lr", 1e6, "--max-norm", 1e9)
+    assert result.exit_code == 1
+    assert_one_clear_error(result, "try a smaller --lr")
 
 
 def test_tables_stay_whole_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Kernels compiled ahead are those that are asked for, and what is damaged is made again."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -114,19 +113,24 @@ def test_what_a_writer_left_unfinished_is_not_found(
     assert [*tmp_path.rglob(".*")] == []
 
 
-def write_and_read(root: Path) -> bool:
-    """Write other bytes again and again; say whether all that is found is whole."""
-    fine = True
-    for n in range(50):
-        cache.keep(root, key("source"), bytes([n]) * 10_000)
-        found = cache.find(root, key("source"))
-        fine = fine and found is not None and len({*found.read_bytes()}) == 1
-    return fine
+WRITE_AND_READ = """
+import sys
+from pathlib import Path
+from unsloth_cupy.compiled import cache
+root, key = Path(sys.argv[1]), sys.argv[2]
+for n in range(50):
+    cache.keep(root, key, bytes([n]) * 10_000)
+    found = cache.find(root, key)
+    assert found is not None
+    assert len({*found.read_bytes()}) == 1
+"""
 
 
 def test_many_processes_write_one_entry(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.map(write_and_read, [tmp_path] * 3) == [True] * 3
+    """Each writes other bytes again and again; all that is found is whole."""
+    command = [sys.executable, "-c", WRITE_AND_READ, str(tmp_path), key("source")]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0] * 3
 
 
 def cupy_of(architecture: str) -> Any:

@@ -12,6 +12,7 @@ from unsloth_cupy.cli.options import Size
 from unsloth_cupy.finetune import limit, preparation
 from unsloth_cupy.finetune.limit import Memory, Sizes, checked_plan
 from unsloth_cupy.finetune.settings import Settings
+from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.models.parse import parse
 
 from .test_cli import assert_one_clear_error, run
@@ -27,6 +28,22 @@ TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
 @pytest.fixture(autouse=True)
 def _short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unsloth_cupy.finetune.text.HELD_OUT_CHARACTERS", 1000)
+
+
+known: dict[str, MemoryPlan] = {}
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests ask for 71 different plans, for most of them several times."""
+
+    def plan_once(config: Any, **options: Any) -> MemoryPlan:
+        key = repr((config, options))
+        if key not in known:
+            known[key] = plan_memory(config, **options)
+        return known[key]
+
+    monkeypatch.setattr(limit, "plan_memory", plan_once)
 
 
 def sizes(**changes: Any) -> Sizes:

@@ -70,16 +70,16 @@ def encoded(value: Number, kind: str, mode: str = "n", flush: bool = False) -> i
     if isinstance(value, str):
         return None
     sign = 1 << (f.bits - 1) if _minus(value) else 0
-    if value in (INFINITY, -INFINITY):
+    if infinite(value):
         return sign | f.infinity
     size = abs(Fraction(value))
     if not size:
         return sign
     mode = {"m": "p" if sign else "z", "p": "z" if sign else "p"}.get(mode, mode)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent -= Fraction(2) ** exponent > size
+    exponent -= shifted(size, -exponent) < 1
     exponent = max(exponent, 1 - f.bias)
-    steps = whole(size / Fraction(2) ** (exponent - f.mantissa), mode)
+    steps = whole(shifted(size, f.mantissa - exponent), mode)
     bits = ((exponent + f.bias - 1) << f.mantissa) + steps  # a carry runs into the exponent
     if bits >= f.infinity:
         bits = f.infinity - (mode == "z")
@@ -88,13 +88,19 @@ def encoded(value: Number, kind: str, mode: str = "n", flush: bool = False) -> i
     return sign | bits
 
 
+def shifted(value: Fraction, by: int) -> Fraction:
+    """Return a fraction times 2**by."""
+    top, bottom = value.numerator, value.denominator
+    return Fraction(top << by, bottom) if by >= 0 else Fraction(top, bottom << -by)
+
+
 def infinite(value: Number) -> bool:
-    return not isinstance(value, str) and value in (INFINITY, -INFINITY)
+    return isinstance(value, float) and math.isinf(value)
 
 
 def computed(op: str, operands: list[Number], mode: str) -> Number:  # noqa: PLR0911
     """Return the exact result of +, -, *, /, sqrt or fma."""
-    if NAN in operands:
+    if any(isinstance(value, str) for value in operands):
         return NAN
     x, y, *rest = [*operands, 1][: max(2, len(operands))]
     if op == "sub":
@@ -104,14 +110,12 @@ def computed(op: str, operands: list[Number], mode: str) -> Number:  # noqa: PLR
     if op == "fma":
         product = computed("mul", [x, y], mode)
         return computed("add", [product, rest[0]], mode)
-    with np.errstate(all="ignore"):
-        far = [np.float64(INFINITY if infinite(v) else 1 if v else 0) for v in (x, y)]
-        far = [np.copysign(f, -1 if _minus(v) else 1) for f, v in zip(far, (x, y), strict=True)]
-        special = {"add": far[0] + far[1], "mul": far[0] * far[1], "div": far[0] / far[1]}[op]
-    if infinite(x) or infinite(y) or (op == "div" and not y):
-        return NAN if np.isnan(special) else float(special) or (-0.0 if _minus(special) else 0)
-    if (op != "add" and not x) or (op == "mul" and not y):
-        return -0.0 if _minus(special) else Fraction(0)
+    if infinite(x) or infinite(y) or not x or not y:
+        special = _special(op, x, y)
+        if infinite(x) or infinite(y) or (op == "div" and not y):
+            return NAN if np.isnan(special) else float(special) or (-0.0 if _minus(special) else 0)
+        if (op != "add" and not x) or (op == "mul" and not y):
+            return -0.0 if _minus(special) else Fraction(0)
     x, y = Fraction(x), Fraction(y)
     exact = {"add": x + y, "mul": x * y, "div": x / (y or 1)}[op]
     if exact:
@@ -119,6 +123,14 @@ def computed(op: str, operands: list[Number], mode: str) -> Number:  # noqa: PLR
     both = _minus(operands[0]) and _minus(operands[1])  # a sum that is zero
     other = _minus(operands[0]) != _minus(operands[1]) and mode == "m"
     return -0.0 if both or other else Fraction(0)
+
+
+def _special(op: str, x: Number, y: Number) -> np.float64:
+    """Return a result of zeros and infinities, with 1 for other numbers."""
+    far = [np.float64(INFINITY if infinite(v) else 1 if v else 0) for v in (x, y)]
+    far = [np.copysign(f, -1 if _minus(v) else 1) for f, v in zip(far, (x, y), strict=True)]
+    with np.errstate(all="ignore"):
+        return {"add": far[0] + far[1], "mul": far[0] * far[1], "div": far[0] / far[1]}[op]
 
 
 def _minus(value: Number) -> bool:

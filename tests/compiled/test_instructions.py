@@ -535,12 +535,18 @@ def written(kind: str) -> str:
         "mul.wide.u32 %at, %n, 8;",
     ]
     for case in cases(kind):
-        last = re.findall(r"%(\w+)", case.text.rpartition(";")[2])[0]
+        last = result_of(case.text)
         width = {"d": n, "w": 64, "e": 32}[last]
         clear = "mov.b64 %w, 0; " if last == "w" and "%w" not in case.text[:-30] else ""
         lines.append(f"{clear}{case.text};")
         lines.append(f"st.global.b{width} [%o], %{last}; add.u64 %o, %o, %at;")
     return "\n".join([*lines, "$end: ret; }", ""])
+
+
+@functools.cache
+def result_of(text: str) -> str:
+    """Return the register that the last instruction of a text writes."""
+    return str(re.findall(r"%(\w+)", text.rpartition(";")[2])[0])
 
 
 def units_apart(found: int, wanted: int, kind: str) -> int:
@@ -577,8 +583,7 @@ def same(case: Case, kind: str, found: int, wanted: int | None) -> bool:
         into = re.findall(r"cvt[\w.]*?\.(f16|bf16|f32|f64)\.", case.text) or target
         return into[0].endswith("x2") or decoded(found, into[0]) == NAN
     if kind in ("s16", "s32", "s64") or not case.loose:
-        last = re.findall(r"%(\w+)", case.text.rpartition(";")[2])[0]
-        width = {"d": bits_of(kind), "e": 32}.get(last, 64)
+        width = {"d": bits_of(kind), "e": 32}.get(result_of(case.text), 64)
         if ".ftz" in case.text and wanted & 0x7FFFFFFF == 0x800000 and found & 0x7FFFFFFF == 0:
             return True  # PTX does not say whether it flushes before or after it rounds
         return (found ^ wanted) & ((1 << width) - 1) == 0

@@ -89,7 +89,7 @@ def test_every_benchmark_has_a_version(label: str) -> None:
     assert isinstance(getattr(SUITES[label], "version", None), str)
 
 
-@pytest.mark.parametrize(("suite", "values"), Sample.one_in(4, calls()))
+@pytest.mark.parametrize(("suite", "values"), Sample.one_in(6, calls()))
 def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     module = inspect.getmodule(suite)
     for name, least in SMALLER.items():

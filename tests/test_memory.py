@@ -141,7 +141,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(
     ("config", "way"),
-    Sample.one_in(2, CASES),
+    Sample.one_in(3, CASES),
     ids=lambda v: v if isinstance(v, str) else v["model_type"],
 )
 def test_the_peak_is_as_planned(

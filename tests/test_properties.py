@@ -37,7 +37,7 @@ from .strategies import broken, calls
 from .variants import proofs
 
 # Hypothesis draws ten calls afresh and most later ones from parts of those before them.
-A_RUN, MANY = 20, 570  # calls of an op and a property; many are 10^5 in all
+A_RUN, MANY = 12, 570  # calls of an op and a property; many are 10^5 in all
 EMULATED = 2  # ops whose kernels a run judges: each call is one or two more to compile
 NAMES = forward_ops()
 # A number that lies on a step is rounded to another integer in float64, and a result moves with it;

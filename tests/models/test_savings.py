@@ -100,7 +100,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> float:
         return held_out_loss(tmp_path_factory.mktemp("plain") / "run")
 
 
-@pytest.mark.parametrize("saving", list(SAVINGS) if FULL else Sample.one_in(2, SAVINGS))
+@pytest.mark.parametrize("saving", list(SAVINGS) if FULL else Sample.one_in(3, SAVINGS))
 def test_a_saving_moves_no_held_out_loss(
     saving: str, wanted: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def near(found, expected, rtol=1e-4):
 @pytest.mark.parametrize("family", COMPILED if Sample.all else [COMPILED[Sample.day % 6]])
 def test_compiled_in_one_graph(family, scene):
     torch._dynamo.reset()
-    model = model_of(family)
+    model = model_of(family, num_hidden_layers=1)
     patch(model)
     expected = step(model, scene)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -40,10 +40,10 @@ def test_compiled_in_one_graph(family, scene):
 
 
 @quiet
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_compiled_with_breaks_in_all_layers(family):
+@pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("qwen3", 1)])
+def test_compiled_with_breaks_in_all_layers(family, layers):
     torch._dynamo.reset()
-    model = model_of(family)
+    model = model_of(family, num_hidden_layers=layers)
     patch(model)
     expected = step(model)
     for layer in model.model.layers:
@@ -65,7 +65,7 @@ def test_a_loss_is_compiled_behind_a_break():
 @quiet
 def test_dropout_of_attention_is_drawn_anew_in_a_graph_and_again_in_a_checkpoint():
     torch._dynamo.reset()
-    model = model_of("llama", attention_dropout=0.5)
+    model = model_of("llama", attention_dropout=0.5, num_hidden_layers=1)
     patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     losses = {float(step(model, call=compiled)["loss"]) for _ in range(3)}

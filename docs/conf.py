@@ -1,11 +1,14 @@
 """Sphinx configuration; the extensions ``collect.py`` and ``history.py`` generate pages."""
 
+import gc
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from unsloth_cupy import __version__
+
+gc.set_threshold(50_000)  # a build keeps almost all that it makes
 
 project = "unsloth_cupy"
 author = "the unsloth_cupy developers"
@@ -26,6 +29,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # Parameters sections have shapes and dtypes, which type hints lack
 numpydoc_show_class_members = False
+smartquotes = False  # the sources say which quotes and dashes they mean
 
 # The documentation of ``interop.huggingface`` is built without torch and transformers.
 DOOR = Path(__file__).parent.parent / "unsloth_cupy" / "interop" / "huggingface"

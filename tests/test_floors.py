@@ -1,9 +1,9 @@
 """Every arrow of the house runs downhill: a room imports those on lower floors, and no others."""
 
 import ast
+import functools
 import graphlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "unsloth_cupy"
@@ -30,8 +30,10 @@ MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in PAC
 Module = tuple[str, ...]
 
 
-def imports(module: Module) -> Iterator[Module]:
-    """Yield the modules that one imports: at its top, inside functions, or for types alone."""
+@functools.cache
+def imports(module: Module) -> list[Module]:
+    """Return the modules that one imports: at its top, inside functions, or for types alone."""
+    imported = []
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = module[: len(module) - node.level]
@@ -40,7 +42,8 @@ def imports(module: Module) -> Iterator[Module]:
                 known = ((*base, name), (*base, name, "__init__"), base, (*base, "__init__"))
                 found = next((each for each in known if each in MODULES), None)
                 assert found, f"{'/'.join(module)} imports {'.'.join(base)}, which is not there"
-                yield found
+                imported.append(found)
+    return imported
 
 
 def test_rooms_are_few() -> None:

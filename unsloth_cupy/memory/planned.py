@@ -19,15 +19,8 @@ from ..core import target
 from ..core.stand_in import StandIn
 from ..core.target import Limits
 from ..errors import ShapeError
-from .planned_functions import (
-    FUNCTIONS,
-    METHODS,
-    SCIPY,
-    broadcast,
-    contiguous_form,
-    dtypes_of,
-    view_of,
-)
+from . import planned_functions as functions
+from .planned_functions import FUNCTIONS, METHODS, SCIPY, broadcast, contiguous_form
 
 
 class Ledger(Protocol):
@@ -41,6 +34,7 @@ class Ledger(Protocol):
 
 
 _ledger: ContextVar[tuple[Ledger, int] | None] = ContextVar("ledger", default=None)
+NUMBERS = int, np.integer
 _addresses = itertools.count(256, 256)  # no two arrays have the same
 
 
@@ -66,6 +60,8 @@ def _times(count: int) -> Iterator[None]:
 
 class Memory:
     """The memory of an array and its views; it is freed when the last of them is deleted."""
+
+    __slots__ = "address", "ledger", "number"
 
     def __init__(self, size: int) -> None:
         ledger = _ledger.get()
@@ -101,14 +97,13 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     @classmethod
     def of(cls, shape: Any, dtype: Any) -> Any:
         """Return a new array with memory of its own."""
-        sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(map(int, shape))
+        sizes = (int(shape),) if isinstance(shape, NUMBERS) else tuple(map(int, shape))
         form = contiguous_form(sizes, np.dtype(dtype))
         return cls._made(form, Memory(form.nbytes))
 
     @classmethod
     def _made(cls, form: Any, memory: Memory) -> Any:
-        kind: Any = cls
-        new = np.ndarray.__new__(kind, ()) if issubclass(kind, np.ndarray) else kind.__new__(kind)
+        new: Any = cls.__new__(cls)
         new.form, new.memory = form, memory
         return new
 
@@ -152,17 +147,16 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         """Return a view, or a new array if arrays are in the index."""
         index = index if isinstance(index, tuple) else (index,)
-        chosen = [i for i, part in enumerate(index) if isinstance(part, Planned | np.ndarray)]
+        arrays = [part for part in index if isinstance(part, ARRAYS)]
+        if not arrays:
+            return self._view(self.form[index if ... in index else (*index, ...)])
         gap = next((i for i, part in enumerate(index) if part is Ellipsis), len(index))
-        if not chosen:
-            return self._view(self.form[index if gap < len(index) else (*index, ...)])
         rest = self.ndim - sum(part is not Ellipsis for part in index)
         index = (*index[:gap], *(slice(None),) * rest, *index[gap + 1 :])
-        arrays = [part for part in index if isinstance(part, Planned | np.ndarray)]
         if any(array.dtype == bool for array in arrays):  # elements are zeros: none is chosen
             return self.of((0, *self.shape[arrays[0].ndim :]), self.dtype)
         first = next(i for i, part in enumerate(index) if part is arrays[0])
-        plain = tuple(slice(1) if isinstance(i, Planned | np.ndarray) else i for i in index)
+        plain = tuple(slice(1) if isinstance(i, ARRAYS) else i for i in index)
         sizes = list(self.form[plain].shape)
         sizes[first : first + len(arrays)] = np.broadcast_shapes(*(a.shape for a in arrays))
         return self.of(sizes, self.dtype)
@@ -178,7 +172,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         if math.prod(sizes) != self.size:
             problem = f"reshape: {self.shape} does not make {tuple(requested)}"
             raise ShapeError(problem, expected=tuple(requested), actual=self.shape)
-        form = view_of(self.shape, self.strides, self.dtype, sizes)
+        form = functions.view_of(self.shape, self.strides, self.dtype, sizes)
         return self.of(sizes, self.dtype) if form is None else self._view(form)
 
     def ravel(self) -> Any:
@@ -217,8 +211,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         one = 1 if options.get("keepdims") else 0
         sizes = [one if i in axes else n for i, n in enumerate(self.shape)]
         kept = sizes if one else [n for i, n in enumerate(self.shape) if i not in axes]
-        kind = dtype or getattr(np.ones(1, self.dtype), name)().dtype
-        return self.of(kept, kind)
+        return self.of(kept, dtype or functions.reduced_dtype(name, self.dtype))
 
     sum = partialmethod(_reduced, "sum")
     max = partialmethod(_reduced, "max")
@@ -252,10 +245,11 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         else:
             shape = broadcast(*shapes)
         dtypes = options.get("dtype")
-        kinds = tuple(getattr(v, "dtype", None) or type(v) for v in inputs)
-        result_dtypes = (dtypes,) if dtypes is not None else dtypes_of(ufunc, kinds)
-        results = tuple(self.of(shape, dtype) for dtype in result_dtypes)
-        return results if len(results) > 1 else results[0]
+        if dtypes is not None:
+            return self.of(shape, dtypes)
+        kinds = [getattr(v, "dtype", None) or type(v) for v in inputs]
+        results = [self.of(shape, dtype) for dtype in functions.dtypes_of(ufunc, (*kinds,))]
+        return (*results,) if len(results) > 1 else results[0]
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         """Return the result of a function of NumPy; NumPy raises TypeError for an unknown one."""
@@ -265,8 +259,15 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return NotImplemented if known is None else known(self.of, *args, **options)
 
 
+ARRAYS = Planned, np.ndarray
+
+
 class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
     """A NumPy array that has no elements."""
+
+    def __new__(cls) -> Any:
+        """Return an array without axes: ``form`` has them."""
+        return super().__new__(cls, ())
 
 
 class Shapes:

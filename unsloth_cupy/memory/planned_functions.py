@@ -131,6 +131,13 @@ def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.dtype for a in (results if type(results) is tuple else (results,)))
 
 
+@cache
+def reduced_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a sum, a maximum, ... of an array of this dtype, by the method's name."""
+    found: np.dtype[Any] = getattr(np.ones(1, dtype), name)().dtype
+    return found
+
+
 @lru_cache(maxsize=4096)
 def view_of(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], wanted: tuple[int, ...]

@@ -12,6 +12,7 @@ So hooks of the head see all of its work, and its weight is only read inside of 
 import functools
 import math
 import types
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,13 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
         raise Refused("its head has a bias")
     if not own_forward(model) or "_loss_function" in vars(model):
         raise Refused("another library replaced its forward or its loss")
+    body = model.base_model
+    with nullcontext() if head in body.modules() else texts.held(model, body):
+        _take(changes, model, head, texts)
+
+
+def _take(changes: Changes, model: Any, head: nn.Linear, texts: Texts) -> None:
+    """Replace the loss of a model with a head that was checked."""
     expected = _steps(model, texts)
     logits, state = _probe(changes, model, head, texts), State(head)
     for owner in (model, head):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..quantized_layers import FOUR, kind_of
+from ._changes import Changes
 
 Forward = Callable[..., Any]
 MODES = {"training", "gradient_checkpointing"}
@@ -145,6 +146,17 @@ class Texts:
             for hook in hooks:
                 hook.remove()
         return calls
+
+    @contextmanager
+    def held(self, model: Any, module: nn.Module) -> Iterator[None]:
+        """Run a block in which a module returns what it returned in one run of the model."""
+        changes, calls = Changes(), self.observe(model, [module])
+        if module in calls:
+            changes.forward(module, lambda *_, **__: calls[module].result)
+        try:
+            yield
+        finally:
+            changes.since(0)
 
     def kept(self, result: Any) -> torch.Tensor:
         """Return the rows of a result, or of its first item, that are not padding."""

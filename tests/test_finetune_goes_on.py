@@ -210,27 +210,16 @@ def test_epochs_are_so_many_steps(lines: bool, text: Path, tmp_path: Path) -> No
     else:
         path = text
     taken = []
+    command = ("--text", path, *SMALL, "--batch", 8, "--evaluate-every", 100)
     for epochs, more in ((1, ()), (2, ()), (2, ("--accumulate", 2))):
         out = tmp_path / f"run{len(taken)}"
-        result = run(
-            "finetune",
-            "--text",
-            path,
-            "--out",
-            out,
-            *SMALL,
-            *more,
-            "--batch",
-            8,
-            "--epochs",
-            epochs,
-        )
+        result = run("finetune", *command, *more, "--out", out, "--epochs", epochs)
         assert result.exit_code == 0, result.output
         taken.append(max(line["step"] for line in numbers(out)))
         assert f"{epochs} epochs are {taken[-1]} steps" in result.stderr
     assert taken[1] in (2 * taken[0], 2 * taken[0] - 1)  # the last batch of an epoch may be shared
     assert taken[2] == -(-taken[1] // 2)
-    more_epochs = ("--text", path, "--out", tmp_path / "run0", *SMALL, "--batch", 8, "--epochs", 2)
+    more_epochs = (*command, "--out", tmp_path / "run0", "--epochs", 2)
     assert run("finetune", *more_epochs).exit_code == 0
     assert max(line["step"] for line in numbers(tmp_path / "run0")) == taken[1]
     both = run("finetune", "--text", path, "--epochs", 1, "--steps", 1, "--out", tmp_path / "x")

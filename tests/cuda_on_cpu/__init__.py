@@ -121,6 +121,7 @@ class Emulator(NamedTuple):
         return TensorMap(array[(None,) * (len(box) - array.ndim)], box)
 
 
+@functools.cache
 def missing() -> str | None:
     """Return the reason why the emulator cannot run here, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":

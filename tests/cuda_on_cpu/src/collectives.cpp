@@ -37,13 +37,9 @@ void collective(int kind, int group, int size, uint32_t mask, const char *what, 
   if (m->kind != kind || !same(m->at, at))
     fail(std::string("divergent warp: this lane is at ") + what +
              ", others of the same mask wait at " + m->what + " " + place(m->at), at);
-  if (size == 32)
-    for (int i = 0; i < 32; i++) {
-      int thread = group * 32 + i;
-      if ((mask >> i & 1) && (thread % M.stride >= M.threads || M.fiber[thread].state == Fiber::Done))
-        fail(std::string(what) + ": the mask names lane " + std::to_string(i) +
-                 ", which has exited or never existed", at);
-    }
+  if (uint32_t gone = size == 32 ? mask & ~M.lanes[group] : 0)
+    fail(std::string(what) + ": the mask names lane " + std::to_string(__builtin_ctz(gone)) +
+             ", which has exited or never existed", at);
   m->lane[lane] = mine;
   if (++m->arrived < want) return suspend(what, at);
   open_meetings.erase(std::find(open_meetings.begin(), open_meetings.end(), m));
@@ -178,12 +174,7 @@ unsigned ballot(unsigned mask, bool pred, const char *file, int line) {
   return mine.out;
 }
 
-unsigned active_lanes() {
-  unsigned lanes = 0;
-  for (int i = 0, w = M.cur->index & ~31; i < 32 && (w + i) % M.stride < M.threads; i++)
-    if (M.fiber[w + i].state != Fiber::Done) lanes |= 1u << i;
-  return lanes;
-}
+unsigned active_lanes() { return M.lanes[M.cur->index / 32]; }
 
 [[noreturn]] void trap(const char *what, const char *file, int line) { fail(what, {file, line}); }
 

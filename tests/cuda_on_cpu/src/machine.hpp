@@ -125,6 +125,7 @@ struct Machine {
   int alive[kMaxCluster];    // the number of its threads that have not exited
   bool over = false;
   std::vector<Fiber> fiber;
+  std::vector<uint32_t> lanes;  // of each warp, those that have not exited
   Known nothing;  // the table of a clock when a cluster starts: zeros
   std::vector<VectorClock> agent_clocks;
   std::vector<int> ready;

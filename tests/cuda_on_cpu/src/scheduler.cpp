@@ -170,6 +170,7 @@ static char *stacks;
 static void enter() {
   M.thunk(M.args);
   M.cur->state = Fiber::Done;
+  M.lanes[M.cur->index / 32] &= ~(1u << M.cur->index % 32);
   M.live--;
   M.accesses = 0;
   check_exit(M.cur);
@@ -184,6 +185,7 @@ static void start(Fiber &f, int index) {
   f.rank = index / M.stride;
   f.state = Fiber::Done;
   if (i >= unsigned(M.threads)) return;  // a gap: warps and warpgroups belong to one block
+  M.lanes[index / 32] |= 1u << index % 32;
   f.tid = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
   f.stack = stacks + size_t(index) * kStack;
   f.clock.start(index, 1, M.nothing);
@@ -212,6 +214,7 @@ static void run_blocks() {
   M.agents = M.wgmma_agents + kCopyAgents;
   M.ids = M.fibers + M.agents;
   M.fiber.resize(M.fibers);
+  M.lanes.assign((M.fibers + 31) / 32, 0);
   std::fill(M.alive, M.alive + M.blocks, M.threads);
   if (M.checks) {
     M.nothing = std::make_shared<const Times>(M.ids);

@@ -244,8 +244,15 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
       for (int i = 0; i < N / 2; i++) cell(t, i) = m.scale_d ? c[i] : 0;
     }
     for (int i = 0; i < 64; i++)
-      for (int k = 0; k < 8 * e; k++)
-        for (int j = 0; j < N; j++) D[i][j] += A[k][i] * B[k * N + j];
+      for (int j = 0; j < N; j += 8) {  // eight columns, in one register of the CPU
+        float sum[8], *d = &D[i][j];
+        memcpy(sum, d, sizeof sum);
+        for (int k = 0; k < 8 * e; k++) {
+          const float *b = &B[k * N + j];
+          for (int v = 0; v < 8; v++) sum[v] += A[k][i] * b[v];
+        }
+        memcpy(d, sum, sizeof sum);
+      }
     for (int t = 0; t < 128; t++) {
       auto &m = *(WgLane *)lane[t];
       auto &acc = wg[m.f->index].groups.back().acc;

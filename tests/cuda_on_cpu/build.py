@@ -139,10 +139,23 @@ def runtime() -> Any:
     return library
 
 
+@functools.cache
+def _includes(text: str) -> list[str]:
+    """Return the files that a source includes."""
+    return re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.M)
+
+
+@functools.cache
+def _buffers(text: str) -> frozenset[str]:
+    """Return the names of dynamic shared memory, which a source may declare under any type."""
+    arrays = re.findall(r"extern __shared__ (?:__align__\(\d+\) )?[\w ]+?(\w+)\[\]", text)
+    return frozenset(arrays + re.findall(r"^(?!#).*\bDYNAMIC_SHARED\([^,]+,\s*(\w+)\)", text, re.M))
+
+
 def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[str]:
     """Yield a source and then, in order, all sources that it includes from the folders."""
     yield text
-    for file in re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.M):
+    for file in _includes(text):
         path = next((f / file for f in folders if (f / file).is_file()), None)
         if path is not None and path not in seen:
             seen.add(path)
@@ -165,10 +178,8 @@ def module(
     """Return the library of one kernel, built if needed, and its source with all includes."""
     folders = (HERE / "include", *roots)
     text = re.sub(r"^// kernels_cu \w+\n", "", source)  # the digest of all files of kernels_cu
-    whole = "\n".join(_included(f'#include "cuda_on_cpu.hpp"\n{text}', folders, set()))
-    # Dynamic shared memory is one buffer, which kernels declare under any name and type.
-    buffers = set(re.findall(r"extern __shared__ (?:__align__\(\d+\) )?[\w ]+?(\w+)\[\]", whole))
-    buffers |= set(re.findall(r"^(?!#).*\bDYNAMIC_SHARED\([^,]+,\s*(\w+)\)", whole, re.M))
+    texts = [*_included(f'#include "cuda_on_cpu.hpp"\n{text}', folders, set())]
+    whole, buffers = "\n".join(texts), set().union(*map(_buffers, texts))
     unit = f"{text}\n{frame(buffers, _cluster(name, whole))}EMU_ENTRY({name})\n"
     flags = [*COMMON, *(CHECKED if check else FAST), "-fno-extern-tls-init", "-w"]
     flags += [] if fuse else ["-ffp-contract=off"]

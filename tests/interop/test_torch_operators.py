@@ -76,8 +76,10 @@ def test_a_block_is_compiled_once_for_all_lengths(graphs):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own calls
-def test_inductor_fuses_around_ops(graphs, monkeypatch):
+def test_inductor_fuses_around_ops(graphs, monkeypatch, tmp_path):
     """Between ops stands a product, in place, as in their gradients: g++ compiles one kernel."""
+    # a kept graph has the strides that an operator said when it was compiled
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     # processes of its own would import torch first
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     # for a small kernel, headers and trials of vector instructions cost more than they save

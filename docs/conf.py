@@ -29,7 +29,6 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # Parameters sections have shapes and dtypes, which type hints lack
 numpydoc_show_class_members = False
-smartquotes = False  # the sources say which quotes and dashes they mean
 
 # The documentation of ``interop.huggingface`` is built without torch and transformers.
 DOOR = Path(__file__).parent.parent / "unsloth_cupy" / "interop" / "huggingface"

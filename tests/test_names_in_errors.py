@@ -15,7 +15,7 @@ import unsloth_cupy as uc
 from unsloth_cupy import models, parallel
 from unsloth_cupy.bench import cases
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.errors import UnslothCupyError, naming
+from unsloth_cupy.errors import GradientError, UnslothCupyError, naming
 
 from .models.peers import SIZES
 
@@ -198,3 +198,17 @@ def test_a_table_of_arrays_stays_aligned() -> None:
     other = "linear_cross_entropy: bias is int16"  # of another function
     with pytest.raises(UnslothCupyError, match=f"^{other}$"):
         raised(other)
+
+
+FROZEN = uc.nf4_quantize(W)
+SLOPES = {"dy": np.ones((3, 8), np.float32), "dlow": None, "bias": None, "factor": None}
+SLOPES |= {"x": X, "weight": FROZEN, "a": W[:2], "b": W[:, :2], "low": X[:, :2]}
+GATED = {"dy": X, "x": X, "gate_weight": FROZEN, "up_weight": W, "down_weight": W.T}
+
+
+@pytest.mark.parametrize("name", ["linear", "lora_linear", "lora_up", "swiglu_mlp"])
+def test_a_frozen_weight_is_named_with_the_call(name: str) -> None:
+    given, weight = (GATED, "gate_weight") if name == "swiglu_mlp" else (SLOPES, "weight")
+    op = OPS[f"{name}_backward"]
+    with pytest.raises(GradientError, match=f"^{name}_backward: {weight}: a quantized weight is"):
+        op(**{operand: given[operand] for operand in op.names}, wanted={weight})

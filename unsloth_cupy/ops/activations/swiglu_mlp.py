@@ -179,7 +179,7 @@ def _backward(
     """Return the gradients; the recomputed inner activations have the given dtype."""
     rows, drows, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    requested = requested_gradients(wanted, x=x, **weights)
+    requested = requested_gradients("swiglu_mlp_backward", wanted, x=x, **weights)
     sums = {
         name: _zeros(weight.shape, wide, like=x)
         for name, weight in weights.items()

@@ -14,8 +14,8 @@ def check_wanted(call: str, wanted: Any) -> None:
         raise ConfigError(f"{call}: wanted={wanted!r}; {cure}")
 
 
-def requested_gradients(wanted: Set[str] | None, **operands: Any) -> set[str]:
-    """Return the names of the operands whose gradients are to be computed.
+def requested_gradients(call: str, wanted: Set[str] | None, **operands: Any) -> set[str]:
+    """Return the names of the operands whose gradients a call is to compute.
 
     ``wanted`` names them; None stands for every operand that is present and not quantized.
 
@@ -27,7 +27,8 @@ def requested_gradients(wanted: Set[str] | None, **operands: Any) -> set[str]:
     frozen = {name for name, operand in operands.items() if isinstance(operand, Stored)}
     if wanted is None:
         return {name for name, operand in operands.items() if operand is not None} - frozen
-    if named := sorted(frozen & wanted):
+    if names := sorted(frozen & wanted):
         cure = "train an adapter (lora_linear), or the dense weight"
-        raise GradientError(f"{' and '.join(named)}: a quantized weight is frozen; {cure}")
+        which = " and ".join(names)
+        raise GradientError(f"{call}: {which}: a quantized weight is frozen; {cure}")
     return {name for name in wanted if operands.get(name) is not None}

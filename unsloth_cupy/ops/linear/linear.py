@@ -69,7 +69,7 @@ def linear_backward(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
     rows, dx, dweight, dbias = flat(dy), None, None, None
-    needed = requested_gradients(wanted, x=x, weight=weight, bias=bias)
+    needed = requested_gradients("linear_backward", wanted, x=x, weight=weight, bias=bias)
     if "x" in needed:
         dx = gemm(rows, weight).reshape(x.shape)
     if "weight" in needed:

@@ -149,7 +149,8 @@ def lora_linear_backward(
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
     dropped = _dropout(rows, dropout, seed)
-    needed = requested_gradients(wanted, x=x, weight=weight, a=a, b=b, bias=bias, factor=factor)
+    operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
+    needed = requested_gradients("lora_linear_backward", wanted, **operands)
     dproduct, up, db, dbias, dfactor = adapted_gradients(
         dy_rows, dropped, weight, flat(low), b, bias, factor, scale, needed
     )

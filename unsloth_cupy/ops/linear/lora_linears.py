@@ -172,7 +172,8 @@ def lora_up_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
-    needed = requested_gradients(wanted, x=x, weight=weight, low=low, b=b, bias=bias, factor=factor)
+    operands = {"x": x, "weight": weight, "low": low, "b": b, "bias": bias, "factor": factor}
+    needed = requested_gradients("lora_up_backward", wanted, **operands)
     rows, dy_rows = flat(x), flat(dy)
     dproduct, up, db, dbias, dfactor = adapted_gradients(
         dy_rows, rows, weight, flat(low), b, bias, factor, scale, needed

@@ -188,7 +188,8 @@ def _launch_backward(
     wanted: Set[str] | None,
 ) -> Any:
     """Return the gradients of x, weight and bias, from codes that kernels compute."""
-    needed, rows = requested_gradients(wanted, x=x, weight=weight, bias=bias), flat(dy)
+    needed = requested_gradients("bit_linear_backward", wanted, x=x, weight=weight, bias=bias)
+    rows = flat(dy)
     dx = _launch_dx(rows, x, weight, w_scale) if "x" in needed else None
     dweight = gemm(rows.T, _launch_rounded(x)) if "weight" in needed else None
     dbias = row_sum(rows, bias.dtype) if bias is not None and "bias" in needed else None

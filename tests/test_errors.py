@@ -59,7 +59,7 @@ RESULTS = ("MemoryEstimate", "MemoryPlan", "MemoryPool", "LoraLayer")  # made by
 WRONG: dict[type, tuple[Any, ...]] = {
     bool: (object(), "x", b"x", 1, 0.0, ROWS),
     int: (object(), "x", b"x", 2.5, True, ROWS, float("nan")),
-    float: (object(), "x", b"x", ROWS, float("nan"), 1j, float("inf")),
+    float: (object(), "x", b"x", ROWS, float("nan"), 1j, 10**400, float("inf")),
 }
 
 

@@ -58,6 +58,9 @@ def test_without_warm_up_and_with_nothing_else(schedule) -> None:
         ("minimum", 2),
         ("step", "first"),
         ("lr", None),
+        ("lr", 10**400),
+        ("step", 10**400),
+        ("steps", 10**400),
         ("steps", None),
     ],
 )

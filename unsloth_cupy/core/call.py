@@ -21,8 +21,7 @@ annotation of an option says which values it accepts:
     chunk: int | None           an integer or None
     interleaved: bool           True or False
 
-The op itself checks bounds, and options with any other annotation.  ``check_options`` checks the
-options of other functions and classes in the same way.
+The op itself checks bounds and other options.  ``check_options`` is for functions and classes.
 """
 
 import functools
@@ -199,8 +198,9 @@ def check_options(wrapped: F) -> F:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether value is a real number of Python or NumPy, and not a bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Return whether value is a real number, not a bool, and no integer beyond all floats."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and (type(value) is not int or abs(value) <= math.nextafter(math.inf, 0))
 
 
 def is_integer(value: Any, least: float = 0) -> bool:
@@ -214,7 +214,7 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     words, classes = KINDS[kind]
     boolean = isinstance(value, bool | np.bool_)  # a bool is also an int in Python
     fits = isinstance(value, classes) and boolean == (kind is bool)
-    if fits and (kind is not float or -math.inf < value < math.inf):
+    if fits and (kind is not float or (is_number(value) and -math.inf < value < math.inf)):
         return value.item() if isinstance(value, np.generic) else value
     words += " or None" * optional
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")

@@ -143,7 +143,7 @@ def _called(op: str, *arrays: Any, **options: Any) -> Any:
 
 def _operand(var: Var, other: Any, sign: str) -> Any:
     """Return the other operand of a Var: a Var or an array; a number becomes a 0-d array."""
-    if is_number(other) and sign != "@":
+    if (is_number(other) or type(other) is int) and sign != "@":
         try:
             with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
                 return full_like(var.value, _as_float(other, sign), shape=())

@@ -109,7 +109,7 @@ def features_of(item: pytest.Item) -> set[object]:
     known = OPS[item.cls.op].options
     options = {repr((name, value)) for name, value in case.both.items() if name in known}
     sizes = [size for name, size in case.both.items() if name not in known]
-    if any(0 in (size if isinstance(size, list) else [size]) for size in sizes):
+    if any(0 in (size if isinstance(size, list | tuple) else [size]) for size in sizes):
         return {item.cls, "empty"}  # it launches nothing
     return {item.cls, str(dtype), case.gaps, *case.given, *case.arrays, *options}
 

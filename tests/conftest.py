@@ -1,7 +1,7 @@
 """Fixtures and hooks of pytest for all tests.
 
-A run of the whole suite takes a sample of the cases of emulated kernels, and another one after the
-next commit; a run of some files, or one with ``--sample all``, takes all of them.
+A run of the whole suite takes a sample of the emulated kernels' cases and of the slow tests, and
+another one after the next commit; a run of some files, or one with ``--sample all``, takes all.
 """
 
 import gc
@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # a run of more tests than this is one of the whole suite
 TOPICS = 16  # of the 79 in Python's documentation
 TURNS = 24  # days in which the samples contain every test of emulated kernels
+SLOW = 5  # days in which they contain every test with the marker ``slow``
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -137,6 +138,14 @@ def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
     return chosen
 
 
+def left_out(items: list[pytest.Item], day: int) -> set[pytest.Item]:
+    """Return the tests that are not in the sample of a day: emulated kernels, and slow ones."""
+    marked = filter(lambda item: item.get_closest_marker("slow"), items)
+    slow = sorted(marked, key=lambda item: item.nodeid)
+    taken = {*sampled(items, day), *slow[day % SLOW :: SLOW]}
+    return {*filter(emulates_a_case, items), *slow} - taken
+
+
 def skip_what_needs_a_gpu(items: list[pytest.Item]) -> None:
     """Skip tests by their marker; keywords also match ids of cases and names of folders."""
     for item in items:
@@ -145,17 +154,15 @@ def skip_what_needs_a_gpu(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample of the tests of emulated kernels; skip GPU tests where there is no GPU."""
+    """Keep a sample of the emulated kernels and slow tests; skip GPU tests without a GPU."""
     import importlib.util
 
     if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"test ids with an address differ between processes: {unstable}")
     if len(items) > WHOLE and not Sample.all:
-        today = {*sampled(items, Sample.day)}
-        left = [item for item in items if emulates_a_case(item) and item not in today]
-        config.hook.pytest_deselected(items=left)
-        gone = {*left}
-        items[:] = [item for item in items if item not in gone]
+        left = left_out(items, Sample.day)
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
     has_gpu = False
     if importlib.util.find_spec("cupy"):

@@ -52,6 +52,7 @@ def bits(results: Any) -> list[bytes]:
     return [np.asarray(array).tobytes() for array in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", [False, True], ids=["definitions", "kernels"])
 def test_ops_of_any_shapes(emulated: bool) -> None:
     """Each result is bitwise equal to that of a single thread, whichever thread plans a call."""
@@ -82,6 +83,7 @@ class Slow(dict[Any, Any]):
         time.sleep(1e-4)
 
 
+@pytest.mark.slow
 def test_optimizers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of addresses are shared, and any thread may evict one to make room for another."""
     monkeypatch.setattr(gradients, "tables", Slow())

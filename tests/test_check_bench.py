@@ -281,6 +281,7 @@ def test_ops_without_a_kernel_are_named(gpu: FakeGpu) -> None:
     assert "Skipped, without a kernel: linear, reshape." in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "add"])
 def test_bench_times_definitions_without_a_gpu(name: str, no_gpu: None, tmp_path: Path) -> None:
     numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
@@ -341,6 +342,7 @@ def test_bytes_of_what_is_not_every_array_once() -> None:
     assert moved("reshape")[1] == 0
 
 
+@pytest.mark.slow
 def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
     numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
     result = run("bench", "scale", "--json", numbers, "--plot", picture)
@@ -492,6 +494,7 @@ def test_a_peer_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes[0].startswith("torch fails at add in float32: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peers", [False, True])
 def test_attention_at_known_shapes(
     peers: bool, no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

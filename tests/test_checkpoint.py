@@ -165,6 +165,7 @@ def array_bytes(trace: Any) -> int:
     return trace.size if trace.domain == np.lib.tracemalloc_domain else 0
 
 
+@pytest.mark.slow
 def test_the_tape_keeps_one_input_a_part() -> None:
     whole, _ = peak_and_kept(plainly, 12)
     parts, _ = peak_and_kept(checkpoint, 12)

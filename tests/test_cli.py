@@ -271,6 +271,7 @@ class TestFinetune:
         for said in (f"{last['unigram_baseline']:.3f}", f"{last['held_out_loss']:.3f}", "sampled"):
             assert said in output
 
+    @pytest.mark.slow
     def test_equal_bits_after_sigkill(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
@@ -279,6 +280,7 @@ class TestFinetune:
         assert weights(folder) == weights(finished[0])
         assert numbers(folder) == numbers(finished[0])
 
+    @pytest.mark.slow
     def test_control_c_saves_and_says_how_to_go_on(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
@@ -330,6 +332,7 @@ class TestFinetune:
             result = run("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
         assert_one_clear_error(result, "is in use by a run that is going on")
 
+    @pytest.mark.slow
     def test_from_a_model_folder(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
@@ -339,6 +342,7 @@ class TestFinetune:
         first, last = (numbers(folder) for folder in (tmp_path / "more", finished[0]))
         assert first[0]["held_out_loss"] == pytest.approx(last[-1]["held_out_loss"], abs=1e-5)
 
+    @pytest.mark.slow
     def test_adapters_of_a_model_folder(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
@@ -359,6 +363,7 @@ class TestFinetune:
         settings.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
         assert_one_clear_error(run("generate", out, "the"), "base_model_name_or_path is")
 
+    @pytest.mark.slow
     def test_adapters_go_on_to_learn(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
@@ -379,6 +384,7 @@ class TestFinetune:
                     )
         assert_one_clear_error(run(*more[:-1], tmp_path / "other", "--lora", 4), "leave --lora out")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("changed", "written"),
         [
@@ -410,6 +416,7 @@ class TestFinetune:
         found = [(tmp_path / name / "model" / written).read_bytes() for name in ("whole", "half")]
         assert found[0] == found[1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     def test_sixteen_bits_learn_what_thirty_two_do(
         self,
@@ -441,6 +448,7 @@ class TestFinetune:
         assert numbers(tmp_path / "stopped") == log
         assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
+    @pytest.mark.slow
     def test_chunked_mlps_learn_the_same(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
@@ -468,6 +476,7 @@ class TestFinetune:
         done = run("finetune", "--lora", 4, "--out", tmp_path / "out")
         assert_one_clear_error(done, "--lora is for an existing model")
 
+    @pytest.mark.slow
     def test_accumulated_batches_and_checkpoints_learn_the_same(
         self, text: Path, tmp_path: Path
     ) -> None:
@@ -598,6 +607,7 @@ class TestGenerate:
             write("The dog", "--max-new-tokens", 2, "--cache-dtype", "int8")
         assert made.call_args.kwargs["dtype"] == "int8"
 
+    @pytest.mark.slow
     def test_a_system_message(self, finished: tuple[Path, str]) -> None:
         write = partial(run, "generate", finished[0])
         system, asked = (
@@ -614,6 +624,7 @@ class TestGenerate:
         assert piped.stdout == answer.stdout
         assert_one_clear_error(write("Hi", "--system", "x"), "add --chat")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("end", ["control-d", "control-c"])
     def test_a_conversation(self, finished: tuple[Path, str], end: str) -> None:
         """Every answer is one to all that was said, and both ways out are quiet."""
@@ -660,6 +671,7 @@ def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPlan:
+    @pytest.mark.slow
     @pytest.mark.parametrize("config", [LLAMA, LLAMA / "config.json"])
     def test_it_says_what_fits(
         self, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -673,6 +685,7 @@ class TestPlan:
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("_one_card")
     @pytest.mark.parametrize(("name", "begins"), [("a.PDF", b"%PDF"), ("a.svg", b"<?xml")])
     def test_a_picture_has_the_format_of_its_name(
@@ -689,6 +702,7 @@ class TestPlan:
             assert_one_clear_error(result, f"{name} is not a picture", ".png, .pdf, .svg")
             assert [*tmp_path.iterdir()] == []
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("_one_card")
     def test_a_picture_is_drawn_where_one_is_asked_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -717,11 +731,13 @@ class TestPlan:
         assert f"total │ │ {format_bytes(wanted.total)}" in " ".join(result.output.split())
         assert_one_clear_error(run("plan", tmp_path, "--lora", 4), "leave --lora out")
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("_one_card")
     def test_the_machine_is_among_the_cards(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "device_memory", lambda _: (3 * 2**29, 0))
         assert "here: 1.5 GB" in run("plan", LLAMA, "--tokens", 16, "--device", "cpu").output
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("_one_card")
     def test_rows_are_no_longer_than_a_model_has_positions(self, tmp_path: Path) -> None:
         """As in finetune; rows that nobody asked for have 2048 tokens, or all positions."""
@@ -733,6 +749,7 @@ class TestPlan:
             said = f"--tokens {positions + 1} is more than the {positions} positions of the model"
             assert_one_clear_error(run("plan", tmp_path, "--tokens", positions + 1), said)
 
+    @pytest.mark.slow
     def test_a_large_model_does_not_fit(self, tmp_path: Path) -> None:
         config = json.loads((LLAMA / "config.json").read_text())
         large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20}
@@ -742,6 +759,7 @@ class TestPlan:
         assert result.exit_code == 0, result.output
         assert result.output.count("too large") == 6
 
+    @pytest.mark.slow
     def test_savings_fit_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan_tables, "CARDS", (16,))
         config = json.loads((LLAMA / "config.json").read_text())
@@ -891,6 +909,7 @@ def test_a_run_that_never_began_takes_back_what_it_made_alone(wrong: Path) -> No
         assert not list(there.iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -956,6 +975,7 @@ def test_a_device_that_is_not_there_is_named_with_its_cure(
     assert not (wrong / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_with_its_cure(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise ModuleNotFoundError('No click', name='click')")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -987,6 +1007,7 @@ def test_what_the_end_of_a_run_needs_is_asked_before_its_first_step(
         assert not numbers.exists()
 
 
+@pytest.mark.slow
 def test_a_notebook_around_a_command_chooses_no_backend_for_its_pictures(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "of_a_notebook"}
     command = ("plan", LLAMA, "--tokens", "16", "--plot", tmp_path / "plan.svg")

@@ -124,6 +124,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
             assert abs(found[0] - line[0]) <= budget.REGISTER_UNIT, told
 
 
+@pytest.mark.slow
 def test_no_pair_of_attentions_options_spills_on_warpgroups() -> None:
     """A third of some calls of ``tests.spills``, chosen by the number of the sample, or all.
 
@@ -293,6 +294,7 @@ extern "C" __global__ void content(float *x) { x[0] = 1; }
 """
 
 
+@pytest.mark.slow
 def test_what_ptxas_complains_of_is_read() -> None:
     found = budget.read_log(budget.cubin(SPILLS, ("-std=c++17",), "90")[1])
     assert found["spills"].spilled > 0
@@ -312,7 +314,8 @@ def test_advice_about_no_kernel_counts_for_all() -> None:
 WITH_WGMMA = {"90": ("-arch=sm_90a",)}  # for NVRTC from 12.9 on, which takes the first of two
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES if Sample.all else ("80", "90"))
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     "file",
     ["flash.cu", "split_k.cu", "primitives.cu", "gemm.cu", "products.cu", "cluster.cu"],

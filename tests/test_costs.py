@@ -70,6 +70,7 @@ def compared() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), compared())
 def test_hot_loops(name: str, arch: str) -> None:
     """For the compiler in the table; another one emits other instructions."""
@@ -141,6 +142,7 @@ def test_a_write_that_stops_leaves_the_table(copy: Path, monkeypatch: pytest.Mon
     assert [*copy.parent.iterdir()] == [copy]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(budget.missing() is not None, reason=str(budget.missing()))
 def test_a_new_op_gets_its_lines_by_one_command(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

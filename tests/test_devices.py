@@ -435,6 +435,7 @@ def test_tables_that_are_kept_are_there_for_every_stream() -> None:
         on_streams(machine, use)
 
 
+@pytest.mark.slow
 def test_a_model_is_there_for_every_stream() -> None:
     with gpu(devices=2) as machine:
         machine.strict = False

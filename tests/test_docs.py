@@ -41,6 +41,7 @@ def blocks(page: Path) -> list[str]:
     return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a page share their names, as for a reader who runs them in order."""
@@ -57,6 +58,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         exec(compile(block, str(page), "exec"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -101,6 +103,7 @@ def test_public_functions_have_an_example(collect: Any) -> None:
     }
 
 
+@pytest.mark.slow
 def test_examples_of_the_api_run(
     collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +199,7 @@ def lost(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_pages_build(collect: Any, tmp_path: Path) -> None:
     """With ``-W``, a docstring that numpydoc cannot parse, or a broken link, is an error."""
     for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
@@ -252,6 +256,7 @@ def pictures() -> Any:
     return loaded("pictures")
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(pictures: Any, tmp_path: Path) -> None:
     """A function of the same name draws each file; measurements have their facts."""
     drawn = {path.stem for path in pictures.FOLDER.glob("*.svg")}
@@ -273,6 +278,7 @@ def test_what_was_measured_is_what_the_page_says(pictures: Any) -> None:
 DIAGRAMS = {"floors": ("floors.svg",), "one_op": ("one-op.svg", "one-op-narrow.svg")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", DIAGRAMS)
 def test_diagrams_are_drawn_as_the_code_is(module: str) -> None:
     every = "(made.drawn(n) for n in made.FILES)" if module == "one_op" else "[made.drawn()]"

@@ -331,6 +331,7 @@ class TestFacts:
             if isinstance(kind, type) and issubclass(kind, UnslothCupyError):
                 assert {"expected", "actual"} <= vars(kind("said")).keys()
 
+    @pytest.mark.slow
     def test_every_shape_error_tells_its_shapes(self) -> None:
         silent = []
         for path in sorted(PACKAGE.rglob("*.py")):

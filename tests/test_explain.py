@@ -236,6 +236,7 @@ def test_the_command_explains_every_op(name: str, monkeypatch: pytest.MonkeyPatc
         assert "runs as     kernel" in said.output
 
 
+@pytest.mark.slow
 def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
     if budget.missing() is not None:
         pytest.skip(str(budget.missing()))
@@ -297,6 +298,7 @@ def test_a_step_of_adapters_and_of_fewer_bits() -> None:
     assert "pass its config" in run("attention", "--lora", 4).output
 
 
+@pytest.mark.slow
 def test_command() -> None:
     said = run("attention", "--device", "rtx4090").output
     assert "attention_forward of attention_forward.cu" in said

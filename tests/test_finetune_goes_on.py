@@ -75,6 +75,7 @@ def asked_to_stop(patch: pytest.MonkeyPatch, method: str, at: int, number: int) 
         yield heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_step_is_left_where_it_stands(
     number: int, finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,6 +94,7 @@ def test_a_step_is_left_where_it_stands(
     assert numbers(tmp_path / "run") == numbers(finished)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_and_made_up_for(
     finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_nothing_is_left_behind_before_the_first_evaluation(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_request_is_answered_while_python_runs_no_handler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +191,7 @@ def test_a_finished_run_is_given_more_steps(copied: Path, text: Path) -> None:
     assert_one_clear_error(run(*command, 12), "no checkpoint, from which more steps would go on")
 
 
+@pytest.mark.slow
 def test_more_steps_that_are_stopped_go_on(
     copied: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +206,7 @@ def test_more_steps_that_are_stopped_go_on(
     assert numbers(copied) == numbers(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [False, True])
 def test_epochs_are_so_many_steps(lines: bool, text: Path, tmp_path: Path) -> None:
     if lines:
@@ -243,6 +248,7 @@ def test_a_text_that_has_changed_is_named(copied: Path, text: Path, tmp_path: Pa
     assert differences({"steps": 6, "seed": 0}, earlier, ended=True) == [], "of another version"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_adapters_go_on_with_the_base_that_they_began_with(
     name: str, finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +269,7 @@ def test_adapters_go_on_with_the_base_that_they_began_with(
     assert run(*command).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("lora", [(), ("--lora", 2)])
 def test_the_model_is_saved_in_the_dtype_that_is_asked_for(
@@ -301,6 +308,7 @@ class TestTrainingConfig:
     def trained(self, tmp_path: Path, text: Path, *options: Any) -> click.testing.Result:
         return run("finetune", "--text", text, "--out", tmp_path / "run", *self.SIZES, *options)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("suffix", [".json", ".toml"])
     def test_it_is_read(self, suffix: str, text: Path, tmp_path: Path) -> None:
         path = tmp_path / f"config{suffix}"
@@ -356,6 +364,7 @@ def test_a_config_is_the_models_before_its_weights_are_read(finished: Path, tmp_
         assert (adapter is None) == (path == folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "steps"), [(2, (3, 4)), (99, (1, 6))])
 def test_profiled_steps_are_the_same_steps(
     asked: int, steps: tuple[int, int], finished: Path, text: Path, tmp_path: Path
@@ -376,6 +385,7 @@ def test_profiled_steps_are_the_same_steps(
     assert numbers(out) == numbers(finished)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_keeps_its_profile(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

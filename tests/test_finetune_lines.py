@@ -300,6 +300,7 @@ class TestChat:
         assert not texts
         assert why in found
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("template", "message"),
         [
@@ -333,6 +334,7 @@ class TestChat:
             threads.submit(chat.text, CHAT).result()
         assert len(str(refused.value)) < 1000
 
+    @pytest.mark.slow
     def test_a_template_that_was_stopped_begins_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -348,6 +350,7 @@ class TestChat:
         del chat
         assert process.returncode is not None
 
+    @pytest.mark.slow
     def test_a_long_chat_is_asked_for_in_parts(self) -> None:
         chat = CHAT * 20
         text, spans = Chat(None).spans(chat)
@@ -396,6 +399,7 @@ class TestLabels:
         assert self.labels(Record(1, [], "", "all"), [256]) == "all$"
         assert self.labels(Record(1, [], "ask", "tell"), []) == "___tell"
 
+    @pytest.mark.slow
     def test_in_a_chat_only_the_assistant_counts(self, tmp_path: Path) -> None:
         record = Record(1, CHAT, "", "")
         found = self.labels(record, [256])
@@ -591,12 +595,14 @@ class TestFinetune:
         settings = json.loads((finished / "model" / "tokenizer_config.json").read_text())
         assert settings["chat_template"] == CHATML
 
+    @pytest.mark.slow
     def test_equal_bits_after_sigkill(self, finished: Path, file: Path, tmp_path: Path) -> None:
         folder = tmp_path / "killed"
         killed_and_ended(folder, [random.randrange(3, 24)], "--text", file, *SMALL)
         assert weights(folder) == weights(finished)
         assert numbers(folder) == numbers(finished)
 
+    @pytest.mark.slow
     def test_rows_that_are_not_shared_start_from_the_same_loss(
         self, finished: Path, file: Path, tmp_path: Path
     ) -> None:
@@ -607,6 +613,7 @@ class TestFinetune:
         assert first["held_out_tokens"] == other["held_out_tokens"]
         assert first["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
 
+    @pytest.mark.slow
     def test_accumulated_batches_are_one_large_batch(self, file: Path, tmp_path: Path) -> None:
         """Packed batches hold unequal numbers of labels: the mean is over all of them."""
         from unsloth_cupy.finetune.trainer import Trainer
@@ -640,6 +647,7 @@ class TestFinetune:
             off = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
             assert off < 1e-5, name
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_adapters_in_sixteen_bits_go_on_from_a_run(
         self, dtype: str, finished: Path, file: Path, tmp_path: Path
@@ -654,6 +662,7 @@ class TestFinetune:
         assert log[-1]["held_out_loss"] < log[0]["held_out_loss"]
         assert (tmp_path / "run" / "model" / "tokenizer_config.json").is_file()
 
+    @pytest.mark.slow
     def test_generate_puts_a_question_as_it_was_learned(self, finished: Path) -> None:
         options = ("--temperature", 0, "--max-new-tokens", 12)
         asked = run("generate", finished, "Who sees the cat at 3?", "--chat", *options)

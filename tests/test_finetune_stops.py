@@ -49,6 +49,7 @@ def explode(patch: pytest.MonkeyPatch, at: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_looking_changes_no_bit(finished: Path, text: Path, tmp_path: Path) -> None:
     result = run("finetune", "--text", text, "--out", tmp_path / "run", *SMALL, "--find-nan")
     assert result.exit_code == 0, result.output
@@ -83,6 +84,7 @@ def test_a_broken_weight_is_named(
     )
 
 
+@pytest.mark.slow
 def test_the_batch_names_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     explode(monkeypatch, 3)
     path = tmp_path / "lines.jsonl"
@@ -91,6 +93,7 @@ def test_the_batch_names_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_one_clear_error(result, "step 4: batch 3 (lines ", " of lines.jsonl): ", "all its arg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--find-nan",), ("--accumulate", 2, "--find-nan")])
 def test_the_last_good_state_is_kept(
     more: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +116,7 @@ def test_the_last_good_state_is_kept(
     assert stopped(good, "--text", text, "--out", tmp_path / "new", *rest).exit_code == 0
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_saved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +134,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     assert [path.name for path in RunFolder(folder).checkpoints()] == ["checkpoint-00000002"]
 
 
+@pytest.mark.slow
 def test_one_checkpoint_is_left_once_it_is_known_to_be_good(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +151,7 @@ def test_one_checkpoint_is_left_once_it_is_known_to_be_good(
     assert seen == [[], [], ["2"], ["2"], ["4"], ["4"], ["6"], ["6"]]
 
 
+@pytest.mark.slow
 def test_skipped_steps_of_float16_are_no_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

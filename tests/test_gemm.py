@@ -299,6 +299,7 @@ def test_sums_are_float32(cublas: Cublas) -> None:
         assert getattr(found, "values", found)[0, 0] == 4098
 
 
+@pytest.mark.slow
 def test_wide_operands_in_steps() -> None:
     """A product of 16-bit matrices widens a few megabytes at a time, and rounds once."""
     a, b = draw(600, 9000, dtype=BFLOAT16), draw(9000, 500, dtype=BFLOAT16, seed=1)

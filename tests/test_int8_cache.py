@@ -45,6 +45,7 @@ def test_half_the_bytes() -> None:
     assert pages.keys.nbytes + pages.values.nbytes + pages.scales.nbytes == 2 * 8 * 16 * 2 * 2 * 68
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_decodes_within_a_percent(dtype: Any, by_kernel: bool) -> None:

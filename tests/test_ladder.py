@@ -15,6 +15,7 @@ except LookupError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.name)
 def test_the_page_says_what_a_step_buys(ladder: Ladder) -> None:
     """One step in each run; all steps with ``--sample all``."""

@@ -51,6 +51,7 @@ def sizes(**changes: Any) -> Sizes:
     return Sizes(**(given | changes))
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> None:
     plan = plan_memory(LLAMA, batch=4, tokens=128, dtype="float32", device="cpu")
     limit = int(0.8 * plan.total)
@@ -66,6 +67,7 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
     assert "and fits" in message
 
 
+@pytest.mark.slow
 def test_cures_are_named_together_where_none_is_enough() -> None:
     with pytest.raises(DeviceMemoryError, match=r"--lora 8 --\S.* saves .* MiB"):
         checked_plan(sizes(), PLAN, 5 * MIB)
@@ -112,11 +114,13 @@ def cures(plan: Settings, **changes: Any) -> str:
     return str(error.value).partition("). ")[2]
 
 
+@pytest.mark.slow
 def test_a_switch_that_is_on_is_no_cure() -> None:
     assert "--state-bits" not in cures(PLAN._replace(state_bits=8))
     assert "--chunked-mlp" not in cures(PLAN._replace(chunked_mlp=True))
 
 
+@pytest.mark.slow
 def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
     *single, together, _ = cures(PLAN).split("; ")
     assert any(cure.startswith("--chunked-mlp saves") for cure in single)
@@ -155,6 +159,7 @@ def test_the_machine_is_the_limit_where_none_is_given(
     assert checked_plan(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_that_the_machine_has_no_memory_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +197,7 @@ def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
     for limited, counted in ((), 2), (("--limit-memory", "1GiB"), 4):
         out = tmp_path / f"run{counted}"
@@ -208,6 +214,7 @@ def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
             assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
 
 
+@pytest.mark.slow
 def test_the_order_of_a_long_text_is_no_part_of_a_step(tmp_path: Path) -> None:
     """It takes 8 bytes a row, twice that while it is drawn: here more than a step."""
     text = tmp_path / "text.txt"

@@ -41,8 +41,6 @@ from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 from unsloth_cupy.training import tape
 from unsloth_cupy.training.gradients import sum_gradients
 
-from .sample import Sample
-
 GIB = 2**30
 SMALL = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 96, "intermediate_size": 256,
@@ -138,10 +136,11 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "count", lambda: 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(
     ("config", "way"),
-    Sample.one_in(3, CASES),
+    CASES,
     ids=lambda v: v if isinstance(v, str) else v["model_type"],
 )
 def test_the_peak_is_as_planned(
@@ -159,6 +158,7 @@ def test_the_peak_is_as_planned(
         assert abs(moment.total - held) < 0.02 * planned.total, str(moment)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_adapters_are_planned_as_they_are(dora: bool) -> None:
@@ -206,6 +206,7 @@ def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch
     assert pool.peak < 1.02 * ledger.plan().total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("more", [{}, {"rank": 4}, {"checkpoint_every": 1}, {"optimizer": "none"}])
 def test_many_passes_are_planned_as_two(
@@ -320,6 +321,7 @@ def test_no_array_waits_for_the_garbage_collector() -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.slow
 def test_planning_a_large_model_takes_no_memory() -> None:
     large = SMALL | {
         "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,

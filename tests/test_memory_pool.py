@@ -53,6 +53,7 @@ class TestHost:
         with pytest.raises(DeviceMemoryError), memory_pool(3 * MIB // 2, held=[kept]):
             add(x, x)
 
+    @pytest.mark.slow
     def test_pythons_own_objects_are_none_of_it(self) -> None:
         with memory_pool() as pool:
             objects = [(number, str(number)) for number in range(30_000)]  # some 4 MB

@@ -237,6 +237,7 @@ def test_gpus_take_turns(here: Stream) -> None:
         np.testing.assert_array_equal(back, np.full(8, number))
 
 
+@pytest.mark.slow
 def test_threads_offload_at_once(here: Stream) -> None:
     """Each thread has its own stream; all share the copy stream and the pinned memory."""
     before = dict(training_offload.moved)

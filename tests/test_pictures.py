@@ -85,6 +85,7 @@ def test_a_curve_shows_its_losses_over_whole_steps(
     assert_legible(drawn[0])
 
 
+@pytest.mark.slow
 def test_a_timeline_has_room_for_its_title(tmp_path: Path, drawn: list[Figure]) -> None:
     title = "models/of/a/folder/whose/name/is/long/config.json: 1 x 16 tokens" + ", lora 4" * 12
     plan = plan_memory(CONFIG, batch=1, tokens=16, dtype="float32")
@@ -105,6 +106,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 @pytest.mark.filterwarnings("error")
 def test_titles_of_any_name(tmp_path: Path, drawn: list[Figure], name: str) -> None:
@@ -118,6 +120,7 @@ def test_titles_of_any_name(tmp_path: Path, drawn: list[Figure], name: str) -> N
         assert_legible(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [(7400.0, 8200.0), (31.0, 3100.0)])
 def test_times_can_be_read_off(
     tmp_path: Path, drawn: list[Figure], times: tuple[float, float]
@@ -139,6 +142,7 @@ def test_times_can_be_read_off(
         assert not any(tick.label1.get_text() for tick in axes.xaxis.get_minor_ticks())
 
 
+@pytest.mark.slow
 def test_lengths_of_attention_name_their_machine(tmp_path: Path, drawn: list[Figure]) -> None:
     forward = {"unsloth_cupy": 500.0, "unfused": 2000.0, "torch": 900.0}
     backward = {"unsloth_cupy": 500.0, "torch": 900.0}

@@ -144,6 +144,7 @@ def test_scaling_keeps_the_gradients_that_float16_would_lose() -> None:
     assert found[65536.0] > 1e-9
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_an_overflow() -> None:
     """A scale too large for float16 is halved until steps are finite; none of them is lost."""
     config = MixedPrecisionConfig("float16", loss_scale=2.0**31)
@@ -179,6 +180,7 @@ def test_copies_are_of_matrices_alone() -> None:
         compute_copies(masters, "int8")
 
 
+@pytest.mark.slow
 def test_the_emulated_optimizer_makes_the_same_step() -> None:
     """Masters and copies after a float16 step, by definition and by kernels."""
     ends = []

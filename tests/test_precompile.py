@@ -126,6 +126,7 @@ for n in range(50):
 """
 
 
+@pytest.mark.slow
 def test_many_processes_write_one_entry(tmp_path: Path) -> None:
     """Each writes other bytes again and again; all that is found is whole."""
     command = [sys.executable, "-c", WRITE_AND_READ, str(tmp_path), key("source")]
@@ -162,6 +163,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         cache.keep(cache.folder(), key("source"), b"binary")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("long", [False, True])
 def test_cupy_is_imported_where_it_cannot_write(named: bool, long: bool, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_a_step_has_phases_and_layers() -> None:
     assert "layer 1" in table
 
 
+@pytest.mark.slow
 def test_the_trace_holds_every_call(tmp_path: Path) -> None:
     seen = stepped()
     seen.save_trace(tmp_path / "trace.json")
@@ -126,6 +127,7 @@ def test_calls_of_other_threads_are_seen() -> None:
     assert [record.op for record in seen.records] == ["softmax"] * 4
 
 
+@pytest.mark.slow
 def test_a_variable_profiles_a_program() -> None:
     program = "import numpy as np, unsloth_cupy as u; u.softmax(np.ones((2, 4), np.float32))"
     for value, said in (("1", True), ("0", False)):

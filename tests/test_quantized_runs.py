@@ -13,7 +13,6 @@ from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.models.quantized import KINDS
 
-from .sample import Sample
 from .test_cli import LLAMA, _one_card, assert_one_clear_error, run
 
 QUANT = Path(__file__).parent / "golden" / "quant"
@@ -39,7 +38,8 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", Sample.one_in(2, KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_on_quantized_weights(kind: str, base: tuple[Path, Path], tmp_path: Path) -> None:
     """They learn; what a step takes is planned; the same command goes on; the result speaks."""
     folder, text = base
@@ -63,6 +63,7 @@ def test_adapters_on_quantized_weights(kind: str, base: tuple[Path, Path], tmp_p
         assert said.exit_code == 0, said.output
 
 
+@pytest.mark.slow
 def test_the_loss_begins_as_that_of_the_quantized_model(
     base: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_the_loss_begins_as_that_of_the_quantized_model(
     assert begun["nf4"] == pytest.approx(begun[""], rel=0.02)  # what 4 bits lose
 
 
+@pytest.mark.slow
 def test_nothing_would_learn(base: tuple[Path, Path], tmp_path: Path) -> None:
     folder, text = base
     learn = ("finetune", folder, "--text", text, "--out", tmp_path / "run")
@@ -98,6 +100,7 @@ def test_nothing_would_learn(base: tuple[Path, Path], tmp_path: Path) -> None:
     assert run(*learn, *small).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("_one_card")
@@ -117,6 +120,7 @@ def test_plan(kind: str, device: str) -> None:
     assert made.activations == dense.activations
 
 
+@pytest.mark.slow
 def test_plan_of_quantized_folders() -> None:
     folder = QUANT / "llama_nf4_double"
     result = run("plan", folder, "--tokens", 16, "--lora", 4)
@@ -124,6 +128,7 @@ def test_plan_of_quantized_folders() -> None:
     assert "quantized to nf4-double" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_plan_of_layers_that_are_rounded_at_every_call() -> None:
     result = run("plan", QUANT / "bitnet-online", "--tokens", 16)
     assert result.exit_code == 0, result.output
@@ -142,6 +147,7 @@ def test_plan_says_what_quantization_asks() -> None:
         plan_memory(config, **sizes, rank=2, quantization="nf3")
 
 
+@pytest.mark.slow
 def test_a_ternary_model_from_nothing(base: tuple[Path, Path], tmp_path: Path) -> None:
     """Its dense weights learn, rounded at every call; the same command goes on with them."""
     text, out = base[1], tmp_path / "run"

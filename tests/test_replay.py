@@ -287,6 +287,7 @@ def test_counters_come_from_the_pool_where_it_holds_all_memory(
         assert counters._of_stream((4,), counters.UINT32).size == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [600, 9000])  # merged once, and twice
 def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch starts with the counters as the last one left them, also for other lengths."""
@@ -351,6 +352,7 @@ def test_no_call_keeps_memory(name: str) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_threads_call_an_op_at_once() -> None:
     """Each thread gets its own results, whichever records the call; the emulator takes turns."""
     softmax = OPS["softmax"]

@@ -1,5 +1,6 @@
 """The sample of a run depends on the commit, and not on the date or the order of tests."""
 
+import ast
 import os
 import random
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from . import sample
-from .conftest import TURNS, features_of, sampled, skip_what_needs_a_gpu
+from .conftest import SLOW, TURNS, features_of, left_out, sampled, skip_what_needs_a_gpu
 from .parity import Case, KernelParity
 
 TESTS = Path(__file__).parent
@@ -21,9 +22,18 @@ CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today
 DATED = {"hardware/__main__.py", "hardware/attention.py", "hardware/session.py"}
 
 
+class Item(SimpleNamespace):
+    """A stand-in for pytest's item, with what is read of it."""
+
+    __hash__ = object.__hash__
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in vars(self).get("markers", ())
+
+
 def emulated(cls: type, case: Case, dtype: str) -> Any:
-    """Return a stand-in for pytest's item of a case in a dtype, with what ``sampled`` reads."""
-    return SimpleNamespace(
+    """Return a stand-in for pytest's item of a case in a dtype."""
+    return Item(
         nodeid=f"{cls.__name__}[{case.label}-{dtype}]",
         cls=cls,
         originalname="test_emulated_kernels",
@@ -78,6 +88,39 @@ def test_each_test_has_its_turn() -> None:
     items = items_of("rms_norm_forward", "add")
     taken = {item.nodeid for day in range(100, 100 + TURNS) for item in sampled(items, day)}
     assert taken == {item.nodeid for item in items}
+
+
+def test_slow_tests_take_turns_and_others_are_always_there() -> None:
+    slow: list[Any] = [Item(nodeid=f"slow[{n}]", markers=("slow",)) for n in range(23)]
+    quick: list[Any] = [Item(nodeid=f"quick[{n}]", markers=("gpu",)) for n in range(23)]
+    kernels = items_of("add")
+    items = random.Random(1).sample(both := slow + quick + kernels, len(both))
+    found = []
+    for day in range(100, 100 + SLOW):
+        left = left_out(items, day)
+        assert left == left_out(both, day)
+        assert not left.intersection(quick)
+        assert left.issuperset({*kernels}.difference(sampled(kernels, day)))
+        assert not left.intersection(sampled(kernels, day))
+        taken = {*slow} - left
+        assert len(taken) in (23 // SLOW, 23 // SLOW + 1)
+        found += [item.nodeid for item in taken]
+    assert sorted(found) == sorted(item.nodeid for item in slow)
+
+
+def test_no_test_takes_turns_in_two_ways() -> None:
+    """Where one way takes every tenth case and another every fifth test, some are never met."""
+    several = 0
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if "pytest.mark.slow" in decorators:
+                several += 1
+                wrong = [text for text in decorators if re.search(r"\bSample\.|sampled\(", text)]
+                assert not wrong, f"{path.name}: {node.name}"
+    assert several > 100
 
 
 def test_what_takes_turns_is_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     return shown
 
 
-@pytest.mark.parametrize("kernel", Sample.one_in(5, declared()))
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", declared())
 def test_the_hardware_is_told(kernel: str) -> None:
     turn = declared().index(kernel) % len(ARCHITECTURES)
     archs = ARCHITECTURES if Sample.all else ARCHITECTURES[turn : turn + 1]
@@ -147,6 +148,7 @@ def told(dim: int) -> list[str]:
     return [name for name in names if not name.startswith("NOP")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 def test_exponentials_run_beside_products(dim: int) -> None:
     """All are between the products and the wait for their sums, which starts the next iteration."""
@@ -190,7 +192,8 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
         assert [own[3:11], own[13:]] == [kept[3:11], kept[13:]], cure
 
 
-@pytest.mark.parametrize("dim", [64, 128] if Sample.all else [64 << Sample.day % 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_causal_tile_takes_hardly_more(dim: int) -> None:
     """Only tiles on the diagonal are masked, where the peer masks all of them."""
     tile, _ = warpgroups.forward(dim, causal=True)
@@ -200,6 +203,7 @@ def test_a_causal_tile_takes_hardly_more(dim: int) -> None:
     assert warpgroups.estimate(tile) > warpgroups.estimate(peer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [0, 1], ids=["queries", "keys"])
 def test_products_of_the_backward_pass_follow_each_other(own: int) -> None:
     """No wait is for a single product, and most of exp2 overlaps with those of dout and v."""
@@ -216,6 +220,7 @@ def test_products_of_the_backward_pass_follow_each_other(own: int) -> None:
     assert sum(at < gradients for at in exponentials) >= len(exponentials) // 2
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_backward_pass_compiles_to() -> None:
     if budget.read()[0]["compiler"] != budget.compiler_version():
         pytest.skip("another compiler than the page speaks of")
@@ -245,6 +250,7 @@ def test_the_model_counts_what_products_read_in_shared_memory() -> None:
     assert tile.moved == 128 * 2 * 256 // 2  # keys and values of a stage, for two warpgroups
 
 
+@pytest.mark.slow
 def test_no_store_of_a_gradient_over_logits_is_split() -> None:
     """See ``store`` in common/vector.cuh: a store of 16 bytes may be split into four of 4."""
     several = [
@@ -259,6 +265,7 @@ def test_no_store_of_a_gradient_over_logits_is_split() -> None:
         assert len(short) == 2, variant  # of a loss
 
 
+@pytest.mark.slow
 def test_the_disassembler_is_read() -> None:
     slow = next(v for v in of_kernel("add", "90") if not whole(v))
     found = instructions(disassembled(slow))
@@ -326,6 +333,7 @@ def test_a_read_that_waits_for_no_copy_is_found(text: str, old: str, new: str) -
     assert unwaited(text.replace(old, new, 1)) != []
 
 
+@pytest.mark.slow
 def test_a_wait_of_a_kernel_is_needed() -> None:
     """Without any wait except the last, after which nothing is read, the check fails."""
     text = disassembled(of_kernel("attention_forward", "80")[3])
@@ -337,6 +345,7 @@ def test_a_wait_of_a_kernel_is_needed() -> None:
 WARPGROUP_KERNELS = [kernel for kernel in declared() if kernel.endswith("_sm90")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", WARPGROUP_KERNELS)
 def test_warpgroups_wait_in_sass_as_in_ptx(kernel: str) -> None:
     """They wait as often on every path before a product, a copy or an arrival, and in loops."""
@@ -347,6 +356,7 @@ def test_warpgroups_wait_in_sass_as_in_ptx(kernel: str) -> None:
         assert not products, f"{variant}: a product comes before all waits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [k for k in WARPGROUP_KERNELS if "dq" not in k])
 def test_every_wait_of_warpgroups_is_needed(kernel: str) -> None:
     """Without a wait, except the second try of one, SASS differs from PTX or fails the check."""
@@ -473,6 +483,7 @@ def test_the_hot_loop_is_found(text: str, instructions: int) -> None:
     assert hot_loop(text) == instructions
 
 
+@pytest.mark.slow
 def test_the_page_says_what_attention_compiles_to() -> None:
     head, _ = budget.read()
     if head["compiler"] != budget.compiler_version():

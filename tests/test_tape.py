@@ -257,6 +257,7 @@ def test_gradients_may_be_asked_for_twice() -> None:
         assert grad.tobytes() == again.tobytes()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_tape() -> None:
     """Reference counts alone free the arrays: no cycle waits for the garbage collector."""
     gc.collect()

@@ -63,6 +63,7 @@ def evaluated(tree: Any, leaves: list[Any]) -> Any:
     return function(*values)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=80, database=None)
 @given(trees)
 def test_expressions_have_the_gradients_of_torch(tree: Any) -> None:

@@ -26,6 +26,7 @@ def asked(kernel: str, day: int = Sample.day) -> Sequence[Variant]:
     return several if Sample.all else several[day // SHARE % len(several) :][:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nothing_is_wrong_with_a_kernel(kernel: str) -> None:
     assert [said for variant in asked(kernel) for said in faults(variant)] == []
@@ -80,6 +81,7 @@ def test_every_check_says_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> No
     assert [*unproved(kernel, 16, 4)] == ["unit.cu:1: ld.global.v4.f32 [%rd4+8]"]
 
 
+@pytest.mark.slow
 def test_a_launch_that_allows_less_proves_less() -> None:
     variants = of_kernel("add", "90")
     whole, narrow = (next(v for v in variants if alignment(v) == size) for size in (16, 2))

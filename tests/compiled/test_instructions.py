@@ -557,6 +557,7 @@ def units_apart(found: int, wanted: int, kind: str) -> int:
     return abs(order[0] - order[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_as_plain_arithmetic(kind: str) -> None:
     given, several = values(kind), cases(kind)

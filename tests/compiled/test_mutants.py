@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
 ]
-SHARE = 3  # mutants of a run
+SHARE = 1  # mutants of a run
 ALL = mutants.mutants()
 
 

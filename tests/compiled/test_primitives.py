@@ -46,11 +46,13 @@ def test_primitive(name: str, arch: int) -> None:
         assert primitive(name, kind=on(arch), **how) == 0
 
 
+@pytest.mark.slow
 def test_products_of_warpgroups_that_are_still_in_flight() -> None:
     """A pipeline: TMA, mbarriers, setmaxnreg, wgmma whose sums move before they are waited for."""
     assert gemm(kind=on(90), seed=3) < ERRORS[gemm]
 
 
+@pytest.mark.slow
 def test_a_product_that_warps_ask_for_in_two_places() -> None:
     """By one function of the source, of which the compiler makes two instructions."""
     says = r"this lane is at wgmma, others .* in faults.cu:(\d+) in faults.cu:(?!\1 )\d+ \["
@@ -58,12 +60,14 @@ def test_a_product_that_warps_ask_for_in_two_places() -> None:
         fault("broken_product", 1, 128, 9, kind=on(90))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 100])
 def test_examples(arch: int) -> None:
     assert flash(kind=on(arch)) < ERRORS[flash]
     assert split_k(last=True, kind=on(arch)) < ERRORS[split_k]
 
 
+@pytest.mark.slow
 def test_a_message_names_the_lines_of_ptx_and_of_the_source() -> None:
     with pytest.raises(EmulatorError, match=r"flash_forward: PTX \d+, .*flash.cu:\d+: race on "):
         flash(kind=on(90), bugs=["MISSING_SYNC"])
@@ -222,6 +226,7 @@ def test_an_unknown_instruction_names_itself() -> None:
         unit(text, "odd")
 
 
+@pytest.mark.slow
 def test_traffic_goes_by_lines_of_the_source() -> None:
     x = np.ones((4, 256), np.float32)
     found = []

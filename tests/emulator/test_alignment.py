@@ -13,7 +13,6 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 
 from ..parity import emulator, outputs_of, within_rule
-from ..sample import Sample
 from ..test_launches import LAUNCHED, OWNERS
 
 SMALL = Scale(tokens=32, hidden=64, inner=32, vocab=48, heads=4, kv_heads=2, dim=16)
@@ -45,7 +44,8 @@ def placed_alone(call: Call) -> Iterator[tuple[str, Call]]:
             yield f"{name} {place.__name__}", call._replace(arrays=moved)
 
 
-@pytest.mark.parametrize("name", Sample.one_in(2, LAUNCHED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_each_array_alone(name: str) -> None:
     owner, dtype = OWNERS.get(name, OPS[name]), KERNEL_DTYPES[0]
     call = draw(owner, SMALL, optional=True).cast(dtype)

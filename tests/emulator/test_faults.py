@@ -261,6 +261,7 @@ def test_the_fast_build_sees_writes_beside_a_buffer() -> None:
         launch((1,), (16,), (np.zeros(64, np.int32), np.int32(8)), 128)  # 60 KB: in the gap
 
 
+@pytest.mark.slow
 def test_the_fast_build_ends_a_block_that_spins(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda_on_cpu, "SECONDS", 1)
     launch = kernel("faults.cu", "broken", check=False)
@@ -435,6 +436,7 @@ def test_what_python_can_tell() -> None:
         kernel("faults.cu", "broken_cluster")((3,), (32,), (np.zeros(1, np.int32), np.int32(2)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "fast"])
 @pytest.mark.parametrize("seed", [0, 5])
 def test_whole_kernels_are_right(check: bool, seed: int) -> None:

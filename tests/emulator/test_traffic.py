@@ -103,6 +103,7 @@ def test_rms_norm_moves_nothing_twice(dtype: Any, hidden: int) -> None:
     assert traffic.of("global", write=True).moved * 32 <= x.nbytes + 4 * 32  # y, rstd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize(("rows", "hidden"), [(64, 128), (5, 4096), (2, 16384)])
 def test_norms_move_what_their_formula_says(op: str, rows: int, hidden: int) -> None:
@@ -155,6 +156,7 @@ def global_bytes(call: Callable[[], Any], **machine: Any) -> int:
     return traffic.of("global").bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     ("columns", "clusters", "reads"), [(16384, False, 1), (131072, True, 1), (131072, False, 2)]
@@ -169,6 +171,7 @@ def test_softmax_moves_what_its_header_says(
     assert back == (2 * reads + 1) * x.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_rope_moves_what_its_header_says(dtype: Any) -> None:
     """q and k once each way, the row of each table and the position once a token."""

@@ -56,6 +56,7 @@ def test_the_script_runs_the_emulator_beside_a_gpu() -> None:
     assert (said == "agrees with arithmetic and the emulator") == (missing() is None)
 
 
+@pytest.mark.slow
 def test_a_launch_is_the_same_on_every_call() -> None:
     digests = {digest(launch(name)) for name in PRIMITIVES}
     assert digests == {digest(launch(name)) for name in PRIMITIVES}

@@ -94,6 +94,7 @@ def outcomes(results: Results) -> dict[str, str]:
     return {name.partition("::")[2]: line["outcome"] for name, line in results.lines.items()}
 
 
+@pytest.mark.slow
 def test_every_end_is_told_and_the_rest_goes_on(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,8 @@ def test_losses_and_gradients_are_the_models_own(family):
         assert taken >= WHOLE
 
 
-@pytest.mark.parametrize("family", Sample.one_in(2, [*NINE, *SOME]))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*NINE, *OTHERS])
 def test_16_bits_are_no_further_from_32_than_before(family):
     experts = ALL_EXPERTS.get(family)  # rounding may choose others: no measure of an error
     options = {} if experts is None else {"num_experts_per_tok": experts}
@@ -94,6 +95,7 @@ QK_NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", QK_NORMS)
 def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family):
     model = model_of(family)

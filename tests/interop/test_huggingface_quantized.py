@@ -96,6 +96,7 @@ def test_in_sixteen_bits(folder, kind):
     assert errors[0] <= 1.5 * errors[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_dropout": 0.5}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_of_peft(folder, kind, options):
@@ -115,6 +116,7 @@ def test_adapters_of_peft(folder, kind, options):
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.slow
 def test_a_layer_that_computes_in_another_dtype_than_its_adapter(folder):
     model = adapted(quantized_model(folder, "nf4", bnb_4bit_compute_dtype=torch.bfloat16))
     expected = logits(model)
@@ -135,6 +137,7 @@ def test_weights_in_another_storage(folder):
     near({"y": logits(model)}, {"y": expected}, EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "mlp.up_proj"], ids=["layers", "adapters"])
 def test_a_patched_model_is_compiled_around_its_layers(folder, part):
     torch._dynamo.reset()

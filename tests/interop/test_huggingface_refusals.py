@@ -30,6 +30,7 @@ def test_what_is_no_model_of_transformers_is_refused():
                 call(strange)
 
 
+@pytest.mark.slow
 def test_parts_that_are_not_known_are_named():
     model = model_of("llama")
     before = state(model)

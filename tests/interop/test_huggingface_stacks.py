@@ -12,7 +12,6 @@ from unsloth_cupy.interop import huggingface  # noqa: E402
 from unsloth_cupy.interop.huggingface import patch, unpatch  # noqa: E402
 from unsloth_cupy.interop.huggingface._changes import own_forward  # noqa: E402
 
-from ..sample import Sample  # noqa: E402
 from . import groups  # noqa: E402
 from .families import check, model_of, step, texts  # noqa: E402
 
@@ -27,9 +26,10 @@ def near(found, expected, rtol=1e-4):
         torch.testing.assert_close(found[name], value, rtol=0, atol=max(most, 1e-7))
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("scene", ["left", "packed"])
-@pytest.mark.parametrize("family", COMPILED if Sample.all else [COMPILED[Sample.day % 6]])
+@pytest.mark.parametrize("family", COMPILED)
 def test_compiled_in_one_graph(family, scene):
     torch._dynamo.reset()
     model = model_of(family, num_hidden_layers=1)
@@ -39,6 +39,7 @@ def test_compiled_in_one_graph(family, scene):
     near(step(model, scene, compiled), expected)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("qwen3", 1)])
 def test_compiled_with_breaks_in_all_layers(family, layers):
@@ -52,6 +53,7 @@ def test_compiled_with_breaks_in_all_layers(family, layers):
     near(step(model), expected)
 
 
+@pytest.mark.slow
 @quiet
 def test_a_loss_is_compiled_behind_a_break():
     torch._dynamo.reset()
@@ -62,6 +64,7 @@ def test_a_loss_is_compiled_behind_a_break():
     near(step(model, call=torch.compile(model, backend="aot_eager")), expected)
 
 
+@pytest.mark.slow
 @quiet
 def test_dropout_of_attention_is_drawn_anew_in_a_graph_and_again_in_a_checkpoint():
     torch._dynamo.reset()
@@ -306,6 +309,7 @@ def test_adapters_may_be_off_merged_or_dropped_out():
     assert len(losses) == 3
 
 
+@pytest.mark.slow
 @quiet
 def test_trainer_learns_the_same(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra `peers` (accelerate)")
@@ -339,6 +343,7 @@ def test_trainer_learns_the_same(tmp_path):
         assert found == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 @quiet
 def test_hooks_of_accelerate_come_before_or_after():
     hooks = pytest.importorskip("accelerate.hooks", reason="needs the extra `peers` (accelerate)")

@@ -62,6 +62,7 @@ def test_gradients_are_those_of_the_backward_op(op, optional):
         np.testing.assert_allclose(grads[name], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_jax_is_imported_by_its_first_array_and_no_sooner():
     program = """
 import sys, unsloth_cupy
@@ -92,6 +93,7 @@ def twice(loss):
     return jax.lax.scan(lambda total, _: (total + loss() / 2, None), 0.0, length=2)[0]
 
 
+@pytest.mark.slow
 def test_a_block_is_the_same_in_every_transform(draw):
     weights = draw(16), [draw(n, 16) for n in (16, 8, 8)], draw(20, 16)
     labels = jnp.arange(18).reshape(2, 9)
@@ -139,6 +141,7 @@ def test_a_batch_is_one_call_where_rows_are_free_and_else_one_for_each_slice(dra
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_functions_that_reach_ops_through_others(draw):
     x, weight, a, b = draw(5, 16), draw(12, 16), draw(4, 16), draw(12, 4)
     magnitude, gate, down = 1 + abs(draw(12)), draw(24, 16), draw(16, 24)
@@ -181,6 +184,7 @@ def test_dtypes(draw, dtype):
             np.testing.assert_allclose((slope * moved).sum(), (ahead - behind) / 2e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_seeds_are_operands(draw):
     q = draw(1, 6, 2, 8)
     dropped = lambda q, seed: uc.attention(q, q, q, dropout=0.5, seed=seed)  # noqa: E731
@@ -237,6 +241,7 @@ def test_what_is_no_seed_is_refused(wrap, draw):
         wrap(lambda x: uc.lora_linear(x, x, x, x, dropout=0.5))(draw(4, 4))
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_forward_mode_are_refused(draw):
     x = draw(2, 4)
     loss = lambda x: uc.swiglu(x, x).sum()  # noqa: E731
@@ -248,6 +253,7 @@ def test_second_derivatives_and_forward_mode_are_refused(draw):
             forward(x)
 
 
+@pytest.mark.slow
 def test_what_has_no_gradient_is_refused_and_not_zero(draw):
     x, weight, a, b = draw(5, 8), draw(8), draw(8, 4), draw(5, 4)
     with pytest.raises(GradientError, match=r"lora_merge has no gradient: adapters are merged"):
@@ -344,6 +350,7 @@ assert swiglu(away, away).devices() == away.devices()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX 0.6 has no jax.shard_map")
 def test_several_devices():
     subprocess.run([sys.executable, "-c", SEVERAL], check=True)

@@ -86,6 +86,7 @@ def test_an_error_of_the_callback_is_that_of_the_step():
         jax.block_until_ready(call(jnp.ones(3)))
 
 
+@pytest.mark.slow
 def test_compiled_functions_find_their_callbacks_when_the_library_has_forgotten_them():
     call, x = jax.jit(uc.relu2), jnp.ones(3)
     assert call(x).tolist() == [1, 1, 1]
@@ -94,6 +95,7 @@ def test_compiled_functions_find_their_callbacks_when_the_library_has_forgotten_
     assert call(2 * x).tolist() == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_weight_is_kept_as_long_as_the_function_that_was_compiled():
     weight, before = uc.int8_weight(np.ones((16, 16), np.float32)), len(ffi.callbacks)
     codes, held = weakref.ref(weight.codes), weakref.ref(weight)

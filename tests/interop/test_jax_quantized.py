@@ -38,6 +38,7 @@ def test_calls_and_gradients_are_those_on_numpys_arrays(kind, names, call):
         assert np.allclose(one, slope, rtol=1e-6, atol=1e-6 * abs(slope).max())
 
 
+@pytest.mark.slow
 def test_a_gradient_outside_of_a_jit():
     w, (x, a, b) = quantized.weight("nf4"), arrays("x", "a", "b")
     slope = jax.grad(lambda x: uc.linear(x, w).sum())(x)
@@ -50,6 +51,7 @@ def test_a_gradient_outside_of_a_jit():
         assert np.allclose(one, other, rtol=1e-4, atol=1e-5 * float(abs(other).max()))
 
 
+@pytest.mark.slow
 def test_mapped_calls():
     w, (x, bias) = quantized.weight("nf4"), arrays("x", "bias")
     assert np.array_equal(jax.vmap(lambda x: uc.linear(x, w))(x), uc.linear(x, w))
@@ -87,6 +89,7 @@ def test_a_weight_that_changes_is_seen():
     assert np.array_equal(call(x), uc.linear(x, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_weight_goes_when_nobody_has_it(compiled):
     x = arrays("x")[0]

@@ -161,6 +161,7 @@ class TestMlx:
             uc.swiglu(gate, np.asarray(up))
 
 
+@pytest.mark.slow
 def test_none_of_them_is_imported_with_the_library():
     names = "{'tensorflow', 'paddle', 'mlx', 'numba'}"
     program = f"import sys, unsloth_cupy; assert not {names} & sys.modules.keys()"

@@ -45,6 +45,7 @@ def test_gradients_are_those_of_the_backward_op(op, optional):
         torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_torch_is_imported_by_its_first_tensor_and_no_sooner():
     program = """
 import sys, unsloth_cupy

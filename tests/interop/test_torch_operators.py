@@ -38,6 +38,7 @@ def test_torch_finds_no_fault(op, optional):
     assert np.isfinite(call.run()[operator.results[0]]).all()
 
 
+@pytest.mark.slow
 def test_every_op_is_traced_by_one_compiler():
     """As torch's checks begin behind it: what leads from the library's names to operators."""
     calls = [drawn(op, optional=True)[0].mapped(lambda a: give_back(a, None)) for op in OPS]
@@ -61,6 +62,7 @@ def block(x, residual, weight, qkv, head, labels):
     return uc.linear_cross_entropy(uc.swiglu(y, uc.rms_norm(h, weight)), head, labels).mean()
 
 
+@pytest.mark.slow
 def test_a_block_is_compiled_once_for_all_lengths(graphs):
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     weights = torch.randn(16), [torch.randn(n, 16) for n in (16, 8, 8)], torch.randn(20, 16)
@@ -74,6 +76,7 @@ def test_a_block_is_compiled_once_for_all_lengths(graphs):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own calls
 def test_inductor_fuses_around_ops(graphs, monkeypatch, tmp_path):
@@ -107,6 +110,7 @@ def adapted(x, seed):
     return uc.lora_linear(x, weight, a, b, dropout=0.5, seed=seed)
 
 
+@pytest.mark.slow
 def test_seeds_are_operands_of_a_graph(graphs):
     compiled = torch.compile(adapted, fullgraph=True, dynamic=True, backend="aot_eager")
     x = torch.randn(3, 16, requires_grad=True)
@@ -119,12 +123,14 @@ def test_seeds_are_operands_of_a_graph(graphs):
     assert torch.equal(compiled(x, 2**64 - 1), adapted(x, 2**64 - 1))
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_not_an_integer_is_refused_while_compiling():
     for seed in (1.5, True, "a"):
         with pytest.raises(Exception, match=r"is not an integer; pass one, or a tensor of shape"):
             torch.compile(adapted, backend="eager", fullgraph=True)(torch.randn(3, 16), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_output_that_nobody_used_has_a_gradient_of_zeros(backend):
     q, k = (torch.randn(1, 3, heads, 4, requires_grad=True) for heads in (4, 2))
@@ -184,6 +190,7 @@ class Gated(torch.nn.Module):
         return uc.swiglu(uc.rms_norm(x, self.weight), uc.scale(x, factor=2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_keeps_ops(strict):
     model, rows = Gated(), torch.export.Dim("rows", min=2, max=64)
@@ -194,6 +201,7 @@ def test_export_keeps_ops(strict):
     torch.testing.assert_close(made.module()(x), model(x))
 
 
+@pytest.mark.slow
 def test_what_is_composed_is_compiled():
     x, weight, m = torch.randn(2, 3, 16), torch.randn(16, 16), torch.rand(16) + 1
     a, b, cos, sin = torch.randn(4, 16), torch.randn(16, 4), torch.ones(3, 4), torch.zeros(3, 4)
@@ -209,6 +217,7 @@ def test_what_is_composed_is_compiled():
     torch.testing.assert_close(compiled(x), composed(x))
 
 
+@pytest.mark.slow
 def test_gradients_inside_of_graphs_and_casts():
     def slope(x):
         return torch.func.grad(lambda y: uc.relu2(y).sum())(x)
@@ -223,6 +232,7 @@ def test_gradients_inside_of_graphs_and_casts():
         torch.testing.assert_close(compiled(x), function(x))
 
 
+@pytest.mark.slow
 def test_what_changes_its_arguments_breaks_a_graph_and_runs():
     def add_up(x):
         return uc.accumulate_(torch.zeros(3), x) + 1

@@ -97,6 +97,7 @@ def test_checkpoints_give_equal_bits(reentrant):
     assert all(map(torch.equal, *slopes))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, behind a break of a graph
 @pytest.mark.parametrize("name", ["linear", "lora_linear with magnitudes", "swiglu_mlp"])
 def test_compiled_functions_break_their_graph_there(name):

@@ -170,6 +170,7 @@ def test_a_process_alone_has_its_gradients(tmp_path: Path, kind):
         groups.average(kind)
 
 
+@pytest.mark.slow
 def test_processes_average_their_gradients(tmp_path: Path):
     """Of copies and of shards, in this process and another one, which starts once for all kinds."""
     store = str(tmp_path / "store")

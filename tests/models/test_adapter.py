@@ -121,6 +121,7 @@ def test_adapters_read_x_together_unless_each_drops_its_own(
         assert counts == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True, "alpha": 3}], ids=str)
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_a_new_adapter_changes_nothing_until_it_learns(

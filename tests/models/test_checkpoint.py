@@ -66,6 +66,7 @@ def peak(model: Transformer, config: CheckpointConfig | None) -> int:
     return most - weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "share"),
     [

@@ -111,6 +111,7 @@ def test_other_mlps_are_refused_before_anything_is_done(label: str) -> None:
     assert not cache.length
 
 
+@pytest.mark.slow
 def test_no_inner_activation_is_kept() -> None:
     """Of each block a plain step keeps three: gate, up, and what down reads."""
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8}

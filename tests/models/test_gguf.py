@@ -327,6 +327,7 @@ def test_an_adapter_of_a_quantized_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense["blk.0.ffn_up.weight"], kept)
 
 
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     make(tmp_path / "m", WIDE | {"num_hidden_layers": 12, "vocab_size": 1200})
     largest, whole = 4 * 1200 * 256, (tmp_path / "m" / "model.safetensors").stat().st_size
@@ -341,6 +342,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     assert largest < peak < 2.5 * largest
 
 
+@pytest.mark.slow
 def test_chunks_of_rows_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is never float32 as a whole, where it is bfloat16."""
     make(tmp_path / "m", WIDE | {"vocab_size": 4096}, dtype="bfloat16")

@@ -180,6 +180,7 @@ def test_angles_that_change_for_all_positions_have_no_pages() -> None:
         model.generate(TOKENS, cache=pages(), **NEW)
 
 
+@pytest.mark.slow
 def test_emulated_kernels_read_pages() -> None:
     model = model_of("llama")
     cache = pages(page=4)

@@ -66,6 +66,7 @@ def test_greedy_tokens(pair, side):
     np.testing.assert_array_equal(made, expected.numpy())
 
 
+@pytest.mark.slow
 def test_penalised_tokens(tmp_path):
     """Padding, on the left as transformers takes it, is nothing that a row holds."""
     peer = make(tmp_path, CONFIGS["llama"])

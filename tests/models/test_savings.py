@@ -19,8 +19,6 @@ from unsloth_cupy.finetune import training_data
 from unsloth_cupy.finetune.text import held_out_rows
 from unsloth_cupy.models import block, loss
 
-from ..sample import Sample
-
 FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps
 BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 16)
 EVALUATED = 10**9 if FULL else 16  # rows of the held-out text, at most
@@ -100,7 +98,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> float:
         return held_out_loss(tmp_path_factory.mktemp("plain") / "run")
 
 
-@pytest.mark.parametrize("saving", list(SAVINGS) if FULL else Sample.one_in(3, SAVINGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", SAVINGS)
 def test_a_saving_moves_no_held_out_loss(
     saving: str, wanted: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ def test_codes_keep_values_of_any_size(scale: float) -> None:
         assert np.abs(after * beta - before * beta).max() <= spread, field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 8])
 def test_a_resumed_run_has_equal_bits(bits: int) -> None:
     case = Case("", bits=bits)
@@ -205,6 +206,7 @@ def test_a_resumed_run_has_equal_bits(bits: int) -> None:
             assert array.tobytes() == resumed.everything()[name].tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "wide", "master"),
     [(32, False, False), (32, True, True), (8, False, False), (8, False, True)],

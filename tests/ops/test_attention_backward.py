@@ -200,8 +200,9 @@ def times(size: int, case: Case, seed: int) -> Drawn:
     return Drawn(call, own, plain, seeds, outputs_of(call.backward(plain, seeds)), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drawings", "size", "case"), [pytest.param(*e, id=e[2].label) for e in Sample.one_in(2, EXACT)]
+    ("drawings", "size", "case"), [pytest.param(*e, id=e[2].label) for e in EXACT]
 )
 def test_float32_loses_no_more_than_the_definition(drawings: int, size: int, case: Case) -> None:
     """Of any drawing, in long rows, and where scores are large and lse is rounded as they are."""
@@ -216,6 +217,7 @@ def test_float32_loses_no_more_than_the_definition(drawings: int, size: int, cas
             within_rule(allowed, exact, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [5, 37])
 def test_backward_makes_the_scores_of_forward_again(queries: int) -> None:
     """Those of few queries too: else rows of ds, whose sums vanish, do not sum to 0."""
@@ -274,6 +276,7 @@ def test_some_options_together(seed: int) -> None:
     _prove(case, KERNEL_DTYPES[seed % 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, -1])
 def test_equal_bits_on_random_schedules(number: int) -> None:
     """Whatever order threads and blocks run in."""
@@ -343,9 +346,10 @@ def test_every_row_of_the_tables_is_taken() -> None:
         assert {(*key[1:], tiles) for key, several in table.items() for tiles in several} <= taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"given": ["bias"]}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
-@pytest.mark.parametrize("budget", Sample.one_in(2, BUDGETS))
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_kernels_of_every_budget(budget: int, dtype: Any, options: dict[str, Any]) -> None:
     case = Case("", **ALONE | {"dim": 128, "value_dim": 96}, queries=40, keys=45, **options)
     _prove(case, dtype, check=False, shared_memory=budget)
@@ -363,6 +367,7 @@ def gradients(dout: np.ndarray, *qkv: np.ndarray, **options: Any) -> Any:
     return _within(both)
 
 
+@pytest.mark.slow
 def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
     """NaN beyond the lengths stays there; other future keys leave the bits of dq alone."""
     dout, q, k, v = drawn((2, 90, 2, 64), (2, 90, 2, 64), (2, 90, 1, 64), (2, 90, 1, 64))
@@ -379,6 +384,7 @@ def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
     assert not after[2][1, 61:].any()
 
 
+@pytest.mark.slow
 def test_workspace_is_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array that the launch makes is a result or part of the workspace."""
     from unsloth_cupy.ops.attention import _backward as launch

@@ -234,6 +234,7 @@ class TestBetweenSequences(KernelAlone):
                 clean_bits(fill, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "processors"), [(1, 1), (3, 2)])
 def test_random_schedules(number: int, processors: int) -> None:
     """Whatever order threads, blocks and copies run in: equal bits on two random schedules."""
@@ -242,6 +243,7 @@ def test_random_schedules(number: int, processors: int) -> None:
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["backward"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [False, True])
 def test_every_length(one: bool) -> None:
     """Around each edge of a tile, of queries and of keys; one compilation serves all."""
@@ -262,6 +264,7 @@ def test_every_length(one: bool) -> None:
         within_rule(outputs_of(back), outputs_of(exact), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_turns_give_equal_bits(causal: bool) -> None:
     """Whoever runs which job, in whatever order, beside whom: also of other heads."""
@@ -277,6 +280,7 @@ def test_turns_give_equal_bits(causal: bool) -> None:
         assert {each.tobytes() for each in others} == {first.tobytes()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 3 * 130 * 128 * 2])
 def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of heads, the last one smaller, whoever runs which job: the same bits."""

@@ -14,7 +14,6 @@ from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator, launched, on_schedules
-from ..sample import Sample
 from ..stand_in import gpu
 from .attention_cases import AFAR, BUDGETS, EVERY, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
@@ -155,8 +154,9 @@ class TestAttentionPaged(KernelParity):
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3] if Sample.all else [1 + Sample.day % 3])
-@pytest.mark.parametrize("number", Sample.one_in(2, [0, 3, 4, -1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("number", [0, 3, 4, -1])
 def test_random_schedules(number: int, seed: int) -> None:
     """Whatever order threads and blocks run in: equal bits on two random schedules."""
     run = on_schedules(seed, seed + 3)
@@ -179,10 +179,9 @@ def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, bu
         assert CHUNK % (chosen.warps * chosen.keys) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
-@pytest.mark.parametrize(
-    ("budget", "dim"), Sample.one_in(4, itertools.product(BUDGETS[:3], (64, 128, 256)))
-)
+@pytest.mark.parametrize(("budget", "dim"), [*itertools.product(BUDGETS[:3], (64, 128, 256))])
 def test_kernels_of_every_budget(budget: int, dim: int, dtype: Any) -> None:
     case = Case("", **GROUPED, queries=2, keys=270, dim=dim, value_dim=dim, causal=True)
     run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731
@@ -194,6 +193,7 @@ def drawn(dtype: Any, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_a_sequence_gives_equal_bits_alone_and_in_any_batch(dtype: Any) -> None:
     """The batch around it, the room behind its keys and pages change no bit."""
@@ -222,6 +222,7 @@ def test_a_sequence_gives_equal_bits_alone_and_in_any_batch(dtype: Any) -> None:
         assert paged[1].tobytes() == both[1].tobytes()
 
 
+@pytest.mark.slow
 def test_decode_equals_full_forward() -> None:
     """Token by token, the last rows of the kernel for many queries: to 1e-5 in float32."""
     q, k, v = drawn(np.float32, (1, 40, 4, 64), (1, 40, 2, 64), (1, 40, 2, 64))
@@ -233,6 +234,7 @@ def test_decode_equals_full_forward() -> None:
         np.testing.assert_allclose(found[1][..., 0], whole[1][..., last], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_few_queries_go_one_way_and_many_another(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     from unsloth_cupy.ops.attention import _decode, _forward
@@ -249,6 +251,7 @@ def test_few_queries_go_one_way_and_many_another(monkeypatch: pytest.MonkeyPatch
     assert asked == [f"attention_{name}.cu" for name in ("decode", "forward", "forward")]
 
 
+@pytest.mark.slow
 def test_pages_that_do_not_exist_are_not_read() -> None:
     """A length beyond the pages, a page outside the cache: on a GPU nobody reads them first."""
     q, k, v = drawn(np.float32, (2, 1, 2, 8), (4, 4, 1, 8), (4, 4, 1, 8))
@@ -300,6 +303,7 @@ def test_a_cache_is_read_where_it_lies(queries: int) -> None:
         assert machine.peak - held < k.nbytes / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("queries", [3, 20])
 def test_parts_of_longer_arrays_give_equal_bits(queries: int, dtype: Any) -> None:

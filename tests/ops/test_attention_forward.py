@@ -188,6 +188,7 @@ class TestWarpsLeaveTilesOut(KernelAlone):
         assert bytes_read(queries, 8) == all_pairs - hidden * tile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("number", [0, -1])
 def test_random_schedules(number: int, seed: int) -> None:
@@ -243,6 +244,7 @@ def test_every_row_of_the_tables_is_taken() -> None:
     assert {key[0] for key in FORWARD} <= {80, *itertools.chain(*OWN.values())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
@@ -251,6 +253,7 @@ def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("budget", "dims"), [*zip(BUDGETS[1:], [*WIDE, WIDE[0]], strict=True)])
 def test_wide_kernels_of_every_budget(budget: int, dims: tuple[int, int], dtype: Any) -> None:
@@ -317,6 +320,7 @@ def test_presets_where_they_belong() -> None:
     assert small.rows == 32  # the least that the table has
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("name", PRESETS)
 def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:

@@ -281,6 +281,7 @@ class TestTilesAreLeftOut(KernelAlone):
         return (pairs * self.tokens + 2 * near) * self.dim * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processors", [1, 2])
 @pytest.mark.parametrize("number", [1, 3])
 def test_random_schedules(number: int, processors: int) -> None:
@@ -290,6 +291,7 @@ def test_random_schedules(number: int, processors: int) -> None:
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
+@pytest.mark.slow
 def test_every_length() -> None:
     """Around each edge of a tile, of queries and of keys; one compilation serves all."""
     edges = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257]
@@ -305,6 +307,7 @@ def test_every_length() -> None:
         within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 3 * 130 * 128 * 2])
 def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of heads, the last one smaller, whoever runs which job: the same bits."""
@@ -320,6 +323,7 @@ def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert first.tobytes() == second.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offsets", NO_OFFSETS)
 def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
     """On a GPU nobody reads them first: no access leaves the arrays."""
@@ -330,6 +334,7 @@ def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
         launched("attention_varlen_backward", q, q, k, k, *both, out, lse, causal=True)
 
 
+@pytest.mark.slow
 def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:
     rng = np.random.default_rng(0)
     q, cache = (rng.standard_normal((2, n, 2, 64)).astype(np.float16) for n in (64, 200))
@@ -354,6 +359,7 @@ def test_blocks_fit_an_sm(table: Any) -> None:
     assert all(128 % own.rows == 128 % own.tile == 0 for own in CHANGED.values())
 
 
+@pytest.mark.slow
 def test_a_grid_is_no_wider_than_its_jobs() -> None:
     q = np.ones((1, 64, 1, 64), np.float16)
     with using(Emulator(processors=132)):

@@ -133,6 +133,7 @@ def unfused_backward(dout: Any, q: Any, k: Any, v: Any) -> tuple[np.ndarray, ...
     return DIM**-0.5 * (ds @ k), DIM**-0.5 * (ds.swapaxes(2, 3) @ q), dv
 
 
+@pytest.mark.slow
 def test_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1024 tokens on at least 70 % less than the unfused, forward and backward."""
     monkeypatch.setattr(threads, "count", lambda: 2)

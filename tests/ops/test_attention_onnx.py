@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 
 from unsloth_cupy import (
     KVCache,
@@ -108,6 +109,7 @@ def test_external_cache_in_pages(golden: OpCase) -> None:
     agree(out, expected(golden))
 
 
+@pytest.mark.slow
 @golden(GROUP, *WITH_KERNELS)
 def test_emulated_kernels(golden: OpCase) -> None:
     """Kernels are as near to ONNX's result as the definition, and to the exact gradients."""

@@ -73,6 +73,7 @@ def attention_paged_int8(q: Any, codes: Any, scales: Any, table: Any, lengths: A
     return attention_paged_int8_forward(q, *codes, scales, table, lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_equals_attention_over_the_dequantized_pages(dtype: Any) -> None:
     rng = np.random.default_rng(0)

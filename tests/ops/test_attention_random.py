@@ -108,6 +108,7 @@ def test_every_pair_of_options_is_among_them() -> None:
         assert {0, *range(1, MOST + 1, 2)} <= {*side}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, COUNT, 100))
 def test_the_definition(first: int) -> None:
     """In float32, out and lse are as near as float32 lets them; no number is NaN, no gradient."""

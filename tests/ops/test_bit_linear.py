@@ -89,6 +89,7 @@ def test_rows_are_rounded_as_in_transformers(golden: OpCase) -> None:
     agree((codes * scales).reshape(x.shape), golden.outputs["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 63, 2**22])
 @pytest.mark.parametrize("place", [contextlib.nullcontext, emulator])

@@ -145,6 +145,7 @@ def test_a_whole_step_skips_and_grows_as_on_the_host() -> None:
     np.testing.assert_allclose(found["w"], parameters["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float32], ids=str)
 def test_moves_what_the_header_says_and_nothing_twice(dtype: Any) -> None:
     elements = 4 * 8192

@@ -54,6 +54,7 @@ def test_products_are_those_of_the_dense_weight(monkeypatch: Any, dtype: Any, ch
     within_rule(plain, exact, results(x, dy, weight, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_products_by_kernel(dtype: Any, rows: int, monkeypatch: Any) -> None:
@@ -83,6 +84,7 @@ def test_which_kernels_run() -> None:
             assert [launch.kernel for launch in machine.launches] == ["int8_dequantize_"]
 
 
+@pytest.mark.slow
 def test_no_dense_copy_exists() -> None:
     weight, x = uc.int8_weight(drawn(2048, 2048)), drawn(512, 2048)
     uc.linear(x[:1], weight)

@@ -101,6 +101,7 @@ def test_every_row_of_the_table_runs() -> None:
         assert all(2 * (tiles.bytes + 1024) <= shared + 1024 for _, tiles in TABLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [None, 6.0])
 @pytest.mark.parametrize("rows", [1, 20])
 def test_equals_integers_one_by_one(rows: int, threshold: float | None) -> None:
@@ -137,6 +138,7 @@ def test_a_threshold_keeps_what_outliers_would_drown() -> None:
     assert errors[1] * 10 < errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradient_is_that_of_the_dense_weight(dtype: Any) -> None:
     """Of x: rounding counts for none.  Codes and scales are frozen."""
@@ -157,6 +159,7 @@ def test_gradient_is_that_of_the_dense_weight(dtype: Any) -> None:
         within_rule(gradient(dtype, False), gradient(np.float64, False), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", ["x", "codes"])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_one_array_off_alignment(dtype: Any, off: str) -> None:
@@ -195,6 +198,7 @@ def _by_kernel(x: np.ndarray, weight: Any, threshold: float | None) -> np.ndarra
         return uc.int8_linear(x, weight, threshold=threshold)
 
 
+@pytest.mark.slow
 def test_sums_are_exact() -> None:
     """Of more codes of 127 than float32 adds one by one."""
     inputs = 4096 + 1

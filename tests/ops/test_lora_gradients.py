@@ -89,6 +89,7 @@ class TestLoraGradients(KernelAlone):
             assert array.tobytes() == second[name].tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_dy_is_read_once(dtype: Any) -> None:
     """Beside it low for every slab and b for every group, and sums of two slabs and two groups."""
@@ -102,6 +103,7 @@ def test_dy_is_read_once(dtype: Any) -> None:
     assert written.bytes == sums + low.nbytes + b.nbytes
 
 
+@pytest.mark.slow
 def test_shared_memory_has_no_conflicts() -> None:
     dy, low, b = drawn(64, 256, 64, ml_dtypes.bfloat16)
     with counted() as traffic, emulator():

@@ -161,6 +161,7 @@ def test_swiglu_mlp_and_merge_take_it() -> None:
     agree(uc.lora_merge(gate, a, b), uc.lora_merge(dense[0], a, b))
 
 
+@pytest.mark.slow
 def test_no_dense_copy_exists() -> None:
     """Both ways: 512 rows of 2048 x 2048 take less than a quarter of the dense weight."""
     weight, x = uc.nf4_quantize(drawn(2048, 2048)), drawn(512, 2048)

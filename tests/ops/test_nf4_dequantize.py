@@ -56,6 +56,7 @@ class TestNf4Dequantize(KernelInPlace):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

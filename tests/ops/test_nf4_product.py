@@ -85,6 +85,7 @@ class TestNf4ProductOffAlignment(KernelInPlace):
         _compare_kernels(OPS[self.op], case, dtype, self._emulated, _shifted, self.sides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_linear_takes_it(dtype: Any, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def test_off_alignment(dtype: Any, shift: int) -> None:
     assert found.absmax.tobytes() == wanted.absmax.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [(0, 0), (4, 77), (6, 99)])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

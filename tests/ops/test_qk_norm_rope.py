@@ -145,6 +145,7 @@ def test_wrong_calls() -> None:
         uc.qk_norm_rope(q, k, *weights, *uc.rope_tables(2, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_moves_what_its_header_says(dtype: Any) -> None:
     """Beside that, out of L1: weights, once a token forward, once for each round of heads back."""

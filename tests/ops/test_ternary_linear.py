@@ -125,6 +125,7 @@ class TestTernaryLinearOfIntegers(KernelParity):
     test_any_strides = None  # as above
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 12])
 def test_sums_of_many_columns_keep_their_digits(rows: int) -> None:
     """Of values with all bits of float32, which a sum loses where it is long; cases have 11."""
@@ -198,6 +199,7 @@ def test_linear_asks_the_kernel_for_few_rows(dtype: Any, rows: int) -> None:
         assert ("ternary_linear" in kernels) == (rows <= ternary.FEW)
 
 
+@pytest.mark.slow
 def test_float_activations_are_those_of_the_dense_product() -> None:
     for sparsity in (0.0, 0.5, 0.95, 1.0):
         rng = np.random.default_rng(3)
@@ -224,6 +226,7 @@ def test_integer_activations() -> None:
     np.testing.assert_allclose(dx, dy @ weight.dequantize(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("int8", [False, True])
 def test_marks_change_no_bit(dtype: Any, int8: bool) -> None:
@@ -255,6 +258,7 @@ def test_marks_are_there_where_they_pay() -> None:
         assert made.prune(2.0).marks.any() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
 def test_planes_are_read_once(int8: bool) -> None:
     """Of 16 outputs and 8 rows of x all that is read moves once, without a conflict of banks."""

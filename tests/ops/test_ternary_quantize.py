@@ -167,6 +167,7 @@ def test_planes_are_bits_of_words() -> None:
     assert made.nbytes == words.nbytes + 4
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 9), st.integers(0, 70), st.sampled_from(DENSITIES), st.booleans())
 def test_every_form_keeps_every_bit(rows: int, columns: int, density: float, grouped: bool) -> None:

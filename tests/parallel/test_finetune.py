@@ -102,6 +102,7 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
             equal(*(np.load(tmp_path / f"{run}-{step}.npz") for run in (name, one)))
 
 
+@pytest.mark.slow
 def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     """As torchrun starts them: a run of two stages, and what its model says, divided both ways.
 
@@ -166,6 +167,7 @@ def test_two_gpus_train_as_one(text: Path, tmp_path: Path) -> None:
     equal_one(text, tmp_path, "--device", "cuda")
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_rank_that_is_killed_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
     """And one rank goes on from the last checkpoint."""
@@ -176,6 +178,7 @@ def test_a_rank_that_is_killed_in_a_step_is_named(text: Path, tmp_path: Path) ->
     whole_after_two(text, out)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_when_it_writes(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = by_sockets(2, WHOLE, "torn", "--", *asked(text, out, "--data-parallel", "2"))

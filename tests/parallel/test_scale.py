@@ -82,6 +82,7 @@ def test_a_replay_of_all_ranks_holds_what_is_planned(
     assert max(seen.seconds) == pytest.approx(plan.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
 def test_microbatches_that_are_not_run_take_what_others_take(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -145,6 +146,7 @@ def test_quantized_weights_are_divided_as_codes() -> None:
     assert saved == 4 * values - values // 2 - 4 * blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_plan_memory_is_of_the_rank_that_holds_most(number: int) -> None:
     """Options and grids take turns: a run has all of them, and three days each pair."""
@@ -165,6 +167,7 @@ def test_plan_memory_is_of_the_rank_that_holds_most(number: int) -> None:
         plan_memory(LLAMA, **sizes, pipeline_parallel=0)
 
 
+@pytest.mark.slow
 def test_a_gpu_has_the_next_block_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """That Zero3 gathers while one is computed; not so a host, nor a model of one block."""
     config = LLAMA | {"num_hidden_layers": 1}
@@ -203,6 +206,7 @@ def test_zero_divides_averages_and_masters() -> None:
     assert plain.weights == zero.weights
 
 
+@pytest.mark.slow
 def test_zero_3_divides_all_but_a_block() -> None:
     """And sends each weight twice in a microbatch, and its gradient once: its part, to 7 others."""
     plain, zero = (planned(Layout(1, 1, 8, each), device="cpu").stages[0] for each in (0, 3))
@@ -219,6 +223,7 @@ def test_zero_3_divides_all_but_a_block() -> None:
         planned(Layout(1, 2, 2, 3))
 
 
+@pytest.mark.slow
 def test_contexts_hold_their_tokens_alone() -> None:
     """Keys and values go around, and on the way back with their gradients, which come home."""
     options: dict[str, Any] = {"tokens": 64, "device": "cpu", "checkpoint_every": None}
@@ -243,6 +248,7 @@ def test_families_are_planned_on_ranks(name: str) -> None:
         assert max(plan.replay().peaks) == max(stage.memory.total for stage in plan.stages)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_meet() -> None:
     plan = planned(Layout(4, 4, 128, 1), microbatches=2)
     seen = plan.replay()
@@ -262,6 +268,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         planned(Layout(), rate=0.0)
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))

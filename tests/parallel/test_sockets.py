@@ -26,6 +26,7 @@ def test_ranks_exchange_what_numpy_says(checked: bool) -> None:
     in_threads(3, work)
 
 
+@pytest.mark.slow
 def test_faults_are_noticed_and_an_error_ends_all() -> None:
     """Without mpiexec: each of the others notices, and says who it was."""
     start = time.monotonic()

@@ -17,6 +17,7 @@ from .training import all_checks, new_model
 COMM = SingleCommunicator()
 
 
+@pytest.mark.slow
 def test_a_process_alone_has_it() -> None:
     all_checks(COMM)
 

@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,20 @@ def test_the_fast_build_ends_a_block_that_spins(monkeypatch: Any) -> None:
     launch = kernel("faults.cu", "broken", check=False)
     with pytest.raises(EmulatorError, match=r"faults.cu:\d+.*: watchdog: seconds without an end"):
         launch((1,), (1,), (np.zeros(64, np.int32), np.int32(10)), 128)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_signal_to_a_thread_that_waits_ends_a_block_that_spins(seed: int) -> None:
+    """The watchdog's signal may reach any thread: here the main one, beside that of a cluster."""
+    says = r"faults.cu:\d+.*: watchdog: seconds without an end \[block \(1,0,0\)"
+    signal.signal(signal.SIGVTALRM, signal.SIG_IGN)  # until the launch sets its own handler
+    with ThreadPoolExecutor(1) as pool:
+        launched = pool.submit(fault, "broken_cluster", 2, 32, 9, seed=seed)
+        while wait([launched], 0.02).not_done:
+            signal.raise_signal(signal.SIGVTALRM)
+    with pytest.raises(EmulatorError, match=says):
+        launched.result()
+    fault("broken_cluster", 2, 32, -1, seed=seed)
 
 
 def test_old_builds_are_forgotten(monkeypatch: Any, tmp_path: Path) -> None:

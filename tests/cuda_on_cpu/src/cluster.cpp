@@ -1,94 +1,94 @@
 // Clusters: blocks that run concurrently and access each other's shared memory.
 //
-// __shared__ is thread_local, so every block of a cluster has its own CPU thread, whose
-// thread-local variables are the block's shared memory.  Only one of these CPU threads runs at a
-// time: if the next fiber belongs to another block, its CPU thread is woken and this one sleeps.
+// __shared__ is thread_local, so every block of a cluster has a CPU thread, whose thread-local
+// variables are the block's shared memory.  These threads only wait for the end of the launch: the
+// launch's own thread runs all fibers, and takes another thread's variables for its own when the
+// next fiber belongs to another block.  To wake that thread instead takes tens of times as long.
 #include "machine.hpp"
 
 #include <algorithm>
+#include <asm/prctl.h>
 #include <csignal>
 #include <pthread.h>
 #include <semaphore.h>
-#include <xmmintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace emu {
-static thread_local int this_rank = -1;
 static pthread_t threads[kMaxCluster];
-static sem_t turns[kMaxCluster];
-static void *home[kMaxCluster];  // the stack to which a block's fibers switch to leave the block
-static bool quit;
+static unsigned long variables[kMaxCluster];  // of the thread of a block: its thread pointer
+static sem_t known, over;
+static void *home;  // the launch's stack, to which the last fiber of a cluster switches
+static pid_t launching;
 static void (*image)();
 static const void *symbol;
 
-static void sleep_until_called(int rank) {
-  while (sem_wait(&turns[rank])) {}  // again if a signal interrupts it
-}
+static pid_t this_thread() { return pid_t(syscall(SYS_gettid)); }
+
+static void use_variables_of(int rank) { syscall(SYS_arch_prctl, ARCH_SET_FS, variables[rank]); }
 
 void switch_to(Fiber *f) {
   Fiber *me = M.cur;
   enter_fiber(f);
-  emu_switch(&me->sp, f->rank == me->rank ? f->sp : home[me->rank]);
+  if (f->rank != me->rank) use_variables_of(f->rank);
+  emu_switch(&me->sp, f->sp);
 }
 
 [[noreturn]] void leave_fiber() {
-  M.over = true;
+  if (M.blocks > 1) use_variables_of(0);
   void *dead;
-  emu_switch(&dead, home[this_rank]);
+  emu_switch(&dead, home);
   __builtin_unreachable();
 }
 
-static void run_own_fibers(int rank) {
-  while (!M.over && M.cur->rank == rank) emu_switch(&home[rank], M.cur->sp);
+void run_cluster() {
+  if (M.cur->rank) use_variables_of(M.cur->rank);
+  emu_switch(&home, M.cur->sp);
 }
 
-void run_cluster() {
-  for (M.over = false; !M.over;) {
-    run_own_fibers(0);
-    if (M.over) break;
-    sem_post(&turns[M.cur->rank]);
-    sleep_until_called(0);
-  }
+static void add_block(int rank) {
+  syscall(SYS_arch_prctl, ARCH_GET_FS, &variables[rank]);
+  add_image(rank, ((char *(*)())image)(), symbol);
+}
+
+static void wait_for(sem_t *semaphore) {
+  while (sem_wait(semaphore)) {}  // again if a signal interrupts it
 }
 
 static void *serve(void *argument) {
-  int rank = this_rank = int((intptr_t)argument);
-  _mm_setcsr(_mm_getcsr() | 0x8040);
-  add_image(rank, ((char *(*)())image)(), symbol);
-  for (;;) {
-    sem_post(&turns[M.over ? 0 : M.cur->rank]);
-    sleep_until_called(rank);
-    if (quit) return nullptr;
-    run_own_fibers(rank);
-  }
+  add_block(int((intptr_t)argument));
+  sem_post(&known);
+  wait_for(&over);
+  return nullptr;
 }
 
 void start_blocks(void (*touch_image)(), const void *module_symbol) {
   image = touch_image;
   symbol = module_symbol;
-  this_rank = 0;
-  threads[0] = pthread_self();
-  M.over = true;
-  quit = false;
-  for (int r = 0; r < M.blocks; r++) sem_init(&turns[r], 0, 0);
-  add_image(0, ((char *(*)())image)(), symbol);
+  launching = this_thread();
+  add_block(0);
+  if (M.blocks == 1) return;
+  sem_init(&known, 0, 0);
+  sem_init(&over, 0, 0);
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // the new threads inherit it: none gets a signal
   for (int r = 1; r < M.blocks; r++) {
     pthread_create(&threads[r], nullptr, serve, (void *)(intptr_t)r);
-    sleep_until_called(0);
+    wait_for(&known);
   }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void stop_blocks() {
-  quit = true;
-  for (int r = 1; r < M.blocks; r++) {
-    sem_post(&turns[r]);
-    pthread_join(threads[r], nullptr);
-  }
+  for (int r = 1; r < M.blocks; r++) sem_post(&over);
+  for (int r = 1; r < M.blocks; r++) pthread_join(threads[r], nullptr);
 }
 
 // A signal to the process may reach any of its threads: pass it to the one that runs fibers.
 bool pass_signal(int number) {
-  if (!M.cur || this_rank == M.cur->rank) return false;
-  pthread_kill(threads[M.cur->rank], number);
+  if (!M.cur || this_thread() == launching) return false;
+  syscall(SYS_tgkill, getpid(), launching, number);
   return true;
 }
 

@@ -123,7 +123,6 @@ struct Machine {
   int blocks = 1;  // in the cluster
   uint3 block[kMaxCluster];  // the blockIdx of each block
   int alive[kMaxCluster];    // the number of its threads that have not exited
-  bool over = false;
   std::vector<Fiber> fiber;
   std::vector<uint32_t> lanes;  // of each warp, those that have not exited
   Known nothing;  // the table of a clock when a cluster starts: zeros
@@ -159,7 +158,7 @@ bool same(Where a, Where b);
 extern "C" void emu_switch(void **save, void *load);  // switches to another stack
 void switch_to(Fiber *f);                // from the current fiber, possibly to another block
 [[noreturn]] void leave_fiber();         // never returns to the current fiber: it ended or failed
-void run_cluster();                      // until M.over
+void run_cluster();                      // until all its fibers ended, or one failed
 void start_blocks(void (*touch_image)(), const void *symbol);  // at the start of a launch
 void stop_blocks();
 bool pass_signal(int number);

@@ -197,6 +197,8 @@ KERNEL(32) __cluster_dims__(2, 1, 1) broken_cluster(int *out, int mode) {
   if (mode == 5 && rank) out[threadIdx.x] = *static_cast<int *>(cluster_map(cell, 2));
   if (mode == 7)
     store_async_b32(reinterpret_cast<char *>(cell) + 2, 1, reinterpret_cast<uint64_t *>(cell), 0);
+  if (mode == 9 && rank)
+    for (volatile int i = 0;; i = i + 1) {}
   if (mode == 6 && rank == 0) {
     cluster_arrive();
     cluster_wait();

@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # a run of more tests than this is one of the whole suite
 TOPICS = 16  # of the 79 in Python's documentation
 TURNS = 24  # days in which the samples contain every test of emulated kernels
-SLOW = 5  # days in which they contain every test with the marker ``slow``
+SLOW = 7  # days in which they contain every test with the marker ``slow``
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -51,13 +51,9 @@ def test_opcodes_of_a_replayed_call(name: str) -> None:
     assert costs.opcodes(name) == LINES[name]["opcodes"], CURE
 
 
-def chosen() -> list[str]:
-    """Return a third of the ops, another third after each commit; all with ``--sample all``."""
-    return Sample.one_in(3, NAMES)
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize("name", chosen())
+@pytest.mark.parametrize("name", NAMES)
 def test_what_kernels_move(name: str) -> None:
     assert costs.moved(name) == LINES[name]["moved"], CURE
 
@@ -70,7 +66,6 @@ def compared() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), compared())
 def test_hot_loops(name: str, arch: str) -> None:
     """For the compiler in the table; another one emits other instructions."""

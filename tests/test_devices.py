@@ -328,6 +328,7 @@ NO_ARRAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_everything_runs_where_its_arrays_are(use: Callable[..., Any], tmp_path: Path) -> None:
     with gpu(devices=2) as machine:

@@ -22,7 +22,6 @@ from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.cards import CARDS, card_of
 
 from . import budget
-from .sample import Sample
 from .stand_in import Launch, gpu
 from .test_cli import LLAMA
 
@@ -226,7 +225,8 @@ def test_folders_of_runs_and_adapters_name_a_model(tmp_path: Path) -> None:
 OURS = [name for name, op in OPS.items() if op.definition.__module__.startswith("unsloth_cupy.")]
 
 
-@pytest.mark.parametrize("name", Sample.one_in(3, sorted(OURS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OURS))
 def test_the_command_explains_every_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized ones too; a call of the sizes of a benchmark runs its kernel where one is."""
     monkeypatch.setattr(explanation, "resources", lambda *_: None)  # to compile takes seconds

@@ -413,6 +413,7 @@ def ends(name: str, there: Limits) -> dict[int, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "86", "90", "120"])  # others have memory and clusters alike
 @pytest.mark.parametrize("name", BESIDE)
 def test_static_and_dynamic_memory_fit_together(name: str, arch: str) -> None:

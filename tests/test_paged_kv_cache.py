@@ -30,6 +30,7 @@ def read(cache: PagedKVCache, sequence: int, layer: int) -> np.ndarray:
     return np.array(stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(5))
 def test_is_a_dictionary_of_arrays(page: int, seed: int) -> None:

@@ -162,6 +162,7 @@ def test_exponentials_run_beside_products(dim: int) -> None:
     assert sum(at < scores for at in exponentials) <= 2  # by what sums shrink
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 def test_registers_are_ready_when_products_are_asked_for(dim: int) -> None:
     """No probability is computed after the fence that passes registers to the tensor cores."""

@@ -29,6 +29,7 @@ def test_a_mutant_is_noticed(mutant: Mutant) -> None:
     assert accepted(mutant, said), f"{mutant}: {said}"
 
 
+@pytest.mark.slow
 def test_each_statement_has_a_judge() -> None:
     """Or a reason why none can notice; NVRTC 12.0 has a statement that no other compiles."""
     left = [m for m in ALL if mutants.reason(m) is None]

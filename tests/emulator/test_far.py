@@ -17,6 +17,7 @@ from ..parity import compare_far, emulator, sparse
 ROW = {"hidden": 1024, "columns": 1024, "vocab": 1024}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op",
     [

@@ -57,6 +57,7 @@ def distance(found, exact):
     return sum(float(((found[n].float() - grad) ** 2).sum()) for n, grad in exact.items()) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt_oss", "mistral"])
 @pytest.mark.parametrize(
     "options",

@@ -228,6 +228,7 @@ def test_shards_of_fully_shard_are_whole_where_ops_read_them(tmp_path, checkpoin
         near({n: v if n == "loss" else v.full_tensor() for n, v in found.items()}, plain, 1e-5)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def test_functions_that_reach_ops_through_others(draw):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5 * abs(other).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes(draw, dtype):
     with enable_x64(dtype == "float64"):

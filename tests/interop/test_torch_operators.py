@@ -23,6 +23,7 @@ def graphs():
     return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @every_call
 def test_torch_finds_no_fault(op, optional):
     call, names = drawn(op, optional)

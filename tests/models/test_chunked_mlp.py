@@ -38,6 +38,7 @@ def chunked(model: Transformer) -> Transformer:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("label", KINDS)
 def test_loss_and_gradients_are_those_of_the_whole(

@@ -71,6 +71,7 @@ def test_a_weight_that_is_packed_for_a_cpu_is_named(tmp_path):
         models.from_torch(live)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_loads_in_transformers(tmp_path, kind, family):

@@ -49,6 +49,7 @@ def test_loss_logits_and_gradients(pair, side):
         assert error <= 1e-4 * np.linalg.norm(expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_greedy_tokens(pair, side):
     _, model, folder = pair

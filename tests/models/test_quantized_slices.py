@@ -135,6 +135,7 @@ def test_ranks_read_their_slices_of_quantized_weights(
                 assert read[name] < array.nbytes + SMALL, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dense", "ranks"), [(False, 3), (True, 3), (False, 9), (True, 9)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_read_their_parts_of_quantized_weights(

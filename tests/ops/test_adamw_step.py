@@ -146,6 +146,7 @@ class TestAdamWStep(KernelAlone):
         judge(plain.everything(), found.everything())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 8])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_skipped_step_changes_no_bit(bits: int, bad: float) -> None:

@@ -284,6 +284,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS[1:])
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_clamped_to_what_launches(name: str, budget: int) -> None:

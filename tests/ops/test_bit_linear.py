@@ -175,6 +175,7 @@ def test_few_blocks_add_up_a_large_weight(monkeypatch: Any, dtype: Any) -> None:
         assert scale[0] == pytest.approx(each.astype(np.float64).mean(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", ["x", "weight", "bias", "dy"])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_one_array_off_alignment(dtype: Any, off: str) -> None:

@@ -100,6 +100,7 @@ class TestGradients(KernelAlone):
                 np.testing.assert_allclose(array, exact / 1024, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("at", [0, 4095, 8191, 8192, 68_199])
 def test_a_bad_value_anywhere_is_told_and_nothing_is_scaled(bad: float, at: int) -> None:

@@ -72,6 +72,7 @@ def test_parts_of_a_weight(dtype: Any) -> None:
         np.testing.assert_array_equal(w, wanted.astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", ["x", "codes", "y"])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_one_array_off_alignment(dtype: Any, off: str) -> None:

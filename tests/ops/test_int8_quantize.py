@@ -75,6 +75,7 @@ def _by_kernel(x: np.ndarray) -> Any:
         return uc.int8_quantize(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [5, 600])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

@@ -110,6 +110,7 @@ def test_linear_takes_it(dtype: Any, double: bool, monkeypatch: pytest.MonkeyPat
     assert seen == [rows for rows in (1, 2, FEW - 1, FEW) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["out", "x", "packed", "absmax", "absmax_codes"])
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

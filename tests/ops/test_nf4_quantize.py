@@ -40,6 +40,7 @@ def by_kernel(w: np.ndarray, **options: Any) -> Any:
         return uc.nf4_quantize(w, **options)
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_levels_and_what_lies_between_them(dtype: Any, kind: str) -> None:
@@ -57,6 +58,7 @@ def test_levels_and_what_lies_between_them(dtype: Any, kind: str) -> None:
             assert found.absmax.tobytes() == wanted.absmax.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", range(1, 8))
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_off_alignment(dtype: Any, shift: int) -> None:

@@ -179,6 +179,7 @@ def test_stands_where_a_dense_weight_stands(monkeypatch, dtype, per, rows) -> No
     within_rule(plain, exact, results(weight, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17])
 def test_linear_asks_the_kernel_for_few_rows(dtype: Any, rows: int) -> None:
@@ -278,6 +279,7 @@ def test_planes_are_read_once(int8: bool) -> None:
         assert moved <= least + 32  # sums at the end, of two rows in one access
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shifted", ["x", "planes", "scale"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_one_array_off_alignment(shifted: str, int8: bool) -> None:

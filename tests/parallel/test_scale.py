@@ -65,8 +65,9 @@ GRIDS: tuple[tuple[Layout, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [2, 4, 10])
-@pytest.mark.parametrize(("layout", "options"), Sample.one_in(4, GRIDS))
+@pytest.mark.parametrize(("layout", "options"), GRIDS)
 def test_a_replay_of_all_ranks_holds_what_is_planned(
     layout: Layout, options: dict[str, Any], microbatches: int
 ) -> None:
@@ -241,6 +242,7 @@ def test_contexts_hold_their_tokens_alone() -> None:
         planned(Layout(context=3), context_attention="ulysses")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2 tied", "bitnet"])
 def test_families_are_planned_on_ranks(name: str) -> None:
     for layout in (Layout(4, 2, 2), Layout(4, 1, 2, 3)):  # more ranks than heads of keys

@@ -1,7 +1,7 @@
 """Compile one variant of every kernel with the oldest and the newest supported NVRTC.
 
     python -m tests.compilers             installs both, each in an environment inside this one
-    python -m tests.compilers --day 17    each kernel with one of them, with the other the next day
+    python -m tests.compilers 13.5        the newest alone; or any other version
     python -m tests.compilers --here      uses the NVRTC of this environment
 
 An environment has NVRTC and the headers of the same version; it shares all other packages with the
@@ -101,13 +101,11 @@ def in_cluster(variant: Variant) -> bool:
     return int(constants(variant.launch.source).get("CLUSTER", 1)) > 1
 
 
-def chosen(version: str, day: int | None) -> list[Variant]:
-    """Return one variant of every kernel, and one in a cluster; of every second kernel on a day."""
+def chosen(version: str) -> list[Variant]:
+    """Return one variant of every kernel, and one in a cluster."""
     archs = supported()
     variants = []
     for number, kernel in enumerate(declared()):
-        if day is not None and (number + day + (version == NEWEST)) % 2:
-            continue
         several = of_kernel(kernel, archs[number % len(archs)]) or of_kernel(kernel, "90")
         if supported_options(several, version):
             variants.append(several[number % len(several)])
@@ -116,13 +114,13 @@ def chosen(version: str, day: int | None) -> list[Variant]:
     return variants
 
 
-def try_here(wanted: str | None = None, day: int | None = None) -> None:
+def try_here(wanted: str | None = None) -> None:
     """Compile the chosen variants; exit with the errors of those that do not compile."""
     version, folders = budget.compiler_version(), headers()
     print(f"NVRTC {version}, headers in {', '.join(map(str, folders))}")
     if wanted and not (version == wanted and [*map(inside, folders)] == [True]):
         sys.exit(f"NVRTC {wanted} and its headers should be installed in {sys.prefix}")
-    variants = chosen(version, day)
+    variants = chosen(version)
     with ThreadPoolExecutor(2) as pool:
         failures = [error for error in pool.map(compile_error, variants) if error is not None]
     count = f"{len(variants) - len(failures)} of {len(variants)}"
@@ -131,10 +129,10 @@ def try_here(wanted: str | None = None, day: int | None = None) -> None:
         sys.exit("\n".join(failures))
 
 
-def try_all() -> None:
-    """Compile with the oldest and the newest NVRTC; exit with the status of the first failure."""
-    for version in (OLDEST, NEWEST):
-        command = [environment(version), "-m", "tests.compilers", "--here", version, *sys.argv[1:]]
+def try_each(versions: Sequence[str]) -> None:
+    """Compile with these versions of NVRTC; exit with the status of the first failure."""
+    for version in versions:
+        command = [environment(version), "-m", "tests.compilers", "--here", version]
         done = subprocess.run(command, check=False)
         if done.returncode:
             sys.exit(done.returncode)
@@ -142,10 +140,10 @@ def try_all() -> None:
 
 if __name__ == "__main__":
     command = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
-    command.add_argument("--day", type=int)
+    command.add_argument("versions", nargs="*")
     command.add_argument("--here", nargs="?", const="", metavar="VERSION")
     arguments = command.parse_args()
     if arguments.here is None:
-        try_all()
+        try_each(arguments.versions or (OLDEST, NEWEST))
     else:
-        try_here(arguments.here, arguments.day)
+        try_here(arguments.here)

@@ -192,7 +192,7 @@ def _forget() -> None:
 
 # of a header that many kernels share, a statement that few need is missed by cases for minutes
 SHORT = [mutant for mutant in OTHER if mutant.file.endswith(".cu")]
-DRAWN = sampled(ORDER) + sampled(OTHER if ALL else SHORT)
+DRAWN = sampled(ORDER + (OTHER if ALL else SHORT))
 
 
 @pytest.mark.parametrize("mutant", DRAWN, ids=str)

@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 FOLDER = Path(__file__).parent / "golden"
-WHOLE = 3000  # a run of more tests than this is one of the whole suite
+WHOLE = 3000  # tests: a run of more than these is one of the whole suite
 TOPICS = 16  # of the 79 in Python's documentation
 TURNS = 24  # days in which the samples contain every test of emulated kernels
 SLOW = 7  # days in which they contain every test with the marker ``slow``

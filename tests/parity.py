@@ -340,14 +340,22 @@ def launched(name: str, *arrays: Any, **more: Any) -> Any:
     return Call(op, dict(zip(op.names, arrays, strict=False)) | by_name, options).launched()
 
 
-def _copied(array: np.ndarray) -> np.ndarray:
+def _copied(array: Any) -> Any:
     """Return a copy with the same strides and the same address modulo 16 bytes."""
     extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
     if not array.size or min(array.strides, default=0) < 0:
         return array.copy()
-    room = np.zeros(extent + array.itemsize + 16, np.uint8)
-    start = (array.ctypes.data - room.ctypes.data) % 16
-    copy = np.ndarray(array.shape, array.dtype, room, start, array.strides)
+    size = extent + array.itemsize + 16
+    if isinstance(array, np.ndarray):
+        room: Any = np.zeros(size, np.uint8)
+        start = (array.ctypes.data - room.ctypes.data) % 16
+        copy: Any = np.ndarray(array.shape, array.dtype, room, start, array.strides)
+    else:
+        import cupy
+
+        room = cupy.zeros(size, np.uint8)
+        start = room.data + (array.data.ptr - room.data.ptr) % 16
+        copy = cupy.ndarray(array.shape, array.dtype, start, array.strides)
     copy[...] = array
     return copy
 

@@ -119,6 +119,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "empty_like": made,
         "zeros": lambda shape, dtype: made(np.zeros(shape, dtype)),
         "copyto": np.copyto,
+        "random": np.random,
     }.items():
         setattr(cupy, name, value)
     monkeypatch.setitem(sys.modules, "cupy", cupy)

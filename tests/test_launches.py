@@ -26,7 +26,7 @@ from unsloth_cupy import (
     swiglu,
 )
 from unsloth_cupy.bench import timing
-from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops, sizes
+from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, op
@@ -463,12 +463,13 @@ def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
     """Return the launches of ``bench`` for an op and its backward op, each kernel once."""
     found: dict[tuple[str, str], Launch] = {}
     for scale in timing.DEVICE_SCALES:
+        drawn = draw(OPS[name], scale, random=False).cast(dtype)
         with gpu(capability) as machine:
-            form = Form(sizes(scale), (), dtype, False, {})
-            call = call_of_zeros(OPS[name], form, machine)
+            call = drawn.mapped(lambda a, there=machine: there.array(a.shape, a.dtype))
             outputs = call.run()
             backward = call.op.backward
             if backward is not None and backward.launch is not None:
+                form = Form({}, (), dtype, False, {})
                 backward_call(call, outputs, machine, form).launches()
             found |= {(launch.kernel, launch.source): launch for launch in machine.launches}
     return [*found.values()]

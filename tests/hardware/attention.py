@@ -79,7 +79,7 @@ def on_warpgroups(wanted: bool = True, one_pass: bool | None = None) -> Any:
 
 
 class Here:
-    """The GPU: it places arrays, and measures time."""
+    """The GPU: it draws arrays, and measures time."""
 
     gpu = True
     tokens = TOKENS
@@ -87,19 +87,15 @@ class Here:
     def __init__(self) -> None:
         self.clock: Any = DeviceClock()
 
-    def place(self, array: np.ndarray) -> Any:
-        """Return an array on the GPU."""
-        return cupy().asarray(array)
-
     def take(self, array: Any) -> np.ndarray:
         """Return an array of the GPU as float32 on the host."""
         return np.asarray(array.get() if self.gpu else array).astype(np.float32)
 
     def draw(self, size: Shape) -> list[Any]:
         """Return random q, k, v and dout."""
-        rng = np.random.default_rng(0)
-        full = (4, size.batch, size.tokens, size.heads, size.dim)
-        return [self.place(a) for a in rng.standard_normal(full, np.float32).astype(BFLOAT16)]
+        rng = (cupy() if self.gpu else np).random.default_rng(0)
+        full = (size.batch, size.tokens, size.heads, size.dim)
+        return [rng.standard_normal(full, np.float32).astype(BFLOAT16) for _ in range(4)]
 
 
 def bits(here: Here, dim: int, mask: str) -> Iterator[Row]:

@@ -46,9 +46,6 @@ class Rehearsed(Here):
         self.timed.append(len(calls))
         return [1e-3] * len(calls), 1
 
-    def place(self, array: np.ndarray) -> Any:
-        return array
-
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,9 @@ def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
     """Time every shape, causal and full, forward and backward."""
     dtype = BFLOAT16 if on_gpu else FLOAT32
     for shape in (*SHAPES, *(DEVICE_GRID if on_gpu else HOST_GRID)):
-        rng = np.random.default_rng(0)
+        rng = (cupy() if on_gpu else np).random.default_rng(0)
         size = (shape.batch, shape.tokens, shape.heads, shape.dim)
-        q, k, v, dout = rng.standard_normal((4, *size), np.float32).astype(dtype)
-        if on_gpu:
-            q, k, v, dout = map(cupy().asarray, (q, k, v, dout))
+        q, k, v, dout = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(4))
         for causal in (True, False):
             out, lse = attention_forward(q, k, v, causal=causal)
             ours = (

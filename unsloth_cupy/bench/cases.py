@@ -228,10 +228,13 @@ class Call(NamedTuple):
         options = {name: value for name, value in self.options.items() if name in op.options}
         return Call(op, {name: known.get(name) for name in op.names}, options)
 
-    def seeds(self, outputs: dict[str, Any], *, every: bool) -> dict[str, Any]:
-        """Return random NumPy gradients of outputs; without ``every``, only of required ones."""
+    def seeds(self, outputs: dict[str, Any], *, every: bool, rng: Any = None) -> dict[str, Any]:
+        """Return random gradients of outputs; without ``every``, only of required ones.
+
+        They are NumPy arrays, or arrays of the library of ``rng``.
+        """
         op: Any = self.op.backward
-        rng = np.random.default_rng(1)
+        rng = np.random.default_rng(1) if rng is None else rng
         accepted = {o.name for o in op.contract.inputs if every or not o.optional}
         return {
             "d" + name: rng.standard_normal(a.shape, np.float32).astype(a.dtype)
@@ -240,11 +243,19 @@ class Call(NamedTuple):
         }
 
 
-def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False, random: bool = True) -> Call:
+def draw(
+    op: Op[..., Any],
+    scale: Scale,
+    *,
+    optional: bool = False,
+    random: bool = True,
+    numbers: Any = None,
+) -> Call:
     """Return a call with random float32 arrays on the host, writable.
 
     ``optional`` also draws every optional array that a signature says how to draw. Without
-    ``random``, what can have any value is zero, which takes less time.
+    ``random``, what can have any value is zero, which takes less time.  ``numbers``, a generator of
+    CuPy, draws those arrays on its GPU instead.
     """
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
@@ -259,7 +270,8 @@ def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False, random: bool
             array = np.array(create())
             arrays[operand.name] = array.astype(np.float32) if array.dtype.kind == "f" else array
         else:
-            arrays[operand.name] = _array(operand, known, rng if random else None)
+            source = rng if numbers is None else numbers
+            arrays[operand.name] = _array(operand, known, source if random else None)
     return Call(op, arrays, {name: known[name] for name in op.options & known.keys()})
 
 
@@ -267,7 +279,7 @@ def _drawable(operand: Operand) -> bool:
     return operand.kind in (*DIFFERENTIABLE, "table", "bool") or operand.below is not None
 
 
-def _array(operand: Operand, known: dict[str, Any], rng: np.random.Generator | None) -> Any:
+def _array(operand: Operand, known: dict[str, Any], rng: Any) -> Any:
     shape = shape_of(operand, known) or ()
     if rng is None:
         kinds = {"bool": np.bool_, "code": np.int8, "int": np.int64}

@@ -81,17 +81,17 @@ class DeviceClock:
 
     def copy_rate(self) -> float:
         """Return the bytes a second, read and written, of a large copy on the device."""
-        words = np.random.default_rng(0).integers(0, 2**32, COPY_BYTES // 4, np.uint32)
-        source = self.cupy.asarray(words)
+        rng = self.cupy.random.default_rng(0)
+        source = rng.integers(0, 2**32, COPY_BYTES // 4, np.uint32)
         target = self.cupy.empty_like(source)
         seconds = self([lambda: self.cupy.copyto(target, source)])[0][0]
         return 2 * source.nbytes / seconds
 
     def product_rate(self, dtype: str) -> float:
         """Return the operations a second of a large product of random square matrices."""
-        rng = np.random.default_rng(0)
+        rng = self.cupy.random.default_rng(0)
         kind = next(kind for kind in KERNEL_DTYPES if kind.name == dtype)
-        numbers = rng.standard_normal((2, PRODUCT_ROWS, PRODUCT_ROWS), np.float32).astype(kind)
-        a, b = (self.cupy.asarray(each) for each in numbers)
+        size = (PRODUCT_ROWS, PRODUCT_ROWS)
+        a, b = (rng.standard_normal(size, np.float32).astype(kind) for _ in "ab")
         seconds = self([lambda: a @ b])[0][0]
         return 2 * PRODUCT_ROWS**3 / seconds

@@ -47,10 +47,11 @@ def timed(
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Time an op and its backward op in every size and dtype; on a GPU only those with a kernel."""
     place: Callable[[Any], Any] = np.copy
+    rng = None
     if gpu is not None:
-        place = cupy().asarray
+        place, rng = cupy().asarray, cupy().random.default_rng(0)
     for scale in HOST_SCALES if gpu is None else DEVICE_SCALES:
-        drawn = draw(op, scale)
+        drawn = draw(op, scale, numbers=rng)
         for dtype in KERNEL_DTYPES:
             forward = drawn.cast(dtype).mapped(place)
             if gpu is None or op.launch is not None:
@@ -58,7 +59,8 @@ def timed(
             backward = op.backward
             if backward is not None and (gpu is None or backward.launch is not None):
                 outputs = forward.run()
-                seeds = {k: place(a) for k, a in forward.seeds(outputs, every=False).items()}
+                drawn_seeds = forward.seeds(outputs, every=False, rng=rng)
+                seeds = {name: place(a) for name, a in drawn_seeds.items()}
                 call = forward.backward(outputs, seeds)
                 yield _row(call, forward, seeds, dtype, clock, gpu, peers)
 

@@ -203,9 +203,9 @@ def _reads(name: str) -> Callable[..., Any]:
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
     """A stand-in for an array of CuPy; its values are NumPy's, and launches do not write them."""
 
-    __array__, __bool__, __complex__ = map(_reads, ("__array__", "__bool__", "__complex__"))
+    __bool__, __complex__ = map(_reads, ("__bool__", "__complex__"))
     __float__, __index__, __int__ = map(_reads, ("__float__", "__index__", "__int__"))
-    __contains__, __iter__, __str__ = map(_reads, ("__contains__", "__iter__", "__str__"))
+    __contains__, __str__ = map(_reads, ("__contains__", "__str__"))
     get, item, tobytes, tolist = map(_reads, ("copy", "item", "tobytes", "tolist"))
     __hash__ = None  # type: ignore[assignment]
     base = None
@@ -220,8 +220,18 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<{self.values.dtype} {self.values.shape}>"
 
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        if self.memory.machine.strict:
+            raise HostReadError(f"__array__ of {self!r} reads its values on the host")
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")  # as CuPy does
+
     def __len__(self) -> int:
         return len(self.values)
+
+    def __iter__(self) -> Iterator["Array"]:
+        if self.memory.machine.strict:
+            raise HostReadError(f"a loop over {self!r}: a launch for each element")
+        return (self[index] for index in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "dtype", "size", "ndim", "nbytes", "itemsize", "strides", "flags"):
@@ -275,6 +285,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._own(getattr(ufunc, method), inputs, more)
 
     def __array_function__(self, function: Any, _: Any, args: Any, more: Any) -> Any:
+        if function.__name__.endswith("_like") and not more.get("shape", 1):
+            more = {**more, "shape": None}  # CuPy takes () and 0 for the shape of the array
         _check(".".join([*function.__module__.split(".")[1:], function.__name__]), more)
         if function.__name__ in WAITS and self.memory.machine.strict:
             raise HostReadError(f"np.{function.__name__}: the size of the result is a value")
@@ -282,6 +294,9 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _own(self, function: Callable[..., Any], args: Any, more: dict[str, Any]) -> Any:
         """Apply a function of CuPy's own to the values."""
+        host = any(isinstance(a, np.ndarray) and a.ndim for a in args)
+        if host and function.__name__ != "asarray" and not self.memory.machine.strict:
+            raise TypeError("Unsupported type <class 'numpy.ndarray'>")  # as CuPy does
         with np.errstate(all="ignore"):
             result = function(*self._inside(args), **self._inside(more))
         operands = [self, *args, *more.values(), *more.get("out", ())]

@@ -120,6 +120,8 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
         with device_of(array):
+            if shape == ():  # which CuPy takes for the shape of array
+                return np.full_like(array, number, shape=(1,)).reshape(())
             return np.full_like(array, number, shape=shape)
     shape = tuple(array.shape) if shape is None else shape
     if library == "torch":

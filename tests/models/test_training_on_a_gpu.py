@@ -12,9 +12,25 @@ from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.models import create
 
 from ..parity import within_rule
+from ..stand_in import gpu
 from .peers import CONFIGS, SIZES
 
 KINDS = ("llama", "gemma2", "qwen3")
+
+
+@pytest.mark.parametrize("checkpoint", [None, CheckpointConfig(), CheckpointConfig(offload=True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_runs_on_arrays_of_cupy(kind: str, checkpoint: CheckpointConfig | None) -> None:
+    """On the stand-in, whose functions of CuPy have CuPy's own rules."""
+    config = SIZES | {"head_dim": 16} | CONFIGS[kind]
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        model = create(config, seed=0, device="cuda")
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 48)))
+        loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=checkpoint)
+        assert loss.shape == ()
+        expected = {name: array.shape for name, array in model.parameters.items()}
+        assert {name: array.shape for name, array in gradients.items()} == expected
 
 
 @pytest.mark.gpu

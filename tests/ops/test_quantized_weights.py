@@ -11,12 +11,16 @@ from unsloth_cupy.core.dtypes import FLOATS
 from unsloth_cupy.errors import (
     ConfigError,
     DTypeError,
+    FrameworkError,
     RangeError,
     ShapeError,
     UnslothCupyError,
 )
 from unsloth_cupy.models.quantized import KINDS
 from unsloth_cupy.ops.quantized.weight import Quantized
+
+from ..interop import quantized
+from ..stand_in import gpu
 
 EVERY = pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
 Make = Callable[[Any], Quantized]
@@ -143,3 +147,32 @@ def test_a_change_of_codes_takes_numbers(strange):
         with pytest.raises(UnslothCupyError, match=r"^Ternary\.(prune|set)"):
             change(strange)
     assert (made.codes == 1).all()
+
+
+@pytest.mark.parametrize(("kind", "names", "call"), quantized.EVERY, ids=quantized.NAMES)
+def test_calls_and_gradients_stay_on_the_gpu(kind: str, names: str, call: quantized.Call) -> None:
+    with gpu() as machine:
+        machine.strict = False  # while the weight is made
+        weight = quantized.weight(kind).moved(machine.place)
+        arrays = [machine.place(array) for array in quantized.drawn(*names.split())]
+        tape = uc.Tape()
+        watched = [tape.watch(array) for array in arrays]
+        y = call(weight, *watched)
+        seed = machine.array(y.shape, y.dtype)
+        for gradient, array in zip(tape.gradients(y, watched, seed), arrays, strict=True):
+            assert type(gradient) is type(array)
+            assert gradient.shape == array.shape
+
+
+@EVERY
+def test_a_weight_of_another_library_is_refused_after_calls_that_were_right(quantize: Make) -> None:
+    """Calls of one form share a route, which weights in arrays of NumPy and CuPy both fit."""
+    on_host, x = quantize(drawn(64, 64)), drawn(3, 64)
+    with gpu() as machine:
+        machine.strict = False
+        there = on_host.moved(machine.place)
+        for arrays, other in (((machine.place(x), there), on_host), ((x, on_host), there)):
+            for _ in range(3):  # the third one is a replay
+                uc.linear(*arrays)
+            with pytest.raises(FrameworkError, match=r"x from \w+ .*weight from \w+"):
+                uc.linear(arrays[0], other)

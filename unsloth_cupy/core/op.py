@@ -27,7 +27,7 @@ from ..errors import DTypeError, RangeError
 from . import gpu, target
 from .arrays import between_elements, common, contiguous, native, rounded
 from .call import bind, compile_call
-from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS
+from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS, Stored
 from .frameworks import run_adopted
 from .replay import Run, replaying
 from .signature import Bound, backward_of, check, explain, parse
@@ -151,8 +151,22 @@ class Op(Generic[P, R]):
         if len(self.routes) >= KEPT_ROUTES:
             self.routes.clear()
         run = target.watch(self, arrays, self._prepare(library, arrays), False)
+        run = self._checking_homes(arrays, run)
         self.routes[self.key(*arrays)] = run
         return run
+
+    def _checking_homes(self, arrays: Sequence[Any], run: Run) -> Run:
+        """Return a run that compares the libraries of quantized weights, which a key has not."""
+        homes = [(i, type(a.home)) for i, a in enumerate(arrays) if isinstance(a, Stored)]
+
+        def checked(arrays: list[Any], options: dict[str, Any]) -> Any:
+            for index, kind in homes:
+                if type(arrays[index].home) is not kind:
+                    run_again = self._prepare(self.library_of(arrays), arrays)
+                    return run_again(arrays, options)
+            return run(arrays, options)
+
+        return checked if homes else run
 
     def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
         """Check the forms of the arrays, then return the function to run: launch or definition."""

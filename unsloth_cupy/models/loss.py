@@ -135,6 +135,6 @@ def loss_on_tape(
             take_gradients.reset(token)
         by_name = dict(zip(inputs, own_gradients, strict=True))
         losses, dx, dweight = losses_var.value, by_name.get("x"), by_name.get("weight")
-    root = Var(np.zeros_like(losses, shape=()), tape)  # only its place on the tape is used
+    root = Var(full_like(losses, 0, shape=()), tape)  # only its place on the tape is used
     tape.note(LossRecord(values, inputs, {"loss": root.index}, {"x": dx, "weight": dweight}))
     return root, losses.sum(dtype=np.float64) / count

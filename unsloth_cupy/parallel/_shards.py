@@ -131,7 +131,7 @@ def measured_parts(
 
     The result is on the device of ``like``, also in ranks without parts.
     """
-    total: Any = np.zeros_like(like, np.float64, shape=())
+    total: Any = np.zeros_like(like, np.float64, shape=(1,)).reshape(())  # CuPy takes no ()
     if own:
         total = total + measure_gradients(own, scaler=scaler).norm ** 2
     total = comm.all_reduce(total)

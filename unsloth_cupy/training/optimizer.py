@@ -254,7 +254,7 @@ def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
         raise DTypeError(f"AdamW: {name} is {parameter.dtype}; 8-bit averages need 32 bits or 16")
     mean, square = (np.zeros_like(parameter, np.uint8, order="C") for _ in range(2))
     blocks = -(-parameter.size // BLOCK)
-    scales = (np.zeros_like(parameter, np.float32, shape=blocks) for _ in range(2))
+    scales = (np.zeros_like(parameter, np.float32, shape=(blocks,)) for _ in range(2))
     return Tensor(parameter, None, mean, square, *scales)
 
 

@@ -79,7 +79,7 @@ def decode(codes: Any, scale: Any, *, signed: bool) -> Array:
 def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
     """Return the codes of a 1-D float32 array, and the scale of every block."""
     blocks = -(-values.size // BLOCK)
-    padded = np.zeros_like(values, shape=blocks * BLOCK)
+    padded = np.zeros_like(values, shape=(blocks * BLOCK,))
     padded[: values.size] = np.abs(values)
     scale = padded.reshape(blocks, BLOCK).max(1)
     unit = np.where(scale > LARGE, np.float32(0.25), np.float32(1))

@@ -67,7 +67,7 @@ def lora_merge(
 def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
     """Return the norm of each row of ``weight + scale * b @ a``."""
     wide, (outputs, inputs) = sum_dtype(weight), weight.shape
-    norms = empty((outputs,), wide, like=weight)
+    norms = empty((outputs,), wide, like=a)  # weight may be quantized
     if not weight.size:
         norms[...] = 0
         return norms

@@ -92,7 +92,7 @@ def square_sum(gradient: Any) -> Any:
     """Return the float64 sum of squares of one gradient of any dtype and layout."""
     flat = gradient.reshape(-1)
     size = PART if isinstance(flat, np.ndarray) else max(flat.size, 1)
-    total = np.zeros_like(flat, np.float64, shape=())
+    total = np.zeros_like(flat, np.float64, shape=(1,)).reshape(())  # CuPy does not take ()
     for start in representative_steps(flat, range(0, flat.size, size)):
         wide = flat[start : start + size].astype(np.float64, copy=False)
         total += np.dot(wide, wide)

@@ -59,8 +59,8 @@ using Place = Ring<STAGES>;
 // done with them.
 struct Barriers {
     uint64_t own_full, own_empty, landed, full[STAGES], empty[STAGES];
-    uint64_t job_full, job_empty, dq_full[WRITERS], dq_empty;  // with TURNS
-    int job;
+    uint64_t dq_full[WRITERS], dq_empty;  // with TURNS
+    Handout job;
 };
 
 // The numbers of a call, and the order of its jobs.
@@ -130,14 +130,14 @@ struct Stats {
 // sums           (batch, heads, rows), zeros on entry      slopes   (batch, heads, rows); with
 //                VARLEN both are (heads, rows)
 //                With TURNS instead: sums of dq, for each tile of stats as in common/turns.cuh; and
-//                ints, zeros on entry: the next job, then how many blocks have added to each tile.
+//                how many blocks have added to each tile, ints, zeros on entry.
 KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const __grid_constant__ TensorMap own_x, const __grid_constant__ TensorMap own_y,
     const __grid_constant__ TensorMap other_x, const __grid_constant__ TensorMap other_y,
     const float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
     float *__restrict__ sums, float *__restrict__ slopes, const L *__restrict__ key_lengths,
     const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
-    const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const A *__restrict__ alibi, const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
     const __grid_constant__ Work work) {
     extern __shared__ __align__(1024) unsigned char memory[];
     int *const turns = reinterpret_cast<int *>(slopes);
@@ -148,7 +148,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const int heads = options.heads, shared_by = heads / options.kv_heads;
     const int row_heads = BY_KEYS ? options.kv_heads : heads;
     const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
-    Jobs<ROWS, BY_KEYS> jobs{work.order, options, key_lengths, starts};
+    Jobs<ROWS, BY_KEYS> jobs{work.order, options, key_lengths, starts, counter, barriers.job};
     Job job;
     auto first_stat = [&](const Job &job) {  // first row of stats, of head 0
         return VARLEN ? stats_of(starts, job.batch, options.queries)
@@ -159,26 +159,15 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         mbarrier_init(&barriers.landed, 1);
         for (int stage = 0; stage < STAGES; stage++)
             init_handover(&barriers.full[stage], &barriers.empty[stage], 4 * CONSUMERS);
+        init_handover(&barriers.job.full, &barriers.job.empty,
+                      4 * CONSUMERS + (TURNS ? WRITERS : 0));
         if constexpr (TURNS) {
-            init_handover(&barriers.job_full, &barriers.job_empty, 4 * CONSUMERS + WRITERS);
             for (int i = 0; i < WRITERS; i++) mbarrier_init(&barriers.dq_full[i], 4 * CONSUMERS);
             mbarrier_init(&barriers.dq_empty, 1);
         }
         mbarrier_init_fence();
     }
     __syncthreads();
-    int number_phase = 0;
-    auto next_job = [&] {  // for warps that do not load
-        if constexpr (!TURNS) return jobs.next(job);
-        return jobs.next(job, [&] {
-            mbarrier_wait(&barriers.job_full, number_phase);
-            number_phase ^= 1;
-            const int number = barriers.job;
-            __syncwarp();
-            release(&barriers.job_empty);
-            return number;
-        });
-    };
 
     if (group == CONSUMERS) {  // one warp loads
         setmaxnreg_dec<PRODUCER>();
@@ -187,7 +176,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             if (own >= WRITERS) return;
             if (own >= 0) {  // two warps add to dq, of every other tile each
                 int count = 0;
-                while (next_job()) {
+                while (jobs.read(job)) {
                     const Scores scores(options, operands, job.queries, job.keys, job.batch);
                     for (Walk walk(scores, job, shared_by); walk.there();
                          walk.next(scores), count++) {
@@ -196,7 +185,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                             (first_stat(job) + (long long)walk.head * work.call.stat_rows +
                              walk.row) / TILE;
                         const int turn = walk.turn(scores);
-                        while (load_acquire(turns + 1 + tile) != turn) {}
+                        while (load_acquire(turns + tile) != turn) {}
                         fence_proxy_async_global();
                         mbarrier_wait(&barriers.dq_full[own], count / WRITERS % 2);
                         float *const to = sums + tile * (DQ_BYTES / (int)sizeof(float));
@@ -206,7 +195,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                         tma_store_wait_read<0>();
                         mbarrier_arrive(&barriers.dq_empty);
                         tma_store_wait<0>();
-                        store_release(turns + 1 + tile, turn + 1);
+                        store_release(turns + tile, turn + 1);
                     }
                 }
                 return;
@@ -217,20 +206,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         Place at;
         int job_phase = 0;
         Landing landing{&barriers.landed};
-        auto take_job = [&] {
-            if constexpr (!TURNS) return jobs.next(job);
-            return jobs.next(job, [&] {
-                mbarrier_wait(&barriers.job_empty, number_phase ^ 1);
-                number_phase ^= 1;
-                int number = 0;
-                if (lane == 0) {
-                    barriers.job = number = atomicAdd(turns, 1);
-                    mbarrier_arrive(&barriers.job_full);
-                }
-                return __shfl_sync(0xffffffffu, number, 0);
-            });
-        };
-        while (take_job()) {
+        while (jobs.take(job)) {
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             Walk walk(scores, job, shared_by);
             if (!walk.there()) continue;
@@ -290,7 +266,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                        ROWS * PANEL_ROW);
     Place at;  // of the tile whose scores are next
     int job_phase = 0, count = 0;  // count: tiles of dq
-    while (next_job()) {
+    while (jobs.read(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         Walk walk(scores, job, shared_by);
         const int rows = BY_KEYS ? job.keys : job.queries;

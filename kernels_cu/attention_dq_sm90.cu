@@ -11,7 +11,7 @@
 constexpr int TILE = 64, COLUMNS = turn_columns(DIM);
 
 // sums    for each tile of stats (batch, heads, stat_rows), in the layout of common/turns.cuh
-// turns   ints in a float array: after the first, how many blocks have added to each tile; where
+// turns   ints in a float array: how many blocks have added to each tile; where
 //         none has, the sums are not initialized and dq is 0
 KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__restrict__ turns,
                               T *__restrict__ dq, float scale, int heads, int queries,
@@ -28,7 +28,7 @@ KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__res
         first = own.first + inside, real = own.count - inside;
     }
     float part[COLUMNS / 2] = {};
-    if (__float_as_int(turns[1 + blockIdx.x]) > 0) {
+    if (__float_as_int(turns[blockIdx.x]) > 0) {
         const float4 *const from =
             reinterpret_cast<const float4 *>(sums) +
             ((long long)blockIdx.x * 2 + half_of) * TILE * COLUMNS / 4 + threadIdx.x % 128;

@@ -17,8 +17,8 @@
 //   value products of this one, and works on the former while tensor cores are busy with the
 //   latter.  Warpgroups take turns at issuing, so that one has products under way while another
 //   exponentiates.  Probabilities are an operand in the registers where they were computed.  Blocks
-//   are persistent and take many jobs, the longest first; the queries of the next job are loaded
-//   while the last values are multiplied.
+//   are persistent and take jobs from a counter, the longest first; the queries of the next job are
+//   loaded while the last values are multiplied.
 #include "common/attention.cuh"
 #include "common/jobs.cuh"
 
@@ -34,6 +34,7 @@ constexpr int SHARED_END = QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES);
 // done with them.
 struct Barriers {
     uint64_t queries_full, queries_empty, landed;
+    Handout job;
     uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
 };
 
@@ -61,7 +62,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     const __grid_constant__ TensorMap values_map, const S *__restrict__ sinks,
     T *__restrict__ out, float *__restrict__ lse, const L *__restrict__ key_lengths,
     const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
-    const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const A *__restrict__ alibi, const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
     const __grid_constant__ Options options, const __grid_constant__ Order order) {
     extern __shared__ __align__(1024) unsigned char memory[];
     unsigned char *const keys_at = memory + QUERY_BYTES;
@@ -71,10 +72,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / 4;
     const int heads = options.heads, shared_by = heads / options.kv_heads;
     const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
-    Jobs<ROWS, false> jobs{order, options, key_lengths, starts};
+    Jobs<ROWS, false> jobs{order, options, key_lengths, starts, counter, barriers.job};
     Job job;
     if (threadIdx.x == 0) {
         init_handover(&barriers.queries_full, &barriers.queries_empty, 4 * CONSUMERS);
+        init_handover(&barriers.job.full, &barriers.job.empty, 4 * CONSUMERS);
         mbarrier_init(&barriers.landed, 1);
         for (int stage = 0; stage < STAGES; stage++) {
             init_handover(&barriers.keys_full[stage], &barriers.keys_empty[stage], 4 * CONSUMERS);
@@ -91,7 +93,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         Place at;
         int job_phase = 0;
         Landing landing{&barriers.landed};
-        while (jobs.next(job)) {
+        while (jobs.take(job)) {
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             const Tiles tiles(scores, job);
             if (tiles.last < tiles.first) continue;
@@ -139,7 +141,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     Place at;  // of the tile whose scores are next; its values are multiplied a turn later
     int job_phase = 0;
     if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // gives warpgroup 0 the first turn
-    while (jobs.next(job)) {
+    while (jobs.read(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         const Tiles tiles(scores, job);
         const int top_row = job.first_row + warp * 16, first_row = top_row & ~63;

@@ -1,6 +1,7 @@
 // Scheduling of attention on warpgroups.  A job is a tile of rows of one head, which a block owns,
 // and all the tiles of columns that the rows are multiplied with.  A block is persistent: it takes
-// many jobs, the longest first, and one of its warps loads their tiles.
+// one job after another from a counter, the longest first, so that all blocks end at about the same
+// time; one of its warps loads the tiles.
 #pragma once
 #include "common/segment.cuh"
 #include "common/warpgroup.cuh"
@@ -21,13 +22,6 @@ struct Order {
     int heads_in_l2;  // heads of a group; the jobs of a group come before those of the next, so
                       // that the tiles of their columns stay in L2
 };
-// Blocks take jobs in alternating direction: the block with the longest job of a round has the
-// shortest of the next.
-__device__ __forceinline__ int turn_of(int round) {
-    const int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    return round * (int)gridDim.x + place;
-}
-
 // A job: ROWS queries of a head or, with BY_KEYS, ROWS keys, and the sequence that they belong to.
 struct Job {
     int head, batch, first_row, queries, keys, first_query, first_key, index;
@@ -62,27 +56,58 @@ __device__ __forceinline__ Job job_of(int index, const Order &order, const Optio
     return job;
 }
 
+// The index of a block's next job, in shared memory: the warp that loads takes it from the counter,
+// the other warps read it.
+struct Handout {
+    uint64_t full, empty;
+    int index;
+};
+
 // The jobs of a block, one after another.
 template <int ROWS, bool BY_KEYS> struct Jobs {
     const Order &order;
     const Options &options;
     const L *key_lengths;
     const P *starts;
-    int round = 0;
+    unsigned *counter;  // of jobs that blocks have taken: 0 before a launch and after it
+    Handout &handout;
+    int phase = 0;
 
-    // Set `job` to the next non-empty job, of the indices that `number` returns; false where none
-    // is left.
-    template <class F> __device__ __forceinline__ bool next(Job &job, F number) {
-        const int jobs = order.row_blocks * order.heads;
-        for (int at; (at = number()) < jobs;) {
-            job = job_of<ROWS, BY_KEYS>(at, order, options, key_lengths, starts);
+    // Take the next non-empty job from the counter; return false where none is left.  For the warp
+    // that loads.
+    __device__ __forceinline__ bool take(Job &job) {
+        return next(job, [&] {
+            mbarrier_wait(&handout.empty, phase ^ 1);
+            phase ^= 1;
+            int index = 0;
+            if (threadIdx.x % 32 == 0) {
+                handout.index = index = (int)atomicAdd(counter, 1u);
+                // each block takes one index past the end, of which this is the last
+                if (index == count() + (int)gridDim.x - 1) *counter = 0;
+                mbarrier_arrive(&handout.full);
+            }
+            return __shfl_sync(0xffffffffu, index, 0);
+        });
+    }
+    // Read which job the block has taken; return false where none is left.  For the other warps.
+    __device__ __forceinline__ bool read(Job &job) {
+        return next(job, [&] {
+            mbarrier_wait(&handout.full, phase);
+            phase ^= 1;
+            const int index = handout.index;
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) mbarrier_arrive(&handout.empty);
+            return index;
+        });
+    }
+    template <class F> __device__ __forceinline__ bool next(Job &job, F next_index) {
+        for (int index; (index = next_index()) < count();) {
+            job = job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
             if (job.there) return true;
         }
         return false;
     }
-    __device__ __forceinline__ bool next(Job &job) {
-        return next(job, [&] { return turn_of(round++); });
-    }
+    __device__ __forceinline__ int count() const { return order.row_blocks * order.heads; }
     // The same job, computed again, so that its fields need no registers in between.
     __device__ __forceinline__ Job again(const Job &job) const {
         const int index = (int)opaque((uint32_t)job.index);

@@ -32,6 +32,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
+from ..common.counters import counters
 from ..common.tensor_map import mappable, with_maps
 from . import _tiles
 from ._hopper import forward_tiles, only_option
@@ -68,7 +69,7 @@ class OnePass(Backward):
     def workspace(self, rows: int, dim: int) -> int:
         """Return the bytes of dq in float32, for the padded rows of all heads, and of its turns."""
         tiles = rows // self.tile
-        return tiles * self.sums(dim) + 4 * (1 + tiles)
+        return tiles * (self.sums(dim) + 4)
 
 
 class Chosen(NamedTuple):
@@ -173,7 +174,7 @@ def launch_one_pass(
     q, *_, stats = inputs
     dq, dk, dv = outputs
     tiles, dim = math.prod(stats.shape[1:]) // own.tile, q.shape[-1]
-    turns = empty((1 + tiles,), np.float32, like=q)  # the kernel reads its bits as integers
+    turns = empty((tiles,), np.float32, like=q)  # the kernel reads its bits as integers
     turns.fill(0)
     sums = empty((tiles, own.sums(dim) // 4), np.float32, like=q)
     launch_on_warpgroups(own, True, inputs, (dk, dv, sums, turns), call, numbers)
@@ -223,5 +224,5 @@ def launch_on_warpgroups(
     kernel = load("attention_backward_sm90.cu", "attention_backward_sm90", q, chosen)
     work = {"call": numbers, "order": order}
     with_maps(kernel, q, own.boxes(2, 2))[*shape, own.bytes(dim, value_dim)](
-        *(*pairs, stats, *outputs, *call.operands, work)
+        *(*pairs, stats, *outputs, *call.operands, counters(1, like=q), work)
     )

@@ -28,6 +28,7 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.target import limits
+from ..common.counters import counters
 from ..common.tensor_map import NVRTC, available, mappable, with_maps
 from . import _tiles
 from ._options import TILE, KernelOptions
@@ -45,7 +46,7 @@ class Forward(Warpgroups):
     def bytes(self, dim: int, value_dim: int) -> int:
         """Return the bytes of shared memory of a block."""
         ring = self.stages * self.tile * row_bytes(dim, value_dim)
-        return self.rows * row_bytes(dim) + ring + 8 * (3 + 4 * self.stages)
+        return self.rows * row_bytes(dim) + ring + 8 * (6 + 4 * self.stages)
 
 
 # By the larger of dim and value_dim.  Scores, probabilities and accumulators of 64 rows fill the
@@ -126,6 +127,6 @@ def launch_on_warpgroups(
     order, shape = order_of(own, q, blocks, total, streamed, heads // kv_heads)
     kernel = load("attention_forward_sm90.cu", "attention_forward_sm90", q, chosen)
     with_maps(kernel, q, own.boxes(1, 2))[*shape, own.bytes(dim, value_dim)](
-        *(q, k, v, sinks, out, lse, *call.operands, call.numbers, order)
+        *(q, k, v, sinks, out, lse, *call.operands, counters(1, like=q), call.numbers, order)
     )
     return out, lse

@@ -522,7 +522,8 @@ def gpu(
     modules = _modules(machine)
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
-    cublas, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
+    products = Cublas(machine)
+    cublas, gemm.cublas = gemm.cublas, lambda: products
     encoder = tensor_map.encoder
     tensor_map.encoder = functools.wraps(encoder)(functools.cache(lambda: machine.maps))
     tensor_map._maps.clear()

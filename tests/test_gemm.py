@@ -6,9 +6,9 @@ by columns, as cuBLAS documents: a wrong order of arguments, flag or stride give
 
 import contextlib
 import ctypes
+import sys
 import tracemalloc
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ NAMES = {number: dtype for dtype, number in common_gemm.DTYPES.items()}
 NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
 
 
-CUPYS_MODE = 3  # of its handle, which is to have it again after a product
+DEFAULT_MODE = 0
 
 
 class OnGpu:
@@ -65,18 +65,19 @@ def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -
 
 
 class Cublas:
-    """The four functions of cuBLAS with C's calling convention, computed by NumPy."""
+    """The six functions of cuBLAS with C's calling convention, computed by NumPy."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.status, self.mode = 0, CUPYS_MODE
+        self.status, self.mode = 0, DEFAULT_MODE
         faces = types.SimpleNamespace()
         for name in (
             "GemmEx",
             "GemmStridedBatchedEx",
             "SetStream_v2",
             "SetMathMode",
-            "GetMathMode",
+            "Create_v2",
+            "Destroy_v2",
         ):
             setattr(faces, f"cublas{name}", types.SimpleNamespace())
         common_gemm.declare(faces)
@@ -94,8 +95,12 @@ class Cublas:
         self.mode = mode
         return 0
 
-    def cublasGetMathMode(self, handle: int, mode: Any) -> int:  # noqa: N802
-        ctypes.c_int.from_address(mode).value = self.mode
+    def cublasCreate_v2(self, handle: Any) -> int:  # noqa: N802
+        ctypes.c_void_p.from_address(handle).value = 77
+        return 0
+
+    def cublasDestroy_v2(self, handle: int) -> int:  # noqa: N802
+        self.calls.append(f"destroyed {handle}")
         return 0
 
     def cublasGemmEx(self, handle: int, *given: Any) -> int:  # noqa: N802
@@ -154,12 +159,10 @@ class Cublas:
 
 
 @pytest.fixture
-def cublas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cublas]:
+def cublas(monkeypatch: pytest.MonkeyPatch) -> Cublas:
     library = Cublas()
-    device = types.SimpleNamespace(get_cublas_handle=lambda: 77)
     stream = lambda: types.SimpleNamespace(ptr=5)  # noqa: E731
     cuda = types.SimpleNamespace(
-        device=device,
         get_current_stream=stream,
         is_available=lambda: True,
         runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
@@ -169,8 +172,7 @@ def cublas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cublas]:
         __import__("sys").modules, "cupy", types.SimpleNamespace(cuda=cuda, empty=empty)
     )
     monkeypatch.setattr(common_gemm, "cublas", lambda: library)
-    yield library
-    assert library.mode == CUPYS_MODE
+    return library
 
 
 def draw(*shape: int, dtype: Any, seed: int = 0) -> np.ndarray:
@@ -328,6 +330,22 @@ def test_a_float32_operand_meets_a_narrow_one_where_numpy_computes(cublas: Cubla
     check(gemm(a, b), a.astype(np.float64) @ b.astype(np.float64), 7)
     with pytest.raises(DTypeError, match="a is float32 and b is bfloat16; cast one"):
         gemm(OnGpu(a), OnGpu(b))
+
+
+def test_a_handle_is_made_once_and_set_to_each_new_stream(
+    cublas: Cublas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = OnGpu(np.ones((2, 2), np.float32))
+    streams = iter([5, 5, 6, 6, 5])
+    current = lambda: types.SimpleNamespace(ptr=next(streams))  # noqa: E731
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", current)
+    for _ in range(5):
+        gemm(a, a)
+    product = "gemm 2x2x2 flags 00"
+    first = ["stream 5 of 77", product, product]
+    assert cublas.calls == [*first, "stream 6 of 77", product, product, "stream 5 of 77", product]
+    common_gemm.handles.by_device.clear()
+    assert cublas.calls[-1] == "destroyed 77"
 
 
 def test_wrong_calls(cublas: Cublas) -> None:

@@ -5,7 +5,9 @@ are.  So ``on_current_gpu`` starts a kernel on the GPU where it was loaded, and 
 arrays or computes with them does so inside ``device_of(array)``.  With one GPU both do nothing.
 """
 
+import ctypes
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +33,15 @@ def cupy() -> Any:
     import cupy
 
     return cupy
+
+
+@functools.cache
+def driver() -> Any:
+    """Return the library of NVIDIA's driver; None without one."""
+    try:
+        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return None
 
 
 class CupyTarget:

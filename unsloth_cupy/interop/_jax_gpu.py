@@ -4,13 +4,17 @@ Each call of an op shows which of its allocations become results; in the next ca
 shapes these are placed in XLA's buffers.  A result in other memory is copied there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 from ..core.dtypes import BFLOAT16
 from ..core.frameworks import cupy
+from ..core.gpu import driver
 
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 ALIGNED = 16  # bytes: the alignment that kernels require of new arrays
 
 
@@ -42,8 +46,28 @@ class OnGpu:
                 addresses = tuple(array.data.ptr for array in (*arrays, *targets))
                 kept = self.kept.setdefault((device, addresses), {})
             allocator = Allocator(targets, self.places.get(form, {}), kept)
-            with cuda.using_allocator(allocator.allocate):
+            with (
+                nullcontext() if kept is None else allocation_allowed(),
+                cuda.using_allocator(allocator.allocate),
+            ):
                 self.places[form] = allocator.settle(self.call(*arrays))
+
+
+@contextmanager
+def allocation_allowed() -> Iterator[None]:
+    """Let this thread allocate, and load kernels, in a block while a stream is captured.
+
+    XLA captures in a mode that forbids it: what is allocated is no part of the graph.
+    """
+    exchange = getattr(driver(), "cuThreadExchangeStreamCaptureMode", None)
+    mode = ctypes.byref(ctypes.c_int(RELAXED))
+    if exchange is None or exchange(mode):  # which writes the old mode
+        yield
+        return
+    try:
+        yield
+    finally:
+        exchange(mode)
 
 
 class Allocator:

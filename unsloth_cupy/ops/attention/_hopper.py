@@ -12,7 +12,7 @@ attention_forward_sm90.cu runs a call if all of these hold; attention_forward.cu
                               192 columns of a head, mask, bias, and alibi or softcap together with
                               each other, a window, lengths, starts or block_mask
 
-and if an ``AttentionConfig`` requests warpgroups: no GPU has run this kernel yet.
+unless an ``AttentionConfig`` says that they shall not.  docs/performance.md has the times of both.
 
 bytes = rows * panel(dim) + stages * keys * (panel(dim) + panel(value_dim)) + barriers
 """
@@ -36,8 +36,8 @@ from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 LEAST, WIDEST = 64, 256  # columns of a head
 FEWEST = 64  # queries
+requested = True  # whether warpgroups run without an AttentionConfig
 LOGGER = logging.getLogger(__name__)
-requested = False  # whether warpgroups are requested, without an AttentionConfig
 
 
 class Forward(Warpgroups):

@@ -60,7 +60,7 @@ class Start(NamedTuple):
 
     tile: int
     block: int
-    warpgroups: bool = False  # run the warpgroup kernels of sm_90 where possible
+    warpgroups: bool = True  # run the warpgroup kernels of sm_90 where possible
     one_pass: bool | None = None  # run their backward pass in one launch; None: if a model says so
 
 

@@ -43,12 +43,11 @@ class AttentionConfig:
         Columns of a head, 1 or more: the default of ``resolve`` and ``shared_memory_bytes``.
     warpgroups : bool
         On Hopper, run attention_forward_sm90.cu and attention_backward_sm90.cu for the calls that
-        they support; tile and block then concern only the other calls.  No GPU has run these
-        kernels yet, so they run only on request.
+        they support, as without a config; tile and block then concern only the other calls.
     one_pass : bool or None
         With warpgroups, whether a single launch computes dq, dk and dv where it can: head dims up
-        to 128, and no mask, block mask, bias, ALiBi slopes or soft cap.  None: if a model says that
-        it is faster.
+        to 128, and no mask, block mask, bias, ALiBi slopes or soft cap.  None: from head dim 65 on,
+        where it is faster.
 
     Raises
     ------
@@ -59,7 +58,7 @@ class AttentionConfig:
     tile: int = 128
     block: int = 256
     head_dim: int = 64
-    warpgroups: bool = False
+    warpgroups: bool = True
     one_pass: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

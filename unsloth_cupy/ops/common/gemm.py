@@ -3,13 +3,16 @@
     gemm(x, weight.T)                       a new array of their dtype, rounded once
     gemm(dy.T, x, out=dweight, add=True)    dweight += dy.T x, without a second array of its size
 
-A transposed view becomes a flag of the product, not a copy.  cuBLAS is called directly, with CuPy's
-handle: CuPy's own call cannot be captured into a graph, cuBLAS can.
+A transposed view becomes a flag of the product, not a copy.  cuBLAS is called directly: CuPy's own
+call cannot be captured into a graph, cuBLAS can.  What describes a product is kept by shapes,
+strides and dtypes, so that a call only looks it up and passes addresses.
 """
 
 import ctypes
 import functools
 import importlib
+import sys
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ BLOCK = 64  # least rows or columns of either part
 DTYPES = {FLOATS[0]: 2, FLOATS[1]: 14, FLOATS[2]: 0, FLOATS[3]: 1}
 COMPUTE = {True: (68, ctypes.c_float), False: (70, ctypes.c_double)}
 KEEP, TRANSPOSE, ANY_ALGORITHM = 0, 1, -1
+KEPT = 4096  # forms of products
 FULL_PRECISION = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums in float32
 
 
@@ -122,73 +126,128 @@ def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:
 
 
 # ---- cuBLAS -------------------------------------------------------------------------------------
-class Layout(NamedTuple):
-    """The arguments that describe a matrix to cuBLAS; strides count elements."""
+class Form(NamedTuple):
+    """All that describes a product to cuBLAS but its handle and addresses, in cuBLAS's order."""
 
-    array: Any
-    flag: int  # KEEP or TRANSPOSE
-    stride: int  # the leading dimension: from a row or column to the next
-    batch_stride: int
+    name: str  # the function
+    head: tuple[Any, ...]  # flags, sizes and the factor of the product
+    left: tuple[int, ...]  # of b: dtype and strides
+    right: tuple[int, ...]  # of a
+    factor: Any  # of what out holds
+    tail: tuple[int, ...]  # of out; the kind of sums and the algorithm
 
 
-def _layout(x: Any) -> Layout:
-    """Return x.T for cuBLAS, which is column-major; x is copied if neither axis is dense."""
-    (rows, columns), size = x.shape[-2:], x.itemsize
-    down, right = (stride // size for stride in x.strides[-2:])
-    batch = x.strides[0] // size if x.ndim == 3 and x.shape[0] > 1 else 0
+def _strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int
+) -> tuple[int, int, int] | None:
+    """Return a flag and two strides in elements that describe x.T to cuBLAS, None without any.
+
+    cuBLAS is column-major.  The strides are those between rows or columns, and between matrices.
+    """
+    (rows, columns), (down, right) = shape[-2:], (stride // size for stride in strides[-2:])
+    batch = strides[0] // size if len(shape) == 3 and shape[0] > 1 else 0
     if (right == 1 or columns == 1) and (rows == 1 or down >= columns):
-        return Layout(x, KEEP, max(columns, down if rows > 1 else 1), batch)
+        return KEEP, max(columns, down if rows > 1 else 1), batch
     if (down == 1 or rows == 1) and (columns == 1 or right >= rows):
-        return Layout(x, TRANSPOSE, max(rows, right if columns > 1 else 1), batch)
-    return _layout(x.copy())
+        return TRANSPOSE, max(rows, right if columns > 1 else 1), batch
+    return None
+
+
+Shaped = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]  # shape, strides and dtype
+
+
+@functools.lru_cache(KEPT)
+def _form(a: Shaped, b: Shaped, out: Shaped, add: bool) -> Form | None:
+    """Return how cuBLAS computes a product; None if it cannot without a copy."""
+    if a[2] != b[2]:
+        raise DTypeError(f"gemm: a is {a[2]} and b is {b[2]}; cast one to the other")
+    left, right, target = (_strides(*x[:2], x[2].itemsize) for x in (b, a, out))  # out.T = b.T a.T
+    if left is None or right is None or target is None or target[0] == TRANSPOSE:
+        return None
+    strided = len(out[0]) == 3
+    compute, scalar = COMPUTE[a[2] != FLOATS[3]]
+    sizes = out[0][-1], out[0][-2], a[0][-1]
+    by_operand = [
+        (DTYPES[x[2]], strides[1], *[strides[2]] * strided)
+        for x, strides in ((b, left), (a, right), (out, target))
+    ]
+    return Form(
+        "cublasGemmStridedBatchedEx" if strided else "cublasGemmEx",
+        (left[0], right[0], *sizes, ctypes.byref(scalar(1))),
+        by_operand[0],
+        by_operand[1],
+        ctypes.byref(scalar(add)),
+        (*by_operand[2], *[out[0][0]] * strided, compute, ANY_ALGORITHM),
+    )
 
 
 def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
     """Write or add a product, single or batched, to out by cuBLAS."""
-    if a.dtype != b.dtype:
-        raise DTypeError(f"gemm: a is {a.dtype} and b is {b.dtype}; cast one to the other")
-    target = _layout(out)
-    if target.array is not out or target.flag == TRANSPOSE:
-        product = gemm(a, b, dtype=out.dtype)
-        out[...] = out + product if add else product
+    form = _form(*((x.shape, x.strides, x.dtype) for x in (a, b, out)), add)
+    if form is None:
+        _by_copies(a, b, out, add)
         return
-    left, right = _layout(b), _layout(a)  # out.T = b.T a.T
     if is_planned(out):
         return
-    compute, scalar = COMPUTE[a.dtype != FLOATS[3]]
-    sizes = out.shape[-1], out.shape[-2], a.shape[-1]
-    strided, batch = out.ndim == 3, out.shape[0]
-    arguments: list[Any] = [left.flag, right.flag, *sizes, ctypes.byref(scalar(1))]
-    for each in (left, right):
-        arguments += [each.array.data.ptr, DTYPES[a.dtype], each.stride]
-        arguments += [each.batch_stride] * strided
-    arguments += [ctypes.byref(scalar(add)), out.data.ptr, DTYPES[out.dtype], target.stride]
-    arguments += [target.batch_stride, batch] if strided else []
-    library = cublas()
-    call = library.cublasGemmStridedBatchedEx if strided else library.cublasGemmEx
     with gpu.device_of(out):
-        handle, mode = _handle(library)
-        status = call(handle, *arguments, compute, ANY_ALGORITHM)
-        library.cublasSetMathMode(handle, mode)  # CuPy's own products rely on the old mode
+        library = cublas()
+        status = getattr(library, form.name)(
+            *(_handle(library), *form.head, b.data.ptr, *form.left, a.data.ptr, *form.right),
+            *(form.factor, out.data.ptr, *form.tail),
+        )
     if status:
         raise KernelError(f"gemm: cuBLAS gave status {status} for {a.shape} @ {b.shape}")
 
 
-def _handle(library: Any) -> tuple[int, int]:
-    """Set the stream and the math mode of CuPy's handle of this thread and device.
+def _by_copies(a: Any, b: Any, out: Any, add: bool) -> None:
+    """Write or add a product to out, with copies of the arrays whose strides cuBLAS rejects."""
+    target = _strides(out.shape, out.strides, out.itemsize)
+    if target is None or target[0] == TRANSPOSE:
+        product = gemm(a, b, dtype=out.dtype)
+        out[...] = out + product if add else product
+        return
+    a, b = (x if _strides(x.shape, x.strides, x.itemsize) else x.copy() for x in (a, b))
+    _by_cublas(a, b, out, add)
 
-    The stream is the current one.  Return the handle and its old math mode.
-    """
+
+class Handle:
+    """A handle of cuBLAS with partial sums in float32, and the stream that it was last set to."""
+
+    def __init__(self, library: Any) -> None:
+        self.library, self.value, self.stream = library, ctypes.c_void_p(), 0
+        if library.cublasCreate_v2(ctypes.byref(self.value)) or library.cublasSetMathMode(
+            self.value, FULL_PRECISION
+        ):
+            raise KernelError("gemm: cuBLAS creates no handle; is the GPU's memory full?")
+
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        if not ending():  # then the driver may be gone
+            self.library.cublasDestroy_v2(self.value)
+
+
+class Handles(threading.local):
+    """The handles of a thread, by device; CuPy's own has another math mode, which it relies on."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[int, Handle] = {}
+
+
+handles = Handles()
+
+
+def _handle(library: Any) -> ctypes.c_void_p:
+    """Return this thread's handle for the current device, set to the current stream."""
     cuda = gpu.cupy().cuda
-    handle: int = cuda.device.get_cublas_handle()
-    stream, mode = cuda.get_current_stream().ptr, ctypes.c_int()
-    if (
-        library.cublasSetStream_v2(handle, stream)
-        or library.cublasGetMathMode(handle, ctypes.byref(mode))
-        or library.cublasSetMathMode(handle, FULL_PRECISION)
-    ):
-        raise KernelError("gemm: cuBLAS rejects the stream or the math mode; is the GPU lost?")
-    return handle, mode.value
+    device = cuda.runtime.getDevice() if gpu.several_gpus() else 0
+    handle = handles.by_device.get(device)
+    if handle is None or handle.library is not library:
+        handle = handles.by_device[device] = Handle(library)
+    stream = cuda.get_current_stream().ptr
+    if stream != handle.stream:
+        if library.cublasSetStream_v2(handle.value, stream):
+            raise KernelError("gemm: cuBLAS rejects the stream; is the GPU lost?")
+        handle.stream = stream
+    return handle.value
 
 
 @functools.cache
@@ -202,7 +261,7 @@ def cublas() -> Any:
 
 
 def declare(library: Any) -> None:
-    """Declare the argument types of the five functions: addresses and integers."""
+    """Declare the argument types of the six functions: addresses and integers."""
     pointer, number, distance = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     matrix = [pointer, number, number]  # address, dtype, elements between columns
     head, tail = [pointer, *[number] * 5, pointer], [number, number]
@@ -214,4 +273,4 @@ def declare(library: Any) -> None:
     ]
     library.cublasSetStream_v2.argtypes = [pointer, pointer]
     library.cublasSetMathMode.argtypes = [pointer, number]
-    library.cublasGetMathMode.argtypes = [pointer, pointer]
+    library.cublasCreate_v2.argtypes = library.cublasDestroy_v2.argtypes = [pointer]

@@ -11,7 +11,6 @@ replayed launch looks the address up, and a captured graph holds the map, as it 
 import copy
 import ctypes
 import functools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,12 +38,7 @@ KEPT = 4096  # entries of each cache; a process has far fewer such arrays alive
 @functools.cache
 def encoder() -> Callable[..., int] | None:
     """Return the driver's cuTensorMapEncodeTiled; None without a driver, or with one too old."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        function = driver.cuTensorMapEncodeTiled
-    except (OSError, AttributeError):
-        return None
-    return function  # no argtypes: Form passes ctypes objects
+    return getattr(gpu.driver(), "cuTensorMapEncodeTiled", None)  # Form passes ctypes objects
 
 
 def available(like: Any) -> bool:

@@ -60,7 +60,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     if bias is not None:
         y[...] = bias  # the product is added to it, in float32
     gemm(flat(x), weight.T, out=y, add=bias is not None)
-    return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], len(weight))
+    y = y if y.dtype == x.dtype else y.astype(x.dtype)
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], len(weight))
 
 
 @linear.gradient(widen=False)
@@ -71,7 +72,8 @@ def linear_backward(
     rows, dx, dweight, dbias = flat(dy), None, None, None
     needed = requested_gradients("linear_backward", wanted, x=x, weight=weight, bias=bias)
     if "x" in needed:
-        dx = gemm(rows, weight).reshape(x.shape)
+        dx = gemm(rows, weight)
+        dx = dx if x.ndim == 2 else dx.reshape(x.shape)
     if "weight" in needed:
         dweight = gemm(rows.T, flat(x))
     if bias is not None and "bias" in needed:
@@ -81,7 +83,7 @@ def linear_backward(
 
 def flat(x: Array) -> Array:
     """Return x as a matrix of its rows, so that one product computes all leading axes."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 linear_backward.require(check_wanted)

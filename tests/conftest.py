@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .sample import Sample, commits
+from .harness.sample import Sample, commits
 
 # Before NumPy is imported.  xdist runs a process for each core, so one BLAS thread each is enough.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -84,7 +84,7 @@ def pytest_report_header() -> str:
 @pytest.fixture(autouse=True)
 def _undone() -> Iterator[None]:
     """Undo every test's changes, so that no test depends on those that ran before it."""
-    from .undo import undoing  # it imports NumPy
+    from .harness.undo import undoing  # it imports NumPy
 
     with undoing():
         yield

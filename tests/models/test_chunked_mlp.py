@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, block, create
 from unsloth_cupy.training import tape
 
-from ..stand_in import gpu
+from ..machines.stand_in import gpu
 from .peers import CONFIGS, SIZES
 from .test_packed import largest_error, model_of, widened
 

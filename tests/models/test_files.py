@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy.errors import ConfigError, DeviceError
 from unsloth_cupy.models import create, load
 
-from ..parity import EPS
+from ..harness.parity import EPS
 from .peers import SIZES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "models"

@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.training import tape
 
-from ..stand_in import gpu
+from ..machines.stand_in import gpu
 from .peers import CONFIGS, SIZES
 
 LENGTHS = [5, 1, 11, 7]  # one goes on in the second row; one has nothing to predict

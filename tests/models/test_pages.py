@@ -9,7 +9,7 @@ from unsloth_cupy import KVCache, PagedKVCache
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError, RangeError, ShapeError
 from unsloth_cupy.models import create
 
-from ..parity import emulator
+from ..harness.parity import emulator
 from .peers import SIZES
 
 LAYERS, HEADS, DIM = 3, 2, 8

@@ -7,7 +7,7 @@ from unsloth_cupy import KVCache
 from unsloth_cupy.models import create, next_logits
 from unsloth_cupy.models.step import Step
 
-from ..stand_in import HostReadError, gpu
+from ..machines.stand_in import HostReadError, gpu
 from .peers import CONFIGS, SIZES
 
 PROMPT = np.random.default_rng(0).integers(3, 97, (2, 7))

@@ -11,7 +11,7 @@ import pytest
 from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.models import create
 
-from ..parity import within_rule
+from ..harness.parity import within_rule
 from .peers import CONFIGS, SIZES
 
 KINDS = ("llama", "gemma2", "qwen3")

@@ -7,7 +7,7 @@ import numpy as np
 
 from unsloth_cupy.bench.cases import Call
 
-from ..parity import Arrays, Case, _error, _size, outputs_of
+from ..harness.parity import Arrays, Case, _error, _size, outputs_of
 
 LEFT = {"window": (128, None)}
 EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}

@@ -1,4 +1,4 @@
-"""The kernel of adamw_; tests/test_optimizer.py judges its definition."""
+"""The kernel of adamw_; tests/training/test_optimizer.py judges its definition."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from unsloth_cupy.ops.optimizers.adamw import adamw_
 
-from ..parity import Case, KernelInPlace, emulator
+from ..harness.parity import Case, KernelInPlace, emulator
 
 OPTIONS: dict[str, Any] = {
     "lr": 1e-2,

@@ -1,4 +1,4 @@
-"""The one launch of an optimizer's step; tests/test_optimizer.py judges the definition."""
+"""The one launch of an optimizer's step; tests/training/test_optimizer.py judges the definition."""
 
 import contextlib
 import math
@@ -14,9 +14,9 @@ from unsloth_cupy.ops.common import dynamic_codes, many
 from unsloth_cupy.ops.common.dynamic_codes import BLOCK, dynamic_map
 from unsloth_cupy.ops.optimizers import adamw_step
 
-from .. import stand_in
-from ..cuda_on_cpu.traffic import counted
-from ..parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..harness.parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..machines import stand_in
+from ..machines.cuda_on_cpu.traffic import counted
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
 # several chunks, tails in a span and in an access, one value, none; from 4096 on there are codes

@@ -13,7 +13,7 @@ from unsloth_cupy.ops.attention import _blocks
 from unsloth_cupy.ops.common import threads as common_threads
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 from .dense_attention import dense
 from .golden_cases import agree, both_dtypes, cast, golden
 

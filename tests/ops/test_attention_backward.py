@@ -18,8 +18,7 @@ from unsloth_cupy.ops.attention._backward import workspace
 from unsloth_cupy.ops.attention._backward_tiles import KEYS, PAIRS, QUERIES, resolve
 from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import (
+from ..harness.parity import (
     Arrays,
     Case,
     KernelAlone,
@@ -30,8 +29,9 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
-from ..sample import Sample
-from ..stand_in import LIMITS
+from ..harness.sample import Sample
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import LIMITS
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients
 
 # The public names, as other people's programs call them.
@@ -308,7 +308,7 @@ def _prove(case: Case, dtype: Any, **how: Any) -> None:
 
 def _within(function: Any, **how: Any) -> Any:
     with emulator():
-        from ..cuda_on_cpu import Emulator
+        from ..machines.cuda_on_cpu import Emulator
 
         with using(Emulator(**how)):
             return function()

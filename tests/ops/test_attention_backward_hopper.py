@@ -21,7 +21,7 @@ from unsloth_cupy.ops.attention import _backward_hopper, _warpgroups
 from unsloth_cupy.ops.attention._backward import PADDING
 from unsloth_cupy.ops.attention._backward_hopper import CHANGED, ONE_PASS, TABLE
 
-from ..parity import (
+from ..harness.parity import (
     Case,
     KernelAlone,
     _compare_kernels,
@@ -31,7 +31,7 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
-from ..stand_in import LIMITS, gpu
+from ..machines.stand_in import LIMITS, gpu
 from .attention_cases import GROUPED, some_sinks, tiles
 from .test_attention_hopper import (
     APART,

@@ -13,8 +13,8 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
-from ..parity import Case, KernelParity, _compare_kernels, emulator, launched, on_schedules
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, _compare_kernels, emulator, launched, on_schedules
+from ..machines.stand_in import gpu
 from .attention_cases import AFAR, BUDGETS, EVERY, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
 
@@ -284,7 +284,7 @@ def test_replayed_counters() -> None:
 
 def _emulator() -> Any:
     with emulator():
-        from ..cuda_on_cpu import Emulator
+        from ..machines.cuda_on_cpu import Emulator
 
         return Emulator()
 

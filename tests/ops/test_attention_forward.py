@@ -14,8 +14,7 @@ from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelErro
 from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops.attention._tiles import FORWARD, OWN, Start, fitting, resolve
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import (
+from ..harness.parity import (
     Case,
     KernelAlone,
     KernelParity,
@@ -24,7 +23,8 @@ from ..parity import (
     launched,
     on_schedules,
 )
-from ..stand_in import LIMITS, gpu
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import LIMITS, gpu
 from .attention_cases import (
     AFAR,
     BUDGETS,
@@ -200,7 +200,7 @@ def test_random_schedules(number: int, seed: int) -> None:
 
 def _within(function: Any, **how: Any) -> Any:
     with emulator():
-        from ..cuda_on_cpu import Emulator
+        from ..machines.cuda_on_cpu import Emulator
 
         with using(Emulator(**how)):
             return function()

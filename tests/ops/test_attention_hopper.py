@@ -16,9 +16,7 @@ from unsloth_cupy.ops.attention import _hopper, _warpgroups
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
 from unsloth_cupy.ops.attention._warpgroups import Warpgroups
 
-from ..cuda_on_cpu import Emulator
-from ..cuda_on_cpu.traffic import counted
-from ..parity import (
+from ..harness.parity import (
     Case,
     KernelAlone,
     KernelParity,
@@ -29,7 +27,9 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
-from ..stand_in import LIMITS, gpu
+from ..machines.cuda_on_cpu import Emulator
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import LIMITS, gpu
 from .attention_cases import AFAR, GROUPED, all_options, hides, some_sinks, tiles
 from .test_attention_forward import TestLengthsThatAreNone as LengthsThatAreNone
 from .test_attention_forward import TestStartOfPython as StartOfPython

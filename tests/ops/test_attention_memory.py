@@ -18,7 +18,7 @@ from unsloth_cupy.ops.attention._backward import workspace
 from unsloth_cupy.ops.attention._backward_hopper import ONE_PASS
 from unsloth_cupy.ops.common import threads
 
-from ..stand_in import GRAIN, gpu
+from ..machines.stand_in import GRAIN, gpu
 
 HEADS, DIM = 16, 64  # of one batch
 TOKENS = (1024, 2048, 4096)

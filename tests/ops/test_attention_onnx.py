@@ -20,7 +20,7 @@ from unsloth_cupy import (
 from unsloth_cupy.core.dtypes import BFLOAT16
 
 from ..golden.golden import OpCase
-from ..parity import emulator, within_rule
+from ..harness.parity import emulator, within_rule
 from .golden_cases import agree, both_dtypes, golden
 
 GROUP = "onnx_attention"

@@ -10,7 +10,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.attention.attention_paged_int8 import attention_paged_int8_forward
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 from .test_attention_decode import PAGE, pages
 
 

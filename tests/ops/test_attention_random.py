@@ -14,8 +14,8 @@ from unsloth_cupy import attention_backward, attention_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 
-from ..parity import Case, _equal_bits, emulator, outputs_of, within_rule
-from ..sample import Sample
+from ..harness.parity import Case, _equal_bits, emulator, outputs_of, within_rule
+from ..harness.sample import Sample
 from .attention_cases import beyond_denormals, worst_plain
 from .dense_attention import dense
 

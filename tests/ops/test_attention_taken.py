@@ -8,8 +8,8 @@ import pytest
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy.ops.attention._options import Options
 
-from .. import taken
-from ..stand_in import gpu
+from ..code import taken
+from ..machines.stand_in import gpu
 
 NUMBERS = {"scale", "seed"}  # change no kernel, but for scales below 1e-30
 ALONE = [name for name in taken.OPTIONS if name != "packed"]
@@ -21,7 +21,7 @@ def test_the_table_is_complete_and_as_calls_go() -> None:
     assert named - {"offsets"} <= {*inspect.signature(attention_forward).parameters}
     page = taken.PAGE.read_text(encoding="utf-8").splitlines()
     lines = [f"| {taken.columns()} |", *taken.rows()]
-    assert [line for line in lines if line not in page] == [], "python -m tests.taken --write"
+    assert [line for line in lines if line not in page] == [], "python -m tests.code.taken --write"
     assert len(lines) == 2 + len(taken.OPTIONS)
 
 

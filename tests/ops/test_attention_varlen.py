@@ -12,7 +12,7 @@ from unsloth_cupy import (
 )
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
-from ..parity import Case, KernelAlone, KernelParity, Parity, emulator, launched
+from ..harness.parity import Case, KernelAlone, KernelParity, Parity, emulator, launched
 from .attention_cases import EVERY, hides, tiles
 from .test_attention import Device, agree
 

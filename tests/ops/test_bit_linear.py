@@ -14,8 +14,8 @@ from unsloth_cupy.ops.quantized import bit_linear as module
 from unsloth_cupy.ops.quantized._int8_rows import launch_quantize
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity, emulator, launched
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, emulator, launched
+from ..machines.stand_in import gpu
 from .golden_cases import agree, golden
 
 # The public names, as other people's programs call them.

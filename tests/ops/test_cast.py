@@ -8,7 +8,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
 from unsloth_cupy.ops.elements.cast import accumulate_over_
 
-from ..parity import Case, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelInPlace, KernelParity, emulator
 
 # The public names, as other people's programs call them.
 PUBLIC = (

@@ -6,9 +6,9 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
-from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.

@@ -8,9 +8,9 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, RangeError, ShapeError
 from unsloth_cupy.ops.losses.cross_entropy_in_place import cross_entropy_over_
 
-from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelInPlace, emulator
+from ..harness.parity import Case, KernelAlone, KernelInPlace, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import EVERYTHING, LABELS, OPTIONS, VOCABULARIES, reported
 

@@ -9,7 +9,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError, RangeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 

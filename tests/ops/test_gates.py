@@ -12,8 +12,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
 from unsloth_cupy.ops.common.in_place import check_overlap
 
-from ..parity import emulator
-from ..stand_in import gpu
+from ..harness.parity import emulator
+from ..machines.stand_in import gpu
 
 
 class Gate(NamedTuple):

@@ -8,7 +8,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.ops.activations.geglu import geglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator
+from ..harness.parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.

@@ -1,4 +1,4 @@
-"""The kernels that see all gradients of a step; tests/test_gradients.py judges the definition."""
+"""The kernels that see all gradients; tests/training/test_gradients.py judges the definition."""
 
 import contextlib
 import math
@@ -15,9 +15,9 @@ from unsloth_cupy.ops.optimizers import adamw_step
 from unsloth_cupy.ops.optimizers import gradients as launches
 from unsloth_cupy.training import loss_scaler
 
-from .. import stand_in
-from ..cuda_on_cpu.traffic import counted
-from ..parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..harness.parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..machines import stand_in
+from ..machines.cuda_on_cpu.traffic import counted
 
 # several chunks for a block, tails in a span and in an access, one value, none
 SHAPES = {"many": (11, 6200), "span": (1100,), "few": (3,), "one": (), "none": (0, 4)}

@@ -12,8 +12,8 @@ from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeErr
 from unsloth_cupy.ops.quantized import weight as base
 from unsloth_cupy.ops.quantized.int8 import Int8
 
-from ..parity import emulator, within_rule
-from ..stand_in import gpu
+from ..harness.parity import emulator, within_rule
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("int8_weight(w)",)

@@ -13,8 +13,8 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.ops.quantized._int8_tiles import TABLE, resolve
 from unsloth_cupy.ops.quantized.int8 import Int8
 
-from ..parity import Case, KernelParity, emulator, within_rule
-from ..stand_in import LIMITS, gpu
+from ..harness.parity import Case, KernelParity, emulator, within_rule
+from ..machines.stand_in import LIMITS, gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("int8_linear(x, weight, *, threshold=None)",)

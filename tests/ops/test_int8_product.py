@@ -12,7 +12,7 @@ from unsloth_cupy.ops.quantized.int8_product import (
     launch_dequantize,
 )
 
-from ..parity import Case, KernelInPlace, emulator, within_rule
+from ..harness.parity import Case, KernelInPlace, emulator, within_rule
 
 INPUTS = (7, 4096, 4104)
 

@@ -8,8 +8,8 @@ import pytest
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.attention.kv_append import kv_append_, kv_append_paged_
 
-from ..parity import Case, KernelParity, emulator
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, emulator
+from ..machines.stand_in import gpu
 
 SMALL = {"batch": 2, "kv_heads": 2, "dim": 8}
 

@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ShapeError
 from unsloth_cupy.ops.attention.kv_append import kv_append_
 from unsloth_cupy.ops.attention.kv_append_int8 import kv_append_int8_
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 
 ROWS = {"batch": 2, "pages": 2, "kv_heads": 2, "dim": 16}
 

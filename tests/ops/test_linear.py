@@ -9,8 +9,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..parity import Case, Parity, emulator, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, Parity, emulator, within_rule
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("linear(x, weight, bias=None)",)

@@ -11,8 +11,8 @@ from unsloth_cupy.ops.losses._head import chunk_rows, head_bytes
 from unsloth_cupy.ops.losses._rows import CACHED
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator, within_rule
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 

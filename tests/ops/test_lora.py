@@ -8,8 +8,8 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.ops.linear.lora_linears import lora_down
 from unsloth_cupy.ops.linear.lora_merge import row_norms
 
-from ..parity import Case, Parity, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, Parity, within_rule
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
 GIVEN = {"bias": ["bias"], "DoRA": ["bias", "factor"], "plain": []}

@@ -14,9 +14,9 @@ from unsloth_cupy.ops.linear import _lora_gradients
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 from unsloth_cupy.ops.linear.lora_linears import lora_up_backward
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 
 def drawn(rows: int, outputs: int, rank: int, dtype: Any) -> list[np.ndarray]:

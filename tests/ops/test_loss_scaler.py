@@ -1,4 +1,4 @@
-"""The kernel behind LossScaler.update; tests/test_loss_scaler.py judges the definition."""
+"""The kernel behind LossScaler.update; tests/training/test_loss_scaler.py judges the definition."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from unsloth_cupy import LossScaler, Tape, multiply
 
-from ..parity import Case, KernelAlone, emulator
+from ..harness.parity import Case, KernelAlone, emulator
 
 
 class TestLossScaler(KernelAlone):

@@ -5,7 +5,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError, ShapeError
 from unsloth_cupy.ops.linear.matmul import matmul_backward
 
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 
 # The public names, as other people's programs call them.
 PUBLIC = ("matmul(a, b)",)

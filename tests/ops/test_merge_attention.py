@@ -6,7 +6,7 @@ import pytest
 from unsloth_cupy import Tape, attention, attention_forward, merge_attention
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 
 # The public names, as other people's programs call them.
 PUBLIC = ("merge_attention(out_a, lse_a, out_b, lse_b)",)

@@ -20,7 +20,7 @@ from unsloth_cupy.ops.quantized import weight as quantized_weight
 from unsloth_cupy.ops.quantized.nf4 import BLOCKS, Nf4
 
 from ..conftest import FOLDER
-from ..parity import EPS, within_rule
+from ..harness.parity import EPS, within_rule
 from .golden_cases import agree, golden
 
 PUBLIC = [

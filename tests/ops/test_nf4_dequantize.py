@@ -9,8 +9,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax, nf4_dequantize_
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, emulator
+from ..harness.parity import Case, KernelInPlace, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 
 SHAPE = 9, 150
 

@@ -14,9 +14,9 @@ from unsloth_cupy.ops.quantized import nf4, nf4_dequantize, nf4_product
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 
 def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:

@@ -10,7 +10,7 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import RangeError
 from unsloth_cupy.ops.quantized.nf4 import BLOCKS
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "fp4"])
 

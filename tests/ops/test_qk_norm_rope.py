@@ -8,8 +8,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
-from ..emulator.test_traffic import global_bytes
-from ..parity import Case, KernelAlone, KernelParity, emulator, launched, within_rule
+from ..code.emulator.test_traffic import global_bytes
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator, launched, within_rule
 from .golden_cases import agree
 from .test_cross_entropy import reported
 

@@ -9,7 +9,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, GradientError
 from unsloth_cupy.ops.activations.relu2 import relu2_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.

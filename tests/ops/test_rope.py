@@ -11,7 +11,7 @@ from unsloth_cupy.ops.position.rope import launch_rope
 from unsloth_cupy.ops.position.rope_qk import rope_qk_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 

@@ -6,9 +6,9 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
+from ..code.variants import ROWS
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
-from ..variants import ROWS
+from ..harness.parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.

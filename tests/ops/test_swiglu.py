@@ -6,7 +6,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.ops.activations.swiglu import swiglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelInPlace, KernelParity
+from ..harness.parity import Case, KernelInPlace, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.

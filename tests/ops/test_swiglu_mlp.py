@@ -10,8 +10,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.

@@ -10,8 +10,8 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.quantized._planes import dense, planes_of
 from unsloth_cupy.ops.quantized.ternary_dense import ternary_dense_
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, emulator
+from ..harness.parity import Case, KernelInPlace, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 
 
 def case(label: str, rows: int, columns: int, *, group: int = 0, **options: Any) -> Case:

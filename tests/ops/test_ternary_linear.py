@@ -16,9 +16,9 @@ from unsloth_cupy.ops.quantized import weight as quantized_weight
 from unsloth_cupy.ops.quantized._planes import marks_of, planes_of, row_bytes
 from unsloth_cupy.ops.quantized.ternary_linear import ternary_linear_forward
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelParity, emulator, outputs_of, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, emulator, outputs_of, within_rule
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("ternary_linear(x, weight)",)

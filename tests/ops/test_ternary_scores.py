@@ -10,7 +10,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.ops.quantized._planes import planes_of
 from unsloth_cupy.ops.quantized.ternary_scores import ternary_scores_forward
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 
 # The public names, as other people's programs call them.
 PUBLIC = ("ternary_scores(q, k)",)

@@ -13,8 +13,8 @@ from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import Communicator
 
 from ..conftest import FOLDER
+from ..harness.sample import Sample
 from ..models.peers import CONFIGS, SIZES
-from ..sample import Sample
 from . import held, pipelines
 from .ranks import close
 

@@ -14,7 +14,7 @@ from unsloth_cupy.parallel import (
     ulysses_attention,
 )
 
-from ..sample import Sample
+from ..harness.sample import Sample
 from .layers import learned
 from .ranks import close
 

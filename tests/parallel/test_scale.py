@@ -19,8 +19,8 @@ from unsloth_cupy.parallel._shards import Cut
 from unsloth_cupy.profiling import scale
 from unsloth_cupy.profiling.scale import ScalePlan, plan_ranks
 
+from ..harness.sample import Sample
 from ..models.peers import CONFIGS, SIZES
-from ..sample import Sample
 
 LLAMA = SIZES | {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 4}
 

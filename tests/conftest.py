@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness.sample import Sample, commits
+from .harness.sampling import Sample, commits
 
 # Before NumPy is imported.  xdist runs a process for each core, so one BLAS thread each is enough.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -31,7 +31,7 @@ SLOW = 7  # days in which they contain every test with the marker ``slow``
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that choose the sample: see sample.py."""
+    """Add the options that choose the sample: see sampling.py."""
     parser.addoption("--sample", choices=("some", "all"), default="some")
     parser.addoption("--day", type=int, help="number of the sample; default: number of commits")
 
@@ -82,11 +82,11 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _undone() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Undo every test's changes, so that no test depends on those that ran before it."""
-    from .harness.undo import undoing  # it imports NumPy
+    from .harness.isolation import isolated  # it imports NumPy
 
-    with undoing():
+    with isolated():
         yield
 
 

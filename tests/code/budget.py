@@ -25,7 +25,7 @@ from unsloth_cupy.profiling import binary
 
 from ..machines.cuda_on_cpu.build import kept_file
 from ..machines.stand_in import Launch
-from . import table
+from . import costs_file
 from .variants import ARCHITECTURES, Variant, constants, variants
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
@@ -136,7 +136,7 @@ def numbers(variant: Variant) -> list[int]:
 
 def read() -> tuple[dict[str, Any], Lines]:
     """Return the header of ``[kernels]``, and its numbers by kernel, variant and architecture."""
-    head = table.read("kernels")
+    head = costs_file.read("kernels")
     lines = {
         kernel: {
             label: {arch: values for archs, values in by.items() for arch in archs.split()}
@@ -151,11 +151,11 @@ def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
     """Yield the lines of ``[kernels]``."""
     yield HEAD + f'compiler = "{head["compiler"]}"'
     yield "\n[kernels.reasons]  # why only half of an SM's threads, or fewer, are resident"
-    yield from table.reason_lines(head["reasons"])
+    yield from costs_file.reason_lines(head["reasons"])
     for kernel in sorted(lines):
         yield f"\n[kernels.variants.{kernel}]"
-        for label, by in sorted(lines[kernel].items(), key=table.order):
-            yield f'"{label}" = {{ {", ".join(table.by_architecture(by))} }}'
+        for label, by in sorted(lines[kernel].items(), key=costs_file.order):
+            yield f'"{label}" = {{ {", ".join(costs_file.by_architecture(by))} }}'
 
 
 def write(kernels: Iterable[str] = ()) -> None:
@@ -176,7 +176,7 @@ def write(kernels: Iterable[str] = ()) -> None:
     used = ((variant, resources(variant.launch, variant.arch)) for variant in selected)
     if spilled := [str(variant) for variant, each in used if each.spilled or each.local]:
         sys.exit(f"the table is not written, as these use local memory: {', '.join(spilled)}")
-    table.replace("kernels", text(head, lines))
+    costs_file.replace("kernels", text(head, lines))
     report.renew(PAGE)
 
 

@@ -35,7 +35,7 @@ from unsloth_cupy.profiling.shapes import DTYPES
 from ..machines.cuda_on_cpu import Emulator
 from ..machines.cuda_on_cpu.traffic import counted
 from ..machines.stand_in import gpu
-from . import budget, sass, table
+from . import budget, costs_file, sass
 from .budget import compiler_version
 from .variants import declared
 
@@ -148,7 +148,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def read() -> tuple[dict[str, Any], Lines]:
     """Return the header of ``[calls]``, and its lines by op."""
-    head = table.read("calls")
+    head = costs_file.read("calls")
     lines = {
         name: {
             key: value
@@ -164,10 +164,10 @@ def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
     """Yield the lines of ``[calls]``."""
     yield HEAD + f'python = "{head["python"]}"\ncompiler = "{head["compiler"]}"'
     yield "\n[calls.reasons]  # why a line last changed"
-    yield from table.reason_lines(head["reasons"])
+    yield from costs_file.reason_lines(head["reasons"])
     yield "\n[calls.ops]"
-    for name, line in sorted(lines.items(), key=table.order):
-        cells = table.by_architecture({arch: line[arch] for arch in ARCHITECTURES})
+    for name, line in sorted(lines.items(), key=costs_file.order):
+        cells = costs_file.by_architecture({arch: line[arch] for arch in ARCHITECTURES})
         cells += [f"{json.dumps(k)} = {v}" for k, v in line.items() if k not in ARCHITECTURES]
         yield f"{name} = {{ {', '.join(cells)} }}"
 
@@ -186,7 +186,7 @@ def write(why: str, names: Iterable[str] = ()) -> None:
     head |= {"python": PYTHON, "compiler": compiler_version()}
     head["reasons"] = {name: reason for name, reason in head["reasons"].items() if name in known}
     lines = {name: line for name, line in lines.items() if name in known}
-    table.replace("calls", text(head, lines))
+    costs_file.replace("calls", text(head, lines))
 
 
 def add() -> None:

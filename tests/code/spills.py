@@ -25,7 +25,7 @@ from unsloth_cupy import (
 from ..machines.stand_in import Launch, Machine, gpu
 from . import budget
 from .compilers import run_with_nvrtc
-from .taken import ROWS, call_options, pairs
+from .warpgroup_table import ROWS, call_options, pairs
 
 DIMS = (64, 96, 128, 192, 256)
 

@@ -16,7 +16,7 @@ import pytest
 
 from unsloth_cupy.bench.cases import Scale
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 
 FOLDER = Path(__file__).parents[2] / "asv_benchmarks"
 MODULES = sorted(path.stem for path in (FOLDER / "benchmarks").glob("[!_]*.py"))

@@ -27,9 +27,9 @@ from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows
 from unsloth_cupy.profiling import binary
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..machines.stand_in import LIMITS, gpu, static_memory
-from . import budget, spills, table
+from . import budget, costs_file, spills
 from . import variants as variant_lists
 from .compilers import NEWEST, OLDEST
 from .hardware.primitives import PRIMITIVES, launch
@@ -188,7 +188,7 @@ def test_reasons_are_of_kernels_that_need_one() -> None:
 
 
 def test_the_budget_is_as_it_is_written() -> None:
-    assert "\n".join(budget.text(HEAD, LINES)) == table.texts()["kernels"]
+    assert "\n".join(budget.text(HEAD, LINES)) == costs_file.texts()["kernels"]
 
 
 def test_every_kernel_is_asked_for_and_labels_are_unique() -> None:

@@ -11,9 +11,9 @@ import pytest
 from unsloth_cupy import softmax
 from unsloth_cupy.core.op import OPS
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..machines.cuda_on_cpu import missing
-from . import budget, costs, table
+from . import budget, costs, costs_file
 from .budget import compiler_version
 from .sass import nvdisasm
 
@@ -29,14 +29,14 @@ def test_every_op_with_a_kernel_has_a_line() -> None:
 
 
 def test_the_table_is_as_it_is_written() -> None:
-    assert table.texts()["calls"] == "\n".join(costs.text(HEAD, LINES))
+    assert costs_file.texts()["calls"] == "\n".join(costs.text(HEAD, LINES))
 
 
 def test_there_is_no_other_table_of_ops() -> None:
     """A new op needs lines in one file: no other TOML file has lines or tables named after ops."""
     word = re.compile(rf"^\[?(?:\w+\.)*\"?(?:{'|'.join(NAMES)})\"?(?:\]| =)", re.M)
-    files = [*table.FILE.parent.rglob("*.toml")]
-    assert [path for path in files if word.search(path.read_text())] == [table.FILE]
+    files = [*costs_file.FILE.parent.rglob("*.toml")]
+    assert [path for path in files if word.search(path.read_text())] == [costs_file.FILE]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,34 +94,34 @@ def test_one_opcode_more_is_seen() -> None:
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the table, to which the tests write instead."""
     made = tmp_path / "costs.toml"
-    made.write_bytes(table.FILE.read_bytes())
-    monkeypatch.setattr(table, "FILE", made)
+    made.write_bytes(costs_file.FILE.read_bytes())
+    monkeypatch.setattr(costs_file, "FILE", made)
     return made
 
 
 def test_a_change_needs_a_word(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = table.texts()["kernels"]
+    others = costs_file.texts()["kernels"]
     monkeypatch.setattr(costs, "measured", lambda name: LINES[name] | {"opcodes": 1})
     costs.write("one opcode is enough", ["softmax"])
     head, lines = costs.read()
     assert head["reasons"] == HEAD["reasons"] | {"softmax": "one opcode is enough"}
     assert lines == LINES | {"softmax": LINES["softmax"] | {"opcodes": 1}}
-    assert table.texts()["kernels"] == others
+    assert costs_file.texts()["kernels"] == others
     with pytest.raises(SystemExit, match=r"no op \{'linear'\} with a kernel"):
         costs.write("why", ["linear"])
     assert OPS["linear"].launch is None
 
 
-@pytest.mark.parametrize("part", table.PARTS)
+@pytest.mark.parametrize("part", costs_file.PARTS)
 def test_a_part_is_written_and_the_other_stays(part: str, copy: Path) -> None:
     before = copy.read_bytes()
-    table.replace(part, table.texts()[part].splitlines())
+    costs_file.replace(part, costs_file.texts()[part].splitlines())
     assert copy.read_bytes() == before, "every byte of the table is of a part"
-    (other,) = {*table.PARTS} - {part}
-    kept = table.texts()[other]
-    table.replace(part, ["x = 1"])
-    assert table.texts() == {part: "x = 1", other: kept}
-    assert table.read(part) == {"x": 1}
+    (other,) = {*costs_file.PARTS} - {part}
+    kept = costs_file.texts()[other]
+    costs_file.replace(part, ["x = 1"])
+    assert costs_file.texts() == {part: "x = 1", other: kept}
+    assert costs_file.read(part) == {"x": 1}
 
 
 def test_a_write_that_stops_leaves_the_table(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_write_that_stops_leaves_the_table(copy: Path, monkeypatch: pytest.Mon
     before = copy.read_bytes()
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(KeyboardInterrupt):
-        table.replace("calls", ["x = 1"])
+        costs_file.replace("calls", ["x = 1"])
     assert copy.read_bytes() == before
     assert [*copy.parent.iterdir()] == [copy]
 
@@ -158,8 +158,10 @@ def test_a_new_op_gets_its_lines_by_one_command(
     monkeypatch.setattr(budget, "numbers", lambda v: kernels[v.kernel][v.label][v.arch])
     monkeypatch.setattr(budget, "resources", lambda *_: budget.Resources(0, 0, 0, 0, ()))
     monkeypatch.setattr(costs, "measured", LINES.__getitem__)
-    table.replace("calls", costs.text(HEAD, {n: x for n, x in LINES.items() if n != "relu2"}))
-    table.replace("kernels", budget.text(head, {k: x for k, x in kernels.items() if k != "relu2"}))
+    costs_file.replace("calls", costs.text(HEAD, {n: x for n, x in LINES.items() if n != "relu2"}))
+    costs_file.replace(
+        "kernels", budget.text(head, {k: x for k, x in kernels.items() if k != "relu2"})
+    )
     costs.add()
     assert costs.read()[1] == LINES
     assert costs.read()[0]["reasons"] == HEAD["reasons"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..machines import cuda_on_cpu
 from . import budget
 from .ladder import LADDERS, PAGE, Ladder, row

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from . import budget, warpgroups
 from .ptx import ptx
 from .sass import (

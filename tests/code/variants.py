@@ -40,7 +40,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..machines.cuda_on_cpu.build import kept_file
 from ..machines.stand_in import LIMITS, Launch, Machine, gpu
 

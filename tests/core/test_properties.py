@@ -33,7 +33,7 @@ from ..harness.parity import (
     judge_gradient,
     outputs_of,
 )
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..harness.strategies import broken, calls
 
 # Hypothesis draws ten calls afresh and most later ones from parts of those before them.

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra `peers` (transformer
 from unsloth_cupy import profile  # noqa: E402
 from unsloth_cupy.interop.huggingface import PARTS, _qk_norm, patch, unpatch  # noqa: E402
 
-from ..harness.sample import Sample  # noqa: E402
+from ..harness.sampling import Sample  # noqa: E402
 from .families import NINE, OTHERS, check, model_of, step, texts  # noqa: E402
 
 SCENES = ("left", "right", "whole", "packed")

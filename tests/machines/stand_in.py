@@ -37,7 +37,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.ops.common import counters, faults, gemm, tensor_map
 from unsloth_cupy.ops.optimizers import gradients
 
-from ..code import table
+from ..code import costs_file
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError, cuda_names
 
 # By compute capability: threads, blocks and bytes of shared memory of an SM (every SM has 65,536
@@ -334,7 +334,7 @@ def static_memory() -> dict[str, int]:
     """Return the static shared memory of each kernel, in bytes: that of its largest variant."""
     return {
         kernel: max(numbers[1] for by in labels.values() for numbers in by.values())
-        for kernel, labels in table.read("kernels")["variants"].items()
+        for kernel, labels in costs_file.read("kernels")["variants"].items()
     }
 
 

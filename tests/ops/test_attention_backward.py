@@ -29,7 +29,7 @@ from ..harness.parity import (
     outputs_of,
     within_rule,
 )
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..machines.cuda_on_cpu.traffic import counted
 from ..machines.stand_in import LIMITS
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients

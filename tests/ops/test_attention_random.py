@@ -15,7 +15,7 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 
 from ..harness.parity import Case, _equal_bits, emulator, outputs_of, within_rule
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from .attention_cases import beyond_denormals, worst_plain
 from .dense_attention import dense
 

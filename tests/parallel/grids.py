@@ -22,7 +22,7 @@ from unsloth_cupy.finetune import ranks, trainer
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 
 STEPS, STOP = 10, 4
 NEW = ("--layers", "2", "--hidden", "64", "--vocabulary", "300")

@@ -9,7 +9,7 @@ from unsloth_cupy import Tape, cross_entropy, embedding, linear, linear_cross_en
 from unsloth_cupy import parallel as many
 from unsloth_cupy.parallel import Communicator, part, shard
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from .ranks import close
 
 LOSSES = (

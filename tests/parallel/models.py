@@ -13,7 +13,7 @@ from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import Communicator
 
 from ..conftest import FOLDER
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, SIZES
 from . import held, pipelines
 from .ranks import close

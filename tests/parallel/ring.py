@@ -14,7 +14,7 @@ from unsloth_cupy.parallel import (
     ulysses_attention,
 )
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from .layers import learned
 from .ranks import close
 

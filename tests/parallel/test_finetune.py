@@ -24,7 +24,7 @@ from unsloth_cupy.finetune.text import Batch
 from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from .grids import STEPS, STOP, WRONG, is_stopped, todays
 from .ranks import by_sockets, close, needs_mpi, run
 

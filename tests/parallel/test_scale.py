@@ -19,7 +19,7 @@ from unsloth_cupy.parallel._shards import Cut
 from unsloth_cupy.profiling import scale
 from unsloth_cupy.profiling.scale import ScalePlan, plan_ranks
 
-from ..harness.sample import Sample
+from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, SIZES
 
 LLAMA = SIZES | {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 4}

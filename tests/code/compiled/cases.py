@@ -24,7 +24,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
 
 from ...harness import parity
-from ...harness.sample import commits
+from ...harness.sampling import commits
 from ...machines.cuda_on_cpu import Emulator
 from ..budget import compiler_version
 from ..compilers import run_with_nvrtc, supported

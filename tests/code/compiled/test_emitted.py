@@ -6,7 +6,7 @@ import pytest
 
 from unsloth_cupy.core.source import source_root
 
-from ...harness.sample import Sample
+from ...harness.sampling import Sample
 from ..ptx import functions
 from ..sass import alignment
 from ..variants import ARCHITECTURES, Variant, declared, of_kernel

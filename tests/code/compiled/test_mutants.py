@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ...harness.sample import Sample
+from ...harness.sampling import Sample
 from ..compilers import supported
 from . import mutants
 from .mutants import HARMLESS, Mutant, accepted, architecture, judged

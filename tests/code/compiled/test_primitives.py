@@ -10,7 +10,7 @@ from unsloth_cupy import rms_norm
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.core.target import using
 
-from ...harness.sample import Sample
+from ...harness.sampling import Sample
 from ...machines.cuda_on_cpu import Emulator, EmulatorError, Module, build
 from ...machines.cuda_on_cpu.traffic import counted
 from ...machines.ptx_on_cpu import PtxEmulator, library, unit

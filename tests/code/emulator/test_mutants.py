@@ -2,7 +2,7 @@
 
 A file's mutants are judged by the emulated cases of the ops that launch it, a header's by those of
 the files that include it.  A survivor asks for another case, or the statement is redundant and
-goes.  Every run takes a sample, as ``tests/harness/sample.py`` says; all of them:
+goes.  Every run takes a sample, as ``tests/harness/sampling.py`` says; all of them:
 
     UNSLOTH_CUPY_ALL_MUTANTS=1 OMP_NUM_THREADS=1 pytest tests/code/emulator/test_mutants.py
 
@@ -27,7 +27,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
 
 from ...harness.parity import Case, KernelParity
-from ...harness.sample import Sample
+from ...harness.sampling import Sample
 from ...machines.cuda_on_cpu import EmulatorError
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 

@@ -139,7 +139,7 @@ def _imported(module: Any) -> bool:
 
 
 @contextmanager
-def undoing() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Undo the changes of a ``with`` block at its end; the block starts with empty caches."""
     forget()  # an import may have filled some caches
     now = [(owner, name, vars(owner)[name]) for owner, name, _ in variables()]

@@ -20,7 +20,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import DeviceError
 from unsloth_cupy.ops.common import faults
 
-from ..harness.undo import caches, modules, undoing, variables
+from ..harness.isolation import caches, isolated, modules, variables
 from ..machines.stand_in import gpu
 
 PACKAGE = Path(unsloth_cupy.__file__).parent
@@ -38,7 +38,7 @@ def test_every_test_starts_with_empty_caches() -> None:
 
 
 def test_what_is_asked_of_a_stand_in_is_forgotten() -> None:
-    with undoing():
+    with isolated():
         with gpu("90") as machine:
             rms_norm(machine.array((4, 4096), "float32"), machine.array(4096, "float32"))
             softmax(machine.array((4, 4096), "float16"))
@@ -56,7 +56,7 @@ def test_variables_and_the_process_are_as_before() -> None:
     core = "unsloth_cupy.core."
     assert {f"{core}target.targets", "unsloth_cupy.ops.common.faults._records"} <= before.keys()
     real, ops, errors = sys.modules["json"], dict(OPS), np.geterr()
-    with undoing():
+    with isolated():
         target.targets = ()
         core_gpu._seen = object(), True
         faults._records[7] = X
@@ -81,7 +81,7 @@ def test_variables_and_the_process_are_as_before() -> None:
 
 
 def test_every_cache_that_the_sources_name_is_found() -> None:
-    """They must be at the top of a module or a class, as undo.py does not find others."""
+    """They must be at the top of a module or a class, as isolation.py does not find others."""
     for name in modules():
         if not name.endswith((".__main__", ".peers")):
             with suppress(ImportError):  # of a library that is not installed

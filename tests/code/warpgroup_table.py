@@ -1,6 +1,6 @@
 """The attention calls that use the kernels on warpgroups, for every option and pair of options.
 
-python -m tests.code.taken --write           rewrites the table of docs/guide/attention.md
+python -m tests.code.warpgroup_table --write    rewrites the table of docs/guide/attention.md
 """
 
 import itertools
@@ -60,7 +60,7 @@ def call_options(machine: Machine, *names: str) -> dict[str, Any]:
     return options
 
 
-def taken(machine: Machine, dim: int, *names: str) -> tuple[bool, bool, bool]:
+def on_warpgroups(machine: Machine, dim: int, *names: str) -> tuple[bool, bool, bool]:
     """Return whether forward, backward, and backward in one launch run on warpgroups."""
     options = call_options(machine, *names)
     batch = () if "offsets" in options else (1,)
@@ -73,7 +73,7 @@ def taken(machine: Machine, dim: int, *names: str) -> tuple[bool, bool, bool]:
 
 def widest(machine: Machine, *names: str) -> tuple[int, ...]:
     """Return the largest head dim that each of the three takes, counted from 64; 0 for none."""
-    answers = np.array([taken(machine, dim, *names) for dim in WIDTHS]).T
+    answers = np.array([on_warpgroups(machine, dim, *names) for dim in WIDTHS]).T
     largest = []
     for each in answers:
         dims = [dim for dim, yes in zip(WIDTHS, each, strict=True) if yes]

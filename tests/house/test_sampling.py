@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ..conftest import SLOW, TURNS, features_of, left_out, sampled, skip_what_needs_a_gpu
-from ..harness import sample
+from ..harness import sampling
 from ..harness.parity import Case, KernelParity
 
 TESTS = Path(__file__).parents[1]
@@ -126,14 +126,14 @@ def test_no_test_takes_turns_in_two_ways() -> None:
 
 
 def test_what_takes_turns_is_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample.Sample, "all", False)
+    monkeypatch.setattr(sampling.Sample, "all", False)
     taken = []
     for day in range(40, 43):
-        monkeypatch.setattr(sample.Sample, "day", day)
-        taken += sample.Sample.one_in(3, "abcdefg")
+        monkeypatch.setattr(sampling.Sample, "day", day)
+        taken += sampling.Sample.one_in(3, "abcdefg")
     assert sorted(taken) == list("abcdefg")
-    monkeypatch.setattr(sample.Sample, "all", True)
-    assert sample.Sample.one_in(3, "abcdefg") == list("abcdefg")
+    monkeypatch.setattr(sampling.Sample, "all", True)
+    assert sampling.Sample.one_in(3, "abcdefg") == list("abcdefg")
 
 
 def test_no_test_reads_the_calendar() -> None:
@@ -149,13 +149,13 @@ def test_no_test_reads_the_calendar() -> None:
 
 def test_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert sample.commits() == 0
+    assert sampling.commits() == 0
 
 
 def test_where_there_is_no_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sample, "__file__", str(tmp_path / "sample.py"))
+    monkeypatch.setattr(sampling, "__file__", str(tmp_path / "sampling.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert sample.commits() == 0
+    assert sampling.commits() == 0
 
 
 @pytest.mark.parametrize(

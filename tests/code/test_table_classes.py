@@ -15,9 +15,9 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
 
-from ..harness.parity import Case, KernelAlone, KernelParity
+from ..harness.parity import Case, KernelAlone, KernelParity, proofs
 from ..machines.cuda_on_cpu.build import DYNAMIC_SHARED
-from .variants import constants, proofs
+from .variants import constants
 
 NOTES: list[tuple[str, str]] = []  # recorded launches: kernel, translation unit
 Class = tuple[str, str, Any]  # kernel, constant, class of its value

@@ -7,7 +7,6 @@ misaligned arrays; a variant that several calls launch is listed once.
 
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 import pickle
@@ -40,6 +39,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
+from ..harness.parity import proofs
 from ..harness.sampling import Sample
 from ..machines.cuda_on_cpu.build import kept_file
 from ..machines.stand_in import LIMITS, Launch, Machine, gpu
@@ -53,15 +53,6 @@ ROWS = (7, 128, 4104, 16384, 131072, 131073)
 VECTORS = ({"axes": (4, 4096)}, {"axes": (4, 4096), "shift": 1})  # accesses of 16 bytes, one value
 SLICE = {"axes": (4, 4096), "gap": 8}
 ON_WARPGROUPS = "attention_forward", "attention_varlen_forward"  # ops with kernels on warpgroups
-
-
-@functools.cache
-def proofs() -> tuple[Any, ...]:
-    """Return the Parity classes of ``tests/ops``: those with the name of an op."""
-    paths = sorted((Path(__file__).parents[1] / "ops").glob("test_*.py"))
-    modules = [importlib.import_module(f"tests.ops.{path.stem}") for path in paths]
-    values = [value for module in modules for value in vars(module).values()]
-    return tuple(each for each in values if isinstance(each, type) and hasattr(each, "op"))
 
 
 def declared_by(op: str, what: str) -> Any:

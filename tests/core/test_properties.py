@@ -21,7 +21,6 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.signature import check, parts, shape_of
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError, UnslothCupyError
 
-from ..code.variants import proofs
 from ..harness.parity import (
     EPS,
     Arrays,
@@ -32,6 +31,7 @@ from ..harness.parity import (
     emulator,
     judge_gradient,
     outputs_of,
+    proofs,
 )
 from ..harness.sampling import Sample
 from ..harness.strategies import broken, calls

@@ -13,11 +13,14 @@ agree with the definition:
 where exact is the definition in float64 and plain the definition in the dtype of the case.
 """
 
+import functools
+import importlib
 import itertools
 import math
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +250,21 @@ class KernelAlone(KernelParity):
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
         """The kernels, run on the CPU, do what the class says."""
         self.prove(case, dtype)
+
+
+@functools.cache
+def proofs() -> tuple[Any, ...]:
+    """Return the Parity classes of ``tests/ops``: those with the name of an op."""
+    paths = sorted((Path(__file__).parents[1] / "ops").glob("test_*.py"))
+    modules = [importlib.import_module(f"tests.ops.{path.stem}") for path in paths]
+    values = [value for module in modules for value in vars(module).values()]
+    return tuple(each for each in values if isinstance(each, type) and hasattr(each, "op"))
+
+
+def dtypes(proof: type[Any]) -> tuple[Any, ...]:
+    """Return the dtypes in which a class tests its kernels."""
+    marks = {mark.args[0]: mark.args[1] for mark in proof.test_emulated_kernels.pytestmark}
+    return tuple(marks["dtype"])
 
 
 def on_gpu(array: np.ndarray) -> Any:

@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 
-from ..conftest import SLOW, TURNS, features_of, left_out, sampled, skip_what_needs_a_gpu
+from ..conftest import skip_what_needs_a_gpu
 from ..harness import sampling
 from ..harness.parity import Case, KernelParity
+from ..harness.sampling import (
+    SLOW,
+    TURNS,
+    Emulated,
+    chosen,
+    emulated_cases,
+    features_of,
+    in_sample,
+    sampled,
+)
 
 TESTS = Path(__file__).parents[1]
 CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today)\(")
@@ -22,35 +32,15 @@ CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today
 DATED = {f"code/hardware/{name}.py" for name in ("__main__", "attention", "session")}
 
 
-class Item(SimpleNamespace):
-    """A stand-in for pytest's item, with what is read of it."""
-
-    __hash__ = object.__hash__
-
-    def get_closest_marker(self, name: str) -> bool:
-        return name in vars(self).get("markers", ())
-
-
-def emulated(cls: type, case: Case, dtype: str) -> Any:
-    """Return a stand-in for pytest's item of a case in a dtype."""
-    return Item(
-        nodeid=f"{cls.__name__}[{case.label}-{dtype}]",
-        cls=cls,
-        originalname="test_emulated_kernels",
-        callspec=SimpleNamespace(params={"case": case, "dtype": dtype}),
-    )
-
-
-def items_of(*ops: str) -> list[Any]:
-    """Return stand-ins for two classes of each op, with 19 cases, of which two launch nothing."""
+def emulated_of(op: str) -> list[Emulated]:
+    """Return those of two classes with 19 cases, of which two launch nothing."""
     cases = [Case(f"{rows} rows", rows=[rows], columns=5) for rows in range(1, 15)]
     cases += [Case("no columns", rows=[1], columns=0), Case("no rows", rows=[0], columns=5)]
     cases += [Case("gaps", gaps=True, rows=[2]), Case("eps", rows=[2], eps=0.5)]
     cases += [Case("weight", given=("weight",), rows=[2])]
     return [
-        emulated(cls, case, dtype)
-        for op in ops
-        for cls in (type(name, (KernelParity,), {"op": op}) for name in (f"A{op}", f"B{op}"))
+        Emulated(proof, case, dtype)
+        for proof in (type(name, (KernelParity,), {"op": op}) for name in ("TestA", "TestB"))
         for case in cases
         for dtype in ("float16", "bfloat16", "float32")
     ]
@@ -58,54 +48,78 @@ def items_of(*ops: str) -> list[Any]:
 
 def test_the_order_of_tests_changes_no_sample() -> None:
     """Even if pytest-randomly shuffles tests before."""
-    items = items_of("rms_norm_forward", "add")
+    tests = emulated_of("rms_norm_forward")
     for day in range(6):
-        first = {item.nodeid for item in sampled(items, day)}
+        expected = {*map(str, sampled(tests, day))}
         for seed in range(3):
-            shuffled = random.Random(seed).sample(items, len(items))
-            assert {item.nodeid for item in sampled(shuffled, day)} == first
+            shuffled = random.Random(seed).sample(tests, len(tests))
+            assert {*map(str, sampled(shuffled, day))} == expected
 
 
 def test_a_sample_has_every_class_dtype_operand_and_option() -> None:
-    items = items_of("rms_norm_forward")
-    features = set().union(*map(features_of, items))
+    tests = emulated_of("rms_norm_forward")
+    features = set().union(*map(features_of, tests))
     assert {"bfloat16", "weight", True, "empty", "('eps', 0.5)"} < features
     assert not any("columns" in str(feature) for feature in features)
     for day in range(TURNS):
-        chosen = sampled(items, day)
-        assert set().union(*map(features_of, chosen)) == features
-        assert len(chosen) < len(items) / 6
+        taken = sampled(tests, day)
+        assert set().union(*map(features_of, taken)) == features
+        assert len(taken) < len(tests) / 6
 
 
 def test_a_case_that_launches_nothing_stands_for_no_dtype() -> None:
-    items = items_of("rms_norm_forward")
-    empty = [item for item in items if "[no " in item.nodeid]
-    assert len(empty) == len(items) * 2 / 19
-    assert all(features_of(item) == {item.cls, "empty"} for item in empty)
+    tests = emulated_of("rms_norm_forward")
+    empty = [test for test in tests if test.case.label.startswith("no ")]
+    assert len(empty) == len(tests) * 2 / 19
+    assert all(features_of(test) == {test.proof, "empty"} for test in empty)
 
 
-def test_each_test_has_its_turn() -> None:
-    items = items_of("rms_norm_forward", "add")
-    taken = {item.nodeid for day in range(100, 100 + TURNS) for item in sampled(items, day)}
-    assert taken == {item.nodeid for item in items}
+def test_each_emulated_case_has_its_turn() -> None:
+    tests = emulated_of("rms_norm_forward")
+    taken = {str(test) for day in range(100, 100 + TURNS) for test in sampled(tests, day)}
+    assert taken == {*map(str, tests)}
 
 
-def test_slow_tests_take_turns_and_others_are_always_there() -> None:
-    slow: list[Any] = [Item(nodeid=f"slow[{n}]", markers=("slow",)) for n in range(23)]
-    quick: list[Any] = [Item(nodeid=f"quick[{n}]", markers=("gpu",)) for n in range(23)]
-    kernels = items_of("add")
-    items = random.Random(1).sample(both := slow + quick + kernels, len(both))
-    found = []
-    for day in range(100, 100 + SLOW):
-        left = left_out(items, day)
-        assert left == left_out(both, day)
-        assert not left.intersection(quick)
-        assert left.issuperset({*kernels}.difference(sampled(kernels, day)))
-        assert not left.intersection(sampled(kernels, day))
-        taken = {*slow} - left
-        assert len(taken) in (23 // SLOW, 23 // SLOW + 1)
-        found += [item.nodeid for item in taken]
-    assert sorted(found) == sorted(item.nodeid for item in slow)
+def test_each_slow_test_has_its_turn_and_others_are_always_there() -> None:
+    names = [f"tests/x.py::test[{n}]" for n in range(700)]
+    taken = [name for day in range(100, 100 + SLOW) for name in names if is_in(name, day)]
+    assert sorted(taken) == sorted(names)
+    counts = [sum(is_in(name, day) for name in names) for day in range(SLOW)]
+    assert 80 < min(counts) <= max(counts) < 120
+    assert all(in_sample(name, None, slow=False, day=day) for name in names for day in range(SLOW))
+
+
+def is_in(name: str, day: int) -> bool:
+    return in_sample(name, None, slow=True, day=day)
+
+
+def test_cases_of_an_op_stand_in_all_its_files() -> None:
+    """So a run of one file takes what a run of all takes of it."""
+    every = emulated_cases("attention_forward")
+    assert len({test.proof.__module__ for test in every}) > 2
+    assert len({*map(str, every)}) == len(every)
+    taken = [test for test in every if in_sample("", test, slow=False, day=3)]
+    assert {*map(str, taken)} == chosen("attention_forward", 3)
+    assert set().union(*map(features_of, taken)) == set().union(*map(features_of, every))
+
+
+@pytest.mark.slow
+def test_pytest_collects_the_sample_that_it_names() -> None:
+    """The same cases of a file alone, beside another file of its op, and by their names."""
+    other, file = (f"tests/ops/test_attention_{name}.py" for name in ("decode", "forward"))
+    sample, every = collected("--day", "5", file), collected("--sample", "all", file)
+    assert {*sample} < {*every}
+    assert sample == [case for case in collected("--day", "5", other, file) if file in case]
+    assert sample == collected("--day", "5", *every)
+
+
+def collected(*arguments: str) -> list[str]:
+    """Return the names of the emulated cases that pytest collects."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=TESTS.parent, capture_output=True, text=True, check=True
+    )
+    return [line for line in done.stdout.splitlines() if "::test_emulated_kernels[" in line]
 
 
 def test_no_test_takes_turns_in_two_ways() -> None:

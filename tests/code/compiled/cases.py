@@ -28,7 +28,7 @@ from ...harness.sampling import commits
 from ...machines.cuda_on_cpu import Emulator
 from ..budget import compiler_version
 from ..compilers import run_with_nvrtc, supported
-from ..variants import declared, proofs
+from ..variants import declared
 from . import ARCHITECTURES, on
 
 SLOW = 3  # the slowest cases, whose times are printed
@@ -74,18 +74,12 @@ class Outcome(NamedTuple):
 
 def jobs(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[list[Job]]:
     """Yield the jobs of each KernelParity class, as a list for each class."""
-    for proof in proofs():
+    for proof in parity.proofs():
         if issubclass(proof, parity.KernelParity) and proof.cases:
             only = (90,) if proof.__module__.endswith("_hopper") else architectures
             own = [architecture for architecture in architectures if architecture in only]
-            every = itertools.product(proof.cases, dtypes(proof), own)
+            every = itertools.product(proof.cases, parity.dtypes(proof), own)
             yield [Job(proof, *each) for each in every]
-
-
-def dtypes(proof: type[Any]) -> tuple[Any, ...]:
-    """Return the dtypes in which a class tests its kernels."""
-    marks = {mark.args[0]: mark.args[1] for mark in proof.test_emulated_kernels.pytestmark}
-    return tuple(marks["dtype"])
 
 
 def sample(day: int, architectures: tuple[int, ...] = ARCHITECTURES) -> list[list[Job]]:

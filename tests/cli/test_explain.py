@@ -10,7 +10,6 @@ import click.testing
 import numpy as np
 import pytest
 
-import unsloth_cupy
 from unsloth_cupy import attention, explain, linear, models, nf4_quantize, rms_norm, shape, softmax
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target
@@ -22,6 +21,7 @@ from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.cards import CARDS, card_of
 
 from ..code import budget
+from ..harness.tracked import tracked
 from ..machines.stand_in import Launch, gpu
 from .test_cli import LLAMA
 
@@ -255,10 +255,9 @@ def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
 
 def test_a_launch_that_refuses_says_why() -> None:
     """``no_kernel`` alone returns NotImplemented, or what handed on the one of another launch."""
-    root = Path(unsloth_cupy.__file__).parent / "ops"
     silent = [
         f"{path.name}:{number}"
-        for path in root.rglob("*.py")
+        for path in tracked("unsloth_cupy/ops/**/*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if line.strip() == "return NotImplemented" and path.name != "no_kernel.py"
     ]

@@ -6,10 +6,8 @@ import inspect
 import itertools
 import json
 import math
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,11 @@ import pytest
 from unsloth_cupy.bench.cases import Scale
 
 from ..harness.sampling import Sample
+from ..harness.tracked import ROOT, tracked
 
-FOLDER = Path(__file__).parents[2] / "asv_benchmarks"
-MODULES = sorted(path.stem for path in (FOLDER / "benchmarks").glob("[!_]*.py"))
+FOLDER = ROOT / "asv_benchmarks"
+BENCHMARKS = tracked("asv_benchmarks/benchmarks/*.py")
+MODULES = [path.stem for path in BENCHMARKS if not path.stem.startswith("_")]
 SMALLER = {
     **{"NAMES": ["softmax", "attention_forward"]},  # test_costs.py has all
     **{"ROUNDS": 1, "LAYERS": 2, "TOKENS": 64, "ROWS": 128, "SIZE": 128},
@@ -59,28 +59,25 @@ def calls() -> Iterator[Any]:
 
 def test_what_each_run_rewrites_is_not_kept() -> None:
     """The docs also run ``asv machine`` first, as asv would otherwise ask on a new machine."""
-    root = Path(__file__).parents[2]
-    ignored = (root / ".gitignore").read_text().splitlines()
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "asv_benchmarks/results/benchmarks.json" in ignored
-    if (root / ".git").exists():
-        listed = subprocess.check_output(["git", "ls-files", "asv_benchmarks/results"], cwd=root)
-        assert b"benchmarks.json" not in listed
-    told = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert not tracked("asv_benchmarks/results/benchmarks.json")
+    told = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert "asv machine --yes\nasv run" in told
 
 
 def test_exact_costs_have_a_history() -> None:
     """Results of everything that asv tracks, of ten commits at least, without machine paths."""
     found: Counter[str] = Counter()
-    for path in (FOLDER / "results").glob("*/*-*.json"):
+    for path in tracked("asv_benchmarks/results/*/*-*.json"):
         text = path.read_text()
         assert "/tmp" not in text, path.name
         assert "/home" not in text, path.name
         results = json.loads(text)["results"]
         found.update(name for name, (value, *_) in results.items() if value and value[0])
-    tracked = [f"costs.Costs.{name}" for name in methods(SUITES["costs.Costs"])]
-    assert "costs.Costs.track_instructions" in tracked
-    assert {name: found[name] for name in tracked if found[name] < 10} == {}
+    counted = [f"costs.Costs.{name}" for name in methods(SUITES["costs.Costs"])]
+    assert "costs.Costs.track_instructions" in counted
+    assert {name: found[name] for name in counted if found[name] < 10} == {}
 
 
 @pytest.mark.parametrize("label", SUITES)

@@ -10,13 +10,14 @@ import pytest
 
 from unsloth_cupy.core import source
 
+from ..harness.tracked import tracked
 from ..machines.cuda_on_cpu import missing
 from . import budget
 
 
 def parameters() -> Iterator[tuple[str, str, list[str]]]:
     """Yield file, name and parameters of each kernel."""
-    for path in sorted(source.source_root().glob("*.cu")):
+    for path in tracked("kernels_cu/*.cu"):
         for name, declared in re.findall(r"KERNEL\([^)]*\)\s*(\w+)\(([^)]*)\)", path.read_text()):
             yield path.name, name, [" ".join(word.split()) for word in declared.split(",")]
 

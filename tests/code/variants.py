@@ -41,6 +41,7 @@ from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
 from ..harness.parity import proofs
 from ..harness.sampling import Sample
+from ..harness.tracked import tracked
 from ..machines.cuda_on_cpu.build import kept_file
 from ..machines.stand_in import LIMITS, Launch, Machine, gpu
 
@@ -307,17 +308,15 @@ def _launches(arch: str, names: Iterable[str], **also: Any) -> Iterator[tuple[La
 @functools.cache
 def _sources() -> bytes:
     """Return everything that determines the list: the library, its tests, versions of packages."""
-    root = Path(__file__).parents[2]
-    rooms = ("code", "harness", "machines", "ops")
-    names = ("unsloth_cupy/**/*.py", *(f"tests/{room}/*.py" for room in rooms))
-    paths = [path for name in names for path in sorted(root.glob(name))]
+    rooms = (f"tests/{room}/*.py" for room in ("code", "harness", "machines", "ops"))
+    paths = [path for names in ("unsloth_cupy/**/*.py", *rooms) for path in tracked(names)]
     paths += sorted(source_root().rglob("*.cu*"))
     parts = [str(source_root()), sys.version, np.__version__, ml_dtypes.__version__]
     with contextlib.suppress(ImportError):
         import cupy
 
         parts.append(cupy.__version__)
-    return "\0".join([*parts, *(path.read_text() for path in paths)]).encode()
+    return b"\0".join(["\0".join(parts).encode(), *(path.read_bytes() for path in paths)])
 
 
 @functools.cache
@@ -372,7 +371,7 @@ def of_today(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]
 
 def declared() -> list[str]:
     """Return the names of the kernels of ``kernels_cu``."""
-    sources = [path.read_text() for path in sorted(source_root().glob("*.cu"))]
+    sources = [path.read_text() for path in tracked("kernels_cu/*.cu")]
     return re.findall(r"^(?:CLUSTER_)?KERNEL\([^)]*\)\s*(\w+)\(", "".join(sources), re.M)
 
 

@@ -27,6 +27,7 @@ from unsloth_cupy.errors import (
 )
 
 from ..harness.parity import Case, emulator
+from ..harness.tracked import ROOT, tracked
 from ..models.peers import SIZES
 
 PACKAGE = Path(unsloth_cupy.__file__).parent
@@ -334,11 +335,11 @@ class TestFacts:
     @pytest.mark.slow
     def test_every_shape_error_tells_its_shapes(self) -> None:
         silent = []
-        for path in sorted(PACKAGE.rglob("*.py")):
+        for path in tracked("unsloth_cupy/**/*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 if called and node.func.id == "ShapeError":
                     told = {keyword.arg for keyword in node.keywords}
                     if not {"expected", "actual"} <= told:
-                        silent.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+                        silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
         assert not silent

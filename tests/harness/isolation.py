@@ -12,14 +12,14 @@ import sys
 import types
 from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import unsloth_cupy
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.ops.common import threads
+
+from .tracked import ROOT, tracked
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -55,9 +55,9 @@ def variables() -> tuple[Name, ...]:
 
 def modules() -> list[str]:
     """Return the names of the library's modules."""
-    folder = Path(unsloth_cupy.__file__).parent
-    parts = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")]
-    return sorted(".".join(("unsloth_cupy", *each)).removesuffix(".__init__") for each in parts)
+    paths = tracked("unsloth_cupy/**/*.py")
+    parts = (path.relative_to(ROOT).with_suffix("").parts for path in paths)
+    return [".".join(each).removesuffix(".__init__") for each in parts]
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,7 +20,6 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,8 @@ from unsloth_cupy.core.dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES, al
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.target import using
+
+from .tracked import tracked
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 EPS |= {"int8": 0.0, "uint8": 0.0}  # quantized codes must equal those of the plain definition
@@ -255,8 +256,8 @@ class KernelAlone(KernelParity):
 @functools.cache
 def proofs() -> tuple[Any, ...]:
     """Return the Parity classes of ``tests/ops``: those with the name of an op."""
-    paths = sorted((Path(__file__).parents[1] / "ops").glob("test_*.py"))
-    modules = [importlib.import_module(f"tests.ops.{path.stem}") for path in paths]
+    names = [f"tests.ops.{path.stem}" for path in tracked("tests/ops/test_*.py")]
+    modules = [importlib.import_module(name) for name in names]
     values = [value for module in modules for value in vars(module).values()]
     return tuple(each for each in values if isinstance(each, type) and hasattr(each, "op"))
 

@@ -18,18 +18,14 @@ import pytest
 import unsloth_cupy
 import unsloth_cupy.models
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.core.source import source_root
 
 from ..code.compilers import NEWEST, OLDEST
+from ..harness.tracked import ROOT, tracked
 from ..machines.cuda_on_cpu import missing
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
-NOTEBOOKS = sorted((DOCS / "examples").glob("*.ipynb"))
-PAGES = [
-    page for folder in (".", "guide", "tutorials") for page in sorted((DOCS / folder).glob("*.md"))
-]
+EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ipynb")
+PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
 
 LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py runs what they need
 
@@ -223,7 +219,7 @@ def test_pages_build(collect: Any, tmp_path: Path) -> None:
     lines = {line for block in collect.examples().values() for line in block.splitlines()}
     assert sorted(line for line in lines if line not in text) == [], "an example is not shown"
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
-    assert kernels - {"index", "instructions"} == {p.stem for p in source_root().glob("*.cu")}
+    assert kernels > {path.stem for path in tracked("kernels_cu/*.cu")}
     told = (tmp_path / "html" / "history" / "index.html").read_text()
     if (reason := loaded("history").missing()) is not None:
         assert reason.replace("`", "") in re.sub("<.*?>", "", told)
@@ -259,16 +255,16 @@ def pictures() -> Any:
 @pytest.mark.slow
 def test_pictures_are_drawn(pictures: Any, tmp_path: Path) -> None:
     """A function of the same name draws each file; measurements have their facts."""
-    drawn = {path.stem for path in pictures.FOLDER.glob("*.svg")}
+    drawn = {path.stem for path in tracked("docs/pictures/*.svg")}
     assert drawn == pictures.PICTURES.keys()
     for name in ("attention", "beside-transformers", "trace"):
         pictures.PICTURES[name](tmp_path / f"{name}.svg")
         pictures.shorten(tmp_path / f"{name}.svg")
         assert (tmp_path / f"{name}.svg").stat().st_size > 4096
-    for path in pictures.FOLDER.glob("*.json"):
+    for path in tracked("docs/pictures/*.json"):
         told = json.loads(path.read_text())
         assert all(told[fact] for fact in ("machine", "date", "versions", "method")), path
-    assert sum(path.stat().st_size for path in pictures.FOLDER.iterdir()) < 700 << 10
+    assert sum(path.stat().st_size for path in tracked("docs/pictures/*")) < 700 << 10
 
 
 def test_what_was_measured_is_what_the_page_says(pictures: Any) -> None:

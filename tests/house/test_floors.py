@@ -4,9 +4,10 @@ import ast
 import functools
 import graphlib
 import re
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "unsloth_cupy"
+from ..harness.tracked import ROOT, tracked
+
+PACKAGE = ROOT / "unsloth_cupy"
 FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("errors", "_version"),
     ("files",),
@@ -26,7 +27,8 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
+SOURCES = tracked("unsloth_cupy/**/*.py")
+MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in SOURCES}
 Module = tuple[str, ...]
 
 
@@ -41,15 +43,14 @@ def imports(module: Module) -> list[Module]:
             for name in (alias.name for alias in node.names):
                 known = ((*base, name), (*base, name, "__init__"), base, (*base, "__init__"))
                 found = next((each for each in known if each in MODULES), None)
-                assert found, f"{'/'.join(module)} imports {'.'.join(base)}, which is not there"
+                assert found, f"{'/'.join(module)} imports {'.'.join(base)}: git does not track it"
                 imported.append(found)
     return imported
 
 
 def test_rooms_are_few() -> None:
-    inside = [path for path in PACKAGE.iterdir() if not path.name.startswith("__pycache__")]
-    assert {path.stem for path in inside if path.suffix in ("", ".py")} <= FLOOR.keys()
-    assert sum(path.suffix == ".py" for path in inside) <= 8
+    assert {module[0] for module in MODULES} <= FLOOR.keys()
+    assert sum(len(module) == 1 for module in MODULES) <= 8
 
 
 def test_arrows_run_downhill() -> None:

@@ -19,15 +19,12 @@ from unsloth_cupy.bench.cases import forward_ops
 from unsloth_cupy.core.dtypes import DIFFERENTIABLE
 from unsloth_cupy.core.op import OPS
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "unsloth_cupy").rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
-KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
-HEADERS = sorted((ROOT / "kernels_cu").rglob("*.cuh"))
-MACHINE_ROOM = sorted((ROOT / "unsloth_cupy" / "core").glob("*.py"))
+from ..harness.tracked import ROOT, tracked
+
+PACKAGE, TESTS = tracked("unsloth_cupy/**/*.py"), tracked("tests/**/*.py")
+KERNELS, HEADERS = tracked("kernels_cu/**/*.cu"), tracked("kernels_cu/**/*.cuh")
+MACHINE_ROOM = tracked("unsloth_cupy/core/*.py")
 MACHINE_ROOM_LINES = 1600
-# Everything that is written by hand or committed; caches and builds are not.
-TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
 TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}
 
 # The public names as other people's programs call them: parameters, their order and defaults.
@@ -51,7 +48,7 @@ API = {
     "models.create": "config, *, seed, dtype='float32', device=None",
 }
 # Those of ops stand in tests/ops, beside what they promise.
-for _path in sorted((ROOT / "tests/ops").glob("test_*.py")):
+for _path in tracked("tests/ops/test_*.py"):
     for _node in ast.parse(_path.read_text()).body:
         if isinstance(_node, ast.Assign) and ast.unparse(_node.targets[0]) == "PUBLIC":
             _calls = ast.literal_eval(_node.value)
@@ -84,15 +81,6 @@ def lookup(name: str) -> object:
     """Return a public name of the table above."""
     module, _, last = f"unsloth_cupy.{name}".rpartition(".")
     return getattr(importlib.import_module(module), last)
-
-
-def text_files() -> Iterator[Path]:
-    """Return every text file of the project."""
-    folders = [path for name in TRACKED for path in (ROOT / name).rglob("*")]
-    for path in [*folders, *ROOT.glob("*"), *ROOT.glob(".*")]:
-        hidden = any(part in (".asv", "_build", "__pycache__", "api") for part in path.parts)
-        if path.is_file() and not hidden and path.suffix in TEXT and path.name != ".git":
-            yield path
 
 
 # ---- modules ----------------------------------------------------------------------------------
@@ -286,7 +274,7 @@ def test_kernel_sources_speak_only_of_the_gpu() -> None:
 # ---- every file, and tests --------------------------------------------------------------------
 def test_no_machine_paths() -> None:
     pattern = re.compile("|".join(f"/{name}/" for name in ("work", "opt", "root", "home")))
-    hits = {named(path): pattern.search(text_of(path)) for path in text_files()}
+    hits = {named(path): pattern.search(text_of(path)) for path in tracked() if path.suffix in TEXT}
     assert {name: hit[0] for name, hit in hits.items() if hit} == {}
 
 

@@ -7,12 +7,10 @@ import signal
 import sys
 import types
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import unsloth_cupy
 from unsloth_cupy import AttentionConfig, rms_norm, softmax
 from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import target
@@ -21,9 +19,9 @@ from unsloth_cupy.errors import DeviceError
 from unsloth_cupy.ops.common import faults
 
 from ..harness.isolation import caches, isolated, modules, variables
+from ..harness.tracked import ROOT, tracked
 from ..machines.stand_in import gpu
 
-PACKAGE = Path(unsloth_cupy.__file__).parent
 X = np.ones((4, 64), np.float32)
 
 
@@ -87,8 +85,8 @@ def test_every_cache_that_the_sources_name_is_found() -> None:
             with suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(name)
     lost = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = ".".join(["unsloth_cupy", *path.relative_to(PACKAGE).with_suffix("").parts])
+    for path in tracked("unsloth_cupy/**/*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         tree = ast.parse(path.read_text())
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         for owner, node in [(o, n) for o in (tree, *classes) for n in o.body]:

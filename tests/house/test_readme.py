@@ -2,14 +2,14 @@
 
 import doctest
 import re
-from pathlib import Path
 
 import pytest
 
 import unsloth_cupy
 from unsloth_cupy.core.op import OPS, Op
 
-ROOT = Path(__file__).parents[2]
+from ..harness.tracked import ROOT, tracked
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -48,7 +48,7 @@ def test_commands_are_what_the_ci_runs() -> None:
 def test_headings_of_the_table_are_the_families_of_ops() -> None:
     """Of the README, of the public names, and of the folders; each op stands in its own."""
     families = re.findall(r"^\| \*\*(\w+)\*\* ", README, re.M)
-    folders = {path.parent.name for path in (ROOT / "unsloth_cupy/ops").glob("*/__init__.py")}
+    folders = {path.parent.name for path in tracked("unsloth_cupy/ops/*/__init__.py")}
     assert {family.lower() for family in families} == folders - {"common", "optimizers"}
     face = (ROOT / "unsloth_cupy/__init__.py").read_text()
     assert re.findall(r"^# (\w+)$", face, re.M)[: len(families)] == families

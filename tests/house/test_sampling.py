@@ -25,8 +25,9 @@ from ..harness.sampling import (
     in_sample,
     sampled,
 )
+from ..harness.tracked import ROOT, tracked
 
-TESTS = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today)\(")
 # what is written down with its date: no verdict
 DATED = {f"code/hardware/{name}.py" for name in ("__main__", "attention", "session")}
@@ -117,7 +118,7 @@ def collected(*arguments: str) -> list[str]:
     """Return the names of the emulated cases that pytest collects."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
     done = subprocess.run(
-        [*command, *arguments], cwd=TESTS.parent, capture_output=True, text=True, check=True
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return [line for line in done.stdout.splitlines() if "::test_emulated_kernels[" in line]
 
@@ -125,7 +126,7 @@ def collected(*arguments: str) -> list[str]:
 def test_no_test_takes_turns_in_two_ways() -> None:
     """Where one way takes every third case and another every third test, some are never met."""
     several = 0
-    for path in sorted(TESTS.rglob("test_*.py")):
+    for path in tracked("tests/**/test_*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         texts = {node.name: ast.unparse(node.body) for node in functions}
@@ -153,7 +154,7 @@ def test_what_takes_turns_is_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_test_reads_the_calendar() -> None:
     found = [
         f"{path.relative_to(TESTS)}:{number}"
-        for path in sorted(TESTS.rglob("*.py"))
+        for path in tracked("tests/**/*.py")
         if str(path.relative_to(TESTS)) not in DATED
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if CLOCK.search(line)
@@ -188,7 +189,7 @@ def test_a_run_begins_or_says_what_it_needs(given: dict[str, str], said: str) ->
     words = ["-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-qq"]
     done = subprocess.run(
         [sys.executable, *words, "tests/core/test_jit.py"], env=kept | given,
-        cwd=Path(__file__).parents[2], capture_output=True, encoding="utf-8", check=False,
+        cwd=ROOT, capture_output=True, encoding="utf-8", check=False,
     )  # fmt: skip
     found = done.stdout + done.stderr
     assert re.search(said, found), found

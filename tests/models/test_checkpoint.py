@@ -10,9 +10,10 @@ from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.models import Transformer, create, load
 
 from ..golden.golden import model_case
+from ..harness.tracked import tracked
 
 ROOT = Path(__file__).parent.parent / "golden" / "models"
-FAMILIES = sorted(path.name for path in ROOT.iterdir() if path.is_dir())
+FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
 CONFIGS = [
     CheckpointConfig(),
     CheckpointConfig(checkpoint_every=2, offload=True),

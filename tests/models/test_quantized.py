@@ -15,6 +15,7 @@ from unsloth_cupy.models.quantized import KINDS, LEAST
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..conftest import FOLDER
+from ..harness.tracked import tracked
 
 QUANT = FOLDER / "quant"
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3_longrope", "olmo2"]
@@ -48,7 +49,9 @@ def dense_twin(model: models.Transformer, dtype: object = None) -> models.Transf
     return twin
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in QUANT.glob("*_*")))
+@pytest.mark.parametrize(
+    "name", [path.parent.name for path in tracked("tests/golden/quant/*_*/config.json")]
+)
 def test_folder_of_bitsandbytes(name: str, tmp_path: Path) -> None:
     """Of 4 bits, what it rounds to bfloat16 when it writes is lost; logits are of before that.
 

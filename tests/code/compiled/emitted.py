@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from unsloth_cupy.core.source import source_root
-
+from ...harness.tracked import tracked
 from ..ptx import SIZE, WIDTH, Body, functions, instruction, operands, ptx
 from ..sass import alignment, whole
 from ..variants import ARCHITECTURES, Variant, constants, declared, variants
@@ -151,7 +150,7 @@ def constant_divisors(kernel: Kernel) -> Iterator[str]:
 def source_of(place: str) -> str:
     """Return the source line of a location, without its comment; "" if it is not in kernels_cu."""
     file, line = place.partition(" in ")[0].rsplit(":", 1)
-    path = next((p for p in source_root().rglob(file)), None)
+    path = next(iter(tracked(f"kernels_cu/**/{file}")), None)
     return path.read_text().splitlines()[int(line) - 1].partition("//")[0] if path else ""
 
 

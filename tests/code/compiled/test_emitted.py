@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from unsloth_cupy.core.source import source_root
-
 from ...harness.sampling import Sample
+from ...harness.tracked import tracked
 from ..ptx import functions
 from ..sass import alignment
 from ..variants import ARCHITECTURES, Variant, declared, of_kernel
@@ -33,7 +32,7 @@ def test_nothing_is_wrong_with_a_kernel(kernel: str) -> None:
 
 
 def test_reasons_are_of_kernels() -> None:
-    files = {path.name for path in source_root().rglob("*.cuh")}
+    files = {path.name for path in tracked("kernels_cu/**/*.cuh")}
     assert {*DOUBLE, *ALIGNED_OTHERWISE} <= {*declared(), *files}
 
 

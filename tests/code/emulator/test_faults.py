@@ -13,6 +13,7 @@ import pytest
 
 from unsloth_cupy.errors import KernelError
 
+from ...harness.tracked import tracked
 from ...machines import cuda_on_cpu
 from ...machines.cuda_on_cpu import Emulator, EmulatorError, TensorMap
 from ..hardware.primitives import launch
@@ -191,7 +192,7 @@ def test_every_message_is_asked_for() -> None:
     asked = re.sub(r'\\|"\s+r?"', "", Path(__file__).read_text())
     calls = [
         re.findall(r'"((?:[^"\\]|\\.)*)"', re.sub(r'"\s+"', "", call))
-        for path in sorted(SOURCES.glob("*.cpp"))
+        for path in tracked("tests/machines/cuda_on_cpu/src/*.cpp")
         for call in re.findall(r"\bfail\((.*?)\);", path.read_text(), re.S)
     ]
     texts = [max(literals, key=len).strip() for literals in calls if literals]

@@ -28,6 +28,7 @@ from unsloth_cupy.errors import KernelError
 
 from ...harness.parity import Case, KernelParity
 from ...harness.sampling import Sample
+from ...harness.tracked import ROOT, tracked
 from ...machines.cuda_on_cpu import EmulatorError
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
@@ -95,24 +96,23 @@ def sampled(mutants: list[Mutant], count: int = SAMPLE) -> list[Mutant]:
 
 
 SOURCES = source.source_root()
-PACKAGE = Path(kernel.__file__).parent.parent
-TESTS = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
 # Headers that stand in for others: kernels run without those.
 TWINS = TESTS / "machines/cuda_on_cpu/include"
 
 
 @functools.cache
-def texts(folder: Path, pattern: str) -> dict[Path, str]:
-    return {path: path.read_text() for path in sorted(folder.rglob(pattern))}
+def texts(pattern: str) -> dict[Path, str]:
+    return {path: path.read_text() for path in tracked(pattern)}
 
 
-def mentions(text: str, folder: Path, pattern: str) -> list[Path]:
-    return [path for path, whole in texts(folder, pattern).items() if text in whole]
+def mentions(text: str, pattern: str) -> list[Path]:
+    return [path for path, whole in texts(pattern).items() if text in whole]
 
 
 def modules(file: str) -> list[str]:
     """Return the modules that launch a file, and those that use one without tests of its own."""
-    paths, names = mentions(f'"{file}"', PACKAGE, "*.py"), []
+    paths, names = mentions(f'"{file}"', "unsloth_cupy/**/*.py"), []
     for path in paths:
         folder, name = path.parent, path.stem.strip("_")
         names += [
@@ -120,8 +120,9 @@ def modules(file: str) -> list[str]:
             f"{folder.name}_{name}",
         ]  # attention/_backward.py has test_attention_backward
         if not (TESTS / f"ops/test_{name}.py").exists():
-            users = mentions(f"{folder.name}.{path.stem} import ", PACKAGE, "*.py")
-            users += mentions(f"from .{path.stem} import ", folder, "*.py")
+            users = mentions(f"{folder.name}.{path.stem} import ", "unsloth_cupy/**/*.py")
+            beside = f"{folder.relative_to(ROOT).as_posix()}/**/*.py"
+            users += mentions(f"from .{path.stem} import ", beside)
             paths += [user for user in users if user not in paths]
     return names
 
@@ -131,7 +132,7 @@ def provers(file: str) -> tuple[str, ...]:
     """Return the modules of tests/ops whose kernels a file is part of, its namesake first."""
     if file.endswith(".cuh"):
         written = f'#include "{file}"', f"#include <{file}>"
-        users = [path for text in written for path in mentions(text, SOURCES, "*.cu*")]
+        users = [path for text in written for path in mentions(text, "kernels_cu/**/*.cu*")]
         judged = {user: provers(str(user.relative_to(SOURCES))) for user in users}
         # a kernel that few modules prove is soon done: attention's cases come last
         nearest = sorted(users, key=lambda path: (path.suffix == ".cuh", len(judged[path]), path))
@@ -168,7 +169,7 @@ def judges(file: str) -> Iterator[tuple[KernelParity, Case]]:
 
 FILES = [
     file
-    for file in sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu*"))
+    for file in (str(path.relative_to(SOURCES)) for path in tracked("kernels_cu/**/*.cu*"))
     if file.endswith(".cu") or (provers(file) and not (TWINS / file).exists())
 ]
 ORDER = [m for file in FILES for m in found(SOURCES, file, SYNCHRONISATION)]

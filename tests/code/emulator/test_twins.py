@@ -8,13 +8,14 @@ import pytest
 
 from unsloth_cupy.core.source import source_root
 
+from ...harness.tracked import tracked
 from ...machines import cuda_on_cpu
 from ..hardware.primitives import PRIMITIVES, launch
 from . import KERNELS
 
 TWINS = Path(cuda_on_cpu.__file__).parent / "include/common"
 REAL = source_root() / "common"
-FILES = sorted(path.name for path in TWINS.iterdir())
+FILES = [path.name for path in tracked("tests/machines/cuda_on_cpu/include/common/*")]
 
 
 def declared(path: Path) -> dict[str, list[str]]:

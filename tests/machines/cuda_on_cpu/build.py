@@ -15,6 +15,8 @@ from typing import Any
 
 from unsloth_cupy.errors import KernelError
 
+from ...harness.tracked import tracked
+
 HERE = Path(__file__).resolve().parent
 COMMON = [
     "-std=c++17",
@@ -121,7 +123,8 @@ extern "C" {{ extern const unsigned emu_cluster[3] = {{{cluster}}}; }}
 def runtime() -> Any:
     """Return the runtime of src/, compiled and loaded."""
     flags = [*(flag for flag in COMMON if not flag.startswith("-g")), "-O2", "-shared"]
-    sources = sorted((HERE / "src").glob("*.cpp"))
+    files = tracked("tests/machines/cuda_on_cpu/src/*")
+    sources = [path for path in files if path.suffix == ".cpp"]  # others are headers
 
     def build(folder: Path) -> Path:
         whole = "".join(f'#include "{path}"\n' for path in sources)  # the headers are parsed once
@@ -132,7 +135,7 @@ def runtime() -> Any:
         )
         return folder / "runtime.so"
 
-    texts = [path.read_text(encoding="utf-8") for path in sorted((HERE / "src").iterdir())]
+    texts = [path.read_text(encoding="utf-8") for path in files]
     path = _built("runtime", "\0".join(texts), build)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_launch.restype = ctypes.c_char_p

@@ -41,8 +41,8 @@ def test_emulated_kernel_of_arrays_as_they_lie(layout: str, gradient: Any) -> No
     there = room[:160:2] if layout == "strided" else room[1:81]
     there[...] = values
     rest = [grad.astype(gradient), mean.astype(np.float32), np.abs(mean).astype(np.float32)]
-    wanted = adamw_(values.copy(), *[a.copy() for a in rest], **OPTIONS)
+    expected = adamw_(values.copy(), *[a.copy() for a in rest], **OPTIONS)
     with emulator():
-        found = adamw_(there, *rest, **OPTIONS)
-    assert found is there
-    np.testing.assert_array_equal(there, wanted)
+        actual = adamw_(there, *rest, **OPTIONS)
+    assert actual is there
+    np.testing.assert_array_equal(there, expected)

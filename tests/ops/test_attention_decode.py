@@ -229,9 +229,9 @@ def test_decode_equals_full_forward() -> None:
     whole = _within(lambda: attention_forward(q, k, v, causal=True), check=False)
     for last in (0, 7, 39):
         parts = q[:, last : last + 1], k[:, : last + 1], v[:, : last + 1]
-        found = _within(lambda parts=parts: attention_forward(*parts, causal=True), check=False)
-        np.testing.assert_allclose(found[0][:, 0], whole[0][:, last], atol=1e-5)
-        np.testing.assert_allclose(found[1][..., 0], whole[1][..., last], atol=1e-5)
+        actual = _within(lambda parts=parts: attention_forward(*parts, causal=True), check=False)
+        np.testing.assert_allclose(actual[0][:, 0], whole[0][:, last], atol=1e-5)
+        np.testing.assert_allclose(actual[1][..., 0], whole[1][..., last], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -324,5 +324,5 @@ def test_parts_of_longer_arrays_give_equal_bits(queries: int, dtype: Any) -> Non
         with emulator():
             there = attention_forward(q, k, v, causal=True)
             packed = attention_forward(q, k.copy(), v.copy(), causal=True)
-        for found, same in zip(there, packed, strict=True):
-            assert found.tobytes() == same.tobytes()
+        for actual, same in zip(there, packed, strict=True):
+            assert actual.tobytes() == same.tobytes()

@@ -117,8 +117,8 @@ def test_emulated_kernels(golden: OpCase) -> None:
     wide, wide_options = call(golden, np.float64)
     plain, exact = attention_forward(*arrays, **options), attention_forward(*wide, **wide_options)
     with emulator():
-        found = attention_forward(*arrays, **options)
-    within_rule(named(plain), named((expected(golden), exact[1])), named(found))
+        actual = attention_forward(*arrays, **options)
+    within_rule(named(plain), named((expected(golden), exact[1])), named(actual))
     dout = np.random.default_rng(0).standard_normal(plain[0].shape).astype(plain[0].dtype)
     with emulator():
         moved = gradients(dout, arrays, plain, options)

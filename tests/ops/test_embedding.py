@@ -42,9 +42,9 @@ class TestFrequentTokens(KernelParity):
 @both_dtypes
 @golden("layers", "embedding")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
-    agree(uc.embedding(given["ids"], given["weight"]), golden.outputs["y"])
-    none, dweight = uc.embedding_backward(given["cotangent"], given["ids"], given["weight"])
+    inputs = cast(golden, dtype)
+    agree(uc.embedding(inputs["ids"], inputs["weight"]), golden.outputs["y"])
+    none, dweight = uc.embedding_backward(inputs["cotangent"], inputs["ids"], inputs["weight"])
     assert none is None
     agree(dweight, golden.grads["weight"])
 

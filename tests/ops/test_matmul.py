@@ -35,6 +35,6 @@ def test_bad_input() -> None:
 
 def test_what_nobody_asks_for_is_not_computed() -> None:
     a = np.ones((2, 3), np.float32)
-    found = matmul_backward(np.ones((2, 2), np.float32), a, a.T, wanted={"b"})
-    assert found[0] is None
-    assert found[1].shape == (3, 2)
+    actual = matmul_backward(np.ones((2, 2), np.float32), a, a.T, wanted={"b"})
+    assert actual[0] is None
+    assert actual[1].shape == (3, 2)

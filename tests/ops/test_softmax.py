@@ -83,10 +83,10 @@ class TestSoftmaxWithoutClusters(KernelParity):
 @both_dtypes
 @golden("layers", "softmax")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
-    y = uc.softmax(given["x"])
+    inputs = cast(golden, dtype)
+    y = uc.softmax(inputs["x"])
     agree(y, golden.outputs["y"])
-    agree(uc.softmax_backward(given["cotangent"], y), golden.grads["x"])
+    agree(uc.softmax_backward(inputs["cotangent"], y), golden.grads["x"])
 
 
 def test_hidden_rows_are_zero_and_huge_rows_finite() -> None:

@@ -22,14 +22,14 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 @pytest.fixture
 def seen() -> tuple[Op, list[np.ndarray]]:
     """Return an op that hands its argument back, and a list of what its definition was given."""
-    given: list[np.ndarray] = []
+    inputs: list[np.ndarray] = []
 
     @op("x(*axes) -> y(*axes)", widen=False)
     def same(x):
-        given.append(x)
+        inputs.append(x)
         return x
 
-    return same, given
+    return same, inputs
 
 
 def address(array: np.ndarray) -> int:
@@ -44,22 +44,22 @@ class TestTorch:
     @pytest.mark.parametrize("shape", [(3, 4), (), (0, 3)], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_both_ways_share_memory(self, seen, dtype: str, shape: tuple[int, ...]) -> None:
-        same, given = seen
+        same, inputs = seen
         tensor = self.torch.ones(shape, dtype=getattr(self.torch, dtype))
         result = same(tensor)
         assert type(result) is self.torch.Tensor
         assert (result.dtype, tuple(result.shape)) == (tensor.dtype, shape)
-        assert given[0].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
-        assert address(given[0]) == tensor.data_ptr() or tensor.numel() == 0
+        assert inputs[0].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+        assert address(inputs[0]) == tensor.data_ptr() or tensor.numel() == 0
         assert result.data_ptr() == tensor.data_ptr()
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_strides_are_kept(self, seen, dtype: str) -> None:
-        same, given = seen
+        same, inputs = seen
         tensor = self.torch.arange(12).reshape(3, 4).to(getattr(self.torch, dtype)).T[1:, ::2]
         result = same(tensor)
         assert result.stride() == tensor.stride()
-        assert result.data_ptr() == address(given[0]) == tensor.data_ptr()
+        assert result.data_ptr() == address(inputs[0]) == tensor.data_ptr()
         assert self.torch.equal(result, tensor)
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,15 +114,15 @@ class TestJax:
     @pytest.mark.parametrize("dtype", DTYPES[:3])
     def test_both_ways_share_memory(self, seen, dtype: str, shape: tuple[int, ...]) -> None:
         """A result over memory that XLA allocated, so that its address suits XLA."""
-        same, given = seen
+        same, inputs = seen
         array = self.jax.numpy.ones(shape, dtype)
         result = same(array)
         assert isinstance(result, self.jax.Array)
         assert (result.dtype, result.shape, result.device) == (array.dtype, shape, array.device)
-        assert not given[0].flags.writeable
-        assert given[0].dtype == array.dtype
+        assert not inputs[0].flags.writeable
+        assert inputs[0].dtype == array.dtype
         if array.size:
-            assert address(given[0]) == array.unsafe_buffer_pointer()
+            assert address(inputs[0]) == array.unsafe_buffer_pointer()
             assert result.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
 
     @pytest.mark.parametrize("dtype", DTYPES[:3])
@@ -152,20 +152,20 @@ def test_streams_of_torch_are_taken_by_cupy() -> None:
 class TestNumPy:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_go_in_as_they_are(self, seen, dtype: str) -> None:
-        same, given = seen
+        same, inputs = seen
         base = np.arange(12).astype(getattr(ml_dtypes, dtype, dtype)).reshape(3, 4)
         frozen = base.copy()
         frozen.flags.writeable = False
         for array in (base, base[:, ::-1], base.T, base[:0], frozen, base[0, 0, ...]):
             assert same(array) is array
-            assert given.pop() is array
+            assert inputs.pop() is array
 
     def test_a_memmap_is_read_where_it_lies(self, seen, tmp_path: Path) -> None:
-        same, given = seen
+        same, inputs = seen
         np.arange(6, dtype=np.float32).tofile(tmp_path / "w")
         mapped = np.memmap(tmp_path / "w", np.float32, "r")
         assert type(same(mapped)) is np.ndarray
-        assert address(given[0]) == address(mapped)
+        assert address(inputs[0]) == address(mapped)
         assert add(mapped, np.ones(6, np.float32)).tolist() == [1, 2, 3, 4, 5, 6]
 
     def test_other_subclasses_lose_their_arithmetic(self) -> None:
@@ -234,11 +234,11 @@ class Spaced(Lent):
 
 class TestDlpack:
     def test_results_go_back_through_the_namespace(self, seen) -> None:
-        same, given = seen
+        same, inputs = seen
         lent = Spaced(np.arange(3.0))
         result = same(lent)
         assert type(result) is Spaced
-        assert address(result.array) == address(given[0]) == address(lent.array)
+        assert address(result.array) == address(inputs[0]) == address(lent.array)
 
     def test_without_a_namespace_results_are_numpy(self) -> None:
         lent = Lent(np.arange(3.0))
@@ -332,7 +332,7 @@ def test_torch_on_a_gpu(dtype: str) -> None:
         for _ in range(20):
             made += x
         made /= 20
-        found = rms_norm(made - made + x, weight)
+        actual = rms_norm(made - made + x, weight)
     stream.synchronize()
-    assert (found.device, found.dtype) == (x.device, x.dtype)
-    assert torch.equal(found, expected)
+    assert (actual.device, actual.dtype) == (x.device, x.dtype)
+    assert torch.equal(actual, expected)

@@ -93,10 +93,10 @@ def test_optimizers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         parameters = {"a": values.copy(), "b": values[0].copy()}
         optimizer, scaler = AdamW(parameters), LossScaler(2.0)
         for step in range(6):
-            found = {n: np.full_like(p, step - 2.5) * p for n, p in parameters.items()}
-            measured = measure_gradients(found, 1.0, scaler=scaler)
-            clip_gradients(found, 0.5)
-            optimizer.step(found, finite=measured.finite, factor=measured.factor)
+            ours = {n: np.full_like(p, step - 2.5) * p for n, p in parameters.items()}
+            measured = measure_gradients(ours, 1.0, scaler=scaler)
+            clip_gradients(ours, 0.5)
+            optimizer.step(ours, finite=measured.finite, factor=measured.factor)
             scaler.update(measured.finite)
         return bits((*parameters.values(), measured.norm))
 

@@ -67,19 +67,19 @@ def far(machine: Machine) -> Callable[..., Any]:
     return lambda values: machine.place(np.asarray(values), device=FAR)
 
 
-def arrays_of(found: Any) -> list[Any]:
+def arrays_of(results: Any) -> list[Any]:
     """Return the arrays among results."""
-    if isinstance(found, dict):
-        found = [*found.values()]
-    if isinstance(found, list | tuple):
-        return [array for each in found for array in arrays_of(each)]
-    return [found] if isinstance(found, Array) else []
+    if isinstance(results, dict):
+        results = [*results.values()]
+    if isinstance(results, list | tuple):
+        return [array for each in results for array in arrays_of(each)]
+    return [results] if isinstance(results, Array) else []
 
 
-def assert_far(found: Any) -> None:
+def assert_far(results: Any) -> None:
     """Assert that arrays are on the GPU of the operands."""
-    assert arrays_of(found)
-    assert {array.device.id for array in arrays_of(found)} == {FAR}
+    assert arrays_of(results)
+    assert {array.device.id for array in arrays_of(results)} == {FAR}
 
 
 # ---- ops ---------------------------------------------------------------------------------------
@@ -140,57 +140,57 @@ def optimizes_in_8_bits(place: Callable[..., Any]) -> Any:
 
 
 def clips(place: Callable[..., Any]) -> Any:
-    found = []
+    results = []
     for dtype in (np.float16, np.float64):  # by a launch, by definition
         gradients = {"a": place(np.ones(5, dtype)), "b": place(np.ones((2, 3), dtype))}
-        found += [clip_gradients(gradients, 1.0), measure_gradients(gradients, 1.0)]
-        found.append(clip_gradients(max_norm=1.0, gradients=gradients))
-    return found
+        results += [clip_gradients(gradients, 1.0), measure_gradients(gradients, 1.0)]
+        results.append(clip_gradients(max_norm=1.0, gradients=gradients))
+    return results
 
 
 def scales(place: Callable[..., Any]) -> Any:
-    found = []
+    results = []
     for dtype in (np.float16, np.float64):
         scaler = LossScaler()
         gradients = {"a": place(np.ones(5, dtype))}
-        found.append(scaler.scale(place(np.ones((), dtype))))
-        found.append(scaler.unscale(gradients))
+        results.append(scaler.scale(place(np.ones((), dtype))))
+        results.append(scaler.unscale(gradients))
         measured = measure_gradients(gradients, scaler=scaler)
         scaler.update(measured.finite)
         assert scaler.value > 0
-    return found
+    return results
 
 
 def remembers(place: Callable[..., Any]) -> Any:
-    like, found = place(np.ones(1, np.float32)), []
+    like, results = place(np.ones(1, np.float32)), []
     cache = KVCache(2, 2, 12, 1, 8, dtype="float32", like=like, window=[None, 5], sinks=1)
     for tokens in (7, 1, 3):
         real = place(np.ones((2, tokens), bool))
         cache.note(real, tokens)
         for layer in range(2):
             k = place(np.ones((2, tokens, 1, 8), np.float32))
-            found += cache.append(layer, k, k)
+            results += cache.append(layer, k, k)
             mask = cache.mask(layer, tokens)
-            found += [] if mask is None else [mask]
+            results += [] if mask is None else [mask]
     cache.reorder(place(np.array([1, 0])))
     cache.reset()
-    return found, cache.lengths, cache.real
+    return results, cache.lengths, cache.real
 
 
 def remembers_in_pages(place: Callable[..., Any]) -> Any:
     cache = PagedKVCache(1, 8, 4, 1, 8, dtype="float32", like=place(np.ones(1, np.float32)))
     first = cache.allocate(6)
     k = place(np.ones((1, 6, 1, 8), np.float32))
-    found = [cache.append(0, [first], k, k)]
+    results = [cache.append(0, [first], k, k)]
     second = cache.fork(first)
-    found.append(cache.append(0, [second], k, k))
+    results.append(cache.append(0, [second], k, k))
     cache.free(first)
-    return found, cache.page_table([second]), cache.lengths([second])
+    return results, cache.page_table([second]), cache.lengths([second])
 
 
 def differentiates(place: Callable[..., Any]) -> Any:
     """Sums of gradients, zeros for what is not used, and parts that are computed again."""
-    found = []
+    results = []
     for through in (lambda f, *a: f(*a), checkpoint, lambda f, *a: checkpoint(f, *a, offload=True)):
         tape = Tape()
         x, w, unused = (tape.watch(place(np.ones((4, 8), "f"))) for _ in range(3))
@@ -198,14 +198,14 @@ def differentiates(place: Callable[..., Any]) -> Any:
         for _ in range(3):
             y = through(lambda a, b: multiply(a + b, b), y, w)
         with find_nan():
-            found.append(tape.gradients(y, [x, w, unused], place(np.ones((4, 8), "f"))))
-    return found
+            results.append(tape.gradients(y, [x, w, unused], place(np.ones((4, 8), "f"))))
+    return results
 
 
 def layers(place: Callable[..., Any]) -> Any:
     x, square = place(np.ones((1, 4, 16), "f")), place(np.ones((16, 16), "f"))
     cos, sin = rope_tables(16, 8, like=x)
-    given = x, square, square, square, square, cos, sin
+    inputs = x, square, square, square, square, cos, sin
     cache = KVCache(1, 1, 9, 2, 8, dtype="float32", like=x, window=3)
     a, b = place(np.ones((2, 16), "f")), place(np.ones((16, 2), "f"))
     layer = LoraLayer(square, a, b, 1.0, None, place(np.ones(16, "f")))
@@ -216,11 +216,11 @@ def layers(place: Callable[..., Any]) -> Any:
     return (
         heads(x),
         heads.parameters,
-        attention_layer(*given, heads=2),
-        [attention_layer(*given, heads=2, cache=cache) for _ in range(2)],
-        attention_layer(*given, heads=2, cache=cache, mask=mask[:, :6]),
+        attention_layer(*inputs, heads=2),
+        [attention_layer(*inputs, heads=2, cache=cache) for _ in range(2)],
+        attention_layer(*inputs, heads=2, cache=cache, mask=mask[:, :6]),
         [heads(x, cache=pages, sequences=rows) for _ in range(2)],
-        attention_layer_backward(x, *given, heads=2),
+        attention_layer_backward(x, *inputs, heads=2),
         lora_linears(x, [layer] * 2),
     )
 
@@ -250,10 +250,10 @@ def counts(place: Callable[..., Any]) -> Any:
 def quantizes(place: Callable[..., Any]) -> Any:
     w, x = place(np.ones((32, 64), "f")), place(np.ones((2, 64), "f"))
     made = [nf4_quantize(w, double=True), int8_weight(w), ternary_quantize(w)]
-    found = [linear(x, weight) for weight in made]
-    found += [nf4_linear(x, made[0]), int8_linear(x, made[1]), ternary_linear(x, made[2])]
-    found += [weight.dequantize() for weight in made]
-    return found, [array for weight in made for array in weight.held().values()]
+    results = [linear(x, weight) for weight in made]
+    results += [nf4_linear(x, made[0]), int8_linear(x, made[1]), ternary_linear(x, made[2])]
+    results += [weight.dequantize() for weight in made]
+    return results, [array for weight in made for array in weight.held().values()]
 
 
 def models_learn(place: Callable[..., Any]) -> Any:
@@ -263,23 +263,23 @@ def models_learn(place: Callable[..., Any]) -> Any:
     mask = place(np.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]))
     offsets = place(np.array([0, 4, 12]))
     scaler = LossScaler()
-    found = [model.logits(tokens), model.loss(tokens, tokens, mask=mask)]
+    results = [model.logits(tokens), model.loss(tokens, tokens, mask=mask)]
     for options in ({"mask": mask}, {"offsets": offsets}, {"scaler": scaler}):
-        found += model.loss_and_gradients(tokens, tokens, **options)
-    found += model.loss_and_gradients(tokens, tokens, checkpoint=CheckpointConfig(offload=True))
+        results += model.loss_and_gradients(tokens, tokens, **options)
+    results += model.loss_and_gradients(tokens, tokens, checkpoint=CheckpointConfig(offload=True))
     model.add_adapter(2, dora=True)
-    found += model.loss_and_gradients(tokens, tokens, seed=1)
+    results += model.loss_and_gradients(tokens, tokens, seed=1)
     assert_far(model.adapter.parameters)  # type: ignore[union-attr]
     model.merge_adapter()
-    return found, model.parameters
+    return results, model.parameters
 
 
 def models_generate(place: Callable[..., Any]) -> Any:
     """By a cache, and one step at a time into a graph."""
     model = models.create(CONFIG, seed=0, device=f"cuda:{FAR}")
     tokens = place(np.arange(12).reshape(2, 6))
-    found = model.generate(tokens, max_new_tokens=5, stop=())
-    assert found.shape == (2, 11)
+    result = model.generate(tokens, max_new_tokens=5, stop=())
+    assert result.shape == (2, 11)
     mask = place(np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]))
     sizes = model.config.layers, 9, 4, model.config.kv_heads, model.config.dim
     pages = PagedKVCache(*sizes, dtype="float32", like=model.table)
@@ -288,7 +288,7 @@ def models_generate(place: Callable[..., Any]) -> Any:
     cuda = sys.modules["cupy"].cuda
     for _ in model.stream(tokens, max_new_tokens=3, stop=()):
         assert cuda.Device().id == 0, "the caller's GPU is current between two tokens"
-    return found
+    return result
 
 
 def models_are_saved(place: Callable[..., Any], folder: Path) -> Any:
@@ -377,9 +377,9 @@ def test_a_scaler_follows_gradients_to_another_gpu() -> None:
         scaler = LossScaler(16.0)
         for device in (0, 1, 0):
             gradients = {"a": machine.place(np.ones(5, np.float16), device=device)}
-            found, finite = scaler.unscale(gradients)
+            actual, finite = scaler.unscale(gradients)
             scaler.update(finite)
-            assert {a.device.id for a in (*found.values(), finite)} == {device}
+            assert {a.device.id for a in (*actual.values(), finite)} == {device}
             assert scaler.value == 16
 
 
@@ -424,13 +424,13 @@ def test_tables_that_are_kept_are_there_for_every_stream() -> None:
         scaler = LossScaler()
 
         def use() -> None:
-            found = measure_gradients(gradients, 1.0, scaler=scaler)
+            norms = measure_gradients(gradients, 1.0, scaler=scaler)
             clip_gradients(gradients, 1.0)
             scaler.scale(machine.place(np.ones((), "f")))
             scaler.unscale(gradients)
             for optimizer in optimizers:
-                optimizer.step(gradients, finite=found.finite, factor=found.factor)
-            scaler.update(found.finite)
+                optimizer.step(gradients, finite=norms.finite, factor=norms.factor)
+            scaler.update(norms.finite)
             cross_entropy(gradients["a"], machine.place(np.arange(9)))  # type: ignore[arg-type]
 
         on_streams(machine, use)
@@ -529,8 +529,8 @@ def test_models_are_made_where_they_are_asked_for() -> None:
         machine.strict = False
         for device, number in (("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
             assert models.create(CONFIG, seed=0, device=device).table.device.id == number  # type: ignore[attr-defined]
-        wanted = r"create: device='cuda:2', but CuPy sees 2 GPUs; choose 'cpu' or .*'cuda:1'"
-        with pytest.raises(DeviceError, match=wanted):
+        expected = r"create: device='cuda:2', but CuPy sees 2 GPUs; choose 'cpu' or .*'cuda:1'"
+        with pytest.raises(DeviceError, match=expected):
             models.create(CONFIG, seed=0, device="cuda:2")
         bad: Any
         for bad in ("gpu", "cuda:", "cuda:-1", "CPU", 1, np.ones(2), True):

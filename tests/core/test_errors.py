@@ -66,11 +66,11 @@ WRONG: dict[type, tuple[Any, ...]] = {
 
 def public() -> dict[str, Any]:
     """Return the public classes and functions that are neither ops nor calls of one op's."""
-    found = {name: getattr(unsloth_cupy, name) for name in dir(unsloth_cupy)}
-    found |= {f"models.{name}": getattr(models, name) for name in ("create", "create_adapter")}
+    functions = {name: getattr(unsloth_cupy, name) for name in dir(unsloth_cupy)}
+    functions |= {f"models.{name}": getattr(models, name) for name in ("create", "create_adapter")}
     own = {
         name: made
-        for name, made in found.items()
+        for name, made in functions.items()
         if callable(made)
         and not name.startswith("_")
         and made not in OPS.values()
@@ -78,7 +78,7 @@ def public() -> dict[str, Any]:
         and not name.endswith("Error")
     }
     beside = ("AttentionConfig", "nf4_quantize", "ternary_quantize")  # the ops
-    own |= {name: found[name] for name in beside}
+    own |= {name: functions[name] for name in beside}
     return own | {"checkpoint": partial(unsloth_cupy.checkpoint, len)}
 
 
@@ -90,9 +90,9 @@ def wrong_options() -> list[Any]:
             continue
         for parameter in inspect.signature(made).parameters.values():
             if option := option_of(parameter):
-                given: tuple[Any, ...] = WRONG[option.kind]
+                values: tuple[Any, ...] = WRONG[option.kind]
                 cases.append(
-                    pytest.param(name, made, parameter.name, given, id=f"{name}-{parameter.name}")
+                    pytest.param(name, made, parameter.name, values, id=f"{name}-{parameter.name}")
                 )
     return cases
 
@@ -275,9 +275,9 @@ def test_dtypes_that_are_none(given: Any) -> None:
 
 @pytest.mark.parametrize("option", ["mixed_precision", "checkpoint"])
 def test_configs_in_configs(option: str) -> None:
-    for given in (5, "x", None, object()):
+    for value in (5, "x", None, object()):
         with pytest.raises(ConfigError, match=option):
-            unsloth_cupy.TrainingConfig(**{option: given})  # type: ignore[arg-type]
+            unsloth_cupy.TrainingConfig(**{option: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
@@ -339,7 +339,7 @@ class TestFacts:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 if called and node.func.id == "ShapeError":
-                    told = {keyword.arg for keyword in node.keywords}
-                    if not {"expected", "actual"} <= told:
+                    keywords = {keyword.arg for keyword in node.keywords}
+                    if not {"expected", "actual"} <= keywords:
                         silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
         assert not silent

@@ -37,11 +37,11 @@ def stopped(at: int, dead: bool) -> Iterator[list[str]]:
     """Stop at the call of this number that changes a disk; the dead make no later one either."""
     made: list[str] = []
 
-    def call(real: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    def call(real: Callable[..., Any], *args: Any, **more: Any) -> Any:
         made.append(real.__name__)
         if len(made) == at or (dead and len(made) > at):
             raise StoppedError
-        return real(*given, **more)
+        return real(*args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
@@ -101,8 +101,8 @@ def test_a_save_that_stops_anywhere_leaves_the_old_or_the_new(
             assert len(held(folder)) == 1
         else:  # nobody reads the folder but who knows how to end the moves
             assert (folder / files.NEW).exists()
-        found = load(folder)
-        values = {float(v) for array in found.parameters.values() for v in np.unique(array)}
+        actual = load(folder)
+        values = {float(v) for array in actual.parameters.values() for v in np.unique(array)}
         assert values == held(folder)
         assert len(values) == 1
         assert (folder / "tokenizer.json").exists()
@@ -176,9 +176,9 @@ def test_a_load_waits_for_the_moves_of_a_save(
             assert go_on.wait(60)
 
     monkeypatch.setattr(os, "replace", slow)
-    found: list[Any] = []
+    loaded: list[Any] = []
     saver = threading.Thread(target=model.save, args=(folder,))
-    loader = threading.Thread(target=lambda: found.append(load(folder)))
+    loader = threading.Thread(target=lambda: loaded.append(load(folder)))
     saver.start()
     assert moving.wait(60)
     loader.start()
@@ -188,7 +188,7 @@ def test_a_load_waits_for_the_moves_of_a_save(
     saver.join()
     loader.join()
     assert held(folder) == {2.0}
-    assert {float(a.flat[0]) for a in found[0].parameters.values()} == {2.0}
+    assert {float(a.flat[0]) for a in loaded[0].parameters.values()} == {2.0}
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_written_says_how_its_moves_end(
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy").replace(folder / files.NEW)
 
-    def refused(*given: object, **more: object) -> None:
+    def refused(*args: object, **more: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "unlink", refused)
@@ -290,18 +290,18 @@ def test_json_is_read_with_and_without_the_mark_of_utf_8(tmp_path: Path) -> None
 def test_a_folder_is_of_one_alone(tmp_path: Path) -> None:
     """Who does not wait is told so; what else the first one meets stays what it is."""
     pytest.importorskip("fcntl", reason="locks of folders are of POSIX")
-    told = []
+    messages = []
 
     def second() -> None:
         with pytest.raises(ConfigError) as caught, files.folder_lock(tmp_path, "taken"):
             pytest.fail("two are in it")
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     with files.folder_lock(tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(10)
-        assert told == ["taken"]
+        assert messages == ["taken"]
     with pytest.raises(BlockingIOError, match="own"), files.folder_lock(tmp_path, "taken"):
         raise BlockingIOError("own")
     with files.folder_lock(tmp_path, "taken"):

@@ -98,14 +98,14 @@ class Cublas:
         ctypes.c_int.from_address(mode).value = self.mode
         return 0
 
-    def cublasGemmEx(self, handle: int, *given: Any) -> int:  # noqa: N802
-        head, (a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, *tail) = given[:6], given[6:]
+    def cublasGemmEx(self, handle: int, *args: Any) -> int:  # noqa: N802
+        head, (a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, *tail) = args[:6], args[6:]
         whole = (a, a_type, lda, 0), (b, b_type, ldb, 0), beta, (c, c_type, ldc, 0), 1
         return self.multiply("gemm", handle, *head, *whole, *tail)
 
-    def cublasGemmStridedBatchedEx(self, handle: int, *given: Any) -> int:  # noqa: N802
-        head, a, b, beta, c = given[:6], given[6:10], given[10:14], given[14], given[15:19]
-        return self.multiply("strided", handle, *head, a, b, beta, c, *given[19:])
+    def cublasGemmStridedBatchedEx(self, handle: int, *args: Any) -> int:  # noqa: N802
+        head, a, b, beta, c = args[:6], args[6:10], args[10:14], args[14], args[15:19]
+        return self.multiply("strided", handle, *head, a, b, beta, c, *args[19:])
 
     def multiply(
         self,
@@ -144,8 +144,8 @@ class Cublas:
             ):
                 dtype = NAMES[number]
                 lies = shape[::-1] if flag else shape
-                found = by_columns(address + i * step * dtype.itemsize, dtype, *lies, stride)
-                operands.append((found.T if flag else found).astype(sums))
+                matrix = by_columns(address + i * step * dtype.itemsize, dtype, *lies, stride)
+                operands.append((matrix.T if flag else matrix).astype(sums))
             dtype = NAMES[c[1]]
             out = by_columns(c[0] + i * c[3] * dtype.itemsize, dtype, m, n, c[2])
             made = operands[0] @ operands[1]
@@ -185,8 +185,8 @@ def lying(array: np.ndarray, how: str) -> np.ndarray:
         plain = array.swapaxes(-1, -2) if "transposed" in how else array
         room = np.zeros((*plain.shape[:-1], plain.shape[-1] + 3), array.dtype)
         room[..., 1:-2] = plain
-        found = room[..., 1:-2]
-        return found.swapaxes(-1, -2) if "transposed" in how else found
+        matrix = room[..., 1:-2]
+        return matrix.swapaxes(-1, -2) if "transposed" in how else matrix
     if how == "strided":
         room = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
         room[..., ::2] = array
@@ -197,9 +197,9 @@ def lying(array: np.ndarray, how: str) -> np.ndarray:
 WAYS = ["plain", "transposed", "padded", "padded transposed", "strided"]
 
 
-def check(found: np.ndarray, exact: np.ndarray, k: int) -> None:
-    eps = max(EPS[found.dtype.name], k * 2.0**-23 if found.dtype.itemsize < 8 else 0)
-    np.testing.assert_allclose(found.astype(np.float64), exact, atol=4 * eps * np.abs(exact).max())
+def check(actual: np.ndarray, exact: np.ndarray, k: int) -> None:
+    eps = max(EPS[actual.dtype.name], k * 2.0**-23 if actual.dtype.itemsize < 8 else 0)
+    np.testing.assert_allclose(actual.astype(np.float64), exact, atol=4 * eps * np.abs(exact).max())
 
 
 def place(where: str) -> Any:
@@ -214,9 +214,9 @@ def test_every_layout(cublas: Cublas, where: str, dtype: Any, how_a: str, how_b:
     a, b = draw(5, 7, dtype=dtype), draw(7, 3, dtype=dtype, seed=1)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     placed = place(where)
-    found = gemm(placed(lying(a, how_a)), placed(lying(b, how_b)))
-    assert found.dtype == dtype
-    check(getattr(found, "values", found), exact, 7)
+    actual = gemm(placed(lying(a, how_a)), placed(lying(b, how_b)))
+    assert actual.dtype == dtype
+    check(getattr(actual, "values", actual), exact, 7)
     if where == "cublas":
         flags = "".join(str(int("transposed" in how)) for how in (how_b, how_a))
         assert cublas.calls == ["stream 5 of 77", f"gemm 3x5x7 flags {flags}"]
@@ -235,10 +235,10 @@ def test_adds_to_what_is_there(
     a, b, before = draw(7, 5, dtype=dtype), draw(7, 3, dtype=dtype, seed=1), draw(5, 3, dtype=kind)
     exact = before.astype(np.float64) + a.T.astype(np.float64) @ b.astype(np.float64)
     placed, out = place(where), lying(before.copy(), how)
-    given = placed(out)
+    total = placed(out)
     assert (
-        gemm(placed(a).T if where == "numpy" else placed(a.T), placed(b), out=given, add=True)
-        is given
+        gemm(placed(a).T if where == "numpy" else placed(a.T), placed(b), out=total, add=True)
+        is total
     )
     check(out, exact, 7)
 
@@ -295,8 +295,8 @@ def test_sums_are_float32(cublas: Cublas) -> None:
     a = np.ones((1, 8192), np.float16)
     a[:, 4096:] = 2.0**-11
     for placed in (OnGpu, np.asarray):
-        found = gemm(placed(a), placed(np.ones((8192, 1), np.float16)), dtype=np.float32)
-        assert getattr(found, "values", found)[0, 0] == 4098
+        actual = gemm(placed(a), placed(np.ones((8192, 1), np.float16)), dtype=np.float32)
+        assert getattr(actual, "values", actual)[0, 0] == 4098
 
 
 @pytest.mark.slow
@@ -305,11 +305,11 @@ def test_wide_operands_in_steps() -> None:
     a, b = draw(600, 9000, dtype=BFLOAT16), draw(9000, 500, dtype=BFLOAT16, seed=1)
     assert common_gemm.steps(600, 500, 9000) == (233, 233)
     tracemalloc.start()
-    found = gemm(a, b)
+    actual = gemm(a, b)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < found.nbytes + 2.2 * common_gemm.BLOCK_BYTES < (a.size + b.size) * 4
-    check(found, a.astype(np.float64) @ b.astype(np.float64), 9000)
+    assert peak < actual.nbytes + 2.2 * common_gemm.BLOCK_BYTES < (a.size + b.size) * 4
+    check(actual, a.astype(np.float64) @ b.astype(np.float64), 9000)
 
 
 def test_adding_float32_takes_a_megabyte() -> None:
@@ -366,8 +366,8 @@ def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_on_a_gpu(how_a: str, how_b: str, dtype: Any) -> None:
     a, b = draw(5, 7, dtype=dtype), draw(7, 3, dtype=dtype, seed=1)
     exact = a.astype(np.float64) @ b.astype(np.float64)
-    found = gemm(on_gpu(lying(a, how_a)), on_gpu(lying(b, how_b)))
-    check(found.get(), exact, 7)
+    actual = gemm(on_gpu(lying(a, how_a)), on_gpu(lying(b, how_b)))
+    check(actual.get(), exact, 7)
 
 
 @pytest.mark.gpu

@@ -121,13 +121,13 @@ def test_a_struct_is_read_off_the_headers() -> None:
 
 def test_a_dict_becomes_a_struct() -> None:
     notes, x = Notes(), np.ones(4, np.float32)
-    given = {"last": 7, "pair": (5, 6), "columns": [2, 3, 4], "rows": 2**40, "even": True}
+    fields = {"last": 7, "pair": (5, 6), "columns": [2, 3, 4], "rows": 2**40, "even": True}
     kernel = load(notes, "by_value")
-    kernel[1, 32](x, given)
+    kernel[1, 32](x, fields)
     made = notes.launches[0][3][1]
     assert type(made) is np.void
     assert str(made) == "(True, 1099511627776, [2, 3, 4], (5, 6), 7)"
-    for wrong in (given | {"more": 1}, {n: v for n, v in given.items() if n != "pair"}):
+    for wrong in (fields | {"more": 1}, {n: v for n, v in fields.items() if n != "pair"}):
         with pytest.raises(TypeError):
             load(Notes(), "by_value")[1, 32](x, wrong)
 

@@ -90,13 +90,13 @@ def test_definitions_call_cupy_as_it_can_be_called(name: str, optional: bool) ->
     with gpu() as machine:
         machine.strict = False
         forward = draw(OPS[name], SMALL, optional=optional).cast(np.float64)
-        found = forward.mapped(machine.place).run()
+        actual = forward.mapped(machine.place).run()
         if OPS[name].backward is not None:
             outputs = forward.mapped(np.copy).run()
             back = forward.backward(outputs, forward.seeds(outputs, every=optional))
             back.mapped(machine.place).run()
         assert not machine.launches
-        assert found
+        assert actual
 
 
 def test_launches_name_operands_and_options_as_definitions_do() -> None:
@@ -243,12 +243,12 @@ def test_an_axis_may_be_empty(name: str, optional: bool) -> None:
         if op.backward is not None:
             calls.append(call.backward(outputs, call.seeds(outputs, every=optional)))
         for each in calls:
-            found = outputs_of(each)
-            assert not any(np.isnan(a.astype(np.float64)).any() for a in found.values()), axis
+            actual = outputs_of(each)
+            assert not any(np.isnan(a.astype(np.float64)).any() for a in actual.values()), axis
             with gpu() as machine:
                 machine.strict = False
                 there = each.mapped(machine.place).run()
-            assert {n: a.shape for n, a in there.items()} == {n: found[n].shape for n in there}
+            assert {n: a.shape for n, a in there.items()} == {n: actual[n].shape for n in there}
 
 
 def reads_a_value(x: Any) -> Any:
@@ -377,8 +377,8 @@ def test_clusters_are_launched_where_the_device_takes_them(name: str, clusters: 
     with gpu("90", clusters) as machine:
         forward = call_of_zeros(OPS[name], form, machine)
         backward_call(forward, forward.run(), machine, form).launches()
-        found = {constants(each.source).get("CLUSTER", "1") != "1" for each in machine.launches}
-    assert (True in found) == clusters
+        actual = {constants(each.source).get("CLUSTER", "1") != "1" for each in machine.launches}
+    assert (True in actual) == clusters
 
 
 WITHOUT_LEAVE = 48 << 10  # bytes of shared memory, static and dynamic together
@@ -414,11 +414,11 @@ BESIDE = {  # an axis, its largest size, and the bytes that a launch asks for by
 def ends(name: str, there: Limits) -> dict[int, int]:
     """Return sizes at both ends of every range in which a kernel asks for as much: its bytes."""
     _, most, held = BESIDE[name]
-    found = {size: held(size, there) for size in range(8, most + 1, 8)}
+    by_size = {size: held(size, there) for size in range(8, most + 1, 8)}
     return {
         size: own
-        for size, own in found.items()
-        if own and (found.get(size - 8) != own or found.get(size + 8) != own)
+        for size, own in by_size.items()
+        if own and (by_size.get(size - 8) != own or by_size.get(size + 8) != own)
     }
 
 
@@ -470,7 +470,7 @@ def test_memory_is_counted_until_it_is_let_go() -> None:
 
 def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
     """Return the launches of ``bench`` for an op and its backward op, each kernel once."""
-    found: dict[tuple[str, str], Launch] = {}
+    distinct: dict[tuple[str, str], Launch] = {}
     for scale in timing.DEVICE_SCALES:
         with gpu(capability) as machine:
             form = Form(sizes(scale), (), dtype, False, {})
@@ -479,15 +479,15 @@ def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
             backward = call.op.backward
             if backward is not None and backward.launch is not None:
                 backward_call(call, outputs, machine, form).launches()
-            found |= {(launch.kernel, launch.source): launch for launch in machine.launches}
-    return [*found.values()]
+            distinct |= {(launch.kernel, launch.source): launch for launch in machine.launches}
+    return [*distinct.values()]
 
 
 def test_what_bench_asks_for_is_known_before() -> None:
     launches = asked_by_bench("rms_norm_forward", KERNEL_DTYPES[0], "90")
-    found = {(each.kernel, constants(each.source).get("HIDDEN")) for each in launches}
+    actual = {(each.kernel, constants(each.source).get("HIDDEN")) for each in launches}
     ways = "norm_forward", "norm_backward"
-    assert {(way, hidden) for way in ways for hidden in ("2048", "4096")} <= found
+    assert {(way, hidden) for way in ways for hidden in ("2048", "4096")} <= actual
 
 
 # ---- with a GPU -------------------------------------------------------------------------------
@@ -512,13 +512,13 @@ def test_replayed_graphs_give_the_bits_of_a_plain_call(name: str, dtype: Any) ->
         stream.begin_capture()
         kept = first()
         graph = stream.end_capture()
-        for given, other in zip(first.arrays.values(), second.arrays.values(), strict=True):
-            if given is not None:
-                given[...] = other
+        for array, other in zip(first.arrays.values(), second.arrays.values(), strict=True):
+            if array is not None:
+                array[...] = other
         graph.launch()
     stream.synchronize()
     plain = third()
-    kept, plain = ((found if isinstance(found, tuple) else (found,)) for found in (kept, plain))
+    kept, plain = ((result if isinstance(result, tuple) else (result,)) for result in (kept, plain))
     changed = zip(first.arrays.values(), third.arrays.values(), strict=True)
     for replayed, called in [*zip(kept, plain, strict=True), *changed]:
         if called is not None:

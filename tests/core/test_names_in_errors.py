@@ -208,7 +208,7 @@ GATED = {"dy": X, "x": X, "gate_weight": FROZEN, "up_weight": W, "down_weight": 
 
 @pytest.mark.parametrize("name", ["linear", "lora_linear", "lora_up", "swiglu_mlp"])
 def test_a_frozen_weight_is_named_with_the_call(name: str) -> None:
-    given, weight = (GATED, "gate_weight") if name == "swiglu_mlp" else (SLOPES, "weight")
+    arrays, weight = (GATED, "gate_weight") if name == "swiglu_mlp" else (SLOPES, "weight")
     op = OPS[f"{name}_backward"]
     with pytest.raises(GradientError, match=f"^{name}_backward: {weight}: a quantized weight is"):
-        op(**{operand: given[operand] for operand in op.names}, wanted={weight})
+        op(**{operand: arrays[operand] for operand in op.names}, wanted={weight})

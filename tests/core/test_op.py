@@ -77,32 +77,32 @@ def test_help_shows_short_types() -> None:
 
 
 def test_sixteen_bits_are_widened_and_rounded_once() -> None:
-    given = []
+    received = []
 
     @op("x(n), w(n): param, r(n): stat -> y(n), s(n): stat, dw(n)")
     def spy(x, w, r):
-        given.extend((x, w, r))
+        received.extend((x, w, r))
         return x + w * np.float32(2**-10), r, w
 
     x = ones(2, dtype=BFLOAT16)
     results = spy(x, x, ones(2))
-    assert [a.dtype for a in given] == [np.float32] * 3
+    assert [a.dtype for a in received] == [np.float32] * 3
     assert [a.dtype for a in results] == [BFLOAT16, np.float32, BFLOAT16]
     assert results[0].tolist() == [1, 1]
     assert x.dtype == BFLOAT16
 
 
 def test_ops_that_move_values_are_not_widened() -> None:
-    given = []
+    received = []
 
     @op("x(n) -> y(n)", widen=False)
     def moved(x):
-        given.append(x)
+        received.append(x)
         return x[::-1]
 
     x = ones(2, dtype=np.float16)
     assert np.shares_memory(moved(x), x)
-    assert given[0] is x
+    assert received[0] is x
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=str)
@@ -208,17 +208,17 @@ class TestLaunch:
         def summed(x, y=None, *, z=None, factor=1.0, shift=0.0):
             return factor * x + shift
 
-        given = []
+        received = []
 
         @summed.kernel(strided=("x",))
         def launch(shift, x, **rest):
-            given.append((shift, x, rest))
+            received.append((shift, x, rest))
             return x
 
         x, z = ones(2, 2)[:, 0], ones(2)
         with target.using(Here()):
             summed(x, z=z, shift=2.0)
-        ((shift, same, rest),) = given
+        ((shift, same, rest),) = received
         assert (shift, same is x, rest["z"] is z) == (2.0, True, True)
         assert rest == {"y": None, "z": z, "factor": 1.0}
 

@@ -73,8 +73,8 @@ def near(call: Call, roundings: int = 1) -> Arrays:
     a value is between two steps.
     """
     op, plain, exact = call.op, outputs_of(call), outputs_of(call.cast(np.float64))
-    given = {array.dtype.name for array in call.arrays.values() if array is not None}
-    narrow = [] if op.widen else [EPS[name] for name in given & {"float16", "bfloat16"}]
+    dtypes = {array.dtype.name for array in call.arrays.values() if array is not None}
+    narrow = [] if op.widen else [EPS[name] for name in dtypes & {"float16", "bfloat16"}]
     work = 16 * max(narrow) if narrow else 64 * EPS["float32"]
     for name, array in plain.items():
         error, size = _error(array, exact[name]), _size(exact[name])
@@ -96,10 +96,10 @@ def both_near(call: Call, roundings: int = 1) -> None:
 
 def as_signed(call: Call) -> None:
     """Raise unless results have the shapes and dtypes that the signature names."""
-    op, found = call.op, call.mapped(_copied).run()
+    op, results = call.op, call.mapped(_copied).run()
     bound = check(op.called, op.contract, [call.arrays[name] for name in op.names])
     for operand, dtype in zip(op.contract.outputs, bound.outputs, strict=True):
-        if (array := found.get(operand.name)) is None:
+        if (array := results.get(operand.name)) is None:
             continue
         assert array.dtype == dtype, operand.name
         like = call.arrays.get(operand.name[1:])  # of which it is the gradient
@@ -262,14 +262,14 @@ def test_a_scale_of_one_axis_stands_for_every_row(emulated: bool) -> None:
     """As the signatures say: an axis that may be 1 may be absent."""
     x = np.eye(3, 32, dtype=np.float32)
     with emulator() if emulated else contextlib.nullcontext():
-        found = [
+        actual = [
             OPS["ternary_linear_forward"](x, PLANES, scale) for scale in (2 * ONE, 2 * ONE[None])
         ]
         w = np.empty((1, 8), np.float32)
         dense = OPS["ternary_dense_"](w, PLANES, 2 * ONE)
         scores = OPS["ternary_scores_forward"](PLANES, PLANES, 2 * ONE[0:1].reshape(()), ONE)
-    assert (found[0] == found[1]).all()
-    assert (found[0][:, 0] == [2, 2, -2]).all()
+    assert (actual[0] == actual[1]).all()
+    assert (actual[0][:, 0] == [2, 2, -2]).all()
     assert dense.tolist() == [[2, 2, -2, 0, 0, 0, 0, 0]]
     assert scores.tolist() == [[6]]
 
@@ -280,8 +280,8 @@ def test_scales_of_groups_may_be_those_of_all_rows() -> None:
     planes[:, 0] = 255
     scale = np.array([[1, 3]], np.float16)
     with emulator():
-        found = OPS["ternary_linear_forward"](x, planes, scale, group=128)
-    assert found.tolist() == [[134.0] * 3]
+        actual = OPS["ternary_linear_forward"](x, planes, scale, group=128)
+    assert actual.tolist() == [[134.0] * 3]
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

@@ -195,8 +195,8 @@ def recorded(name: str) -> bool:
         dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
         for run in OPS[name].routes.values()
     ]
-    known = [found for cell in cells for found in cell["known"].cell_contents.values()]
-    return all(found.__name__ == "replay" for found in known)
+    known = [value for cell in cells for value in cell["known"].cell_contents.values()]
+    return all(value.__name__ == "replay" for value in known)
 
 
 def of_many_keys(rng: np.random.Generator, keys: int = 1100) -> list[Any]:
@@ -218,9 +218,9 @@ def test_a_decode_of_several_chunks_is_recorded() -> None:
 
 def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two concurrent streams or devices has its own, whichever one was recorded."""
-    found, of_stream = list[Any](), counters._of_stream
+    counted, of_stream = list[Any](), counters._of_stream
     monkeypatch.setattr(
-        counters, "_of_stream", lambda *form: found.append(of_stream(*form)) or found[-1]
+        counters, "_of_stream", lambda *form: counted.append(of_stream(*form)) or counted[-1]
     )
     with gpu(devices=2) as machine:
         cuda, arrays = sys.modules["cupy"].cuda, of_many_keys(np.random.default_rng(0))
@@ -233,7 +233,7 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
             with stream or contextlib.nullcontext():
                 OPS["attention_forward"](*given)
             assert not machine.functions
-            return found[-1]
+            return counted[-1]
 
         first = [called() for _ in range(4)]
         assert all(each is first[0] for each in first)
@@ -295,7 +295,7 @@ def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [(of_many_keys(rng, n), np.array([n, n // 3], np.int32)) for n in (keys, keys, 1100)]
     kept, used = np.zeros(256, np.uint32), list[Any]()
 
-    def found() -> list[Any]:
+    def outcome() -> list[Any]:
         OPS["attention_forward"].routes.clear()
         results = []
         for arrays, lengths in calls:
@@ -304,9 +304,9 @@ def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return results
 
     with emulator(check=False):
-        fresh = found()
+        fresh = outcome()
         monkeypatch.setattr(counters, "_on_host", lambda *form: used.append(form) or kept)
-        assert found() == fresh
+        assert outcome() == fresh
     assert len(used) >= len(calls)
 
 
@@ -357,14 +357,14 @@ def test_threads_call_an_op_at_once() -> None:
     """Each thread gets its own results, whichever records the call; the emulator takes turns."""
     softmax = OPS["softmax"]
 
-    def found(number: int) -> bool:
+    def is_right(number: int) -> bool:
         x = np.full((3, 8), number, np.float32)
         x[number % 3] = -np.inf
         alike = [softmax(x, scale=1.0 + turn % 2) for turn in range(30)]
         return all((y.sum(axis=1) == (np.arange(3) != number % 3)).all() for y in alike)
 
     with emulator(check=False), ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(found, range(8)))
+        assert all(threads.map(is_right, range(8)))
 
 
 def test_a_plan_keeps_no_array(made: Any) -> None:
@@ -374,13 +374,13 @@ def test_a_plan_keeps_no_array(made: Any) -> None:
         halved(x)
     reached, seen = [*halved.routes.values()], set()
     while reached:
-        found = reached.pop()
-        if id(found) in seen:
+        value = reached.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(found))
-        assert not isinstance(found, np.ndarray)
-        if isinstance(found, dict | list | tuple):
-            reached += [*found.values()] if isinstance(found, dict) else [*found]
+        seen.add(id(value))
+        assert not isinstance(value, np.ndarray)
+        if isinstance(value, dict | list | tuple):
+            reached += [*value.values()] if isinstance(value, dict) else [*value]
         reached += [
-            cell.cell_contents for cell in getattr(found, "__closure__", None) or () if cell != 0
+            cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != 0
         ]

@@ -115,13 +115,13 @@ def test_only_what_is_kept_is_not_computed_again() -> None:
     def doubled_backward(dy):
         return 2 * dy
 
-    for keep, wanted in (((), 4), (("doubled",), 2), (("add",), 4)):
+    for keep, expected in (((), 4), (("doubled",), 2), (("add",), 4)):
         calls.clear()
         tape = Tape()
         x = tape.watch(np.ones(3))
         y = checkpoint(lambda x: add(twice(twice(x)), x), x, keep=keep)
         assert tape.gradients(y, [x], np.ones(3))[0].tolist() == [5, 5, 5]
-        assert len(calls) == wanted
+        assert len(calls) == expected
 
 
 def test_without_a_tape_it_is_a_call() -> None:

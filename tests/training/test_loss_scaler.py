@@ -22,9 +22,9 @@ def test_equals_torch_step_by_step() -> None:
     for step, overflow in enumerate(peer.inputs["overflow"]):
         gradient = scaler.scale(peer.inputs["gradient"].astype(np.float32))
         gradient[0] = np.inf if overflow else gradient[0]
-        found, finite = scaler.unscale({"w": gradient})
+        actual, finite = scaler.unscale({"w": gradient})
         if finite:
-            parameter -= found["w"]
+            parameter -= actual["w"]
         scaler.update(finite)
         np.testing.assert_array_equal(parameter, peer.outputs["parameter"][step])
         assert scaler.value == peer.outputs["scale"][step]
@@ -56,8 +56,8 @@ def test_scaling_saves_what_float16_would_lose() -> None:
         tape = Tape()
         w = tape.watch(np.ones((), np.float16))
         small = multiply(multiply(w, np.float16(2**-20)), np.float16(2**-8))
-        (found,) = tape.gradients(scaler.scale(small), [w])
-        return scaler.unscale({"w": found})[0]["w"]
+        (actual,) = tape.gradients(scaler.scale(small), [w])
+        return scaler.unscale({"w": actual})[0]["w"]
 
     assert gradient(LossScaler(1.0)) == 0
     assert gradient(LossScaler(1024.0)) == 2**-28
@@ -67,10 +67,10 @@ def test_scaling_saves_what_float16_would_lose() -> None:
 def test_unscale_leaves_its_arguments(dtype) -> None:
     gradient = np.array([1.0, -3.0], dtype)
     gradient.flags.writeable = False
-    found, finite = LossScaler(4.0).unscale({"w": gradient, "empty": gradient[:0]})
+    actual, finite = LossScaler(4.0).unscale({"w": gradient, "empty": gradient[:0]})
     assert finite is True
-    np.testing.assert_array_equal(found["w"], [0.25, -0.75])
-    assert found["w"].dtype == np.promote_types(dtype, np.float32)
+    np.testing.assert_array_equal(actual["w"], [0.25, -0.75])
+    assert actual["w"].dtype == np.promote_types(dtype, np.float32)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

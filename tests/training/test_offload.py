@@ -281,8 +281,8 @@ def test_on_a_gpu() -> None:
         y = first
         for _ in range(6):
             y = through(rms_norm, y, scale)
-        found = tape.gradients(y, [first, scale], cupy.asarray(x))
-        return [array.get() for array in found]
+        actual = tape.gradients(y, [first, scale], cupy.asarray(x))
+        return [array.get() for array in actual]
 
     plain = gradients(lambda function, *args: function(*args))
     offloaded = gradients(lambda *call: checkpoint(*call, offload=True))

@@ -80,11 +80,11 @@ def test_ops_get_operands_by_policy(name: str) -> None:
     plain = Tape()
     w, g = plain.watch(weight), plain.watch(gain)
     exact = cross_entropy(rms_norm(linear(x, w), g, eps=1e-5).reshape(6, 8), np.arange(6))
-    for found, wanted in zip(
+    for actual, expected in zip(
         (dw, dg), plain.gradients(exact, [w, g], np.ones(6, np.float32)), strict=True
     ):
         limit = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6}[name]
-        assert np.linalg.norm(found - wanted) <= limit * np.linalg.norm(wanted)
+        assert np.linalg.norm(actual - expected) <= limit * np.linalg.norm(expected)
 
 
 def test_wide_ops_get_wide_operands() -> None:
@@ -132,16 +132,16 @@ def test_scaling_keeps_the_gradients_that_float16_would_lose() -> None:
     """With logits of a loss divided by 10^6, all but the largest gradients lie below 2^-24."""
     masters = {"w": draw(8, 8) * np.float32(1e-2)}
     x = draw(4, 8, dtype=np.float16)
-    found = {}
+    norms = {}
     for scale in (1.0, 65536.0):
         scaler, tape = LossScaler(scale), Tape()
         w = tape.watch(masters["w"].astype(np.float16))
         loss = cross_entropy(linear(x, w), np.arange(4))
         seed = scaler.scale(np.full(4, 1e-8, np.float32))
         gradients = {"w": tape.gradients(loss, [w], seed)[0]}
-        found[scale] = float(measure_gradients(gradients, scaler=scaler).norm)
-    assert found[1.0] == 0
-    assert found[65536.0] > 1e-9
+        norms[scale] = float(measure_gradients(gradients, scaler=scaler).norm)
+    assert norms[1.0] == 0
+    assert norms[65536.0] > 1e-9
 
 
 @pytest.mark.slow

@@ -336,7 +336,7 @@ def test_released_calls_are_gone_while_gradients_grow(
         alive.append(sum(array() is not None for array in kept))
 
     monkeypatch.setattr(Entry, "add_back", counted)
-    (found,) = tape.gradients(y, [x], np.ones((3, 4)), release=release)
-    np.testing.assert_allclose(found, 64 * x.value**63, rtol=1e-12)
+    (actual,) = tape.gradients(y, [x], np.ones((3, 4)), release=release)
+    np.testing.assert_allclose(actual, 64 * x.value**63, rtol=1e-12)
     assert alive == ([6, 6, 5, 4, 3, 2] if release else [6] * 6)  # y.value is held here
     assert bool(tape.entries) != release

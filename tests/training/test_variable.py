@@ -72,11 +72,11 @@ def test_expressions_have_the_gradients_of_torch(tree: Any) -> None:
     tape = Tape()
     watched = [tape.watch(array) for array in arrays]
     leaves = [torch.tensor(array, requires_grad=True) for array in arrays]
-    found, expected = evaluated(tree, watched), evaluated(tree, leaves)
-    seed = draw(*found.shape, seed=9)
-    np.testing.assert_allclose(found.value, expected.detach().numpy(), rtol=1e-10, atol=1e-11)
+    actual, expected = evaluated(tree, watched), evaluated(tree, leaves)
+    seed = draw(*actual.shape, seed=9)
+    np.testing.assert_allclose(actual.value, expected.detach().numpy(), rtol=1e-10, atol=1e-11)
     expected.backward(torch.tensor(seed))
-    for gradient, leaf in zip(tape.gradients(found, watched, seed), leaves, strict=True):
+    for gradient, leaf in zip(tape.gradients(actual, watched, seed), leaves, strict=True):
         wanted = np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy()
         size = np.abs(wanted).max(initial=1)
         np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-11 * size)
@@ -115,13 +115,13 @@ def test_arrays_and_numbers_stand_on_either_side(sign: Any, dtype: str) -> None:
     x, row = tape.watch(array), array[0]
     for other in (row, 2, 0.5, np.float32(3), np.int64(2), True + 1):
         plain = other if isinstance(other, np.ndarray) else kind.type(other)
-        for found, exact in (
+        for actual, exact in (
             (sign(x, other), sign(array, plain)),
             (sign(other, x), sign(plain, array)),
         ):
-            assert type(found) is Var
-            assert found.dtype == kind
-            np.testing.assert_array_equal(found.value, exact.astype(kind))
+            assert type(actual) is Var
+            assert actual.dtype == kind
+            np.testing.assert_array_equal(actual.value, exact.astype(kind))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
@@ -131,13 +131,13 @@ def test_arrays_of_other_libraries_stand_on_either_side(library: str, sign: Any)
     new = module.ones if library == "torch" else module.numpy.ones
     tape = Tape()
     array, x = new((3, 3)), tape.watch(new((3, 3)))
-    for found in (sign(x, array), sign(array, x), sign(x, x)):
-        assert type(found) is Var
-        assert type(found.value) is type(array)
-        assert np.allclose(np.asarray(found.value), sign(np.ones((3, 3)), np.ones((3, 3))))
+    for actual in (sign(x, array), sign(array, x), sign(x, x)):
+        assert type(actual) is Var
+        assert type(actual.value) is type(array)
+        assert np.allclose(np.asarray(actual.value), sign(np.ones((3, 3)), np.ones((3, 3))))
     if sign is not operator.matmul:
-        for found in (sign(x, 2), sign(2.0, x), sign(x, new(3)).mean()):
-            assert type(found.value) is type(array)
+        for actual in (sign(x, 2), sign(2.0, x), sign(x, new(3)).mean()):
+            assert type(actual.value) is type(array)
         (gradient,) = tape.gradients(sign(x, new((2, 1, 3))).sum(), [x])
         assert type(gradient) is type(array)
 
@@ -264,5 +264,5 @@ def test_kernels_take_what_is_repeated(other: tuple[int, ...]) -> None:
 
     plain = run()
     with emulator():
-        for found, expected in zip(run(), plain, strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(run(), plain, strict=True):
+            np.testing.assert_array_equal(actual, expected)

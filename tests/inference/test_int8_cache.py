@@ -24,9 +24,9 @@ def new_tokens(rng: np.random.Generator, tokens: int, dtype: Any = np.float32) -
     return rng.standard_normal((2, 2, tokens, 2, 64)).astype(dtype)
 
 
-def within_a_percent(found: np.ndarray, wanted: np.ndarray) -> bool:
-    off = np.linalg.norm(found.astype(np.float64) - wanted.astype(np.float64))
-    return bool(off <= 0.01 * np.linalg.norm(wanted.astype(np.float64)))
+def within_a_percent(actual: np.ndarray, expected: np.ndarray) -> bool:
+    off = np.linalg.norm(actual.astype(np.float64) - expected.astype(np.float64))
+    return bool(off <= 0.01 * np.linalg.norm(expected.astype(np.float64)))
 
 
 def refuse(*_: Any) -> None:
@@ -59,19 +59,19 @@ def test_decodes_within_a_percent(dtype: Any, by_kernel: bool) -> None:
         for tokens in (23, 1, 1, 9):
             k, v = new_tokens(rng, tokens, dtype)
             q = rng.standard_normal((2, tokens, 4, 64)).astype(dtype)
-            wanted = attention(q, *wide.append(1, k, v), causal=True)
+            expected = attention(q, *wide.append(1, k, v), causal=True)
             if codes.reads_codes(1, tokens):
-                found = codes.attend(1, q, k, v)
+                actual = codes.attend(1, q, k, v)
             else:
                 kept = codes.append(1, k, v)
                 assert kept[0].dtype == dtype
-                found = attention(q, *kept, causal=True)
+                actual = attention(q, *kept, causal=True)
             stored = pages.append(1, sequences, k, v)
             where = pages.page_table(sequences), pages.lengths(sequences, 1)
             paged = attention_paged(q, *stored, *where, scales=pages.scales[1])
-            assert found.dtype == paged.dtype == dtype
-            assert within_a_percent(found, wanted)
-            assert within_a_percent(paged, wanted)
+            assert actual.dtype == paged.dtype == dtype
+            assert within_a_percent(actual, expected)
+            assert within_a_percent(paged, expected)
 
     if by_kernel:
         with emulator():
@@ -87,8 +87,8 @@ def test_a_window_keeps_the_same_tokens(sinks: int) -> None:
     wide, codes = (KVCache(*SHAPE, dtype=d, **options) for d in ("float32", "int8"))
     for tokens in (3, 8, 1, 12, 1):
         k, v = new_tokens(rng, tokens)
-        for wanted, found in zip(wide.append(0, k, v), codes.append(0, k, v), strict=True):
-            assert within_a_percent(found, wanted)
+        for expected, actual in zip(wide.append(0, k, v), codes.append(0, k, v), strict=True):
+            assert within_a_percent(actual, expected)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -108,13 +108,13 @@ def test_one_token_reads_the_codes_of_a_ring(sinks: int, padded: bool) -> None:
         noted, _ = (cache.note(None, tokens) for cache in (wide, codes))
         keys, values = wide.append(0, k, v)
         mask = None if noted is None else wide.held(0, tokens, noted)[:, None, None]
-        wanted = attention(q, keys, values, causal=True, mask=mask)
+        expected = attention(q, keys, values, causal=True, mask=mask)
         if step == 0:
             assert not codes.reads_codes(0, tokens)
             codes.append(0, k, v)
         else:
             assert codes.reads_codes(0, 1)
-            assert within_a_percent(codes.attend(0, q, k, v), wanted)
+            assert within_a_percent(codes.attend(0, q, k, v), expected)
     assert not codes.reads_codes(0, 1, window=5)  # of the model: slots are not in order
 
 
@@ -130,11 +130,13 @@ def test_a_padded_model_decodes_from_codes(kind: str, monkeypatch: pytest.Monkey
         KVCache(2, 2, 24, 2, 16, dtype=d, window=8 if kind == "mistral" else None)
         for d in ("float32", "int8")
     ]
-    for part, given in [(slice(0, 12), mask), *((slice(n, n + 1), None) for n in range(12, 24))]:
-        wanted, found = (model.logits(tokens[:, part], mask=given, cache=cache) for cache in caches)
-        real = slice(3 if given is not None else 0, None)
-        assert within_a_percent(found[0, real], wanted[0, real])
-        assert within_a_percent(found[1], wanted[1])
+    for part, padding in [(slice(0, 12), mask), *((slice(n, n + 1), None) for n in range(12, 24))]:
+        expected, actual = (
+            model.logits(tokens[:, part], mask=padding, cache=cache) for cache in caches
+        )
+        real = slice(3 if padding is not None else 0, None)
+        assert within_a_percent(actual[0, real], expected[0, real])
+        assert within_a_percent(actual[1], expected[1])
         # after the prompt codes are read as they lie
         monkeypatch.setattr(storage, "read", refuse)
 
@@ -161,16 +163,16 @@ def test_rows_and_pages_move_with_their_scales() -> None:
 def test_a_model_decodes_from_codes() -> None:
     model = models.create(CONFIG, seed=0)
     tokens = np.random.default_rng(0).integers(3, 300, (2, 20))
-    wanted = model.logits(tokens)
+    expected = model.logits(tokens)
     cache = KVCache(2, 2, 32, 2, 16, dtype="int8")
-    found = [model.logits(tokens[:, part], cache=cache) for part in (slice(0, 17), slice(17, 18))]
-    found += [model.logits(tokens[:, n : n + 1], cache=cache) for n in (18, 19)]
-    assert within_a_percent(np.concatenate(found, axis=1), wanted)
+    actual = [model.logits(tokens[:, part], cache=cache) for part in (slice(0, 17), slice(17, 18))]
+    actual += [model.logits(tokens[:, n : n + 1], cache=cache) for n in (18, 19)]
+    assert within_a_percent(np.concatenate(actual, axis=1), expected)
     pages = PagedKVCache(2, 8, 8, 2, 16, dtype="int8")
     own = [pages.allocate(0) for _ in range(2)]
     prompt = model.logits(tokens[:, :19], cache=pages, sequences=own)
     last = model.logits(tokens[:, 19:], cache=pages, sequences=own)
-    assert within_a_percent(np.concatenate([prompt, last], axis=1), wanted)
+    assert within_a_percent(np.concatenate([prompt, last], axis=1), expected)
 
 
 def test_wrong_calls() -> None:

@@ -84,12 +84,12 @@ def test_window_keeps_the_first_and_the_last(chunks, sinks):
         assert (cache.lengths == min(stop, sinks + window)).all()
         key, query = np.arange(stop), np.arange(start, stop)[:, None]
         seen = (key <= query) & ((key > query - window) | (key < sinks))
-        found = attention(q[:, start:stop], k, v, causal=True, mask=cache.mask(0, tokens))
+        actual = attention(q[:, start:stop], k, v, causal=True, mask=cache.mask(0, tokens))
         exact = attention(q[:, start:stop], *drawn[:, :, :stop], mask=seen)
-        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(actual, exact, rtol=1e-12, atol=1e-14)
         if not sinks:
-            found = attention(q[:, start:stop], k, v, causal=True, window=(window - 1, 0))
-            np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-14)
+            actual = attention(q[:, start:stop], k, v, causal=True, window=(window - 1, 0))
+            np.testing.assert_allclose(actual, exact, rtol=1e-12, atol=1e-14)
     assert cache.keys[0].shape[1] == window + sinks
     assert cache.keys[1].shape[1] == capacity
     with pytest.raises(RangeError, match="capacity=9"):
@@ -111,9 +111,9 @@ def test_reorder_moves_rings():
         cache.append(0, *drawn[:, :, token : token + 1])
     cache.reorder(np.array([1, 1]))
     k, v = cache.append(0, *last)
-    for found, old, new in ((k, drawn[0], last[0]), (v, drawn[1], last[1])):
-        np.testing.assert_array_equal(found[:, :3], old[[1, 1]][:, [0, 7, 8]])
-        np.testing.assert_array_equal(found[:, 3:], new)
+    for actual, old, new in ((k, drawn[0], last[0]), (v, drawn[1], last[1])):
+        np.testing.assert_array_equal(actual[:, :3], old[[1, 1]][:, [0, 7, 8]])
+        np.testing.assert_array_equal(actual[:, 3:], new)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -124,8 +124,8 @@ def test_kernels_append(dtype):
     for start, stop in ((0, 6), (6, 7), (7, 16), (16, 17)):
         expected = caches[0].append(0, *drawn[:, :, start:stop])
         with emulator():
-            found = caches[1].append(0, *drawn[:, :, start:stop])
-        np.testing.assert_array_equal(found, expected)
+            actual = caches[1].append(0, *drawn[:, :, start:stop])
+        np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(caches[1].keys, caches[0].keys)
 
 

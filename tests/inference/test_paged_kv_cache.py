@@ -92,9 +92,9 @@ def test_attention_reads_what_was_appended(dtype: Any) -> None:
     assert table.tolist() == [[0, -1, -1], [1, 2, 3]]
     out = attention_paged(q, *pages, table, lengths)
     for row, length in enumerate((2, 9)):
-        given = q[row : row + 1], *drawn[:, row : row + 1, :length]
-        plain = attention(*given, causal=True)
-        exact = attention(*(array.astype(np.float64) for array in given), causal=True)
+        inputs = q[row : row + 1], *drawn[:, row : row + 1, :length]
+        plain = attention(*inputs, causal=True)
+        exact = attention(*(array.astype(np.float64) for array in inputs), causal=True)
         within_rule({"out": plain}, {"out": exact}, {"out": out[row : row + 1]})
 
 
@@ -145,11 +145,11 @@ def test_kernels_append() -> None:
         drawn = draw(2, tokens, seed=tokens)
         expected = caches[0].append(0, [0, 1], *drawn)
         with emulator():
-            found = caches[1].append(0, [0, 1], *drawn)
+            actual = caches[1].append(0, [0, 1], *drawn)
     assert caches[0].tables == caches[1].tables
     for sequence in (0, 1):
         np.testing.assert_array_equal(read(caches[1], sequence, 0), read(caches[0], sequence, 0))
-    assert found[0].shape == expected[0].shape
+    assert actual[0].shape == expected[0].shape
 
 
 def test_bad_input() -> None:

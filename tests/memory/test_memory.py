@@ -86,9 +86,9 @@ def training(
 
     def step() -> None:
         _, gradients = sum_gradients(passes(), accumulate)
-        found = measure_gradients(gradients, 0.1)
-        assert found.factor < 1, "gradients are clipped, which takes a copy"
-        optimizer.step(gradients, finite=found.finite, factor=found.factor)
+        norms = measure_gradients(gradients, 0.1)
+        assert norms.factor < 1, "gradients are clipped, which takes a copy"
+        optimizer.step(gradients, finite=norms.finite, factor=norms.factor)
 
     return step
 
@@ -390,16 +390,16 @@ class TestPlanned:
             x = np.zeros(rng.integers(1, 5, rng.integers(1, 5)), np.float32)
             x = x.transpose(rng.permutation(x.ndim))[..., : 1 + x.shape[-1] // 2]
             x = x[..., : x.shape[-1]]
-            wanted, left = [], x.size
+            expected, left = [], x.size
             while left > 1:
                 step = int(rng.choice([n for n in range(2, left + 1) if left % n == 0]))
-                wanted.append(step)
+                expected.append(step)
                 left //= step
-            found = reshaped(x.shape, x.strides, wanted)
-            made = x.reshape(wanted)
-            assert (found is not None) == (made.base is not None and np.shares_memory(made, x))
-            if found is not None:
-                assert tuple(found) == made.strides
+            actual = reshaped(x.shape, x.strides, expected)
+            made = x.reshape(expected)
+            assert (actual is not None) == (made.base is not None and np.shares_memory(made, x))
+            if actual is not None:
+                assert tuple(actual) == made.strides
                 checked += 1
         assert 100 < checked < 500
 

@@ -237,11 +237,11 @@ class TestDevices:
         pools = [memory_pool(limit=limit << 20, device=1) for limit in (3, 4, 5)]
         for pool in pools:
             pool.__enter__()
-        found = []
+        actual = []
         for number in (1, 0, 2):
-            found.append(cupy.pool.limits[1] >> 20)
+            actual.append(cupy.pool.limits[1] >> 20)
             pools[number].__exit__(None, None, None)
-        assert found == [5, 5, 5]
+        assert actual == [5, 5, 5]
         assert cupy.pool.limits == [7, 8]
 
     def test_what_does_not_fit(self, cupy: Any) -> None:
@@ -266,10 +266,10 @@ class TestDevices:
             before.delitem(sys.modules, "cupy")
             pool.__enter__()
         error = OutOfMemoryError("Out of memory allocating 4,096 bytes")
-        with pytest.raises(DeviceMemoryError) as found:
+        with pytest.raises(DeviceMemoryError) as actual:
             pool.__exit__(OutOfMemoryError, error, None)
-        assert found.value.required >= 4096
-        assert found.value.available == 18000
+        assert actual.value.required >= 4096
+        assert actual.value.available == 18000
 
     def test_no_such_device(self, cupy: Any) -> None:
         with pytest.raises(DeviceError, match=r"device=2\): CuPy sees 2 GPUs"):

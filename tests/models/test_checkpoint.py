@@ -28,10 +28,10 @@ def test_gradients_are_equal_to_the_last_bit(family: str) -> None:
     batch, mask = (data["input_ids"], data["labels"]), data["attention_mask"]
     loss, gradients = model.loss_and_gradients(*batch, mask=mask)
     for config in CONFIGS:
-        again, found = model.loss_and_gradients(*batch, mask=mask, checkpoint=config)
+        again, actual = model.loss_and_gradients(*batch, mask=mask, checkpoint=config)
         assert again == loss
         for name, gradient in gradients.items():
-            np.testing.assert_array_equal(found[name], gradient, err_msg=f"{config} {name}")
+            np.testing.assert_array_equal(actual[name], gradient, err_msg=f"{config} {name}")
 
 
 @pytest.fixture(scope="module")

@@ -155,8 +155,8 @@ def test_save_refuses_to_mix(folder, tmp_path):
 
 
 def test_generation_config_names_the_end_tokens(folder):
-    given = {"eos_token_id": [5, 7], "pad_token_id": 9}
-    (folder / "generation_config.json").write_text(json.dumps(given))
+    settings = {"eos_token_id": [5, 7], "pad_token_id": 9}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     model = load(folder)
     assert model.config.end_tokens == (5, 7)
     assert model.config.pad_token == 9

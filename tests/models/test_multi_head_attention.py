@@ -57,11 +57,11 @@ def test_is_torch(causal: bool, bias: bool) -> None:
     vx: Any = tape.watch(x)
     y: Any = own(vx, parameters=watched, causal=causal)
     np.testing.assert_allclose(y.value, expected.detach().numpy(), rtol=1e-10, atol=1e-12)
-    dx, *found = tape.gradients(y, [vx, *watched.values()], dy)
+    dx, *actual = tape.gradients(y, [vx, *watched.values()], dy)
     np.testing.assert_allclose(dx, tx.grad.numpy(), rtol=1e-9, atol=1e-11)
     again = layer(bias=bias)  # takes gradients by the same names as weights
     again.load({name: weight.grad.numpy() for name, weight in peer.named_parameters()})
-    for gradient, wanted in zip(found, again.parameters.values(), strict=True):
+    for gradient, wanted in zip(actual, again.parameters.values(), strict=True):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-11)
 
 
@@ -98,20 +98,20 @@ def test_goes_on_behind_a_cache(kind: str) -> None:
         pages = options["cache"] = PagedKVCache(2, 8, 4, KV_HEADS, 6, dtype="float64")
         options["sequences"] = [pages.allocate(TOKENS), pages.allocate(0)]
     parts = [own(x[:, part], layer=1, **options) for part in (np.s_[:4], np.s_[4:5], np.s_[5:])]
-    found = np.concatenate(parts, axis=1)
-    np.testing.assert_allclose(found, own(x), rtol=1e-10, atol=1e-12)
+    actual = np.concatenate(parts, axis=1)
+    np.testing.assert_allclose(actual, own(x), rtol=1e-10, atol=1e-12)
 
 
 def test_learns() -> None:
     """To say what another one says: gradients have the names of the parameters."""
     own, teacher = layer(dtype="float32"), layer(dtype="float32", seed=5)
     x = drawn(4, TOKENS, HIDDEN, dtype=np.float32)
-    wanted, optimizer, losses = teacher(x), AdamW(own.parameters, lr=0.01), []
+    expected, optimizer, losses = teacher(x), AdamW(own.parameters, lr=0.01), []
     for _ in range(30):
         tape = Tape()
         watched: Any = {name: tape.watch(array) for name, array in own.parameters.items()}
         y: Any = own(x, parameters=watched)
-        loss = ((y - wanted) ** 2).mean()
+        loss = ((y - expected) ** 2).mean()
         losses.append(float(loss.value))
         gradients = tape.gradients(loss, [*watched.values()])
         optimizer.step(dict(zip(watched, gradients, strict=True)))

@@ -138,6 +138,6 @@ def test_is_one_graph(padded):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(next_logits, "Step", Watched)
-        found = there.generate(cupy.asarray(PROMPT), mask=cupy.asarray(mask), **options)
-    np.testing.assert_array_equal(found.get(), expected)
+        actual = there.generate(cupy.asarray(PROMPT), mask=cupy.asarray(mask), **options)
+    np.testing.assert_array_equal(actual.get(), expected)
     assert made[0].graph is not None

@@ -263,10 +263,10 @@ def test_every_name_of_the_readme_is_known(command: str, no_gpu: None) -> None:
     assert len({*ops}) == len(ops) > 40
     for name in names:
         if name != "rope_tables":
-            wanted = {*cases.COMPOSED.get(name, [name])}
-            found = {op.__name__.removesuffix("_forward") for op in chosen(name)}
-            assert {re.sub("_over_$", "_", n) for n in found} == {
-                n.removesuffix("_forward") for n in wanted
+            expected = {*cases.COMPOSED.get(name, [name])}
+            actual = {op.__name__.removesuffix("_forward") for op in chosen(name)}
+            assert {re.sub("_over_$", "_", n) for n in actual} == {
+                n.removesuffix("_forward") for n in expected
             }
     several = run(command, "relu2", "cast", "relu2_backward", "swiglu_backward_", "lora_linears")
     assert several.exit_code == 0, several.output
@@ -290,13 +290,13 @@ def test_bench_times_definitions_without_a_gpu(name: str, no_gpu: None, tmp_path
     assert "times of NumPy definitions on the CPU" in result.output
     assert "of copy" not in result.output
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    found = json.loads(numbers.read_text())
-    assert found["machine"]["gpu"] is None
-    assert found["copy_gb_per_s"] is None
-    assert "wall time on the CPU" in found["method"]
-    assert found["date"]
-    assert found["versions"]["numpy"] == np.__version__
-    rows = found["rows"]
+    actual = json.loads(numbers.read_text())
+    assert actual["machine"]["gpu"] is None
+    assert actual["copy_gb_per_s"] is None
+    assert "wall time on the CPU" in actual["method"]
+    assert actual["date"]
+    assert actual["versions"]["numpy"] == np.__version__
+    rows = actual["rows"]
     assert [row["op"] for row in rows] == [name] * 6 + [f"{name}_backward"] * 6
     assert {row["dtype"] for row in rows} == {"float16", "bfloat16", "float32"}
     assert {row["ran_as"] for row in rows} == {"NumPy definition on the CPU"}
@@ -315,10 +315,10 @@ def test_bench_keeps_what_it_has_after_each_op(
     page.write_text(f"{report.BEGIN}\n{report.END}\n")
     times = bench.timed
 
-    def dies_at_the_second(op: Any, *given: Any) -> Any:
+    def dies_at_the_second(op: Any, *args: Any) -> Any:
         if op.__name__ == "add":
             raise KeyboardInterrupt
-        return times(op, *given)
+        return times(op, *args)
 
     monkeypatch.setattr(bench, "timed", dies_at_the_second)
     assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 1
@@ -333,12 +333,12 @@ def test_bytes_of_what_is_not_every_array_once() -> None:
         sizes = {n: a.nbytes for n, a in (call.arrays | outputs).items() if a is not None}
         return sizes, timing.traffic(call, outputs)
 
-    sizes, found = moved("rms_norm_forward")
-    assert found == sizes["x"] + sizes["weight"] + sizes["y"] + sizes["rstd"], "h is x"
-    sizes, found = moved("adamw_")
-    assert found == sizes["gradient"] + 2 * (sizes["parameter"] + sizes["mean"] + sizes["square"])
-    sizes, found = moved("embedding")
-    assert found == sizes["tokens"] + 2 * sizes["x"]
+    sizes, actual = moved("rms_norm_forward")
+    assert actual == sizes["x"] + sizes["weight"] + sizes["y"] + sizes["rstd"], "h is x"
+    sizes, actual = moved("adamw_")
+    assert actual == sizes["gradient"] + 2 * (sizes["parameter"] + sizes["mean"] + sizes["square"])
+    sizes, actual = moved("embedding")
+    assert actual == sizes["tokens"] + 2 * sizes["x"]
     assert moved("reshape")[1] == 0
 
 
@@ -348,12 +348,12 @@ def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
     result = run("bench", "scale", "--json", numbers, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "Kernels on Fake 9, by device events" in result.output
-    found = json.loads(numbers.read_text())
-    assert found["machine"]["gpu"] == "Fake 9"
-    assert "L2" in found["method"]
+    actual = json.loads(numbers.read_text())
+    assert actual["machine"]["gpu"] == "Fake 9"
+    assert "L2" in actual["method"]
     copy = 2 * stopwatch.COPY_BYTES / 1e-3 / 1e9
-    assert found["copy_gb_per_s"] == pytest.approx(copy)
-    for row in found["rows"]:
+    assert actual["copy_gb_per_s"] == pytest.approx(copy)
+    for row in actual["rows"]:
         assert row["microseconds"] == pytest.approx(1000)
         assert row["runs"] >= 20
         assert row["of_copy"] == pytest.approx(row["bytes"] / 1e-3 / 1e9 / copy)
@@ -471,16 +471,16 @@ def test_peers_compute_the_same() -> None:
         call = draw(OPS[name], SMALL)
         outputs = call.run()
         seeds = call.seeds(outputs, every=False)
-        found = {}
-        for given in (None, seeds):
-            calls, notes = peers.contestants(call, given, gpu=False)
+        results = {}
+        for gradient in (None, seeds):
+            calls, notes = peers.contestants(call, gradient, gpu=False)
             assert notes == []
-            found[given is None] = calls["torch"]()
-        forward = found[True] if isinstance(found[True], tuple) else (found[True],)
+            results[gradient is None] = calls["torch"]()
+        forward = results[True] if isinstance(results[True], tuple) else (results[True],)
         for ours, theirs in zip(outputs.values(), forward, strict=False):
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-5, err_msg=name)
         gradients = call.backward(outputs, seeds).run().values()
-        for ours, theirs in zip(gradients, found[False], strict=True):
+        for ours, theirs in zip(gradients, results[False], strict=True):
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -508,8 +508,8 @@ def test_attention_at_known_shapes(
     more = ["--peers"] if peers else []
     result = run("bench", "attention", "--json", numbers, "--plot", picture, *more)
     assert result.exit_code == 0, result.output
-    for told in ("tiny 2 x 4 x 8 x 64", "small 2 x 4 x 64 x 64", "a GPU goes on to 32k"):
-        assert told in result.output
+    for text in ("tiny 2 x 4 x 8 x 64", "small 2 x 4 x 64 x 64", "a GPU goes on to 32k"):
+        assert text in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(numbers.read_text())["attention"]
     assert len(rows) == 4 * 2 * 2
@@ -526,5 +526,5 @@ def test_attention_at_known_shapes(
 def test_the_unfused_chain_is_attention() -> None:
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))
     for causal in (False, True):
-        found = attention_shapes.unfused(q, k, v, causal)
-        np.testing.assert_allclose(found, attention(q, k, v, causal=causal), rtol=1e-12)
+        actual = attention_shapes.unfused(q, k, v, causal)
+        np.testing.assert_allclose(actual, attention(q, k, v, causal=causal), rtol=1e-12)

@@ -234,18 +234,18 @@ class TestStopStrings:
     )
     def test_pieces_say_what_the_whole_says(self, text: str, stops: tuple[str, ...]) -> None:
         ends = [text[:n] for n in range(len(text) + 1) if text[:n].endswith(stops)] if stops else []
-        wanted = text
+        expected = text
         if ends:
-            wanted = ends[0].removesuffix(max((s for s in stops if ends[0].endswith(s)), key=len))
+            expected = ends[0].removesuffix(max((s for s in stops if ends[0].endswith(s)), key=len))
         for seed in range(20):
             draw, rest, stream, shown = random.Random(seed), text, StopStrings(stops), ""
             while rest and not stream.found:
                 size = draw.randint(1, 4)
                 shown += stream.push(rest[:size])
                 rest = rest[size:]
-                assert wanted.startswith(shown)
+                assert expected.startswith(shown)
             assert stream.found == bool(ends)
-            assert shown + stream.flush() == wanted
+            assert shown + stream.flush() == expected
 
     def test_nothing_waits_that_begins_no_string(self) -> None:
         stream = StopStrings(["</s>", "\n\n"])
@@ -377,9 +377,9 @@ class TestFinetune:
         for folder in ("first", "more"):
             for line in (tmp_path / folder / "log.jsonl").read_text().splitlines():
                 if "peak_bytes" in line:
-                    found = json.loads(line)
-                    assert found["planned_bytes"] == pytest.approx(
-                        found["peak_bytes"],
+                    actual = json.loads(line)
+                    assert actual["planned_bytes"] == pytest.approx(
+                        actual["peak_bytes"],
                         rel=0.02,  # what plans promise
                     )
         assert_one_clear_error(run(*more[:-1], tmp_path / "other", "--lora", 4), "leave --lora out")
@@ -413,8 +413,8 @@ class TestFinetune:
         assert (np.dtype(np.uint8) in kinds) == ("--state-bits" in changed)
         again = run(*command, tmp_path / "half")
         assert "resuming from" in again.output
-        found = [(tmp_path / name / "model" / written).read_bytes() for name in ("whole", "half")]
-        assert found[0] == found[1]
+        actual = [(tmp_path / name / "model" / written).read_bytes() for name in ("whole", "half")]
+        assert actual[0] == actual[1]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -544,12 +544,12 @@ class TestGenerate:
         self, finished: tuple[Path, str], prompt: tuple[str, ...]
     ) -> None:
         options = ("--max-new-tokens", 9, "--temperature", 0)
-        wanted = run("generate", finished[0], "Der Hund heißt Ölaf\nund", *options)
+        expected = run("generate", finished[0], "Der Hund heißt Ölaf\nund", *options)
         for end in ("", "\n", "\r\n"):
-            given = "Der Hund heißt Ölaf\nund" + end
-            found = run("generate", finished[0], *prompt, *options, given=given)
-            assert found.stdout == wanted.stdout
-        assert run("generate", finished[0], "", *options).stdout != wanted.stdout
+            typed = "Der Hund heißt Ölaf\nund" + end
+            actual = run("generate", finished[0], *prompt, *options, given=typed)
+            assert actual.stdout == expected.stdout
+        assert run("generate", finished[0], "", *options).stdout != expected.stdout
         assert run("generate", finished[0], *prompt, *options).exit_code == 0  # of nothing
 
     def test_bytes_that_are_no_text(self, finished: tuple[Path, str]) -> None:
@@ -588,10 +588,10 @@ class TestGenerate:
         whole = write("The dog", *options).stdout[:-1]
         rest = whole.removeprefix("The dog")
         for stop in (rest[:1], rest[7:12], rest[-1:], rest[5:]):
-            found = run(
+            actual = run(
                 "generate", finished[0], "The dog", *options, "--stop", "\0", "--stop", stop
             )
-            assert found.stdout == "The dog" + rest[: rest.find(stop)] + "\n"
+            assert actual.stdout == "The dog" + rest[: rest.find(stop)] + "\n"
         assert write("The dog", *options, "--stop", "\0").stdout[:-1] == whole
 
     def test_options_reach_the_model(self, finished: tuple[Path, str]) -> None:
@@ -630,19 +630,19 @@ class TestGenerate:
         """Every answer is one to all that was said, and both ways out are quiet."""
         pty = pytest.importorskip("pty", reason="needs a terminal, which Windows gives otherwise")
         options = ("--temperature", 0, "--max-new-tokens", 12)
-        said, wanted = [{"role": "system", "content": "Be brief."}], []
+        said, expected = [{"role": "system", "content": "Be brief."}], []
         for question in ("Wer bellt schön?", "Who else?"):
             said.append({"role": "user", "content": question})
             text = Chat(finished[0] / "model").text(said, answer=True)
             answer = run("generate", finished[0], text, *options).stdout.removeprefix(text)
-            wanted.append(answer)
+            expected.append(answer)
             said.append({"role": "assistant", "content": answer[:-1]})
         keyboard, terminal = pty.openpty()
         command = ("generate", finished[0], "--chat", "--system", "Be brief.", *options)
         process = start(*command, stdin=terminal)
         for line, answer in zip(
             (b"Wer bellt sch\xff?\n\nWer bellt sch\xc3\xb6n?\n", b"Who else?\n"),
-            wanted,
+            expected,
             strict=True,
         ):
             os.write(keyboard, line)
@@ -725,10 +725,10 @@ class TestPlan:
         result = run("plan", tmp_path, *options)
         assert result.exit_code == 0, result.output
         assert f"the adapter in {tmp_path}" in " ".join(result.output.split())
-        wanted = plan_memory(
+        expected = plan_memory(
             model.config, batch=1, tokens=16, dtype="float32", adapter=model.adapter, device="cpu"
         )
-        assert f"total │ │ {format_bytes(wanted.total)}" in " ".join(result.output.split())
+        assert f"total │ │ {format_bytes(expected.total)}" in " ".join(result.output.split())
         assert_one_clear_error(run("plan", tmp_path, "--lora", 4), "leave --lora out")
 
     @pytest.mark.slow
@@ -767,13 +767,13 @@ class TestPlan:
         wider |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
         wider |= {"max_position_embeddings": 512}
         (tmp_path / "config.json").write_text(json.dumps(config | wider))
-        found = []
+        actual = []
         for more in ([], ["--lora", 8, "--checkpoint-every", 1, "--state-bits", 8]):
             result = run("plan", tmp_path, "--tokens", 512, *more)
             assert result.exit_code == 0, result.output
             line = next(line for line in result.output.splitlines() if "16 GB" in line)
-            found.append(int(line.split("│")[3].replace("-", "0")))
-        assert found[0] < found[1]
+            actual.append(int(line.split("│")[3].replace("-", "0")))
+        assert actual[0] < actual[1]
 
     def test_the_largest_fits_and_no_larger_one_does(self) -> None:
         asked = []
@@ -784,8 +784,8 @@ class TestPlan:
 
         largest = plan_tables.Largest(total, step=2, most=900)
         for limit in (1099, 1100, 1199, 1200, 3000, 8000, 50_000, 10**6):
-            found = largest(limit)
-            assert found == 2 * max((n for n in range(451) if total(2 * n) <= limit), default=0)
+            actual = largest(limit)
+            assert actual == 2 * max((n for n in range(451) if total(2 * n) <= limit), default=0)
         assert largest(1000) == 0
 
 

@@ -44,8 +44,8 @@ def test_a_kernel_is_shown_as_it_is_launched() -> None:
         attention(*map(machine.place, (q, k, k)), causal=True)
         launched = [(x.kernel, tuple(x.grid), tuple(x.block), x.shared) for x in machine.launches]
         capability = machine.capability
-    found = explain(attention, q, k, k, causal=True, device=f"sm_{capability}")
-    (step,) = found.steps
+    actual = explain(attention, q, k, k, causal=True, device=f"sm_{capability}")
+    (step,) = actual.steps
     assert step.kernel
     assert [(x.kernel, x.grid, x.block, x.shared) for x in step.launches] == launched
     assert step.launches[0].constants["DIM"] == "64"
@@ -96,13 +96,13 @@ def test_operations_count_the_pairs_that_are_seen(options: Any) -> None:
 def test_a_step_is_grouped_by_op() -> None:
     model = models.create(CONFIG, seed=0)
     tokens = np.zeros((2, 64), np.int64)
-    found = explain(model.loss_and_gradients, tokens, tokens, device="h200")
-    assert len(found.ops["attention_backward"]) == 2
-    assert found.floor == pytest.approx(sum(step.floor or 0 for step in found.steps))
-    text = str(found)
+    actual = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    assert len(actual.ops["attention_backward"]) == 2
+    assert actual.floor == pytest.approx(sum(step.floor or 0 for step in actual.steps))
+    text = str(actual)
     assert text.count("attention_backward") == 1
     assert "sum of floors" in text
-    products = sum(step.operations for step in found.ops["linear"])
+    products = sum(step.operations for step in actual.ops["linear"])
     assert products == 2 * 2 * 64 * sum(
         array.size for name, array in model.parameters.items() if "proj" in name
     )
@@ -246,10 +246,10 @@ def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
     options = compiler_options(launch.source)
     asked = Launch(launch.kernel, launch.source, options, launch.grid, launch.block, 0)
     used = budget.resources(asked, "90")
-    found, share = launch.resources, launch.occupancy
-    assert found is not None
-    assert found[:2] == pytest.approx(used[:2], abs=budget.REGISTER_UNIT)
-    assert f"{found.registers} registers per thread" in str(step)
+    resources, share = launch.resources, launch.occupancy
+    assert resources is not None
+    assert resources[:2] == pytest.approx(used[:2], abs=budget.REGISTER_UNIT)
+    assert f"{resources.registers} registers per thread" in str(step)
     assert f"occupancy {share} %" in str(step)
 
 
@@ -285,9 +285,9 @@ def test_a_step_of_adapters_and_of_fewer_bits() -> None:
         }
         for more in (("--lora", 4), ("--lora", 4, "--quantize", "nf4"))
     )
-    for found in (dense, packed):
-        assert {"AdamW.step", "lora_up_backward", "lora_down"} <= found.keys()
-        assert "linear_backward" not in found
+    for calls in (dense, packed):
+        assert {"AdamW.step", "lora_up_backward", "lora_down"} <= calls.keys()
+        assert "linear_backward" not in calls
     size = lambda row: float(row[4]) * {"KiB": 1, "MiB": 1024}[row[5]]  # noqa: E731
     assert size(packed["lora_up_backward"]) < size(dense["lora_up_backward"])
     assert int(packed["lora_up_backward"][3]) > int(dense["lora_up_backward"][3])

@@ -95,7 +95,7 @@ def test_a_timeline_has_room_for_its_title(tmp_path: Path, drawn: list[Figure]) 
 
 def read(title: str) -> str:
     """Return a title with its characters in place of their escapes."""
-    return re.sub(r"\\(?:u\w{4}|U\w{8})", lambda found: chr(int(found[0][2:], 16)), title)
+    return re.sub(r"\\(?:u\w{4}|U\w{8})", lambda match: chr(int(match[0][2:], 16)), title)
 
 
 NAMES = {

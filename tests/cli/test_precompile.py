@@ -84,9 +84,9 @@ def test_a_binary_is_found_by_all_that_it_is_made_of(other: Any, tmp_path: Path)
     cache.keep(tmp_path, key("source"), b"binary")
     elsewhere = [o if not o.startswith("-I") else "-I/elsewhere" for o in OPTIONS]
     same = cache.key_of("source", elsewhere, (12, 9), "90")
-    found = cache.find(tmp_path, same)
-    assert found is not None
-    assert found.read_bytes() == b"binary"
+    actual = cache.find(tmp_path, same)
+    assert actual is not None
+    assert actual.read_bytes() == b"binary"
     assert cache.find(tmp_path, cache.key_of(*other)) is None
 
 

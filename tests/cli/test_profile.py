@@ -195,10 +195,10 @@ def test_the_optimizer_of_a_gpu_is_seen(timed: Machine) -> None:
     steps = AdamW(weights)
     steps.keep_copies({name: timed.array((64, 64), "bfloat16") for name in "ab"})
     gradients = {name: timed.array((64, 64), "bfloat16") for name in "ab"}
-    found = []
+    norms = []
     with profile() as seen:
-        found.append(measure_gradients(gradients))
-        steps.step(gradients, lr=1e-3, finite=found[0].finite, factor=found[0].factor)
+        norms.append(measure_gradients(gradients))
+        steps.step(gradients, lr=1e-3, finite=norms[0].finite, factor=norms[0].factor)
     measured, step = seen.records
     assert (measured.op, step.op) == ("measure_gradients", "AdamW.step")
     assert measured.seconds == step.seconds == 1e-3
@@ -266,8 +266,8 @@ def test_kernels_are_those_that_were_launched(
         explain(softmax, shape((4, 8), "float32"), device="h200")  # runs nothing
     launched = {(x.kernel, x.source, x.grid, x.block, x.shared) for x in timed.launches}
     forms = seen.forms.known.values()
-    found = [launch for form in forms for launch in form.launches()]
-    assert {(x.kernel, x.source, x.grid, x.block, x.shared) for x in found} == launched
+    actual = [launch for form in forms for launch in form.launches()]
+    assert {(x.kernel, x.source, x.grid, x.block, x.shared) for x in actual} == launched
     lines = seen.kernels().splitlines()
     assert len(lines) == 1 + len(launched)
     (embedding,) = (line.split() for line in lines if line.startswith("embedding "))

@@ -315,13 +315,13 @@ class TestTrainingConfig:
         path.write_text(self.TOML if suffix == ".toml" else json.dumps(self.VALUES))
         result = self.trained(tmp_path, text, "--batch", 4, "--config", path)
         assert result.exit_code == 0, result.output
-        found = json.loads((tmp_path / "run" / "settings.json").read_text())
+        actual = json.loads((tmp_path / "run" / "settings.json").read_text())
         asked = {
             "batch": 4, "tokens": 16, "accumulate": 3, "dtype": "bfloat16", "checkpoint_every": 1,
             "keep": ["attention_forward"], "offload": False, "loss_scale": 65536.0,
             "dynamic_scaling": True,
         }  # fmt: skip
-        assert {key: found[key] for key in asked} == asked
+        assert {key: actual[key] for key in asked} == asked
         assert "is finished" in self.trained(tmp_path, text, "--batch", 4, "--config", path).output
 
     @pytest.mark.parametrize(

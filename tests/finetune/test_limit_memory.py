@@ -47,8 +47,8 @@ def _plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes(**changes: Any) -> Sizes:
-    given = {"config": parse(LLAMA), "batch": 4, "tokens": 128, "device": None, "exists": True}
-    return Sizes(**(given | changes))
+    facts = {"config": parse(LLAMA), "batch": 4, "tokens": 128, "device": None, "exists": True}
+    return Sizes(**(facts | changes))
 
 
 @pytest.mark.slow
@@ -82,13 +82,13 @@ def test_cures_are_named_together_where_none_is_enough() -> None:
 @pytest.mark.parametrize("parts", [None, 1])
 def test_each_cure_is_named_once_and_saves(limit: int, batch: int, parts: int | None) -> None:
     small = parse(LLAMA | {"num_hidden_layers": 1, "vocab_size": 32})
-    given = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
+    facts = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
     with pytest.raises(DeviceMemoryError) as error:
-        checked_plan(given, PLAN._replace(checkpoint_every=parts), limit)
-    told = str(error.value).partition("). ")[2].split("; ")[:-1]
-    named = [cure.partition(" saves ")[0] for cure in told]
+        checked_plan(facts, PLAN._replace(checkpoint_every=parts), limit)
+    cures = str(error.value).partition("). ")[2].split("; ")[:-1]
+    named = [cure.partition(" saves ")[0] for cure in cures]
     assert len(set(named)) == len(named)
-    assert not any(" saves -" in cure or " saves 0 B" in cure for cure in told)
+    assert not any(" saves -" in cure or " saves 0 B" in cure for cure in cures)
 
 
 def test_a_cure_saves_what_it_says() -> None:

@@ -87,14 +87,14 @@ def finished(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestRecords:
     def test_every_form_is_read(self, tmp_path: Path) -> None:
         records = read_records(write(tmp_path / "lines.jsonl", [*LINES, {"text": "More."}]))
-        found = {r.line: r for r in (*records.train, *records.held_out)}
-        assert sorted(found) == [1, 2, 3, 4, 5, 6]
-        assert found[1] == Record(1, LINES[0]["messages"], "", "")
-        asked = [message["content"] for message in found[2].messages]
+        actual = {r.line: r for r in (*records.train, *records.held_out)}
+        assert sorted(actual) == [1, 2, 3, 4, 5, 6]
+        assert actual[1] == Record(1, LINES[0]["messages"], "", "")
+        asked = [message["content"] for message in actual[2].messages]
         assert asked == ["Name a bird.\n\nA black one.", "The raven."]
-        assert [m["content"] for m in found[3].messages] == ["Name a fish.", "The trout."]
-        assert found[4] == Record(4, [], "The cat sees", " the dog.")
-        assert found[5] == Record(5, [], "", "A horse.")
+        assert [m["content"] for m in actual[3].messages] == ["Name a fish.", "The trout."]
+        assert actual[4] == Record(4, [], "The cat sees", " the dog.")
+        assert actual[5] == Record(5, [], "", "A horse.")
 
     def test_a_tenth_is_held_out_and_shares_nothing(self, tmp_path: Path) -> None:
         lines = [{"text": f"Sentence {i}."} for i in range(40)]
@@ -238,10 +238,10 @@ class TestChat:
         )
         chat = Chat(folder_with(tmp_path, template))
         for messages, answer in ((CHAT, False), (CHAT[:3], True), (CHAT[:1], True)):
-            wanted = tokenizer.apply_chat_template(
+            expected = tokenizer.apply_chat_template(
                 messages, chat_template=template, add_generation_prompt=answer, tokenize=False
             )
-            assert chat.text(messages, answer=answer) == wanted
+            assert chat.text(messages, answer=answer) == expected
 
     def test_a_file_beside_comes_first(self, tmp_path: Path) -> None:
         folder_with(tmp_path, CHATML)
@@ -296,9 +296,9 @@ class TestChat:
         command = [sys.executable, "-S", "-c", program]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as process:
-            texts, found = _request(process, [])
+            texts, actual = _request(process, [])
         assert not texts
-        assert why in found
+        assert why in actual
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -402,8 +402,8 @@ class TestLabels:
     @pytest.mark.slow
     def test_in_a_chat_only_the_assistant_counts(self, tmp_path: Path) -> None:
         record = Record(1, CHAT, "", "")
-        found = self.labels(record, [256])
-        assert found.replace("_", "") == "The dog does.<|im_end|>\nYes.<|im_end|>\n$".replace(
+        actual = self.labels(record, [256])
+        assert actual.replace("_", "") == "The dog does.<|im_end|>\nYes.<|im_end|>\n$".replace(
             "_", ""
         )
         own = self.labels(record, [256], Chat(folder_with(tmp_path, LLAMA3)))
@@ -437,10 +437,10 @@ class TestLabels:
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         asked = [("", "cat dog"), ("xyz", "uvw"), ("", "uvw"), ("cat", " dog")]
         known = [Record(n, [], *each) for n, each in enumerate(asked, 1)]
-        found, long, lost = _examples(
+        actual, long, lost = _examples(
             Records(tmp_path, "", "", 0, known, known), tokenizer, [], 8, Chat(None), known
         )
-        assert [example.line for example in found] == [1, 4]
+        assert [example.line for example in actual] == [1, 4]
         assert (long, lost) == (0, 1)
 
     def test_a_token_across_the_border_is_learned(self) -> None:
@@ -538,9 +538,9 @@ class TestPacking:
         for pack in (True, False):
             batches = sequential_batches(self.EXAMPLES, Shape(2, 16, pack, 0))
             labels = np.concatenate([b.labels[b.labels != -100] for b in batches])
-            wanted = np.concatenate([e.labels[e.labels != -100] for e in self.EXAMPLES])
-            np.testing.assert_array_equal(labels, wanted)
-            assert sum(batch.label_count for batch in batches) == len(wanted)
+            expected = np.concatenate([e.labels[e.labels != -100] for e in self.EXAMPLES])
+            np.testing.assert_array_equal(labels, expected)
+            assert sum(batch.label_count for batch in batches) == len(expected)
 
     def test_the_loss_is_the_same_packed_or_not(self) -> None:
         model = load(LLAMA, dtype="float64")
@@ -618,18 +618,18 @@ class TestFinetune:
         """Packed batches hold unequal numbers of labels: the mean is over all of them."""
         from unsloth_cupy.finetune.trainer import Trainer
 
-        found = []
+        actual = []
         step = Trainer._gradients
 
         def kept(self: Trainer) -> Any:
-            found.append((self, result := step(self)))
+            actual.append((self, result := step(self)))
             return result
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Trainer, "_gradients", kept)
             options = (*SMALL, "--steps", 1, "--accumulate", 3, "--out", tmp_path / "run")
             assert run("finetune", "--text", file, *options).exit_code == 0
-        trainer, (loss, count, gradients) = found[0]
+        trainer, (loss, count, gradients) = actual[0]
         model: Any = trainer.model
         batches: list[Any] = [trainer.training_data.batches.at(n) for n in range(3)]
         assert len({batch.label_count for batch in batches}) > 1
@@ -641,9 +641,9 @@ class TestFinetune:
         offsets = np.concatenate(
             [[0], *(b.offsets[1:] + begin for b, begin in zip(batches, begins, strict=False))]
         )
-        whole, wanted = fresh.loss_and_gradients(rows, labels, offsets=offsets)
+        whole, expected = fresh.loss_and_gradients(rows, labels, offsets=offsets)
         assert loss == pytest.approx(float(whole), rel=1e-6)
-        for name, gradient in wanted.items():
+        for name, gradient in expected.items():
             off = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
             assert off < 1e-5, name
 

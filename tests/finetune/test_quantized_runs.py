@@ -48,11 +48,11 @@ def test_adapters_on_quantized_weights(kind: str, base: tuple[Path, Path], tmp_p
     command = ("finetune", folder, "--quantize", kind, *options, "--out", out, "--save-every", 4)
     done = run(*command, "--steps", 8)
     assert done.exit_code == 0, done.output
-    found = lines(out)
-    for line in found:
+    actual = lines(out)
+    for line in actual:
         if "peak_bytes" in line:
             assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
-    losses = [line["held_out_loss"] for line in found if "held_out_loss" in line]
+    losses = [line["held_out_loss"] for line in actual if "held_out_loss" in line]
     assert losses[-1] < losses[0]
     more = run(*command, "--steps", 12)
     assert more.exit_code == 0, more.output
@@ -157,11 +157,11 @@ def test_a_ternary_model_from_nothing(base: tuple[Path, Path], tmp_path: Path) -
     for steps in (20, 24):
         done = run(*command, "--train-weights", "--steps", steps)
         assert done.exit_code == 0, done.output
-    found = lines(out)
-    losses = [line["held_out_loss"] for line in found if "held_out_loss" in line]
+    actual = lines(out)
+    losses = [line["held_out_loss"] for line in actual if "held_out_loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-    assert found[-1]["step"] == 24
-    for line in found:
+    assert actual[-1]["step"] == 24
+    for line in actual:
         if "peak_bytes" in line:
             assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
     made = models.load(out / "model")

@@ -107,8 +107,8 @@ def test_the_last_good_state_is_kept(
     good = folder / "checkpoint-00000003"
     assert_one_clear_error(result, "step 5: ", f"the last good state is {good}")
     assert ("batch 8 (" if "--accumulate" in more else "batch 4 (") in result.stderr or not more
-    found = [path.name for path in RunFolder(folder).checkpoints()]
-    assert found == ["checkpoint-00000003", "checkpoint-00000004"]
+    actual = [path.name for path in RunFolder(folder).checkpoints()]
+    assert actual == ["checkpoint-00000003", "checkpoint-00000004"]
     assert all(np.isfinite(a).all() for a in load_file(good / "model.safetensors").values())
     again = stopped(*command)  # from the newest: it says the same, and keeps the same
     assert_one_clear_error(again, "step 5: ", f"the last good state is {good}")

@@ -78,16 +78,16 @@ def test_tokens_of_pieces_are_those_of_the_whole(kind: str) -> None:
     whole = encode(tokenizer, text)
     for size in (400, 1717, 9000, len(text)):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        found = np.concatenate([*tokenised(tokenizer, pieces, 150)])
-        np.testing.assert_array_equal(found, whole)
+        actual = np.concatenate([*tokenised(tokenizer, pieces, 150)])
+        np.testing.assert_array_equal(actual, whole)
 
 
 def test_what_no_seam_goes_through_is_kept_whole_too() -> None:
     """A word of a million letters has no place to cut: nothing of it is lost."""
     text = "a" * 5000 + " b" * 300
     tokenizer = train_tokenizer("a b", 257)
-    found = np.concatenate([*tokenised(tokenizer, [text[:2000], text[2000:]], 100)])
-    assert tokenizer.decode(found.tolist()) == text
+    actual = np.concatenate([*tokenised(tokenizer, [text[:2000], text[2000:]], 100)])
+    assert tokenizer.decode(actual.tolist()) == text
 
 
 @pytest.mark.parametrize("block", [7, 64, 4096])
@@ -99,16 +99,16 @@ def test_a_text_is_split_as_a_whole_one(
     for number, text in enumerate((some_text(500), "x" * 999 + "é" * 99, "é\n\n" * 40, "ab")):
         path = tmp_path / f"{number}.txt"
         path.write_bytes(text.encode())
-        wanted = int(min(len(text) * texts.HELD_OUT_SHARE, texts.HELD_OUT_CHARACTERS))
-        end = len(text) - wanted
+        expected = int(min(len(text) * texts.HELD_OUT_SHARE, texts.HELD_OUT_CHARACTERS))
+        end = len(text) - expected
         cut = text.rfind("\n\n", 0, end) + 2
         far = cut < 2 or len(text[: cut - 2].encode()) < path.stat().st_size // 2
         cut = end if far else cut
         seen = {paragraph.strip() for paragraph in text[:cut].split("\n\n")}
         held_out = [p for p in text[cut:].split("\n\n") if p.strip() not in seen]
-        found = read_text(path)
-        assert trained(found) == text[:cut]
-        assert found.held_out == "\n\n".join(held_out)
+        actual = read_text(path)
+        assert trained(actual) == text[:cut]
+        assert actual.held_out == "\n\n".join(held_out)
 
 
 def test_a_byte_that_is_no_text_is_named_in_any_block(
@@ -147,8 +147,8 @@ def test_a_text_is_tokenised_once(
         patch.setattr(tokens, "tokenised", None)
         assert run(*command, tmp_path / "second").exit_code == 0
     other = read_text(large)
-    found = tokens_of(other, train_tokenizer(trained(other), 290))
-    assert isinstance(found, np.memmap)
+    actual = tokens_of(other, train_tokenizer(trained(other), 290))
+    assert isinstance(actual, np.memmap)
     assert len([*(tmp_path / "cache").iterdir()]) == 2, "another tokenizer has a file of its own"
     monkeypatch.setattr(tokens, "SMALL", 10**9)
     assert run(*command, tmp_path / "third").exit_code == 0
@@ -211,7 +211,7 @@ def test_a_run_that_waited_for_another_gets_the_same_tokens(
     monkeypatch.setattr(tokens.click, "echo", lambda *_, **__: waits.set())
     with partial.open("wb") as file, ThreadPoolExecutor() as threads:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found = threads.submit(tokens_of, text, tokenizer)
+        actual = threads.submit(tokens_of, text, tokenizer)
         assert waits.wait(30)
         if end == "done":
             file.write(whole)
@@ -220,7 +220,7 @@ def test_a_run_that_waited_for_another_gets_the_same_tokens(
         else:
             partial.unlink()
         fcntl.flock(file, fcntl.LOCK_UN)
-        assert (found.result(30) == made).all()
+        assert (actual.result(30) == made).all()
     assert [*(tmp_path / "cache").iterdir()] == [path]
     assert path.read_bytes() == whole
 

@@ -62,22 +62,22 @@ def test_what_each_run_rewrites_is_not_kept() -> None:
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "asv_benchmarks/results/benchmarks.json" in ignored
     assert not tracked("asv_benchmarks/results/benchmarks.json")
-    told = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert "asv machine --yes\nasv run" in told
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "asv machine --yes\nasv run" in page
 
 
 def test_exact_costs_have_a_history() -> None:
     """Results of everything that asv tracks, of ten commits at least, without machine paths."""
-    found: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
     for path in tracked("asv_benchmarks/results/*/*-*.json"):
         text = path.read_text()
         assert "/tmp" not in text, path.name
         assert "/home" not in text, path.name
         results = json.loads(text)["results"]
-        found.update(name for name, (value, *_) in results.items() if value and value[0])
+        kept.update(name for name, (value, *_) in results.items() if value and value[0])
     counted = [f"costs.Costs.{name}" for name in methods(SUITES["costs.Costs"])]
     assert "costs.Costs.track_instructions" in counted
-    assert {name: found[name] for name in counted if found[name] < 10} == {}
+    assert {name: kept[name] for name in counted if kept[name] < 10} == {}
 
 
 @pytest.mark.parametrize("label", SUITES)

@@ -100,8 +100,8 @@ def test_a_block_has_the_registers_that_its_warpgroups_ask_for(kernel: str) -> N
     """By costs.toml, for every variant; ``test_ptxas_is_content`` compiles some of them."""
     for variant in filter(budget.kept, of_kernel(kernel, "90")):
         registers, *_ = LINES[kernel][variant.label]["90"]
-        wanted = handed_out(variant.launch.source)
-        assert 0 < wanted <= registers * variant.launch.threads <= 65536, variant
+        expected = handed_out(variant.launch.source)
+        assert 0 < expected <= registers * variant.launch.threads <= 65536, variant
 
 
 @pytest.mark.parametrize(("kernel", "arch"), turns())
@@ -114,14 +114,14 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
         assert used.complaints == (), variant
         assert used.registers * launch.threads >= handed_out(launch.source), variant
         assert used.shared + launch.shared <= LIMITS[arch][3], variant
-        found = budget.numbers(variant)
-        assert found[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in costs.toml"
+        actual = budget.numbers(variant)
+        assert actual[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in costs.toml"
         if same_compiler and budget.kept(variant):
             line = LINES[kernel][variant.label][arch]
             cure = f"look at it; then python -m tests.code.budget --write {kernel}"
-            told = f"{variant}: {found}, and the file has {line}: {cure}"
-            assert found[1:3] == line[1:3], told  # shared memory
-            assert abs(found[0] - line[0]) <= budget.REGISTER_UNIT, told
+            message = f"{variant}: {actual}, and the file has {line}: {cure}"
+            assert actual[1:3] == line[1:3], message  # shared memory
+            assert abs(actual[0] - line[0]) <= budget.REGISTER_UNIT, message
 
 
 @pytest.mark.slow
@@ -202,14 +202,14 @@ def test_a_kept_list_is_that_of_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The list is built again if a kernel changes, or if the sources are in another folder."""
-    told = [variant_lists._sources.__wrapped__()]
+    keys = [variant_lists._sources.__wrapped__()]
     (tmp_path / "add.cu").write_text("KERNEL(256) add(float *x) {}")
     monkeypatch.setattr(variant_lists, "source_root", lambda: tmp_path)
-    told.append(variant_lists._sources.__wrapped__())
+    keys.append(variant_lists._sources.__wrapped__())
     (tmp_path / "add.cu").write_text("KERNEL(128) add(float *x) {}")
-    told.append(variant_lists._sources.__wrapped__())
-    assert len(set(told)) == 3
-    assert told == [*told[:2], variant_lists._sources.__wrapped__()]
+    keys.append(variant_lists._sources.__wrapped__())
+    assert len(set(keys)) == 3
+    assert keys == [*keys[:2], variant_lists._sources.__wrapped__()]
 
 
 FIXED = {  # switches that never change, and why
@@ -232,10 +232,12 @@ def test_every_switch_is_on_and_off() -> None:
             file = re.findall(r'^#include "(\w+\.cu)"$', variant.launch.source, re.M)[0]
             for name, value in constants(variant.launch.source).items():
                 seen.setdefault((file, name), set()).add(value)
-    switches = {key: found for key, found in seen.items() if found & {"true", "false"}}
-    stuck = {key for key, found in switches.items() if found != {"true", "false"}}
-    dtypes = {key: found for key, found in seen.items() if key[1] == "T"}
-    stuck |= {key for key, found in dtypes.items() if found != {"__half", "__nv_bfloat16", "float"}}
+    switches = {key: values for key, values in seen.items() if values & {"true", "false"}}
+    stuck = {key for key, values in switches.items() if values != {"true", "false"}}
+    dtypes = {key: values for key, values in seen.items() if key[1] == "T"}
+    stuck |= {
+        key for key, values in dtypes.items() if values != {"__half", "__nv_bfloat16", "float"}
+    }
     assert stuck == FIXED.keys()
 
 
@@ -296,12 +298,12 @@ extern "C" __global__ void content(float *x) { x[0] = 1; }
 
 @pytest.mark.slow
 def test_what_ptxas_complains_of_is_read() -> None:
-    found = budget.read_log(budget.cubin(SPILLS, ("-std=c++17",), "90")[1])
-    assert found["spills"].spilled > 0
-    assert found["local"].local >= 256
-    assert found["content"][2:] == (0, 0, ())
+    actual = budget.read_log(budget.cubin(SPILLS, ("-std=c++17",), "90")[1])
+    assert actual["spills"].spilled > 0
+    assert actual["local"].local >= 256
+    assert actual["content"][2:] == (0, 0, ())
     for name in ("spills", "local"):
-        assert any(f"'{name}'" in line for line in found[name].complaints)
+        assert any(f"'{name}'" in line for line in actual[name].complaints)
 
 
 def test_advice_about_no_kernel_counts_for_all() -> None:
@@ -327,8 +329,8 @@ def test_the_examples_of_the_emulator_compile(file: str, arch: str) -> None:
     names = {made.kernel for made in map(launch, PRIMITIVES) if made.file == file}
     templates = sorted(name for name in names if "<" in name and arch == "90")
     asked = Sample.one_in(4, templates)
-    given = (*compiler_options(), *WITH_WGMMA.get(arch, ()), "--ptxas-options=-v", f"-I{EXAMPLES}")
-    options = core.assemble_cupy_compiler_options(given)
+    flags = (*compiler_options(), *WITH_WGMMA.get(arch, ()), "--ptxas-options=-v", f"-I{EXAMPLES}")
+    options = core.assemble_cupy_compiler_options(flags)
     log = io.StringIO()
     _cubin, mapping = compiler.compile_using_nvrtc(
         source, (*options, "-ftz=true"), arch, "unit.cu", asked, log
@@ -406,15 +408,15 @@ def test_nothing_computes_with_an_accumulator_before_its_wait() -> None:
     nvrtc = cupy.cuda.nvrtc
     program = nvrtc.createProgram(PRODUCT, "k.cu", [], [])
     nvrtc.compileProgram(program, ("-arch=compute_90a", "-std=c++17", f"-I{source_root()}"))
-    found = re.findall(r"wgmma\.\w+|fma", nvrtc.getPTX(program).decode())
-    assert [name for name in found if name != "fma"] == [
+    instructions = re.findall(r"wgmma\.\w+|fma", nvrtc.getPTX(program).decode())
+    assert [name for name in instructions if name != "fma"] == [
         "wgmma.fence",
         "wgmma.mma_async",
         "wgmma.commit_group",
         "wgmma.wait_group",
     ]
-    assert found.count("fma") == 32
-    assert found.index("fma") > found.index("wgmma.wait_group")
+    assert instructions.count("fma") == 32
+    assert instructions.index("fma") > instructions.index("wgmma.wait_group")
 
 
 def test_cupy_finds_the_cuda_headers_itself() -> None:

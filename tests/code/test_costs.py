@@ -42,8 +42,8 @@ def test_there_is_no_other_table_of_ops() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_launches_and_allocations(name: str) -> None:
-    found = {arch: costs.planned(name, arch) for arch in costs.ARCHITECTURES}
-    assert found == {arch: LINES[name][arch] for arch in costs.ARCHITECTURES}, CURE
+    actual = {arch: costs.planned(name, arch) for arch in costs.ARCHITECTURES}
+    assert actual == {arch: LINES[name][arch] for arch in costs.ARCHITECTURES}, CURE
 
 
 @pytest.mark.skipif(HEAD["python"] != costs.PYTHON, reason="another Python has other opcodes")

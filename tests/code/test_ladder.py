@@ -27,12 +27,12 @@ def test_the_page_says_what_a_step_buys(ladder: Ladder) -> None:
     shown = {step: next(x for x in lines if x.startswith(f"| {step} |")) for step in steps}
     at = Sample.day % len(steps)
     for step in steps if Sample.all else steps[at : at + 1]:
-        found, written = (
+        actual, written = (
             dict(zip(("step", *ladder.columns), line.strip("| ").split(" | "), strict=True))
             for line in (row(ladder, step), shown[step])
         )
-        cure = f"{found}: python -m tests.code.ladder --write"
-        apart = int(found.pop("registers")) - int(written.pop("registers"))
+        cure = f"{actual}: python -m tests.code.ladder --write"
+        apart = int(actual.pop("registers")) - int(written.pop("registers"))
         assert abs(apart) <= budget.REGISTER_UNIT, cure
-        del found["occupancy"], written["occupancy"]  # which follows from registers
-        assert found == written, cure
+        del actual["occupancy"], written["occupancy"]  # which follows from registers
+        assert actual == written, cure

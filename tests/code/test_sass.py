@@ -109,17 +109,17 @@ def many(kernel: str, given: dict[str, str]) -> tuple[str, ...]:
 
 def wanted(variant: Variant) -> tuple[str, ...]:
     """Return the instructions that a variant must have."""
-    kernel, given = variant.kernel, constants(variant.launch.source)
-    if "KINDS" in given:
-        return many(kernel, given)
+    kernel, values = variant.kernel, constants(variant.launch.source)
+    if "KINDS" in values:
+        return many(kernel, values)
     shown = OTHERS.get(kernel, (READ, WRITE))
     if kernel == "ternary_linear":
-        shown = READ, INTEGERS if given["X"] == "signed char" else PRODUCT
-    if given.get("T") == "float":
+        shown = READ, INTEGERS if values["X"] == "signed char" else PRODUCT
+    if values.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
     narrow = {"cast": "U", "cross_entropy_backward": "G", "cross_entropy_over_": "G"}.get(kernel)
     if narrow is not None:  # a result of another dtype: as many values
-        shown = READ, store(SIZES[given[narrow]] * int(given["LANES"]))
+        shown = READ, store(SIZES[values[narrow]] * int(values["LANES"]))
     return shown
 
 
@@ -133,12 +133,12 @@ def test_the_hardware_is_told(kernel: str) -> None:
     wide = [v for v in several if whole(v)] or several
     for variant in several if Sample.all else wide[len(wide) // 2 :][:1]:
         text = disassembled(variant)
-        found = instructions(text)
-        local = {name for name in found if name.startswith(("LDL", "STL"))}
+        actual = instructions(text)
+        local = {name for name in actual if name.startswith(("LDL", "STL"))}
         assert not local, variant
         asked = wanted(variant) if whole(variant) else ()
-        missing = [name for name in asked if not any(re.match(name, each) for each in found)]
-        assert not missing, f"{variant} lacks {missing}: {sorted({*found})}"
+        missing = [name for name in asked if not any(re.match(name, each) for each in actual)]
+        assert not missing, f"{variant} lacks {missing}: {sorted({*actual})}"
         assert unwaited(text, ahead=kernel in AHEAD) == [], variant
 
 
@@ -184,9 +184,9 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
     assert warpgroups.estimate(tile) > warpgroups.estimate(warpgroups.PEERS[dim])
     assert more == dim // 2
     if budget.read()[0]["compiler"] == budget.compiler_version():
-        told = f"| `{warpgroups.KERNEL}.cu` | {dim} | "
+        row = f"| `{warpgroups.KERNEL}.cu` | {dim} | "
         lines = budget.PAGE.read_text(encoding="utf-8").splitlines()
-        (written,) = [line for line in lines if line.startswith(told)]
+        (written,) = [line for line in lines if line.startswith(row)]
         own = warpgroups.line("", dim, tile, f"+{more}", "", "").split("|")
         kept = written.split("|")
         cure = "python -m tests.code.warpgroups --write"
@@ -227,7 +227,7 @@ def test_the_page_says_what_the_backward_pass_compiles_to() -> None:
         pytest.skip("another compiler than the page speaks of")
     written = budget.PAGE.read_text(encoding="utf-8").splitlines()
     lines = [*warpgroups.rows_back((128,))]
-    assert [told for told in lines if told not in written] == [], (
+    assert [line for line in lines if line not in written] == [], (
         "python -m tests.code.warpgroups --write"
     )
     assert len(lines) == 4
@@ -261,17 +261,17 @@ def test_no_store_of_a_gradient_over_logits_is_split() -> None:
         if constants(variant.launch.source)["RAGGED"] == "false"  # else 4 bytes where rows meet
     ]
     for variant in several if Sample.all else several[-1:]:
-        found = instructions(disassembled(variant))
-        short = [name for name in found if re.fullmatch(r"STG?\.E(\.EF)?", name)]
+        actual = instructions(disassembled(variant))
+        short = [name for name in actual if re.fullmatch(r"STG?\.E(\.EF)?", name)]
         assert len(short) == 2, variant  # of a loss
 
 
 @pytest.mark.slow
 def test_the_disassembler_is_read() -> None:
     slow = next(v for v in of_kernel("add", "90") if not whole(v))
-    found = instructions(disassembled(slow))
-    assert "EXIT" in found
-    assert not any(re.match(f"{READ}|{WRITE}", name) for name in found)
+    actual = instructions(disassembled(slow))
+    assert "EXIT" in actual
+    assert not any(re.match(f"{READ}|{WRITE}", name) for name in actual)
 
 
 def test_loops_are_found() -> None:
@@ -338,9 +338,9 @@ def test_a_read_that_waits_for_no_copy_is_found(text: str, old: str, new: str) -
 def test_a_wait_of_a_kernel_is_needed() -> None:
     """Without any wait except the last, after which nothing is read, the check fails."""
     text = disassembled(of_kernel("attention_forward", "80")[3])
-    waits = [found.span() for found in re.finditer(r"DEPBAR\.LE SB0, 0x\w+", text)]
-    found = [unwaited(f"{text[:begin]}NOP{text[end:]}") for begin, end in waits]
-    assert [bool(reads) for reads in found] == [True, True, False]
+    waits = [wait.span() for wait in re.finditer(r"DEPBAR\.LE SB0, 0x\w+", text)]
+    unwaited_reads = [unwaited(f"{text[:begin]}NOP{text[end:]}") for begin, end in waits]
+    assert [bool(reads) for reads in unwaited_reads] == [True, True, False]
 
 
 WARPGROUP_KERNELS = [kernel for kernel in declared() if kernel.endswith("_sm90")]
@@ -366,9 +366,9 @@ def test_every_wait_of_warpgroups_is_needed(kernel: str) -> None:
     waits = [[*re.finditer(f"{pattern}[^;]*", text)] for pattern in BEFORE]
     first = waits[0][: len(waits[0]) // 2]  # second tries stand behind the end
     assert min(len(first), len(waits[1])) > 3
-    for found in Sample.one_in(3, (*first, *waits[1])):
-        without = f"{text[: found.start()]}NOP{text[found.end() :]}"
-        assert waited_in_sass(without) != asked or unwaited(without, kernel in AHEAD), found
+    for wait in Sample.one_in(3, (*first, *waits[1])):
+        without = f"{text[: wait.start()]}NOP{text[wait.end() :]}"
+        assert waited_in_sass(without) != asked or unwaited(without, kernel in AHEAD), wait
 
 
 NEXT = """

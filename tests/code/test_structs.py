@@ -57,7 +57,7 @@ def test_g_plus_plus_lays_structs_out_as_numpy_does() -> None:
     words = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
     done = subprocess.run(words, input=layouts(), text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    wrong = re.sub(r"== (\d+)", lambda found: f"== {int(found[1]) + 4}", layouts())
+    wrong = re.sub(r"== (\d+)", lambda match: f"== {int(match[1]) + 4}", layouts())
     done = subprocess.run(words, input=wrong, text=True, capture_output=True, check=False)
     assert done.stderr.count("static assertion failed") == layouts().count("static_assert")
 
@@ -99,5 +99,5 @@ def test_cupy_takes_a_struct_of_any_size_by_value() -> None:
     struct = np.array((1, [2] * 20), np.dtype([("a", "u1"), ("b", "i8", (20,))], align=True))[()]
     ready = CupyTarget().ready(struct)
     assert isinstance(ready, cupy.cuda.function.CNumpyArray)
-    found = np.frombuffer(ctypes.string_at(ready.ptr, struct.nbytes), struct.dtype)
-    assert str(found[0]) == str(struct)
+    actual = np.frombuffer(ctypes.string_at(ready.ptr, struct.nbytes), struct.dtype)
+    assert str(actual[0]) == str(struct)

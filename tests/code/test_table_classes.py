@@ -73,7 +73,7 @@ def bucket(name: str, value: str) -> Any:
 
 def met(op: str, dtype: Any) -> set[Class]:
     """Return the classes of the constants that the cases of an op have."""
-    found: set[Class] = set()
+    classes_met: set[Class] = set()
     for proof in proofs():
         judges = issubclass(proof, KernelParity) and not issubclass(proof, KernelAlone)
         if judges and proof.op == op:
@@ -81,8 +81,8 @@ def met(op: str, dtype: Any) -> set[Class]:
                 for case in proof.cases:
                     call = case.draw(OPS[op], dtype).mapped(np.copy)
                     if all(a is None or a.size for a in call.arrays.values()):
-                        found |= classes(call, tuple(proof.sides))
-    return found
+                        classes_met |= classes(call, tuple(proof.sides))
+    return classes_met
 
 
 # near every power of two, and in between; odd ones, for which an access has a single value
@@ -128,12 +128,12 @@ TABLES: dict[str, list[dict[str, Any]]] = {
 def test_every_class_has_a_case(name: str, dtype: Any) -> None:
     op = OPS[name]
     optional = [o.name for o in op.contract.inputs if o.optional and o.kind not in ("int", "bool")]
-    found = met(name, dtype)
+    actual = met(name, dtype)
     missing: dict[Class, Any] = {}
     for sizes in TABLES[name]:
-        for given in ((), optional) if name.endswith("norm_forward") else ((),):
-            call = Case("", given=given, **sizes).draw(op, dtype).mapped(np.copy)
+        for operands in ((), optional) if name.endswith("norm_forward") else ((),):
+            call = Case("", given=operands, **sizes).draw(op, dtype).mapped(np.copy)
             with using(Noted()):
-                for each in classes(call, ("forward", "backward")) - found:
-                    missing.setdefault(each, (sizes, given))
+                for each in classes(call, ("forward", "backward")) - actual:
+                    missing.setdefault(each, (sizes, operands))
     assert not missing, "no case meets " + "; ".join(f"{c}: {s}" for c, s in missing.items())

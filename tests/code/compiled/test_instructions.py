@@ -250,8 +250,8 @@ def fields(n: int) -> Iterator[Case]:
     yield Case(f"bfi.b{n} %d, %x, %y, %v, 7", insert)
     yield Case(f"bfind.u{n} %e, %x", lambda x, y, z: x.bit_length() - 1 & 0xFFFFFFFF)
     if n == 32:
-        found = lambda x, y, z: 32 - x.bit_length() if x else 0xFFFFFFFF  # noqa: E731
-        yield Case("bfind.shiftamt.u32 %e, %x", found)
+        leading = lambda x, y, z: 32 - x.bit_length() if x else 0xFFFFFFFF  # noqa: E731
+        yield Case("bfind.shiftamt.u32 %e, %x", leading)
 
 
 SUMS = {"add": 2, "sub": 2, "mul": 2, "fma": 3}  # and how many operands they have
@@ -298,9 +298,9 @@ def pick(flush: bool, kind: str) -> Callable[[int], Any]:
 
 
 @functools.cache
-def result(op: str, kind: str, mode: str, flush: bool, *given: int) -> int | None:
+def result(op: str, kind: str, mode: str, flush: bool, *args: int) -> int | None:
     """Return the bits of an exact result, rounded: several forms ask for it."""
-    exact = computed(op, [decoded(b, kind, flush) for b in given], mode)
+    exact = computed(op, [decoded(b, kind, flush) for b in args], mode)
     return encoded(exact, kind, mode, flush)
 
 
@@ -392,8 +392,8 @@ def again(of: str, to: str, mode: str, flush: bool, x: int, *_: int) -> int | No
 
 def cut(of: str, to: str, mode: str, flush: bool, x: int, *_: int) -> int:
     width = int(to[1:])
-    found = clipped(decoded(x, of, flush), width, to[0] == "s", mode)
-    return (signed(found, width) if to[0] == "s" else found) & ((1 << 64) - 1)
+    result = clipped(decoded(x, of, flush), width, to[0] == "s", mode)
+    return (signed(result, width) if to[0] == "s" else result) & ((1 << 64) - 1)
 
 
 def conversions() -> Iterator[Case]:
@@ -549,10 +549,11 @@ def result_of(text: str) -> str:
     return str(re.findall(r"%(\w+)", text.rpartition(";")[2])[0])
 
 
-def units_apart(found: int, wanted: int, kind: str) -> int:
+def units_apart(actual: int, expected: int, kind: str) -> int:
     n = bits_of(kind)
     order = [
-        b & (1 << n - 1) - 1 if not b >> n - 1 else -(b & (1 << n - 1) - 1) for b in (found, wanted)
+        b & (1 << n - 1) - 1 if not b >> n - 1 else -(b & (1 << n - 1) - 1)
+        for b in (actual, expected)
     ]
     return abs(order[0] - order[1])
 
@@ -560,35 +561,41 @@ def units_apart(found: int, wanted: int, kind: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_as_plain_arithmetic(kind: str) -> None:
-    given, several = values(kind), cases(kind)
+    operand_values, several = values(kind), cases(kind)
     path = library(Compiled(written(kind), "all"))
     module = Module("all", path, build.runtime(), True, "")
-    out = np.zeros((len(several), len(given)), np.uint64)
-    grid = -(-len(given) // THREADS)
-    module.launch((0, 0, 1), 1 << 16, (grid,), (THREADS,), (given, out, np.uint32(len(given))))
+    out = np.zeros((len(several), len(operand_values)), np.uint64)
+    grid = -(-len(operand_values) // THREADS)
+    module.launch(
+        (0, 0, 1),
+        1 << 16,
+        (grid,),
+        (THREADS,),
+        (operand_values, out, np.uint32(len(operand_values))),
+    )
     wrong = []
     for case, row in zip(several, out, strict=True):
-        for operands, found in zip(given.tolist(), row.tolist(), strict=True):
-            wanted = case.plain(*operands)
-            if same(case, kind, found, wanted):
+        for operands, actual in zip(operand_values.tolist(), row.tolist(), strict=True):
+            expected = case.plain(*operands)
+            if same(case, kind, actual, expected):
                 continue
-            told = "NaN" if wanted is None else hex(wanted)
-            wrong.append(f"{case.text} of {[*map(hex, operands)]}: {found:#x}, not {told}")
+            text = "NaN" if expected is None else hex(expected)
+            wrong.append(f"{case.text} of {[*map(hex, operands)]}: {actual:#x}, not {text}")
             break
     assert not wrong, "\n".join(wrong)
 
 
-def same(case: Case, kind: str, found: int, wanted: int | None) -> bool:
-    if wanted is None:
+def same(case: Case, kind: str, actual: int, expected: int | None) -> bool:
+    if expected is None:
         target = re.findall(r"\.(f16|bf16|f32|f64|f16x2|bf16x2|f32x2)\b", case.text)[-1:]
         into = re.findall(r"cvt[\w.]*?\.(f16|bf16|f32|f64)\.", case.text) or target
-        return into[0].endswith("x2") or decoded(found, into[0]) == NAN
+        return into[0].endswith("x2") or decoded(actual, into[0]) == NAN
     if kind in ("s16", "s32", "s64") or not case.loose:
         width = {"d": bits_of(kind), "e": 32}.get(result_of(case.text), 64)
-        if ".ftz" in case.text and wanted & 0x7FFFFFFF == 0x800000 and found & 0x7FFFFFFF == 0:
+        if ".ftz" in case.text and expected & 0x7FFFFFFF == 0x800000 and actual & 0x7FFFFFFF == 0:
             return True  # PTX does not say whether it flushes before or after it rounds
-        return (found ^ wanted) & ((1 << width) - 1) == 0
-    return units_apart(found, wanted, kind) <= case.loose
+        return (actual ^ expected) & ((1 << width) - 1) == 0
+    return units_apart(actual, expected, kind) <= case.loose
 
 
 def test_every_form_of_the_tables_is_asked_for() -> None:

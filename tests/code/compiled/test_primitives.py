@@ -171,23 +171,23 @@ def test_atomics(n: int) -> None:
         f"ld.global.b{n} %v, [%i+{size}]; ld.global.b{n} %w, [%i+{2 * size}];",
     ]
     for name, kind in forms:
-        given = "%v, %w" if name == "cas" else "%v"
-        lines.append(f"atom.global.{name}.{kind} %o, [%i], {given};")
+        operands = "%v, %w" if name == "cas" else "%v"
+        lines.append(f"atom.global.{name}.{kind} %o, [%i], {operands};")
         lines.append(f"st.global.b{n} [%i+{size}], %o; add.u64 %i, %i, {rows.nbytes};")
     module = Module(
         "k", library(Compiled("\n".join([*lines, "ret; }", ""]), "k")), build.runtime(), True, ""
     )
     module.launch((0, 0, 1), 1 << 16, (len(rows),), (1,), (cells,))
-    for (name, kind), found in zip(forms, cells, strict=True):
+    for (name, kind), actual in zip(forms, cells, strict=True):
         number = signed if kind[0] == "s" else lambda bits, n: bits
-        for (x, v, w), (left, old, _) in zip(rows.tolist(), found.tolist(), strict=True):
+        for (x, v, w), (left, old, _) in zip(rows.tolist(), actual.tolist(), strict=True):
             if kind == "f32":  # in global memory denormals are flushed
                 both = [decoded(bits, kind, flush=True) for bits in (x, v)]
-                wanted = encoded(computed("add", both, "n"), kind, flush=True)
-                assert left == wanted or (wanted is None and decoded(left, kind) == NAN), (x, v)
+                expected = encoded(computed("add", both, "n"), kind, flush=True)
+                assert left == expected or (expected is None and decoded(left, kind) == NAN), (x, v)
             else:
-                wanted = ATOMIC[name][1](number(x, n), number(v, n), w)
-                assert left == wanted & (2**n - 1), (name, kind, x, v, w)
+                expected = ATOMIC[name][1](number(x, n), number(v, n), w)
+                assert left == expected & (2**n - 1), (name, kind, x, v, w)
             assert old == x, (name, kind)
 
 
@@ -229,13 +229,13 @@ def test_an_unknown_instruction_names_itself() -> None:
 @pytest.mark.slow
 def test_traffic_goes_by_lines_of_the_source() -> None:
     x = np.ones((4, 256), np.float32)
-    found = []
+    counts = []
     for target in (on(80)(), Emulator(architecture=80, clusters=False)):
         with counted() as traffic, using(target):
             rms_norm(x, x[0])
-        found.append(traffic)
-    compiled, written = found
-    lines = [[row.where.partition(" in ")[2] for row in rows] for rows in found]
+        counts.append(traffic)
+    compiled, written = counts
+    lines = [[row.where.partition(" in ")[2] for row in rows] for rows in counts]
     assert len({*lines[0]}) == len(lines[0])  # all copies of a line count as one
     assert {*lines[0]} == {*lines[1]}
     for space in ("global", "shared"):  # of 16 bytes each: stores too, which may be split

@@ -49,7 +49,7 @@ def lines(body: Body) -> list[Line]:
             labels[piece.text, piece.blocks[-1]] = len(pieces)
         elif piece.kind == "instruction":
             pieces.append(piece)
-    found = []
+    parsed = []
     for number, piece in enumerate(pieces):
         guard, words, ops = instruction(piece.text)
         known = (labels.get((ops[0], block)) for block in reversed(piece.blocks)) if ops else ()
@@ -57,8 +57,8 @@ def lines(body: Body) -> list[Line]:
         ends = not guard and words[0] in ("bra", *ENDS)
         follow = (*jump, *([] if ends or number + 1 == len(pieces) else [number + 1]))
         place = f"{piece.place[0]}:{piece.place[1]}"
-        found.append(Line(guard.lstrip("!"), words, ops, place, follow))
-    return found
+        parsed.append(Line(guard.lstrip("!"), words, ops, place, follow))
+    return parsed
 
 
 def deciding(several: list[Line]) -> list[int]:
@@ -83,7 +83,7 @@ def deciding(several: list[Line]) -> list[int]:
             if passed != after[number]:
                 after[number] = passed
                 left.append(number)
-    found = [0] * end
+    decisions = [0] * end
     for number, line in enumerate(several):
         exits = line.guard and line.words[0] in ENDS
         if len(line.follow) + bool(exits) > 1:
@@ -93,25 +93,25 @@ def deciding(several: list[Line]) -> list[int]:
             passed &= ~(after[number] & ~(1 << number)) & ((1 << end) - 1)
             while passed:
                 low = passed & -passed
-                found[low.bit_length() - 1] |= 1 << number
+                decisions[low.bit_length() - 1] |= 1 << number
                 passed ^= low
-    return closed(found)
+    return closed(decisions)
 
 
-def closed(found: list[int]) -> list[int]:
+def closed(sets: list[int]) -> list[int]:
     """Add to the branches that decide a line those that decide these branches, and so on."""
     grows = True
     while grows:
         grows = False
-        for number, own in enumerate(found):
+        for number, own in enumerate(sets):
             whole, left = own, own
             while left:
                 low = left & -left
-                whole |= found[low.bit_length() - 1]
+                whole |= sets[low.bit_length() - 1]
                 left ^= low
             grows |= whole != own
-            found[number] = whole
-    return found
+            sets[number] = whole
+    return sets
 
 
 @functools.cache
@@ -147,26 +147,26 @@ def sources(several: list[Line], doubted: set[int]) -> list[set[int]]:
         own = line.ops if not results(line) else line.ops[1:]
         for register in registers(*own, line.guard):
             readers.setdefault(register, set()).add(number)
-    found = [set[int]() for _ in several]
+    makers_of = [set[int]() for _ in several]
     for register, numbers in makers.items():
         asks = readers.get(register, set())
         mixed = not doubted.isdisjoint(numbers) and not doubted.issuperset(numbers)
         for maker in numbers:
             for reader in asks & until(several, maker, numbers) if mixed else asks:
-                found[reader].add(maker)
-    return found
+                makers_of[reader].add(maker)
+    return makers_of
 
 
 def until(several: list[Line], start: int, others: list[int]) -> set[int]:
     """Return the lines that may run after a line, up to those that write the same register."""
     ends = {n for n in others if not several[n].guard}
-    found, left = set[int](), [*several[start].follow]
+    reached, left = set[int](), [*several[start].follow]
     while left:
         number = left.pop()
-        if number not in found:
-            found.add(number)
+        if number not in reached:
+            reached.add(number)
             left += () if number in ends else several[number].follow
-    return found
+    return reached
 
 
 def spread(
@@ -177,12 +177,12 @@ def spread(
     ends: set[int],
 ) -> set[int]:
     """Return the lines that depend on ``starts``: by a register, or by a deciding branch."""
-    found, size = starts - ends, -1
-    while len(found) > size:
-        size = len(found)
-        asks = sum(1 << n for n in found if several[n].guard)
-        found |= {n for n, made in enumerate(made_by) if made & found or decide[n] & asks} - ends
-    return found
+    marked, size = starts - ends, -1
+    while len(marked) > size:
+        size = len(marked)
+        asks = sum(1 << n for n in marked if several[n].guard)
+        marked |= {n for n, made in enumerate(made_by) if made & marked or decide[n] & asks} - ends
+    return marked
 
 
 def undecided(several: list[Line], decide: list[int]) -> list[int]:
@@ -203,13 +203,13 @@ def undecided(several: list[Line], decide: list[int]) -> list[int]:
     @functools.cache
     def on_all_paths(ops: tuple[str, ...], branch: int) -> bool:
         ends = reads.get(ops[0], set()) | writes.get(ops[1], set())
-        found, left = set[int](), [*several[branch].follow]
+        reached, left = set[int](), [*several[branch].follow]
         while left:
             number = left.pop()
             if number in ends:
                 return False
-            if number not in found:
-                found.add(number)
+            if number not in reached:
+                reached.add(number)
                 left += () if number in copies[ops] else several[number].follow
         return True
 

@@ -70,13 +70,13 @@ def test_rows_far_apart_are_read_where_they_lie() -> None:
     wide[:, step] = rng.standard_normal((3, 64))
     x, weight = wide[:, step], np.ones(64, np.float16)
     dy = rng.standard_normal((3, 64)).astype(np.float16)
-    found: list[Any] = []
+    results: list[Any] = []
     for array in (x, x.copy()):
         with emulator():
             y, h, rstd = rms_norm_forward(array, weight)
-            found.append((y, rstd, *rms_norm_backward(dy, None, h, weight, None, None, rstd)[:2]))
-    assert np.shares_memory(h, found[1][0]) is False
-    for far, near in zip(*found, strict=True):
+            results.append((y, rstd, *rms_norm_backward(dy, None, h, weight, None, None, rstd)[:2]))
+    assert np.shares_memory(h, results[1][0]) is False
+    for far, near in zip(*results, strict=True):
         np.testing.assert_array_equal(far, near)
 
 

@@ -117,8 +117,8 @@ def test_norms_move_what_their_formula_says(op: str, rows: int, hidden: int) -> 
     with using(Emulator()):
         with counted() as traffic:
             _, h, *statistics = forward(x, weight, residual=residual, bias=bias)
-        given = {"residual": residual, "bias": bias, "weight": weight}
-        wired = given | {"dy": dy, "dh": dh, "h": h, "rstd": statistics[-1]}
+        inputs = {"residual": residual, "bias": bias, "weight": weight}
+        wired = inputs | {"dy": dy, "dh": dh, "h": h, "rstd": statistics[-1]}
         wired |= {"mean": statistics[0]} if centred else {}
         with counted() as back:
             backward.call([wired[name] for name in backward.names], {})
@@ -180,11 +180,11 @@ def test_rope_moves_what_its_header_says(dtype: Any) -> None:
     tables = [table.astype(dtype) for table in rope_tables(tokens, 128)]
     positions = np.arange(tokens)
     heads, numbers = 2 * (q.nbytes + k.nbytes), positions.nbytes
-    wanted = heads + sum(table.nbytes for table in tables) + numbers
-    assert global_bytes(lambda: rope_qk(q, k, *tables, positions)) == wanted
-    assert global_bytes(lambda: rope_qk_(q, k, *tables, positions)) == wanted
-    wanted = heads + 2 * numbers  # two warps work out the 64 angles of a token
-    assert global_bytes(lambda: apply_rotary_embedding(q, k, positions)) == wanted
+    expected = heads + sum(table.nbytes for table in tables) + numbers
+    assert global_bytes(lambda: rope_qk(q, k, *tables, positions)) == expected
+    assert global_bytes(lambda: rope_qk_(q, k, *tables, positions)) == expected
+    expected = heads + 2 * numbers  # two warps work out the 64 angles of a token
+    assert global_bytes(lambda: apply_rotary_embedding(q, k, positions)) == expected
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])

@@ -27,8 +27,8 @@ def declared(path: Path) -> dict[str, list[str]]:
         r"\b(__device__ __forceinline__|inline) (void \*|void |uint32_t |int )", "FUNCTION ", text
     )
     text = re.sub(r",?\s*EMU_PLACE", "", text)
-    found = re.findall(r"FUNCTION (\w+)\(((?:[^()]|\(&?\w*\))*)\)\s*{", text)
-    return {name: types(given) for name, given in found}
+    functions = re.findall(r"FUNCTION (\w+)\(((?:[^()]|\(&?\w*\))*)\)\s*{", text)
+    return {name: types(parameters) for name, parameters in functions}
 
 
 def types(parameters: str) -> list[str]:

@@ -33,8 +33,8 @@ LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py
 def blocks(page: Path) -> list[str]:
     """Return the Python code of a page, each block at its line number in the page."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
-    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in found]
+    matches = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in matches]
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_every_extra_is_told_and_no_other() -> None:
         name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split("`")[1::2]
     }
     assert named == {*read["options.extras_require"]}
-    asked = {name for found in re.findall(r"\[([\w,]+)\]'", page) for name in found.split(",")}
+    asked = {name for actual in re.findall(r"\[([\w,]+)\]'", page) for name in actual.split(",")}
     assert asked <= named
 
 
@@ -183,7 +183,7 @@ def lost(folder: Path) -> list[str]:
     own = [folder / path for path in made if path.parts[0] not in ("_static", "benchmarks")]
     texts = {path.resolve(): path.read_text(encoding="utf-8") for path in own}
     places = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in texts.items()}
-    found = []
+    dead = []
     for path, text in texts.items():
         for link in {*re.findall(r'\b(?:href|src)="([^"]+)"', text)}:
             file, _, place = unquote(html.unescape(link)).partition("#")
@@ -191,8 +191,8 @@ def lost(folder: Path) -> list[str]:
                 continue
             there = (path.parent / file.partition("?")[0]).resolve() if file else path
             if not there.exists() or (place and there in places and place not in places[there]):
-                found.append(f"{path.relative_to(folder.resolve())}: {link}")
-    return found
+                dead.append(f"{path.relative_to(folder.resolve())}: {link}")
+    return dead
 
 
 @pytest.mark.slow
@@ -220,14 +220,14 @@ def test_pages_build(collect: Any, tmp_path: Path) -> None:
     assert sorted(line for line in lines if line not in text) == [], "an example is not shown"
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
     assert kernels > {path.stem for path in tracked("kernels_cu/*.cu")}
-    told = (tmp_path / "html" / "history" / "index.html").read_text()
+    page = (tmp_path / "html" / "history" / "index.html").read_text()
     if (reason := loaded("history").missing()) is not None:
-        assert reason.replace("`", "") in re.sub("<.*?>", "", told)
+        assert reason.replace("`", "") in re.sub("<.*?>", "", page)
         return
     site = json.loads((tmp_path / "html" / "benchmarks" / "index.json").read_text())
     assert "costs.Costs.track_instructions" in site["benchmarks"]
     assert len(site["revision_to_hash"]) > 10
-    assert 'href="../benchmarks/index.html"' in told
+    assert 'href="../benchmarks/index.html"' in page
 
 
 def test_a_site_of_all_commits_or_a_word_why_not(
@@ -262,8 +262,8 @@ def test_pictures_are_drawn(pictures: Any, tmp_path: Path) -> None:
         pictures.shorten(tmp_path / f"{name}.svg")
         assert (tmp_path / f"{name}.svg").stat().st_size > 4096
     for path in tracked("docs/pictures/*.json"):
-        told = json.loads(path.read_text())
-        assert all(told[fact] for fact in ("machine", "date", "versions", "method")), path
+        facts = json.loads(path.read_text())
+        assert all(facts[fact] for fact in ("machine", "date", "versions", "method")), path
     assert sum(path.stat().st_size for path in tracked("docs/pictures/*")) < 700 << 10
 
 

@@ -42,9 +42,9 @@ def imports(module: Module) -> list[Module]:
             base += tuple((node.module or "").split(".")) * bool(node.module)
             for name in (alias.name for alias in node.names):
                 known = ((*base, name), (*base, name, "__init__"), base, (*base, "__init__"))
-                found = next((each for each in known if each in MODULES), None)
-                assert found, f"{'/'.join(module)} imports {'.'.join(base)}: git does not track it"
-                imported.append(found)
+                target = next((each for each in known if each in MODULES), None)
+                assert target, f"{'/'.join(module)} imports {'.'.join(base)}: git does not track it"
+                imported.append(target)
     return imported
 
 

@@ -63,8 +63,8 @@ def test_wheel_holds_modules_and_kernels(built: Path) -> None:
 def test_sdist_holds_what_building_and_testing_need(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"README.md", "LICENSE", "setup.cfg", "pyproject.toml", "tests/harness/parity.py"}
-    assert KERNELS | MODULES | wanted <= names
+    expected = {"README.md", "LICENSE", "setup.cfg", "pyproject.toml", "tests/harness/parity.py"}
+    assert KERNELS | MODULES | expected <= names
 
 
 def test_cupy_comes_with_a_numpy_that_its_bfloat16_takes() -> None:

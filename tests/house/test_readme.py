@@ -40,8 +40,8 @@ def test_commands_are_what_the_ci_runs() -> None:
     assert all("\n" not in command for command in commands), "one line each, to copy"
     assert commands[0].endswith("unsloth-cupy finetune")
     install, tests = re.fullmatch(r"(.* && .*) && (.*)", commands[1]).groups()
-    _, found, rest = (ROOT / ".ci" / "run").read_text().partition(f"\n{install}\n")
-    assert found
+    _, actual, rest = (ROOT / ".ci" / "run").read_text().partition(f"\n{install}\n")
+    assert actual
     assert f"\n{tests}\n" in rest  # after it has installed more, for which tests skip otherwise
 
 
@@ -70,8 +70,8 @@ def test_table_is_true(name: str, gradient: str, kernel: str) -> None:
         assert (op.backward is not None) == (gradient == "yes")
         free = op.backward is None or name == "add"  # whose backward op hands on what it gets
         ways = [op] if free else [op, op.backward]
-        found = [way.launch is not None for way in ways]
-        assert kernel == ("yes" if all(found) else "forward" if found[0] else "no")
+        actual = [way.launch is not None for way in ways]
+        assert kernel == ("yes" if all(actual) else "forward" if actual[0] else "no")
 
 
 def test_example_runs() -> None:

@@ -152,14 +152,14 @@ def test_what_takes_turns_is_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_test_reads_the_calendar() -> None:
-    found = [
+    actual = [
         f"{path.relative_to(TESTS)}:{number}"
         for path in tracked("tests/**/*.py")
         if str(path.relative_to(TESTS)) not in DATED
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if CLOCK.search(line)
     ]
-    assert not found, "draw from Sample.day, or write down why a verdict may change with the date"
+    assert not actual, "draw from Sample.day, or write down why a verdict may change with the date"
 
 
 def test_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_a_run_begins_or_says_what_it_needs(given: dict[str, str], said: str) ->
         [sys.executable, *words, "tests/core/test_jit.py"], env=kept | given,
         cwd=ROOT, capture_output=True, encoding="utf-8", check=False,
     )  # fmt: skip
-    found = done.stdout + done.stderr
-    assert re.search(said, found), found
+    actual = done.stdout + done.stderr
+    assert re.search(said, actual), actual
 
 
 @pytest.mark.parametrize("marked", [False, True])

@@ -14,9 +14,9 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import unsloth_cupy
-from tests import budget
-from tests.hardware import fixtures
-from tests.variants import ARCHITECTURES
+from tests.code import budget
+from tests.code.hardware import fixtures
+from tests.code.variants import ARCHITECTURES
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.source import source_root
 
@@ -142,7 +142,7 @@ def directives(module: str, names: list[str], members: bool = True) -> list[str]
 def kernel_pages() -> dict[str, str]:
     """Return a page for every file of ``kernels_cu``, one of instructions, and their index.
 
-    A page has the file's header comment and, from ``tests/costs.toml``, the resources of every
+    A page has the file's header comment and, from ``tests/code/costs.toml``, the resources of every
     variant of its kernels.
     """
     _, lines = budget.read()
@@ -182,7 +182,7 @@ INSTRUCTIONS = """\
 # Instructions
 
 Each instruction that kernels may use is tested alone, on the CPU, against plain arithmetic.
-`python -m tests.hardware` compares the bits with those of a GPU and records the date.
+`python -m tests.code.hardware` compares the bits with those of a GPU and records the date.
 """
 
 

@@ -2,8 +2,8 @@
 
     python docs/floors.py
 
-A room is drawn on the floor that tests/test_floors.py gives it.  An import is left out if other
-imports lead from the one room to the other.
+A room is drawn on the floor that tests/house/test_floors.py gives it.  An import is left out if
+other imports lead from the one room to the other.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.test_floors import FLOORS, MODULES, PACKAGE, imports  # noqa: E402
+from tests.house.test_floors import FLOORS, MODULES, PACKAGE, imports  # noqa: E402
 
 WIDE, HIGH, GAP, STEP = 270, 54, 22, 88  # a box's size; between boxes; from floor to floor
 LEFT_OUT = ("_version", "__main__")

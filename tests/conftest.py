@@ -1,7 +1,7 @@
 """Fixtures and hooks of pytest for all tests.
 
-A run of the whole suite takes a sample of the emulated kernels' cases and of the slow tests, and
-another one after the next commit; a run of some files, or one with ``--sample all``, takes all.
+A run takes a sample of the emulated kernels' cases and of the slow tests, and another one after the
+next commit; with ``--sample all`` it takes all.
 """
 
 import gc
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .sample import Sample, commits
+from .harness.sampling import SLOW, Emulated, Sample, commits, in_sample
 
 # Before NumPy is imported.  xdist runs a process for each core, so one BLAS thread each is enough.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,14 +24,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 FOLDER = Path(__file__).parent / "golden"
-WHOLE = 3000  # tests: a run of more than these is one of the whole suite
 TOPICS = 16  # of the 79 in Python's documentation
-TURNS = 24  # days in which the samples contain every test of emulated kernels
-SLOW = 7  # days in which they contain every test with the marker ``slow``
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that choose the sample: see sample.py."""
+    """Add the options that choose the sample: see sampling.py."""
     parser.addoption("--sample", choices=("some", "all"), default="some")
     parser.addoption("--day", type=int, help="number of the sample; default: number of commits")
 
@@ -78,15 +75,18 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_report_header() -> str:
     """Return the line that names the sample."""
-    return "sample: all" if Sample.all else f"sample: --day {Sample.day}"
+    if Sample.all:
+        return "sample: all"
+    parts = f"one slow test in {SLOW} and some emulated cases"
+    return f"sample: --day {Sample.day}, with {parts}; --sample all takes all"
 
 
 @pytest.fixture(autouse=True)
-def _undone() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Undo every test's changes, so that no test depends on those that ran before it."""
-    from .undo import undoing  # it imports NumPy
+    from .harness.isolation import isolated  # it imports NumPy
 
-    with undoing():
+    with isolated():
         yield
 
 
@@ -96,54 +96,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", metafunc.cls.cases, ids=lambda case: case.label)
 
 
-def emulates_a_case(item: pytest.Item) -> bool:
-    """Return whether a test is ``test_emulated_kernels`` of a Parity class: cases x dtypes."""
-    named = getattr(item, "originalname", "") == "test_emulated_kernels"
-    return named and getattr(item, "cls", None) is not None
+def emulated(item: pytest.Item) -> Emulated | None:
+    """Return the case that a test emulates: ``test_emulated_kernels`` of a Parity class."""
+    if getattr(item, "originalname", "") != "test_emulated_kernels" or item.cls is None:
+        return None
+    return Emulated(item.cls, item.callspec.params["case"], item.callspec.params["dtype"])
 
 
-def features_of(item: pytest.Item) -> set[object]:
-    """Return a test's class and, unless an axis is empty, its dtype, operands and options."""
-    from unsloth_cupy.core.op import OPS  # it imports NumPy
-
-    case, dtype = item.callspec.params["case"], item.callspec.params["dtype"]
-    known = OPS[item.cls.op].options
-    options = {repr((name, value)) for name, value in case.both.items() if name in known}
-    sizes = [size for name, size in case.both.items() if name not in known]
-    if any(0 in (size if isinstance(size, list | tuple) else [size]) for size in sizes):
-        return {item.cls, "empty"}  # it launches nothing
-    return {item.cls, str(dtype), case.gaps, *case.given, *case.arrays, *options}
-
-
-def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """Return few of the emulated tests which together have every feature that any of them has.
-
-    One in ``TURNS`` is among them in any case, another one on the next day, so that each has its
-    turn; the others depend on the day too, and none on the order of the tests.
-    """
-    ops: dict[str, list[pytest.Item]] = {}
-    for item in sorted(filter(emulates_a_case, items), key=lambda item: item.nodeid):
-        ops.setdefault(item.cls.op, []).append(item)
-    chosen = []
-    for tests in ops.values():
-        first, end = (at * len(tests) // TURNS for at in (day, day + 1))
-        start = first % len(tests)
-        order = [(item, features_of(item)) for item in tests[start:] + tests[:start]]
-        missing = set().union(*(features for _, features in order))
-        turn = order[: end - first]
-        while turn or missing:
-            best = turn.pop() if turn else max(order, key=lambda pair: len(pair[1] & missing))
-            missing -= best[1]
-            chosen.append(best[0])
-    return chosen
-
-
-def left_out(items: list[pytest.Item], day: int) -> set[pytest.Item]:
-    """Return the tests that are not in the sample of a day: emulated kernels, and slow ones."""
-    marked = filter(lambda item: item.get_closest_marker("slow"), items)
-    slow = sorted(marked, key=lambda item: item.nodeid)
-    taken = {*sampled(items, day), *slow[day % SLOW :: SLOW]}
-    return {*filter(emulates_a_case, items), *slow} - taken
+def left_out(item: pytest.Item) -> bool:
+    """Return whether the sample does not have a test."""
+    slow = item.get_closest_marker("slow") is not None
+    return not in_sample(item.nodeid, emulated(item), slow, Sample.day)
 
 
 def skip_what_needs_a_gpu(items: list[pytest.Item]) -> None:
@@ -159,10 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"test ids with an address differ between processes: {unstable}")
-    if len(items) > WHOLE and not Sample.all:
-        left = left_out(items, Sample.day)
-        config.hook.pytest_deselected(items=[*left])
-        items[:] = [item for item in items if item not in left]
+    if not Sample.all and (left := [*filter(left_out, items)]):
+        config.hook.pytest_deselected(items=left)
+        kept = {*items}.difference(left)
+        items[:] = [item for item in items if item in kept]
 
     has_gpu = False
     if importlib.util.find_spec("cupy"):

@@ -1,12 +1,12 @@
 """Exact costs of calls, summed over the ops with a kernel: counted, not timed.
 
-``tests/costs.toml`` has the numbers of each op.
+``tests/code/costs.toml`` has the numbers of each op.
 """
 
 from collections.abc import Callable
 
-from tests import budget, costs, sass
-from tests.cuda_on_cpu import missing
+from tests.code import budget, costs, sass
+from tests.machines.cuda_on_cpu import missing
 
 NAMES = costs.with_kernels()
 NAN = float("nan")  # asv shows no value for it

@@ -22,8 +22,8 @@ def main() -> None:
     from bitsandbytes.optim import AdamW8bit
 
     def quantize(values: Any, code: Any, scale: Any, codes: Any, block: int) -> None:
-        found, largest = torch.ops.bitsandbytes.quantize_blockwise(values.double(), code, block)
-        codes.copy_(found)
+        quantized, largest = torch.ops.bitsandbytes.quantize_blockwise(values.double(), code, block)
+        codes.copy_(quantized)
         scale.copy_(largest)
 
     ops._quant_blockwise_fp32_direct = quantize

@@ -48,10 +48,10 @@ def main() -> None:
     from onnx.reference.ops.op_attention import _compute_attention
 
     np.random.seed(0)  # noqa: NPY002  what the node tests draw from
-    found = {case.name: case for case in collect_testcases("Attention")}
+    cases = {case.name: case for case in collect_testcases("Attention")}
     arrays, entries = {}, []
     for name in NAMES:
-        case = found[f"test_attention_{name}"]
+        case = cases[f"test_attention_{name}"]
         (node,), (given, _) = case.model.graph.node, case.data_sets[0]
         inputs = dict(zip(filter(None, node.input), given, strict=True))
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}

@@ -43,6 +43,6 @@ def quantized_model(folder: Any, kind: str, family: str = "llama", **options: An
                 weight.data.half().float()
             )  # as bitsandbytes reads what it rounds to 8 bits
         model.save_pretrained(folder)
-    told = BitsAndBytesConfig(**config)
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=told, dtype=dtype)
+    settings = BitsAndBytesConfig(**config)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=dtype)
     return model.train()

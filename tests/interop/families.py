@@ -115,16 +115,16 @@ def double(model: Any, scene: str) -> Step:
     return step(copy.deepcopy(model).double(), scene)
 
 
-def check(found: Step, plain: Step, model: Any, scene: str) -> None:
+def check(actual: Step, plain: Step, model: Any, scene: str) -> None:
     """Raise if a patched step differs from the plain step of the model, which is unpatched again.
 
     If a gradient is the small remainder of a sum, its error against float64 may be a few times as
     large as that of the plain step.
     """
-    assert found.keys() == plain.keys()
+    assert actual.keys() == plain.keys()
     exact: Step = {}
     for name, expected in plain.items():
-        error = (found[name] - expected).abs().max()
+        error = (actual[name] - expected).abs().max()
         size = expected.abs().max()
         if name == "loss":
             assert error <= 1e-6 * max(1.0, float(size)), (scene, float(error))

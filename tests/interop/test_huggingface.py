@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra `peers` (transformer
 from unsloth_cupy import profile  # noqa: E402
 from unsloth_cupy.interop.huggingface import PARTS, _qk_norm, patch, unpatch  # noqa: E402
 
-from ..sample import Sample  # noqa: E402
+from ..harness.sampling import Sample  # noqa: E402
 from .families import NINE, OTHERS, check, model_of, step, texts  # noqa: E402
 
 SCENES = ("left", "right", "whole", "packed")
@@ -53,8 +53,8 @@ def test_16_bits_are_no_further_from_32_than_before(family):
         assert distance(step(model), exact) <= 1.25 * distance(before, exact)
 
 
-def distance(found, exact):
-    return sum(float(((found[n].float() - grad) ** 2).sum()) for n, grad in exact.items()) ** 0.5
+def distance(actual, exact):
+    return sum(float(((actual[n].float() - grad) ** 2).sum()) for n, grad in exact.items()) ** 0.5
 
 
 @pytest.mark.slow
@@ -111,12 +111,12 @@ def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family):
     for module in model.modules():  # who waits for a norm sees it
         if _qk_norm.norms_of(module):
             norm = module.get_submodule(_qk_norm.norms_of(module)[1])
-            norm.register_forward_hook(lambda norm, args, found: found * 1)
+            norm.register_forward_hook(lambda norm, args, output: output * 1)
     with profile() as seen:
-        found = step(model)
+        actual = step(model)
     assert turns_alone(seen) == turns
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
 def turns_alone(seen):
@@ -188,9 +188,9 @@ def test_evaluation_gives_logits_and_training_gives_none():
     model = model_of("gemma2")
     plain = model.eval()(**texts("whole"))
     patch(model)
-    found = model(**texts("whole"))
-    torch.testing.assert_close(found.logits, plain.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.loss, plain.loss)
+    actual = model(**texts("whole"))
+    torch.testing.assert_close(actual.logits, plain.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.loss, plain.loss)
     assert model.train()(**texts("whole")).logits is None
     assert model(input_ids=texts("whole")["input_ids"]).logits is not None
 
@@ -250,8 +250,8 @@ def test_masks_are_the_same_by_the_positions_of_older_versions(
 ):
     from unsloth_cupy.interop.huggingface import _attention
 
-    def asked(*given, **options):
-        return given, {name: str(value) for name, value in options.items()}
+    def asked(*args, **options):
+        return args, {name: str(value) for name, value in options.items()}
 
     monkeypatch.setattr(_attention, "sdpa_mask", asked)
     seen = torch.ones(2, 5, dtype=torch.bool)

@@ -30,16 +30,16 @@ def logits(model):
     tokens = texts("whole")["input_ids"]
     mode = model.training
     with torch.no_grad():
-        found = model.eval()(input_ids=tokens, use_cache=False).logits
+        result = model.eval()(input_ids=tokens, use_cache=False).logits
     model.train(mode)
-    return found
+    return result
 
 
-def near(found, expected, most):
-    assert found.keys() == expected.keys()
+def near(actual, expected, most):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype is value.dtype
-        error = float((found[name] - value).abs().max() / value.abs().max())
+        assert actual[name].dtype is value.dtype
+        error = float((actual[name] - value).abs().max() / value.abs().max())
         assert error <= most, (name, error)
 
 
@@ -90,9 +90,9 @@ def test_in_sixteen_bits(folder, kind):
     exact = logits(quantized_model(folder, kind, dtype=torch.float32))
     own = logits(model)
     assert patch(model).taken["quantized"] == LAYERS
-    found = logits(model)
-    assert found.dtype is torch.bfloat16
-    errors = [float((y.float() - exact).abs().max()) for y in (found, own)]
+    actual = logits(model)
+    assert actual.dtype is torch.bfloat16
+    errors = [float((y.float() - exact).abs().max()) for y in (actual, own)]
     assert errors[0] <= 1.5 * errors[1]
 
 
@@ -124,9 +124,9 @@ def test_a_layer_that_computes_in_another_dtype_than_its_adapter(folder):
     most = 0.03  # of bfloat16, through two blocks
     near({"y": logits(model)}, {"y": expected}, most)
     with torch.autocast("cpu", torch.bfloat16):
-        found = logits(model)
+        actual = logits(model)
         unpatch(model)
-        near({"y": found}, {"y": logits(model)}, most)
+        near({"y": actual}, {"y": logits(model)}, most)
 
 
 def test_weights_in_another_storage(folder):

@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_patched_again_stays_patched(monkeypatch, at):
     before = state(model)
     patch(model, parts=["norm", "attention", "loss"])
     patched = state(model)
-    found = step(model)
+    actual = step(model)
 
     def broken(self, *_):
         raise KeyboardInterrupt
@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_patched_again_stays_patched(monkeypatch, at):
             patch(model)
         assert state(model) == patched
     again = step(model)
-    assert all(torch.equal(again[name], value) for name, value in found.items())
+    assert all(torch.equal(again[name], value) for name, value in actual.items())
     unpatch(model)
     assert state(model) == before
 
@@ -142,18 +142,18 @@ def whole_step(family, parts=None, **options):
     ],
 )
 def test_dropout_that_is_not_of_a_part_stays(family, option, left):
-    report, plain, found = whole_step(family, [left, "norm"], **{option: 0.25})
+    report, plain, actual = whole_step(family, [left, "norm"], **{option: 0.25})
     assert report.left == {left: "its dropout is not that of a part"}
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-5)
     report, *_ = whole_step(family, [left, "norm"], **{option: 0.0})
     assert not report.left
 
 
 def test_weights_of_a_layer_itself_learn_although_they_are_ones():
-    report, plain, found = whole_step("doge", ["residual", "norm"])
+    report, plain, actual = whole_step("doge", ["residual", "norm"])
     assert report.left == {"residual": "it has weights besides those of its parts"}
-    assert "model.layers.0.input_residual" in found
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    assert "model.layers.0.input_residual" in actual
+    torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_that_no_op_can_read_are_refused():
@@ -199,8 +199,8 @@ def test_a_forward_around_that_of_the_model_may_stay():
     own = model.forward
     model.forward = functools.partial(own)
     unpatch(model)
-    found = step(model)
-    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    actual = step(model)
+    assert all(torch.equal(actual[name], value) for name, value in plain.items())
     assert "another library" in patch(model).left["loss"]
 
 

@@ -19,11 +19,11 @@ COMPILED = ("qwen3", "gemma3_text", "glm", "granite", "phi3", "mixtral")
 quiet = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
 
-def near(found, expected, rtol=1e-4):
-    assert found.keys() == expected.keys()
+def near(actual, expected, rtol=1e-4):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         most = rtol * float(value.abs().max())
-        torch.testing.assert_close(found[name], value, rtol=0, atol=max(most, 1e-7))
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=max(most, 1e-7))
 
 
 @pytest.mark.slow
@@ -150,9 +150,9 @@ def test_a_head_of_another_size_is_the_models_own():
     model = model_of("llama")
     patch(model)
     model.resize_token_embeddings(99, mean_resizing=False)
-    found = step(model)
+    actual = step(model)
     unpatch(model)
-    near(found, step(model))
+    near(actual, step(model))
 
 
 def test_a_saved_model_knows_nothing_of_a_patch(tmp_path):
@@ -172,8 +172,8 @@ def test_autocast_is_no_further_from_float32():
 
     def far():
         with torch.autocast("cpu", torch.bfloat16):
-            found = step(model)
-        return sum(float(((found[n] - grad) ** 2).sum()) for n, grad in exact.items())
+            actual = step(model)
+        return sum(float(((actual[n] - grad) ** 2).sum()) for n, grad in exact.items())
 
     before = far()
     patch(model)
@@ -196,9 +196,9 @@ class Sharded:
             if parameter in self.whole:
                 parameter.data = self.whole.pop(parameter)
 
-    def scatter(self, module, *given):
-        for found in given[1:]:
-            for tensor in found if isinstance(found, tuple) else (found,):
+    def scatter(self, module, *args):
+        for share in args[1:]:
+            for tensor in share if isinstance(share, tuple) else (share,):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.gather(module))
         for parameter in module.parameters(recurse=False):
@@ -224,8 +224,8 @@ def test_shards_of_fully_shard_are_whole_where_ops_read_them(tmp_path, checkpoin
         groups.shard(model, *model.model.layers, model.lm_head)
         if checkpointed:
             model.gradient_checkpointing_enable()
-        found = step(model)
-        near({n: v if n == "loss" else v.full_tensor() for n, v in found.items()}, plain, 1e-5)
+        actual = step(model)
+        near({n: v if n == "loss" else v.full_tensor() for n, v in actual.items()}, plain, 1e-5)
 
 
 @pytest.mark.slow
@@ -253,14 +253,14 @@ def test_adapters_of_peft(options, layers, when):
     adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
     if when == "after":
         plain, report = step(adapted), patch(adapted)
-        found = step(adapted)
+        actual = step(adapted)
         assert report.taken.get("lora", 0) == layers
         unpatch(adapted)
     else:
-        found = step(adapted)
+        actual = step(adapted)
         unpatch(adapted)
         plain = step(adapted)
-    check(found, plain, adapted, "left")
+    check(actual, plain, adapted, "left")
     assert all(map(own_forward, adapted.modules()))
 
 
@@ -269,13 +269,13 @@ def test_a_trial_leaves_nothing_in_caches_of_peft():
     peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
     helpers = pytest.importorskip("peft.helpers", reason="needs the extra `peers` (peft)")
     config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, use_dora=True)
-    model, given = peft.get_peft_model(model_of("llama").eval(), config).eval(), texts("whole")
+    model, inputs = peft.get_peft_model(model_of("llama").eval(), config).eval(), texts("whole")
     with torch.no_grad(), helpers.DoraCaching():
-        expected = model(**given).logits
+        expected = model(**inputs).logits
         assert patch(model, parts="lora").taken == {"lora": 14}
-        torch.testing.assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
         unpatch(model)
-        assert torch.equal(model(**given).logits, expected)
+        assert torch.equal(model(**inputs).logits, expected)
 
 
 @quiet
@@ -285,28 +285,28 @@ def test_adapters_may_be_off_merged_or_dropped_out():
         target_modules="all-linear", init_lora_weights=False, r=4, lora_dropout=0.5
     )
     model = peft.get_peft_model(model_of("llama"), config)
-    given = texts("whole")
+    inputs = texts("whole")
     model.eval()
 
     def logits():
         with torch.no_grad():
-            on = model(**given).logits
+            on = model(**inputs).logits
             with model.disable_adapter():
-                off = model(**given).logits
+                off = model(**inputs).logits
             model.merge_adapter()
-            merged = model(**given).logits
+            merged = model(**inputs).logits
             model.unmerge_adapter()
         return on, off, merged
 
     expected = logits()
     patch(model)
-    for found, plain in zip(logits(), expected, strict=True):
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    for actual, plain in zip(logits(), expected, strict=True):
+        torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-4)
     model.train()
     torch.manual_seed(0)
-    losses = {float(model(**given).loss) for _ in range(3)}
+    losses = {float(model(**inputs).loss) for _ in range(3)}
     torch.manual_seed(0)
-    assert float(model(**given).loss) in losses
+    assert float(model(**inputs).loss) in losses
     assert len(losses) == 3
 
 
@@ -340,8 +340,8 @@ def test_trainer_learns_the_same(tmp_path):
         assert ("forward" in vars(model.model.norm)) == (how != "plain")
         unpatch(model)
     assert len(losses[0]) == 3
-    for found in losses[1:]:
-        assert found == pytest.approx(losses[0], rel=1e-5)
+    for actual in losses[1:]:
+        assert actual == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -406,11 +406,11 @@ def test_trl_tunes_and_prefers_the_same(tmp_path, monkeypatch):
             other, reference, args=preferring, train_dataset=pairs, processing_class=words,
             callbacks=callbacks[1],
         )  # fmt: skip
-        found = []
+        actual = []
         for trainer in (tuner, chooser):
             trainer.train()
-            found += [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        losses.append(found)
+            actual += [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        losses.append(actual)
         if patched:
             assert callbacks[0][0].report.taken["lora"] == 14
             assert callbacks[1][0].report.taken["attention"] == 1

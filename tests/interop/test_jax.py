@@ -37,13 +37,15 @@ def draw():
 def judged(op, optional):
     """Return the arrays of a call, its weighted sum as a function of some, and their gradients."""
     call, names = drawn(op, optional)
-    found = call.run()
-    seeds = call.seeds(found, every=True)
-    judge = call.backward(found, seeds).run()
+    outputs = call.run()
+    seeds = call.seeds(outputs, every=True)
+    judge = call.backward(outputs, seeds).run()
 
     def weighed(some):
         results = op.call([*({**call.arrays, **some}).values()], call.options)
-        made = dict(zip(found, results if isinstance(results, tuple) else [results], strict=False))
+        made = dict(
+            zip(outputs, results if isinstance(results, tuple) else [results], strict=False)
+        )
         return sum((made[seed[1:]] * weights).sum() for seed, weights in seeds.items())
 
     arrays = {name: array for name, array in call.arrays.items() if array is not None}
@@ -104,12 +106,12 @@ def test_a_block_is_the_same_in_every_transform(draw):
     @jax.jit
     def others(x, r):
         again = jax.grad(jax.checkpoint(loss), (0, 1))(x, r)
-        looped = jax.grad(lambda *given: twice(lambda: loss(*given)), (0, 1))(x, r)
+        looped = jax.grad(lambda *args: twice(lambda: loss(*args)), (0, 1))(x, r)
         each = jax.vmap(jax.grad(loss, (0, 1)))(jnp.stack([x, 2 * x]), jnp.stack([r, 2 * r]))
         return loss(x, r), again, looped, jax.tree.map(lambda grad: grad[0], each)
 
-    found, *grads = others(x, r)
-    np.testing.assert_allclose(found, value, rtol=1e-6)
+    actual, *grads = others(x, r)
+    np.testing.assert_allclose(actual, value, rtol=1e-6)
     for grad in grads:
         for one, other in zip(grad, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
@@ -132,11 +134,11 @@ def test_a_batch_is_one_call_where_rows_are_free_and_else_one_for_each_slice(dra
         linear = jax.vmap(uc.linear, in_axes=(0, None))(x, w)
         return jax.vmap(uc.swiglu)(x, x), jax.vmap(jax.vmap(uc.softmax))(x), linear
 
-    found = mapped(x)
+    actual = mapped(x)
     assert sorted(calls) == ["linear"] * 3 + ["softmax", "swiglu"]
     for op in (uc.swiglu, uc.softmax, uc.linear):
         op.routes.clear()
-    for one, other in zip(found, (uc.swiglu(x, x), uc.softmax(x), uc.linear(x, w)), strict=True):
+    for one, other in zip(actual, (uc.swiglu(x, x), uc.softmax(x), uc.linear(x, w)), strict=True):
         # BLAS sums a slice in another order
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
@@ -161,9 +163,11 @@ def test_functions_that_reach_ops_through_others(draw):
         z = (jax.nn.silu(x @ gate.T) * (x @ gate.T)) @ down.T
         return (y**2).sum() + (low[0] * low[1]).sum() + (z**2).sum()
 
-    given = x, a, b, magnitude
-    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*given) for f in (loss, judged))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    inputs = x, a, b, magnitude
+    actual, expected = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*inputs) for f in (loss, judged)
+    )
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5 * abs(other).max())
 
 
@@ -176,9 +180,9 @@ def test_dtypes(draw, dtype):
         value, slope = jax.jit(jax.value_and_grad(loss))(x)
         assert slope.dtype == x.dtype
         exact = np.asarray(x, "float64")
-        found = uc.rms_norm(uc.swiglu(exact, exact), exact[0]).sum()
+        actual = uc.rms_norm(uc.swiglu(exact, exact), exact[0]).sum()
         near = 100 * float(jnp.finfo(dtype).eps)
-        np.testing.assert_allclose(value, found, rtol=0, atol=near)
+        np.testing.assert_allclose(value, actual, rtol=0, atol=near)
         moved = np.random.default_rng(1).standard_normal(x.shape)
         if dtype == "float64":
             ahead, behind = (loss(x + sign * 1e-6 * moved) for sign in (1, -1))
@@ -203,14 +207,14 @@ def test_seeds_are_operands(draw):
     def fixed(q):
         return dropped(q, 7), jax.grad(lambda q: dropped(q, 7).sum())(q)
 
-    found, slope, mapped = step(q, jnp.uint32(7))
-    assert (found == dropped(q, 7)).all()
-    assert (found == dropped(q, jnp.int32(7))).all()
-    assert (mapped == found).all()
-    np.testing.assert_array_equal((found, slope), fixed(q))
+    actual, slope, mapped = step(q, jnp.uint32(7))
+    assert (actual == dropped(q, 7)).all()
+    assert (actual == dropped(q, jnp.int32(7))).all()
+    assert (mapped == actual).all()
+    np.testing.assert_array_equal((actual, slope), fixed(q))
     bits = jax.random.bits(jax.random.key(0))
     assert (step(q, bits)[0] == dropped(q, int(bits))).all()
-    assert (step(q, bits)[0] != found).any()
+    assert (step(q, bits)[0] != actual).any()
     assert (step(q, jnp.int32(-1))[0] == dropped(q, 2**64 - 1)).all()
     assert step._cache_size() == 2, "a seed that changes compiles nothing"
     x, weight, a, b = draw(5, 16), draw(12, 16), draw(4, 16), draw(12, 4)
@@ -223,8 +227,8 @@ def test_a_number_stands_for_an_array_of_integers(draw):
     attended = lambda q, start: uc.attention(q, k, k, causal=True, query_start=start)  # noqa: E731
     expected = attended(q, 1)
     traced = jax.jit(lambda q, start: (attended(q, 1), attended(q, start)))(q, jnp.int32(1))
-    for found in (*traced, attended(q, jnp.int32(1)), attended(q, jnp.array([1, 1]))):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for actual in (*traced, attended(q, jnp.int32(1)), attended(q, jnp.array([1, 1]))):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

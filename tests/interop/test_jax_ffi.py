@@ -72,8 +72,8 @@ def test_buffers_are_xlas_own(dtype):
     forms = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:3])
     for captured in (False, True):
         call = by_ffi(run, forms, command_buffer_compatible=captured)
-        for found, expected in zip(jax.jit(call)(*values), values, strict=False):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(jax.jit(call)(*values), values, strict=False):
+            np.testing.assert_array_equal(actual, expected)
     assert seen == [(0, [(shape, np.dtype(dtype)) for shape in shapes])] * 2
 
 

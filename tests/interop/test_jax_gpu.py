@@ -76,9 +76,9 @@ class Machine:
 
     def copy(self, array):
         self.copies += 1
-        found = cupy.ndarray(array.shape, array.dtype)
-        seen(found)[...] = seen(array)
-        return found
+        copied = cupy.ndarray(array.shape, array.dtype)
+        seen(copied)[...] = seen(array)
+        return copied
 
 
 @pytest.fixture
@@ -198,8 +198,8 @@ def test_jax_on_a_gpu(jax, dtype):
 
     step, judge = (jax.jit(jax.grad(f, (0, 1))) for f in (ours, theirs))
     for scale in (1, 2, 3, 1):
-        for found, expected in zip(step(scale * x, weight), judge(scale * x, weight), strict=True):
-            far = abs(found.astype("float32") - expected).max()
+        for actual, expected in zip(step(scale * x, weight), judge(scale * x, weight), strict=True):
+            far = abs(actual.astype("float32") - expected).max()
             near = 40 * float(jax.numpy.finfo(dtype).eps)
             assert far <= near * abs(expected).max()
 

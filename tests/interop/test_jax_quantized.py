@@ -23,18 +23,20 @@ def arrays(*names):
 @pytest.mark.parametrize(("kind", "names", "call"), quantized.EVERY, ids=quantized.NAMES)
 def test_calls_and_gradients_are_those_on_numpys_arrays(kind, names, call):
     w, names = quantized.weight(kind), names.split()
-    expected, slopes = quantized.gradients(lambda *given: call(w, *given), quantized.drawn(*names))
-    given = arrays(*names)
-    assert np.array_equal(call(w, *given), expected)
+    expected, slopes = quantized.gradients(
+        lambda *inputs: call(w, *inputs), quantized.drawn(*names)
+    )
+    inputs = arrays(*names)
+    assert np.array_equal(call(w, *inputs), expected)
 
-    def loss(*given):
-        y = call(w, *given)
+    def loss(*inputs):
+        y = call(w, *inputs)
         return y.sum(), y
 
     every = tuple(range(len(names)))
-    found, y = jax.jit(jax.grad(loss, argnums=every, has_aux=True))(*given)
+    actual, y = jax.jit(jax.grad(loss, argnums=every, has_aux=True))(*inputs)
     assert np.array_equal(y, expected)
-    for one, slope in zip(found, slopes, strict=True):
+    for one, slope in zip(actual, slopes, strict=True):
         assert np.allclose(one, slope, rtol=1e-6, atol=1e-6 * abs(slope).max())
 
 
@@ -43,11 +45,11 @@ def test_a_gradient_outside_of_a_jit():
     w, (x, a, b) = quantized.weight("nf4"), arrays("x", "a", "b")
     slope = jax.grad(lambda x: uc.linear(x, w).sum())(x)
     assert np.allclose(slope, w.dequantize().sum(0), atol=1e-5)
-    value, found = jax.value_and_grad(lambda a, b: uc.lora_linear(x, w, a, b).sum(), (0, 1))(a, b)
+    value, actual = jax.value_and_grad(lambda a, b: uc.lora_linear(x, w, a, b).sum(), (0, 1))(a, b)
     dense = jnp.asarray(w.dequantize())
     judge = jax.value_and_grad(lambda a, b: (x @ dense.T + x @ a.T @ b.T).sum(), (0, 1))(a, b)
     assert np.isclose(value, judge[0], rtol=1e-4)
-    for one, other in zip(found, judge[1], strict=True):
+    for one, other in zip(actual, judge[1], strict=True):
         assert np.allclose(one, other, rtol=1e-4, atol=1e-5 * float(abs(other).max()))
 
 
@@ -67,8 +69,8 @@ def test_checkpoints_and_merging():
     kept, remembered = jax.grad(loss)(x), jax.grad(jax.checkpoint(loss))(x)
     assert np.allclose(kept, remembered, rtol=1e-5, atol=1e-4)
     merged = uc.lora_merge(w, *quantized.drawn("a", "b"))
-    for found in (uc.lora_merge(w, a, b), jax.jit(lambda a, b: uc.lora_merge(w, a, b))(a, b)):
-        assert np.array_equal(found, merged)
+    for actual in (uc.lora_merge(w, a, b), jax.jit(lambda a, b: uc.lora_merge(w, a, b))(a, b)):
+        assert np.array_equal(actual, merged)
 
 
 def test_two_weights_of_one_form_are_two_calls():

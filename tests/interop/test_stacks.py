@@ -43,11 +43,11 @@ class TestTensorflow:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_goes_in_and_comes_back(self, dtype):
         gate, up = self.tensors(dtype)
-        found = uc.swiglu(gate, up)
-        assert isinstance(found, self.tf.Tensor)
-        assert (found.dtype, found.device) == (gate.dtype, gate.device)
-        np.testing.assert_array_equal(found.numpy(), uc.swiglu(*values(dtype)))
-        np.testing.assert_array_equal(uc.swiglu(self.tf.Variable(gate), up), found)
+        actual = uc.swiglu(gate, up)
+        assert isinstance(actual, self.tf.Tensor)
+        assert (actual.dtype, actual.device) == (gate.dtype, gate.device)
+        np.testing.assert_array_equal(actual.numpy(), uc.swiglu(*values(dtype)))
+        np.testing.assert_array_equal(uc.swiglu(self.tf.Variable(gate), up), actual)
         y, h, rstd = uc.rms_norm_forward(gate, up[0])
         assert rstd.dtype == ("float64" if dtype == "float64" else "float32")
         assert (y.dtype, h.shape) == (gate.dtype, gate.shape)
@@ -57,11 +57,11 @@ class TestTensorflow:
         variable = tf.Variable(up)
         with tf.GradientTape() as tape:
             tape.watch(gate)
-            for given in ((gate, up), (up, gate), (up, variable), (gate * 2, up)):
+            for inputs in ((gate, up), (up, gate), (up, variable), (gate * 2, up)):
                 with pytest.raises(
                     FrameworkError, match=r"watched by tf.GradientTape.*custom_grad"
                 ):
-                    uc.swiglu(*given)
+                    uc.swiglu(*inputs)
             assert uc.swiglu(up, tf.stop_gradient(gate)).shape == up.shape
             with tape.stop_recording():
                 uc.swiglu(gate, up)
@@ -95,20 +95,20 @@ class TestPaddle:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_goes_in_and_comes_back(self, dtype):
         gate, up = self.tensors(dtype)
-        found = uc.swiglu(gate, up)
-        assert isinstance(found, self.paddle.Tensor)
-        assert (found.dtype, str(found.place)) == (gate.dtype, str(gate.place))
+        actual = uc.swiglu(gate, up)
+        assert isinstance(actual, self.paddle.Tensor)
+        assert (actual.dtype, str(actual.place)) == (gate.dtype, str(gate.place))
         expected = uc.swiglu(*values("float32").astype(getattr(ml_dtypes, dtype, dtype)))
-        np.testing.assert_array_equal(found.astype("float64"), expected.astype("float64"))
+        np.testing.assert_array_equal(actual.astype("float64"), expected.astype("float64"))
         turned = uc.swiglu(gate.T, up.T)
         np.testing.assert_array_equal(turned.T.astype("float64"), expected.astype("float64"))
 
     def test_is_refused_where_a_gradient_is_asked_for(self):
         gate, up = self.tensors()
         gate.stop_gradient = False
-        for given in ((gate, up), (up, gate), (gate * 2, up)):
+        for inputs in ((gate, up), (up, gate), (gate * 2, up)):
             with pytest.raises(FrameworkError, match=r"requires a gradient.*PyLayer"):
-                uc.swiglu(*given)
+                uc.swiglu(*inputs)
         assert uc.swiglu(gate.detach(), up).stop_gradient
         with self.paddle.no_grad():
             assert uc.swiglu(gate, up).stop_gradient
@@ -130,11 +130,11 @@ class TestMlx:
     @pytest.mark.parametrize("dtype", DTYPES[:3])
     def test_goes_in_and_comes_back(self, dtype):
         gate, up = self.arrays(dtype)
-        found = uc.swiglu(gate, up)
-        assert isinstance(found, self.mx.array)
-        assert found.dtype == gate.dtype
+        actual = uc.swiglu(gate, up)
+        assert isinstance(actual, self.mx.array)
+        assert actual.dtype == gate.dtype
         expected = uc.swiglu(*values("float32").astype(getattr(ml_dtypes, dtype, dtype)))
-        wide = np.asarray(found.astype(self.mx.float32))
+        wide = np.asarray(actual.astype(self.mx.float32))
         np.testing.assert_array_equal(wide, expected.astype("float32"))
         assert uc.swiglu(gate.T * 1, up.T).shape == gate.shape[::-1]
 
@@ -143,9 +143,9 @@ class TestMlx:
         seen = []
 
         def loss(gate):
-            for given in ((gate, up), (up, gate), (gate * 2, up)):
+            for inputs in ((gate, up), (up, gate), (gate * 2, up)):
                 with pytest.raises(FrameworkError, match=r"traced by mx.grad.*mx.custom_function"):
-                    uc.swiglu(*given)
+                    uc.swiglu(*inputs)
             seen.append(uc.swiglu(up * 1, up).shape)
             return gate.sum()
 

@@ -32,13 +32,13 @@ def tensor(array):
 @every_call
 def test_gradients_are_those_of_the_backward_op(op, optional):
     call, names = drawn(op, optional)
-    found = call.run()
-    seeds = call.seeds(found, every=True)
-    judge = call.backward(found, seeds).run()
+    actual = call.run()
+    seeds = call.seeds(actual, every=True)
+    judge = call.backward(actual, seeds).run()
     tensors = {n: a if a is None else torch.from_numpy(a) for n, a in call.arrays.items()}
     leaves = [tensors[name].requires_grad_() for name in names]
     results = op.call([*tensors.values()], call.options)
-    made = dict(zip(found, results if isinstance(results, tuple) else [results], strict=False))
+    made = dict(zip(actual, results if isinstance(results, tuple) else [results], strict=False))
     loss = sum((made[seed[1:]] * tensor(w)).sum() for seed, w in seeds.items())
     for name, grad in zip(names, torch.autograd.grad(loss, leaves), strict=True):
         expected = tensor(judge[f"d{name}"])
@@ -138,15 +138,15 @@ def test_what_lies_in_an_argument_is_that_tensor_or_a_view_of_it():
     x, weight = torch.randn(3, 4, requires_grad=True), torch.ones(4)
     assert uc.rms_norm_forward(x, weight)[1] is x
     assert uc.cast(x, "float32") is x
-    given = x.detach()
-    part = uc.index(given, key=(slice(1, None), slice(None, None, 2)))
-    assert part.data_ptr() == given.data_ptr() + 16
-    version = given._version
+    inputs = x.detach()
+    part = uc.index(inputs, key=(slice(1, None), slice(None, None, 2)))
+    assert part.data_ptr() == inputs.data_ptr() + 16
+    version = inputs._version
     part.zero_()
-    assert given._version > version  # autograd sees that it was changed
-    assert given[1:, ::2].eq(0).all()
-    turned = uc.index(given, key=(slice(None, None, -1),))
-    assert turned.data_ptr() != given.data_ptr()  # torch has no negative strides
+    assert inputs._version > version  # autograd sees that it was changed
+    assert inputs[1:, ::2].eq(0).all()
+    turned = uc.index(inputs, key=(slice(None, None, -1),))
+    assert turned.data_ptr() != inputs.data_ptr()  # torch has no negative strides
 
 
 def test_equal_gradients_are_one_tensor_until_they_are_kept():

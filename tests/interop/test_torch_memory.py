@@ -1,4 +1,4 @@
-"""Whose memory results lie in, and on which stream they are made: stand-ins, then a GPU."""
+"""Ownership of results' memory, and the stream that computes them."""
 
 import contextlib
 from types import SimpleNamespace
@@ -143,7 +143,7 @@ def test_calls_are_captured_in_graphs_of_torch(gpu):
 def test_compiled_calls_on_a_gpu(gpu):
     x, weight = torch.randn(64, 256, device=gpu), torch.ones(256, device=gpu, requires_grad=True)
     compiled = torch.compile(lambda x: uc.swiglu(uc.rms_norm(x, weight), x), fullgraph=True)
-    found, expected = compiled(x), uc.swiglu(uc.rms_norm(x, weight), x)
-    torch.testing.assert_close(found, expected)
-    slopes = [torch.autograd.grad(y.sum(), weight)[0] for y in (found, expected)]
+    actual, expected = compiled(x), uc.swiglu(uc.rms_norm(x, weight), x)
+    torch.testing.assert_close(actual, expected)
+    slopes = [torch.autograd.grad(y.sum(), weight)[0] for y in (actual, expected)]
     torch.testing.assert_close(*slopes)

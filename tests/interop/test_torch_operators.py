@@ -45,9 +45,9 @@ def test_every_op_is_traced_by_one_compiler():
     calls = [drawn(op, optional=True)[0].mapped(lambda a: give_back(a, None)) for op in OPS]
 
     def everything(*tensors):
-        made, given = [], iter(tensors)
+        made, inputs = [], iter(tensors)
         for call in calls:
-            arrays = {name: None if a is None else next(given) for name, a in call.arrays.items()}
+            arrays = {name: None if a is None else next(inputs) for name, a in call.arrays.items()}
             made.append(call.op(**arrays, **call.options))
         return made
 
@@ -69,10 +69,10 @@ def test_a_block_is_compiled_once_for_all_lengths(graphs):
     weights = torch.randn(16), [torch.randn(n, 16) for n in (16, 8, 8)], torch.randn(20, 16)
     for tokens in (9, 12, 7):
         x, r = (torch.randn(2, tokens, 16, requires_grad=True) for _ in "xr")
-        given = x, r, *weights, torch.randint(20, (2, tokens))
-        for rows in (x, r, given[-1]):
+        inputs = x, r, *weights, torch.randint(20, (2, tokens))
+        for rows in (x, r, inputs[-1]):
             torch._dynamo.mark_dynamic(rows, 1)  # a graph for one length alone is an error
-        grads = [torch.autograd.grad(function(*given), (x, r)) for function in (block, compiled)]
+        grads = [torch.autograd.grad(function(*inputs), (x, r)) for function in (block, compiled)]
         torch.testing.assert_close(*grads)
     assert graphs() == 1
 
@@ -96,11 +96,11 @@ def test_inductor_fuses_around_ops(graphs, monkeypatch, tmp_path):
 
     compiled, weight = torch.compile(function, fullgraph=True, dynamic=True), torch.randn(8)
     for rows in (4, 9):
-        given = [torch.randn(rows, 8), weight, torch.randn(rows, 8)]
-        given, seed = [tensor.requires_grad_() for tensor in given], torch.randn(rows, 8)
-        found, expected = compiled(*given), function(*given)
-        torch.testing.assert_close(found, expected)
-        grads = [torch.autograd.grad(y, given, seed) for y in (found, expected)]
+        inputs = [torch.randn(rows, 8), weight, torch.randn(rows, 8)]
+        inputs, seed = [tensor.requires_grad_() for tensor in inputs], torch.randn(rows, 8)
+        actual, expected = compiled(*inputs), function(*inputs)
+        torch.testing.assert_close(actual, expected)
+        grads = [torch.autograd.grad(y, inputs, seed) for y in (actual, expected)]
         torch.testing.assert_close(*grads)
         weight = weight.detach()
     assert graphs() == 1
@@ -116,9 +116,9 @@ def test_seeds_are_operands_of_a_graph(graphs):
     compiled = torch.compile(adapted, fullgraph=True, dynamic=True, backend="aot_eager")
     x = torch.randn(3, 16, requires_grad=True)
     for seed in (0, 1, 5, 2**40, 2**63 - 1):
-        found, expected = compiled(x, seed), adapted(x, seed)
-        assert torch.equal(found, expected)
-        slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        actual, expected = compiled(x, seed), adapted(x, seed)
+        assert torch.equal(actual, expected)
+        slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (actual, expected)]
         assert torch.equal(*slopes)
     assert graphs() <= 2  # of 0, which torch takes for a constant, and of all others
     assert torch.equal(compiled(x, 2**64 - 1), adapted(x, 2**64 - 1))
@@ -148,10 +148,10 @@ def test_an_output_that_nobody_used_has_a_gradient_of_zeros(backend):
     def stream(x, residual, weight):
         return uc.rms_norm_forward(x, weight[0], residual)[1].sum()
 
-    given = x, residual, weight
+    inputs = x, residual, weight
     expected = torch.ones_like(x), torch.ones_like(x), torch.zeros_like(x)
     for function in (stream, torch.compile(stream, fullgraph=True, backend=backend)):
-        torch.testing.assert_close(torch.autograd.grad(function(*given), given), expected)
+        torch.testing.assert_close(torch.autograd.grad(function(*inputs), inputs), expected)
 
 
 def test_a_graph_draws_anew_at_each_step(graphs):
@@ -195,8 +195,8 @@ class Gated(torch.nn.Module):
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_keeps_ops(strict):
     model, rows = Gated(), torch.export.Dim("rows", min=2, max=64)
-    given = (torch.randn(4, 8),)
-    made = torch.export.export(model, given, dynamic_shapes=({0: rows},), strict=strict)
+    inputs = (torch.randn(4, 8),)
+    made = torch.export.export(model, inputs, dynamic_shapes=({0: rows},), strict=strict)
     assert "unsloth_cupy.rms_norm_forward" in made.graph_module.code
     x = torch.randn(7, 8)
     torch.testing.assert_close(made.module()(x), model(x))

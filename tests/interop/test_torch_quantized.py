@@ -26,19 +26,21 @@ def tensors(*names: str, grad: bool = True) -> list[Any]:
 @pytest.mark.parametrize(("kind", "names", "call"), quantized.EVERY, ids=quantized.NAMES)
 def test_calls_and_gradients_are_those_on_numpys_arrays(kind, names, call):
     w, names = quantized.weight(kind), names.split()
-    expected, slopes = quantized.gradients(lambda *given: call(w, *given), quantized.drawn(*names))
-    given = tensors(*names)
+    expected, slopes = quantized.gradients(
+        lambda *inputs: call(w, *inputs), quantized.drawn(*names)
+    )
+    inputs = tensors(*names)
     assert np.array_equal(call(w, *tensors(*names, grad=False)).numpy(), expected)
-    y = call(w, *given)
+    y = call(w, *inputs)
     assert np.array_equal(y.detach().numpy(), expected)
-    for found, slope in zip(torch.autograd.grad(y.sum(), given), slopes, strict=True):
-        assert np.array_equal(found.numpy(), slope)
+    for actual, slope in zip(torch.autograd.grad(y.sum(), inputs), slopes, strict=True):
+        assert np.array_equal(actual.numpy(), slope)
 
 
 def test_a_merged_weight_is_a_tensor():
     w, (a, b) = quantized.weight("nf4"), quantized.drawn("a", "b")
-    found = uc.lora_merge(w, torch.from_numpy(a), torch.from_numpy(b), scale=0.5)
-    assert np.array_equal(found.numpy(), uc.lora_merge(w, a, b, scale=0.5))
+    actual = uc.lora_merge(w, torch.from_numpy(a), torch.from_numpy(b), scale=0.5)
+    assert np.array_equal(actual.numpy(), uc.lora_merge(w, a, b, scale=0.5))
 
 
 def test_a_dense_weight_beside_a_quantized_one_learns():
@@ -49,8 +51,8 @@ def test_a_dense_weight_beside_a_quantized_one_learns():
     results = []
     for weights in ((w, dense, w), judge):
         results.append(torch.autograd.grad(uc.swiglu_mlp(x, *weights).sum(), (x, dense)))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_only_what_asks_for_a_gradient_has_one():
@@ -66,33 +68,33 @@ def test_only_what_asks_for_a_gradient_has_one():
 def test_autocast_casts_what_meets_the_weight(dtype):
     w, (x, a, b, magnitude) = quantized.weight("nf4"), tensors("x", "a", "b", "magnitude")
     base = torch.from_numpy(w.dequantize())
-    found = []
+    actual = []
     with torch.autocast("cpu", dtype):
         for weight in (w, base):
             y = uc.lora_linear(x, weight, a, b, magnitude=magnitude)
-            found.append([y, *torch.autograd.grad(y.float().sum(), (x, a, b, magnitude))])
-    for one, other in zip(*found, strict=True):
+            actual.append([y, *torch.autograd.grad(y.float().sum(), (x, a, b, magnitude))])
+    for one, other in zip(*actual, strict=True):
         assert one.dtype is other.dtype
         difference = (one - other).float().norm() / other.float().norm()
         assert difference < 4 * torch.finfo(dtype).eps  # the dense one is rounded first
-    assert found[0][0].dtype is dtype
+    assert actual[0][0].dtype is dtype
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_give_equal_bits(reentrant):
-    w, given = quantized.weight("nf4"), tensors("x", "a", "b")
+    w, inputs = quantized.weight("nf4"), tensors("x", "a", "b")
 
     def run(x, a, b):
         return uc.lora_linear(uc.linear(x, w), w, a, b, dropout=0.5, seed=3)
 
     slopes = []
     for checkpointed in (False, True):
-        y = run(*given)
+        y = run(*inputs)
         if checkpointed:
-            y = torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=reentrant)
+            y = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=reentrant)
         y.sum().backward()
-        slopes.append([each.grad.clone() for each in given])
-        for each in given:
+        slopes.append([each.grad.clone() for each in inputs])
+        for each in inputs:
             each.grad = None
     assert all(map(torch.equal, *slopes))
 
@@ -102,15 +104,15 @@ def test_checkpoints_give_equal_bits(reentrant):
 @pytest.mark.parametrize("name", ["linear", "lora_linear with magnitudes", "swiglu_mlp"])
 def test_compiled_functions_break_their_graph_there(name):
     names, call = quantized.CALLS[name]
-    w, given = quantized.weight("nf4"), tensors(*names.split())
+    w, inputs = quantized.weight("nf4"), tensors(*names.split())
 
     def step(x, *others):
         return call(w, x * 2, *others) + 1
 
-    expected = step(*given)
-    found = torch.compile(step, backend="aot_eager")(*given)
-    torch.testing.assert_close(found, expected)
-    pairs = [torch.autograd.grad(y.sum(), given) for y in (found, expected)]
+    expected = step(*inputs)
+    actual = torch.compile(step, backend="aot_eager")(*inputs)
+    torch.testing.assert_close(actual, expected)
+    pairs = [torch.autograd.grad(y.sum(), inputs) for y in (actual, expected)]
     for slopes in zip(*pairs, strict=True):
         torch.testing.assert_close(*slopes)
     torch.compiler.reset()
@@ -118,7 +120,7 @@ def test_compiled_functions_break_their_graph_there(name):
     with pytest.raises(
         torch._dynamo.exc.Unsupported, match="quantized weight cannot be in a graph"
     ):
-        whole(*given)
+        whole(*inputs)
 
 
 def test_dispatch_modes_see_the_calls_around():
@@ -218,13 +220,13 @@ def test_results_on_a_gpu_are_sought_among_tensors_alone():
     held = torch.zeros(6)
     own = cupy.cuda.UnownedMemory(held.data_ptr(), 24, held, 0)
     array = cupy.ndarray((2, 3), np.float32, cupy.cuda.MemoryPointer(own, 0))
-    found = memory.tensor_of(array, (quantized.weight("nf4"),), (quantized.weight("nf4"),))
-    assert found.data_ptr() == held.data_ptr()
+    actual = memory.tensor_of(array, (quantized.weight("nf4"),), (quantized.weight("nf4"),))
+    assert actual.data_ptr() == held.data_ptr()
 
 
-def close(found, expected):
+def close(actual, expected):
     most = 1e-5 * float(expected.detach().abs().max())
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=most)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=most)
 
 
 @pytest.mark.gpu
@@ -233,11 +235,11 @@ def test_calls_on_a_gpu(kind, names, call):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     cupy = pytest.importorskip("cupy", reason="in which the weight is kept there")
-    w, given = quantized.weight(kind), tensors(*names.split())
-    there = [each.detach().cuda().requires_grad_() for each in given]
-    found, expected = call(w.moved(cupy.asarray), *there), call(w, *given)
-    close(found, expected)
-    pairs = torch.autograd.grad(found.sum(), there), torch.autograd.grad(expected.sum(), given)
+    w, inputs = quantized.weight(kind), tensors(*names.split())
+    there = [each.detach().cuda().requires_grad_() for each in inputs]
+    actual, expected = call(w.moved(cupy.asarray), *there), call(w, *inputs)
+    close(actual, expected)
+    pairs = torch.autograd.grad(actual.sum(), there), torch.autograd.grad(expected.sum(), inputs)
     for one, other in zip(*pairs, strict=True):
         close(one, other)
     with pytest.raises(FrameworkError, match=r"kept in arrays of NumPy on cpu.*cuda:0"):

@@ -33,11 +33,11 @@ def test_gradients_of_functions():
 
 def test_slices_of_a_batch():
     x, weights = torch.randn(5, 3, 8), torch.randn(5, 8, requires_grad=True)
-    found = torch.func.vmap(uc.rms_norm)(x, weights)
+    actual = torch.func.vmap(uc.rms_norm)(x, weights)
     expected = torch.stack([uc.rms_norm(a, w) for a, w in zip(x, weights, strict=True)])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(found.sum(), weights), torch.autograd.grad(expected.sum(), weights)
+        torch.autograd.grad(actual.sum(), weights), torch.autograd.grad(expected.sum(), weights)
     )
     torch.testing.assert_close(torch.func.vmap(torch.func.vmap(uc.relu2))(x), uc.relu2(x))
 

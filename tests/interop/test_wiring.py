@@ -1,4 +1,4 @@
-"""What frameworks are told of a call before it is made is what it gives."""
+"""The predicted shapes and dtypes of a call equal its results."""
 
 import numpy as np
 import pytest
@@ -25,12 +25,12 @@ from .calls import drawn, every_call
 @every_call
 def test_forms_are_those_of_results(op, optional):
     call = drawn(op, optional)[0]
-    given = {n: Form(a.shape, a.dtype) for n, a in call.arrays.items() if a is not None}
+    inputs = {n: Form(a.shape, a.dtype) for n, a in call.arrays.items() if a is not None}
     expected = {n: (a.shape, a.dtype) for n, a in call.run().items()}
-    for output in same(op, given):
+    for output in same(op, inputs):
         expected.pop(output)
-    found = forms(op, given, call.options)
-    assert {name: form for name, form in found.items() if form is not None} == expected
+    actual = forms(op, inputs, call.options)
+    assert {name: form for name, form in actual.items() if form is not None} == expected
 
 
 @every_call
@@ -38,14 +38,14 @@ def test_forms_of_gradients_are_those_of_their_operands(op, optional):
     call, names = drawn(op, optional)
     outputs = call.run()
     back = call.backward(outputs, call.seeds(outputs, every=True))
-    given = {n: Form(a.shape, a.dtype) for n, a in back.arrays.items() if a is not None}
+    inputs = {n: Form(a.shape, a.dtype) for n, a in back.arrays.items() if a is not None}
     options = back.options | ({"wanted": {names[0]}} if "wanted" in op.backward.options else {})
-    found, elsewhere = forms(op.backward, given, options), same(op.backward, given)
+    actual, elsewhere = forms(op.backward, inputs, options), same(op.backward, inputs)
     asked = names[:1] if "wanted" in options else names
     for name in asked:
-        form = found[elsewhere.get(f"d{name}", f"d{name}")]
+        form = actual[elsewhere.get(f"d{name}", f"d{name}")]
         assert form == (call.arrays[name].shape, call.arrays[name].dtype)
-    assert all(found[f"d{name}"] is None for name in names if name not in asked)
+    assert all(actual[f"d{name}"] is None for name in names if name not in asked)
 
 
 def test_sums_that_have_one_term_are_that_term():

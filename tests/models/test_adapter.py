@@ -35,8 +35,8 @@ def test_logits_loss_and_gradients_equal_pefts(model: Transformer, checkpoint: A
     loss, gradients = model.loss_and_gradients(TOKENS, LABELS, checkpoint=checkpoint)
     assert abs(loss - CASE.outputs["loss"]) < 1e-5
     assert gradients.keys() == CASE.grads.keys() == model.trainable.keys()
-    for name, wanted in CASE.grads.items():
-        error = np.linalg.norm(gradients[name] - wanted) / np.linalg.norm(wanted)
+    for name, expected in CASE.grads.items():
+        error = np.linalg.norm(gradients[name] - expected) / np.linalg.norm(expected)
         assert error < 1e-4, name
 
 
@@ -63,10 +63,10 @@ def test_generation_hears_the_adapter(model: Transformer) -> None:
 
 def test_written_as_it_was_read(model: Transformer, tmp_path: Path) -> None:
     model.save_adapter(tmp_path / "adapter")
-    wanted = load_file(FOLDER / "adapter_model.safetensors")
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == wanted.keys()
-    assert all((found[name] == array).all() for name, array in wanted.items())
+    expected = load_file(FOLDER / "adapter_model.safetensors")
+    actual = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all((actual[name] == array).all() for name, array in expected.items())
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings == json.loads((FOLDER / "adapter_config.json").read_text())
 
@@ -111,11 +111,11 @@ def test_adapters_read_x_together_unless_each_drops_its_own(
         return lora_linears(x, layers)
 
     monkeypatch.setattr(adapter, "lora_linears", counting)
-    for targets, wanted in ((None, [3, 2]), (("q_proj", "v_proj"), [2]), (("q_proj",), [])):
+    for targets, expected in ((None, [3, 2]), (("q_proj", "v_proj"), [2]), (("q_proj",), [])):
         model = small()
         model.add_adapter(2, targets=targets, dropout=0.5)
         model.loss_and_gradients(tokens, tokens)
-        assert counts == 2 * wanted
+        assert counts == 2 * expected
         counts.clear()
         model.loss_and_gradients(tokens, tokens, seed=0)
         assert counts == []
@@ -139,14 +139,14 @@ def test_a_new_adapter_changes_nothing_until_it_learns(
         optimizer.step(gradients)
     assert losses[-1] < losses[0] - 0.3
     assert all((model.parameters[name] == array).all() for name, array in frozen.items())
-    wanted = model.logits(tokens)
+    expected = model.logits(tokens)
     with pytest.warns(UserWarning, match="without its adapter"):
         model.save(tmp_path / "base")
     model.save_adapter(tmp_path / "adapter")
     both = load(tmp_path / "base", lora=tmp_path / "adapter")
     alone = load(tmp_path / "adapter")  # which names the folder of its base
     for again in (both, alone):
-        np.testing.assert_array_equal(again.logits(tokens), wanted)
+        np.testing.assert_array_equal(again.logits(tokens), expected)
 
 
 @quiet

@@ -33,12 +33,12 @@ def test_equals_transformers(dtype: str) -> None:
     assert len(layers) == 2 * 7
     assert {layer.activations for layer in layers} == {"int8"}
     with np.load(PACKED / "golden.npz") as golden:
-        tokens, wanted, greedy = (golden[key] for key in ("tokens", "logits", "greedy"))
-    off = np.abs(model.logits(tokens) - wanted).max(axis=-1) / np.abs(wanted).max()
+        tokens, expected, greedy = (golden[key] for key in ("tokens", "logits", "greedy"))
+    off = np.abs(model.logits(tokens) - expected).max(axis=-1) / np.abs(expected).max()
     assert (off < 1e-5).mean() > 0.5
     assert off.max() < (0.05 if dtype == "float32" else 1e-5)
-    found = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
-    assert np.array_equal(found, greedy)
+    actual = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
+    assert np.array_equal(actual, greedy)
 
 
 def test_is_written_as_it_was_read(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_is_written_as_it_was_read(tmp_path: Path) -> None:
     for name, array in before.items():
         assert array.dtype == after[name].dtype, name
         assert array.tobytes() == after[name].tobytes(), name
-    told = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    settings = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     assert (
-        told.items()
+        settings.items()
         >= json.loads((PACKED / "config.json").read_text())["quantization_config"].items()
     )
-    assert told["modules_to_not_convert"] is None
+    assert settings["modules_to_not_convert"] is None
 
 
 @pytest.mark.parametrize("told", [{"linear_class": "bitlinear"}, {}], ids=["told", "by default"])
@@ -73,9 +73,9 @@ def test_scales_of_bitlinear_divide(folder: Path, tmp_path: Path, told: dict[str
     assert facts["linear_class"] == "bitlinear"
 
     with np.load(PACKED / "bitlinear.npz") as golden:
-        tokens, wanted = golden["tokens"], golden["logits"]
-    found = models.load(folder, dtype="float64").logits(tokens)
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        tokens, expected = golden["tokens"], golden["logits"]
+    actual = models.load(folder, dtype="float64").logits(tokens)
+    assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_adapters_learn_on_it() -> None:
@@ -97,10 +97,10 @@ def test_layers_that_are_rounded_at_every_call(tmp_path: Path) -> None:
     model = models.load(ONLINE, dtype="float64")
     with np.load(ONLINE / "golden.npz") as golden:
         data = dict(golden)
-    wanted, greedy, tokens = data["logits"], data["greedy"], data["tokens"]
-    assert np.abs(model.logits(tokens) - wanted).max() <= 1e-5 * np.abs(wanted).max()
-    found = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
-    assert np.array_equal(found, greedy)
+    expected, greedy, tokens = data["logits"], data["greedy"], data["tokens"]
+    assert np.abs(model.logits(tokens) - expected).max() <= 1e-5 * np.abs(expected).max()
+    actual = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
+    assert np.array_equal(actual, greedy)
     loss, gradients = model.loss_and_gradients(tokens, tokens)
     assert abs(loss - data["loss"]) <= 1e-5 * loss
     named = {key.removeprefix("grad/"): a for key, a in data.items() if key.startswith("grad/")}
@@ -109,8 +109,8 @@ def test_layers_that_are_rounded_at_every_call(tmp_path: Path) -> None:
         assert np.abs(gradients[name] - gradient).max() <= 1e-4 * np.abs(gradient).max(), name
     stored = models.load(ONLINE)
     stored.save(tmp_path / "again")
-    told = [json.loads((f / "config.json").read_text()) for f in (ONLINE, tmp_path / "again")]
-    assert told[0]["quantization_config"] == told[1]["quantization_config"]
+    settings = [json.loads((f / "config.json").read_text()) for f in (ONLINE, tmp_path / "again")]
+    assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
     before, after = (load_file(f / "model.safetensors") for f in (ONLINE, tmp_path / "again"))
     assert before.keys() == after.keys()
     with pytest.raises(ConfigError, match="rounded at every call, and are trained"):
@@ -119,7 +119,7 @@ def test_layers_that_are_rounded_at_every_call(tmp_path: Path) -> None:
 
 def test_wrong_folders(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    told = config["quantization_config"]
+    settings = config["quantization_config"]
     for change, words in (
         ({"linear_class": "linear"}, "has linear_class='linear'; only 'autobitlinear' or 'bitlin"),
         (
@@ -133,7 +133,7 @@ def test_wrong_folders(folder: Path) -> None:
         ),
         ({"use_rms_norm": True}, "use_rms_norm=True"),
     ):
-        text = json.dumps(config | {"quantization_config": told | change})
+        text = json.dumps(config | {"quantization_config": settings | change})
         (folder / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=words):
             models.load(folder)

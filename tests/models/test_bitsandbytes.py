@@ -80,9 +80,9 @@ def test_products_of_eight_bits(dtype, threshold):
     with torch.no_grad():
         expected, unrounded = layer(x), layer(x.float() * (1 + 2**-14))
     made = uc.Int8(layer.state.CB.numpy(), layer.state.SCB.numpy())
-    found = uc.int8_linear(rounded.float().numpy(), made, threshold=threshold or None)
+    actual = uc.int8_linear(rounded.float().numpy(), made, threshold=threshold or None)
     most = (2e-5 + torch.finfo(x.dtype).eps) * float(expected.abs().max())
-    assert abs(found - expected.double().numpy()).max() <= most
+    assert abs(actual - expected.double().numpy()).max() <= most
     if not threshold:  # columns of outliers are not rounded
         assert torch.equal(unrounded, layer(x.float()))
 

@@ -10,9 +10,10 @@ from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.models import Transformer, create, load
 
 from ..golden.golden import model_case
+from ..harness.tracked import tracked
 
 ROOT = Path(__file__).parent.parent / "golden" / "models"
-FAMILIES = sorted(path.name for path in ROOT.iterdir() if path.is_dir())
+FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
 CONFIGS = [
     CheckpointConfig(),
     CheckpointConfig(checkpoint_every=2, offload=True),
@@ -27,10 +28,10 @@ def test_gradients_are_equal_to_the_last_bit(family: str) -> None:
     batch, mask = (data["input_ids"], data["labels"]), data["attention_mask"]
     loss, gradients = model.loss_and_gradients(*batch, mask=mask)
     for config in CONFIGS:
-        again, found = model.loss_and_gradients(*batch, mask=mask, checkpoint=config)
+        again, actual = model.loss_and_gradients(*batch, mask=mask, checkpoint=config)
         assert again == loss
         for name, gradient in gradients.items():
-            np.testing.assert_array_equal(found[name], gradient, err_msg=f"{config} {name}")
+            np.testing.assert_array_equal(actual[name], gradient, err_msg=f"{config} {name}")
 
 
 @pytest.fixture(scope="module")

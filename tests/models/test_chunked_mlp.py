@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, block, create
 from unsloth_cupy.training import tape
 
-from ..stand_in import gpu
+from ..machines.stand_in import gpu
 from .peers import CONFIGS, SIZES
 from .test_packed import largest_error, model_of, widened
 
@@ -49,10 +49,10 @@ def test_loss_and_gradients_are_those_of_the_whole(
     plain_loss, plain = model.loss_and_gradients(TOKENS, TOKENS)
     wide = widened(model_of(label, dtype, None))
     exact_loss, exact = wide.loss_and_gradients(TOKENS, TOKENS)
-    found_loss, found = chunked(wide).loss_and_gradients(TOKENS, TOKENS)
+    actual_loss, actual = chunked(wide).loss_and_gradients(TOKENS, TOKENS)
     assert called == [84] * wide.config.layers
-    assert float(found_loss) == pytest.approx(float(exact_loss), rel=1e-12)
-    assert largest_error(found, exact) < 1e-12
+    assert float(actual_loss) == pytest.approx(float(exact_loss), rel=1e-12)
+    assert largest_error(actual, exact) < 1e-12
     first, gradients = chunked(model).loss_and_gradients(TOKENS, TOKENS)
     assert chunked(model).loss(TOKENS, TOKENS) == first
     eps = float(np.finfo(np.float32).eps if dtype == "float32" else 2.0**-7)
@@ -70,11 +70,11 @@ def test_loss_and_gradients_are_those_of_the_whole(
 def test_texts_share_rows_and_generation_starts_from_them(called: list[int]) -> None:
     model = model_of("llama", "float64", None)
     offsets = np.array([0, 30, 41, 84])
-    wanted = model.loss(TOKENS, TOKENS, offsets=offsets)
+    expected = model.loss(TOKENS, TOKENS, offsets=offsets)
     made = model.generate(TOKENS, max_new_tokens=3, stop=())
     assert not called
     assert float(chunked(model).loss(TOKENS, TOKENS, offsets=offsets)) == pytest.approx(
-        float(wanted), rel=1e-12
+        float(expected), rel=1e-12
     )
     np.testing.assert_array_equal(model.generate(TOKENS, max_new_tokens=3, stop=()), made)
     assert called
@@ -83,11 +83,11 @@ def test_texts_share_rows_and_generation_starts_from_them(called: list[int]) -> 
 def test_adapters_may_sit_beside_the_mlp(called: list[int]) -> None:
     model = create(SIZES | CONFIGS["llama"], seed=0, dtype="float64")
     model.add_adapter(3, targets=("q_proj", "o_proj"), dropout=0.5)
-    wanted = model.loss_and_gradients(TOKENS, TOKENS, seed=5)
-    found = chunked(model).loss_and_gradients(TOKENS, TOKENS, seed=5)
+    expected = model.loss_and_gradients(TOKENS, TOKENS, seed=5)
+    actual = chunked(model).loss_and_gradients(TOKENS, TOKENS, seed=5)
     assert len(called) == model.config.layers
-    assert float(found[0]) == pytest.approx(float(wanted[0]), rel=1e-12)
-    assert largest_error(found[1], wanted[1]) < 1e-12
+    assert float(actual[0]) == pytest.approx(float(expected[0]), rel=1e-12)
+    assert largest_error(actual[1], expected[1]) < 1e-12
 
 
 @pytest.mark.parametrize("target", ["gate_proj", "up_proj", "down_proj"])

@@ -12,9 +12,11 @@ from unsloth_cupy.models import create
 from unsloth_cupy.models.config import FULL, SLIDING
 from unsloth_cupy.models.parse import parse
 
+from ..harness.tracked import tracked
 from .peers import CONFIGS, LLAMA3, SIZES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "models"
+FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -23,30 +25,30 @@ def test_older_form_means_the_same(label):
     """``rope_theta`` and ``rope_scaling`` beside each other, as transformers 4 wrote them."""
     newer = SIZES | CONFIGS[label]
     older = {key: value for key, value in newer.items() if key != "rope_parameters"}
-    given = newer.get("rope_parameters", {})
+    settings = newer.get("rope_parameters", {})
     if label == "gemma3":
-        older["rope_local_base_freq"] = given[SLIDING]["rope_theta"]
-        older["rope_theta"] = given[FULL]["rope_theta"]
+        older["rope_local_base_freq"] = settings[SLIDING]["rope_theta"]
+        older["rope_theta"] = settings[FULL]["rope_theta"]
         older["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
         older["sliding_window_pattern"] = 2
         del older["layer_types"]
-    elif given:
-        older["rope_theta"] = given["rope_theta"]
-        kept = {k: v for k, v in given.items() if k not in ("rope_theta", "rope_type")}
+    elif settings:
+        older["rope_theta"] = settings["rope_theta"]
+        kept = {k: v for k, v in settings.items() if k not in ("rope_theta", "rope_type")}
         kept.pop("partial_rotary_factor", None)
-        older["rope_scaling"] = kept | {"type": given["rope_type"]}
+        older["rope_scaling"] = kept | {"type": settings["rope_type"]}
     tokens = np.arange(3, 27)[None]
     logits = [create(config, seed=0).logits(tokens) for config in (newer, older)]
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("family", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_4_leaves_out(family):
     """Defaults of a family stand in for null and absent keys."""
-    given = json.loads((GOLDEN / family / "config.json").read_text())
-    config = parse(given)
-    nothing = {key: value for key, value in given.items() if value is not None}
-    assert parse(nothing | {"sliding_window": given.get("sliding_window")}) == config
+    settings = json.loads((GOLDEN / family / "config.json").read_text())
+    config = parse(settings)
+    nothing = {key: value for key, value in settings.items() if value is not None}
+    assert parse(nothing | {"sliding_window": settings.get("sliding_window")}) == config
 
 
 def test_windows():

@@ -163,16 +163,16 @@ def test_a_cache_with_sinks_streams(kind, padded):
     tokens = np.random.default_rng(1).integers(3, 97, (2, 17))
     shown = np.ones((2, 17), np.int8)
     shown[1, :3] = not padded
-    found = []
+    actual = []
     for cuts in ((0, 4, 5, 14, 16, 17), range(18)):
         cache = KVCache(3, 2, 8, 2, 8, dtype="float32", window=6, sinks=2)
         parts = []
         for start, stop in itertools.pairwise(cuts):
             mask = shown[:, start:stop] if padded else None
             parts.append(model.logits(tokens[:, start:stop], mask=mask, cache=cache))
-        found.append(np.concatenate(parts, axis=1)[shown == 1])
+        actual.append(np.concatenate(parts, axis=1)[shown == 1])
         assert cache.length == 17
-    np.testing.assert_allclose(*found, atol=1e-5)
+    np.testing.assert_allclose(*actual, atol=1e-5)
 
 
 def test_a_cache_with_a_window_is_a_model_with_one(model):
@@ -286,8 +286,8 @@ def test_tokens_of_other_libraries(model, library, call):
     tokens = PROMPT.astype(np.int32)
     made = CALLS[call](model, there.asarray(tokens), there.asarray(mask))
     assert type(made) is type(there.asarray(tokens))
-    wanted = CALLS[call](model, tokens, mask)
-    np.testing.assert_array_equal(np.asarray(made), np.asarray(wanted, made.__array__().dtype))
+    expected = CALLS[call](model, tokens, mask)
+    np.testing.assert_array_equal(np.asarray(made), np.asarray(expected, made.__array__().dtype))
     for arrays in ((tokens, there.asarray(mask)), (there.asarray(tokens), mask)):
         with pytest.raises(FrameworkError, match="bring these to one"):
             CALLS[call](model, *arrays)

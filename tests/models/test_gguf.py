@@ -75,14 +75,14 @@ def test_names_and_values(family: str, tmp_path: Path) -> None:
     blocks["model.embed_tokens.weight"] = "token_embd.weight"
     blocks |= {"model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
     for name, array in left.items():
-        made, wanted = dense.pop(blocks[name]), array.astype(np.float32)
+        made, expected = dense.pop(blocks[name]), array.astype(np.float32)
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            wanted = wanted[reordered(len(wanted), config.dim)]
+            expected = expected[reordered(len(expected), config.dim)]
         if arch.startswith("gemma") and name.endswith("norm.weight"):
-            wanted = wanted + 1
+            expected = expected + 1
         if name.endswith({"gemma2": "q_proj.weight", "gemma3": "q_norm.weight"}.get(arch, "none")):
-            wanted = wanted * np.float32((16 / 20) ** 0.5)  # head_dim, query_pre_attn_scalar
-        np.testing.assert_array_max_ulp(made, wanted, 1 if arch in ("gemma2", "gemma3") else 0)
+            expected = expected * np.float32((16 / 20) ** 0.5)  # head_dim, query_pre_attn_scalar
+        np.testing.assert_array_max_ulp(made, expected, 1 if arch in ("gemma2", "gemma3") else 0)
     if arch == "olmo2":
         np.testing.assert_array_equal(dense.pop("output.weight"), model.table)
     assert {*dense} == ({"rope_freqs.weight"} if family == "llama3" else set())
@@ -130,7 +130,7 @@ def test_hyperparameters(family: str, tmp_path: Path) -> None:
     model, _, values, _, _ = exported(tmp_path, PLAIN[family])
     config, arch = model.config, values["general.architecture"]
     keys, attention = gguf.Keys.LLM, gguf.Keys.Attention
-    wanted = {
+    expected = {
         keys.VOCAB_SIZE: 97,
         keys.CONTEXT_LENGTH: 64,
         keys.EMBEDDING_LENGTH: 32,
@@ -145,19 +145,19 @@ def test_hyperparameters(family: str, tmp_path: Path) -> None:
         gguf.Keys.Rope.FREQ_BASE: {"llama3": 5e5, "gemma3": 1e6, "bitnet": 5e5}.get(family, 1e4),
     }
     if family in ("gemma2", "gemma3"):
-        wanted |= {
+        expected |= {
             attention.SLIDING_WINDOW: 4,
             f"{arch}.attention.sliding_window_pattern": [True, False, True],
             f"{arch}.rope.freq_base_swa": 1e4,
         }
     if family == "gemma2":
-        wanted |= {keys.ATTN_LOGIT_SOFTCAPPING: 4.0, keys.FINAL_LOGIT_SOFTCAPPING: 6.0}
+        expected |= {keys.ATTN_LOGIT_SOFTCAPPING: 4.0, keys.FINAL_LOGIT_SOFTCAPPING: 6.0}
     if family == "gemma3":
-        wanted |= {gguf.Keys.Rope.SCALING_TYPE: "linear", gguf.Keys.Rope.SCALING_FACTOR: 8.0}
+        expected |= {gguf.Keys.Rope.SCALING_TYPE: "linear", gguf.Keys.Rope.SCALING_FACTOR: 8.0}
     if family == "phi3":
-        wanted[attention.SLIDING_WINDOW] = 0
-    found = {name: value for name, value in values.items() if name.startswith(f"{arch}.")}
-    assert found == {key.format(arch=arch): value for key, value in wanted.items()}
+        expected[attention.SLIDING_WINDOW] = 0
+    actual = {name: value for name, value in values.items() if name.startswith(f"{arch}.")}
+    assert actual == {key.format(arch=arch): value for key, value in expected.items()}
     assert values["general.name"] == "m"
     assert values["general.type"] == "model"
     assert values["general.file_type"] == gguf.LlamaFileType.ALL_F32
@@ -187,19 +187,19 @@ SCALED = {  # rotary positions, and what a file says of them; keys behind "rope.
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scalings_of_rotary_positions(name: str, tmp_path: Path) -> None:
-    given, wanted = SCALED[name]
-    rope = {"rope_type": name.split(maxsplit=1)[0], "rope_theta": 1e4, **given}
+    settings, expected = SCALED[name]
+    rope = {"rope_type": name.split(maxsplit=1)[0], "rope_theta": 1e4, **settings}
     _, report, values, dense, _ = exported(
         tmp_path, {"model_type": "llama", "rope_parameters": rope}
     )
     start = "llama.rope.scaling."
-    found = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6))
+    actual = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert actual[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6))
     if name == "longrope":
-        np.testing.assert_array_equal(dense["rope_factors_short.weight"], given["short_factor"])
-        np.testing.assert_array_equal(dense["rope_factors_long.weight"], given["long_factor"])
+        np.testing.assert_array_equal(dense["rope_factors_short.weight"], settings["short_factor"])
+        np.testing.assert_array_equal(dense["rope_factors_long.weight"], settings["long_factor"])
     said = {"yarn told": "beta_fast", "dynamic": "beyond 64 tokens", "longrope": "above 16 tokens"}
     assert [said[name] in note for note in report.notes] == [True] * (name in said)
 
@@ -378,8 +378,8 @@ def test_scores_of_the_gemma_of_27b(layers: int, length: int, tmp_path: Path) ->
 def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
     model = make(tmp_path / "m", "llama")
     (tmp_path / "m" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    for name, given in (("model", model), ("folder", tmp_path / "m")):
-        models.export_gguf(given, tmp_path / f"{name}.gguf", tokenizer=tmp_path)
+    for name, source in (("model", model), ("folder", tmp_path / "m")):
+        models.export_gguf(source, tmp_path / f"{name}.gguf", tokenizer=tmp_path)
     assert read(tmp_path / "folder.gguf")[0] == read(tmp_path / "model.gguf")[0]
 
 
@@ -437,7 +437,7 @@ def test_a_family_without_names_is_refused(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tmp_path / "m", "llama")
     (tmp_path / "there.gguf").write_text("mine")
-    for given, file, options, words in (
+    for source, file, options, words in (
         (model, tmp_path / "m.gguf", {"kind": "q5_1"}, "kind='q5_1'; choose from f32, f16, bf16"),
         (model, tmp_path / "there.gguf", {}, "exists; remove it, or name another file"),
         (model, tmp_path / "no" / "m.gguf", {}, "is not a folder; create it first"),
@@ -449,7 +449,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          "was not loaded from a folder"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
-            models.export_gguf(given, file, **options)
+            models.export_gguf(source, file, **options)
     (tmp_path / "m" / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json; copy it"):
         models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")

@@ -69,10 +69,10 @@ class Loaded:
         return np.array(self.llama.scores[: len(tokens)])
 
     def greedy(self, tokens: np.ndarray) -> list[int]:
-        found = list(tokens)
-        while len(found) < len(tokens) + NEW:
-            found.append(int(self.logits(np.array(found))[-1].argmax()))
-        return found
+        tokens_so_far = list(tokens)
+        while len(tokens_so_far) < len(tokens) + NEW:
+            tokens_so_far.append(int(self.logits(np.array(tokens_so_far))[-1].argmax()))
+        return tokens_so_far
 
 
 @pytest.mark.parametrize("name", FAMILIES)

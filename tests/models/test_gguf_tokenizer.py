@@ -26,9 +26,9 @@ def said(folder: Path, values: Values, **settings: Any) -> tuple[Values, tuple[s
     make(folder / "m", "llama")
     write_tokenizer(folder / "m", values, **settings)
     report = models.export_gguf(folder / "m", folder / "m.gguf")
-    found = read(folder / "m.gguf")[0]
+    read_back = read(folder / "m.gguf")[0]
     return {
-        name.removeprefix(KEY): value for name, value in found.items() if "tokenizer" in name
+        name.removeprefix(KEY): value for name, value in read_back.items() if "tokenizer" in name
     }, report.notes
 
 
@@ -37,8 +37,8 @@ def around(single: str) -> Values:
     tokens = [(text, n) for n, text in enumerate(ENDS)]
     made = Tokenizer(kinds.BPE())
     made.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)
-    found: Values = json.loads(made.to_str())["post_processor"]
-    return found
+    processor: Values = json.loads(made.to_str())["post_processor"]
+    return processor
 
 
 def characters() -> Values:
@@ -71,17 +71,17 @@ def test_tokens_types_and_merges(tmp_path: Path) -> None:
     spare = {"id": 40, "content": "<tool>", "special": False, "lstrip": True, "rstrip": False,
              "single_word": False, "normalized": True}  # fmt: skip
     values["added_tokens"].append(spare)
-    found, notes = said(tmp_path, values)
-    assert found["model"] == "gpt2"
-    assert found["pre"] == "gpt-2"
-    tokens, types = found["tokens"], found["token_type"]
+    actual, notes = said(tmp_path, values)
+    assert actual["model"] == "gpt2"
+    assert actual["pre"] == "gpt-2"
+    tokens, types = actual["tokens"], actual["token_type"]
     assert tokens[:size] == [*values["model"]["vocab"]]
     assert tokens[40] == "<tool>"
     assert tokens[size:40] + tokens[41:] == [f"[PAD{n}]" for n in range(size, 97) if n != 40]
     assert types == [
         CONTROL if n < 3 else NORMAL if n < size else USER if n == 40 else UNUSED for n in range(97)
     ]
-    assert found["merges"] == [" ".join(pair) for pair in MERGES]
+    assert actual["merges"] == [" ".join(pair) for pair in MERGES]
     assert notes == ("llama.cpp may keep the spaces beside <tool>",)
 
 
@@ -90,10 +90,10 @@ def test_tokens_types_and_merges(tmp_path: Path) -> None:
     [("$A", False, False), ("<s> $A", True, False), ("<s> $A </s>", True, True)],
 )
 def test_tokens_around_a_text(single: str, begin: bool, end: bool, tmp_path: Path) -> None:
-    found, _ = said(tmp_path, byte_level(97) | {"post_processor": around(single)})
-    assert (found["add_bos_token"], found["add_eos_token"]) == (begin, end)
-    assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
-    assert found["padding_token_id"] == 0  # config.json's, as there are no settings
+    actual, _ = said(tmp_path, byte_level(97) | {"post_processor": around(single)})
+    assert (actual["add_bos_token"], actual["add_eos_token"]) == (begin, end)
+    assert (actual["bos_token_id"], actual["eos_token_id"]) == (1, 2)
+    assert actual["padding_token_id"] == 0  # config.json's, as there are no settings
 
 
 def test_what_stands_around_a_text_goes_before_the_settings(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_what_stands_around_a_text_goes_before_the_settings(tmp_path: Path) -> N
         "padding": {"strategy": {"Fixed": 8}, "direction": "Left", "pad_id": 1, "pad_token": "<s>",
                     "pad_type_id": 0, "pad_to_multiple_of": None},
     }  # fmt: skip
-    found, notes = said(tmp_path, values, bos_token="<s>", eos_token="</s>")
-    assert [found[f"{role}_token_id"] for role in ("bos", "eos", "eot")] == [2, 0, 2]
-    assert found["add_bos_token"] is found["add_eos_token"] is True
+    actual, notes = said(tmp_path, values, bos_token="<s>", eos_token="</s>")
+    assert [actual[f"{role}_token_id"] for role in ("bos", "eos", "eot")] == [2, 0, 2]
+    assert actual["add_bos_token"] is actual["add_eos_token"] is True
     assert notes == ()
 
 
@@ -126,11 +126,11 @@ def test_special_tokens(tmp_path: Path) -> None:
         tmp_path / "m", values, eos_token="a", unk_token={"content": "<pad>"}, bos_token="</s>",
     )  # fmt: skip
     report = models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
-    found = read(tmp_path / "m.gguf")[0]
+    actual = read(tmp_path / "m.gguf")[0]
     a = values["model"]["vocab"]["a"]
-    assert [found[f"{KEY}{role}_token_id"] for role in ("eos", "eot", "eom")] == [a, 2, 7]
-    assert found[KEY + "unknown_token_id"] == 0
-    assert found[KEY + "bos_token_id"] == 2
+    assert [actual[f"{KEY}{role}_token_id"] for role in ("eos", "eot", "eom")] == [a, 2, 7]
+    assert actual[KEY + "unknown_token_id"] == 0
+    assert actual[KEY + "bos_token_id"] == 2
     assert report.notes == ("a file names three tokens that end a text; left out: 8, 9",)
 
 
@@ -144,10 +144,14 @@ def test_no_token_ends_a_text(tmp_path: Path) -> None:
 def test_chat_templates(tmp_path: Path) -> None:
     """A file goes before the settings; of several that is taken which is the default."""
     several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
-    for name, given, wanted in (("none", None, None), ("one", "x", "x"), ("several", several, "d")):
+    for name, setting, expected in (
+        ("none", None, None),
+        ("one", "x", "x"),
+        ("several", several, "d"),
+    ):
         (tmp_path / name).mkdir()
-        found, _ = said(tmp_path / name, byte_level(97), chat_template=given)
-        assert found.get("tokenizer.chat_template") == wanted
+        actual, _ = said(tmp_path / name, byte_level(97), chat_template=setting)
+        assert actual.get("tokenizer.chat_template") == expected
     (tmp_path / "one" / "m" / "chat_template.jinja").write_text("file")
     models.export_gguf(tmp_path / "one" / "m", tmp_path / "file.gguf")
     assert read(tmp_path / "file.gguf")[0]["tokenizer.chat_template"] == "file"
@@ -186,8 +190,8 @@ def test_rules_that_cut_words(steps: list[Values], whole: bool, name: str, tmp_p
     values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     values["model"]["ignore_merges"] = whole
     values["normalizer"] = {"type": "NFC"} if name == "qwen2" else None
-    found, notes = said(tmp_path, values)
-    assert found["pre"] == name
+    actual, notes = said(tmp_path, values)
+    assert actual["pre"] == name
     assert ["NFC" in note for note in notes] == [True] * (name == "qwen2")
 
 
@@ -198,15 +202,19 @@ def test_characters_with_bytes(tmp_path: Path) -> None:
     values["model"]["merges"] += ["h e", "t he"]  # the second to make "the"
     values["added_tokens"].append(values["added_tokens"][1] | {
         "id": 20, "content": "\u2581\u2581", "special": False})  # fmt: skip
-    found, notes = said(tmp_path, values)
-    assert (found["tokens"][20], found["token_type"][20]) == ("  ", USER)
-    assert (found["model"], found["pre"], found["add_space_prefix"]) == ("llama", "default", True)
-    texts = found["tokens"][:12]
+    actual, notes = said(tmp_path, values)
+    assert (actual["tokens"][20], actual["token_type"][20]) == ("  ", USER)
+    assert (actual["model"], actual["pre"], actual["add_space_prefix"]) == (
+        "llama",
+        "default",
+        True,
+    )
+    texts = actual["tokens"][:12]
     assert texts == ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", *"thea", "th", "the", "\u2581the"]
-    assert found["token_type"][:5] == [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL]
-    assert found["scores"][9:13] == [0.0, -1.0, -2.0, -3.0]
-    assert {*found["scores"][:9], *found["scores"][13:]} == {-5.0}
-    assert "merges" not in found
+    assert actual["token_type"][:5] == [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL]
+    assert actual["scores"][9:13] == [0.0, -1.0, -2.0, -3.0]
+    assert {*actual["scores"][:9], *actual["scores"][13:]} == {-5.0}
+    assert "merges" not in actual
     assert notes == ()
 
 
@@ -236,8 +244,8 @@ def test_spaces_before_a_text(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         values = characters() | {"normalizer": normalizer, "pre_tokenizer": steps}
-        found, notes = said(tmp_path / name, values)
-        assert found["add_space_prefix"] is prefix
+        actual, notes = said(tmp_path / name, values)
+        assert actual["add_space_prefix"] is prefix
         assert len(notes) == (name == "meta")
 
 

@@ -8,9 +8,10 @@ import pytest
 from unsloth_cupy.models import load
 
 from ..golden.golden import model_case
+from ..harness.tracked import tracked
 
 ROOT = Path(__file__).parent.parent / "golden" / "models"
-FAMILIES = sorted(path.name for path in ROOT.iterdir() if path.is_dir())
+FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,8 +27,8 @@ pytestmark = [
 LAYERS = 14  # of two blocks
 
 
-def error(found, expected):
-    return float((found - expected).abs().max() / expected.abs().max())
+def error(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def as_trained(live):
@@ -80,10 +80,10 @@ def test_what_is_saved_loads_in_transformers(tmp_path, kind, family):
     model.save(tmp_path / "saved")
     live = as_trained(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
     with torch.no_grad():
-        found, judge = (m(input_ids=tokens, use_cache=False).logits for m in (live, own))
-    assert error(model.logits(tokens), found) < 1e-5
+        actual, judge = (m(input_ids=tokens, use_cache=False).logits for m in (live, own))
+    assert error(model.logits(tokens), actual) < 1e-5
     tied = kind in ("nf4-double", "int8")  # an ulp of a mean or of 127 / absmax decides ties
-    assert error(found, judge) < (2e-3 if tied else 1e-5)
+    assert error(actual, judge) < (2e-3 if tied else 1e-5)
     layer, other = (m.model.layers[1].mlp.down_proj for m in (live, own))
     differing = int((layer.weight != other.weight).sum())
     assert differing <= (layer.weight.numel() // 1000 if kind == "int8" else 0)

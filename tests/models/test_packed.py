@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.training import tape
 
-from ..stand_in import gpu
+from ..machines.stand_in import gpu
 from .peers import CONFIGS, SIZES
 
 LENGTHS = [5, 1, 11, 7]  # one goes on in the second row; one has nothing to predict
@@ -56,11 +56,11 @@ def one_by_one(model: Transformer) -> tuple[float, dict[str, np.ndarray]]:
     return loss / count, {name: gradient / count for name, gradient in total.items()}
 
 
-def largest_error(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+def largest_error(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """Return the Frobenius norm of all errors, relative to that of all gradients."""
-    assert found.keys() == wanted.keys()
-    off = sum(np.square(found[n].astype(np.float64) - wanted[n]).sum() for n in wanted)
-    return float(np.sqrt(off / sum(np.square(gradient).sum() for gradient in wanted.values())))
+    assert actual.keys() == expected.keys()
+    off = sum(np.square(actual[n].astype(np.float64) - expected[n]).sum() for n in expected)
+    return float(np.sqrt(off / sum(np.square(gradient).sum() for gradient in expected.values())))
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: 
     loss, alone = one_by_one(model)
     wide = widened(model_of(label, "float32", rank))
     exact_loss, exact = one_by_one(wide)
-    found_loss, found = wide.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
-    assert float(found_loss) == pytest.approx(exact_loss, rel=1e-12)
-    assert largest_error(found, exact) < 1e-12
+    actual_loss, actual = wide.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
+    assert float(actual_loss) == pytest.approx(exact_loss, rel=1e-12)
+    assert largest_error(actual, exact) < 1e-12
     assert float(model.loss(TOKENS, LABELS, offsets=OFFSETS)) == pytest.approx(loss, rel=1e-6)
     allowed = 2 * largest_error(alone, exact) + 4 * np.finfo(np.float32).eps
     first, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
@@ -94,7 +94,7 @@ def test_attention_that_is_kept_is_not_computed_again(
     called = []
     module = importlib.import_module("unsloth_cupy.ops.attention.attention_varlen")
     attend = module.attend
-    monkeypatch.setattr(module, "attend", lambda *given: called.append(1) or attend(*given))
+    monkeypatch.setattr(module, "attend", lambda *args: called.append(1) or attend(*args))
     model = model_of("mistral", "float32", None)
     loss, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
     layers, called[:] = len(called), []
@@ -110,8 +110,8 @@ def test_no_text_sees_another(label: str) -> None:
     """Logits of the others keep every bit; those of each text are what it has alone."""
     model = model_of(label, "float32", None)
     wide = widened(model_of(label, "float32", None))
-    found = texts_of(wide.logits(TOKENS, offsets=OFFSETS))
-    for logits, tokens in zip(found, texts(TOKENS), strict=True):
+    actual = texts_of(wide.logits(TOKENS, offsets=OFFSETS))
+    for logits, tokens in zip(actual, texts(TOKENS), strict=True):
         np.testing.assert_allclose(logits, wide.logits(tokens)[0], rtol=1e-11, atol=1e-11)
     before = texts_of(model.logits(TOKENS, offsets=OFFSETS))
     for number, tokens in enumerate(texts(TOKENS)):
@@ -182,9 +182,9 @@ def test_an_overflow_of_scaled_gradients_is_silent(offsets: Any) -> None:
 )
 def test_wrong_offsets(offsets: Any, options: Any, error: Any, message: str) -> None:
     model = model_of("llama", "float32", None)
-    given = offsets if isinstance(offsets, np.ndarray) else np.array(offsets, int)
+    array = offsets if isinstance(offsets, np.ndarray) else np.array(offsets, int)
     with pytest.raises(error, match=message):
-        model.loss(TOKENS, LABELS, offsets=given, **options)
+        model.loss(TOKENS, LABELS, offsets=array, **options)
 
 
 @pytest.mark.parametrize("lengths", [[24], [0, 10, 0, 14, 0], [24, 0]])

@@ -9,7 +9,7 @@ from unsloth_cupy import KVCache, PagedKVCache
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError, RangeError, ShapeError
 from unsloth_cupy.models import create
 
-from ..parity import emulator
+from ..harness.parity import emulator
 from .peers import SIZES
 
 LAYERS, HEADS, DIM = 3, 2, 8
@@ -45,10 +45,10 @@ def test_logits_are_those_of_a_cache_in_order(kind: str, page: int) -> None:
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         part = TOKENS[:, start:stop]
         expected = model.logits(part, cache=ordered)
-        found = model.logits(part, cache=paged, sequences=sequences)
+        actual = model.logits(part, cache=paged, sequences=sequences)
         if start == 0:
-            np.testing.assert_array_equal(found, expected)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+            np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert [paged.lengths(sequences, layer).tolist() for layer in range(LAYERS)] == [[9, 9]] * 3
 
 
@@ -58,9 +58,9 @@ def test_rows_may_hold_different_numbers_of_tokens(model: Any) -> None:
     model.logits(TOKENS[:1, :6], cache=cache, sequences=[one])
     model.logits(TOKENS[1:, :2], cache=cache, sequences=[other])
     new = np.stack([TOKENS[0, 6:8], TOKENS[1, 2:4]])
-    found = model.logits(new, cache=cache, sequences=[one, other])
+    actual = model.logits(new, cache=cache, sequences=[one, other])
     whole = model.logits(TOKENS)
-    np.testing.assert_allclose(found, [whole[0, 6:8], whole[1, 2:4]], atol=1e-5)
+    np.testing.assert_allclose(actual, [whole[0, 6:8], whole[1, 2:4]], atol=1e-5)
 
 
 def test_a_prompt_is_shared_by_its_forks(model: Any) -> None:
@@ -72,10 +72,10 @@ def test_a_prompt_is_shared_by_its_forks(model: Any) -> None:
     both = [cache.fork(system), cache.fork(system)]
     assert len(cache.free_pages) == held
     new = TOKENS[:, 7:]
-    found = model.logits(new, cache=cache, sequences=both)
+    actual = model.logits(new, cache=cache, sequences=both)
     assert held - len(cache.free_pages) == 2, "the third page, which is partly filled, for each"
     texts = np.concatenate([np.repeat(TOKENS[:1, :7], 2, axis=0), new], axis=1)
-    np.testing.assert_allclose(found, model.logits(texts)[:, 7:], atol=1e-5)
+    np.testing.assert_allclose(actual, model.logits(texts)[:, 7:], atol=1e-5)
     assert cache.lengths([system, *both]).tolist() == [7, 9, 9]
 
 
@@ -102,10 +102,10 @@ def test_goes_on_from_sequences(model: Any) -> None:
     new = TOKENS[:, 5:]
     texts = np.concatenate([np.repeat(TOKENS[:1, :5], 2, axis=0), new], axis=1)
     expected = model.generate(texts, max_new_tokens=6, stop=())[:, 5:]
-    found = model.generate(new, max_new_tokens=6, stop=(), cache=cache, sequences=both)
-    np.testing.assert_array_equal(found, expected)
+    actual = model.generate(new, max_new_tokens=6, stop=(), cache=cache, sequences=both)
+    np.testing.assert_array_equal(actual, expected)
     assert cache.lengths([system, *both]).tolist() == [5, 14, 14]
-    more = model.generate(found[:, -1:], max_new_tokens=3, stop=(), cache=cache, sequences=both)
+    more = model.generate(actual[:, -1:], max_new_tokens=3, stop=(), cache=cache, sequences=both)
     longer = model.generate(texts, max_new_tokens=9, stop=())
     np.testing.assert_array_equal(more[:, 1:], longer[:, -3:])
 
@@ -188,5 +188,5 @@ def test_emulated_kernels_read_pages() -> None:
     expected = model.logits(TOKENS)
     with emulator():
         model.logits(TOKENS[:, :7], cache=cache, sequences=sequences)
-        found = model.logits(TOKENS[:, 7:], cache=cache, sequences=sequences)
-    np.testing.assert_allclose(found, expected[:, 7:], atol=1e-5)
+        actual = model.logits(TOKENS[:, 7:], cache=cache, sequences=sequences)
+    np.testing.assert_allclose(actual, expected[:, 7:], atol=1e-5)

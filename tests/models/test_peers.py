@@ -28,14 +28,14 @@ def test_loss_logits_and_gradients(pair, side):
     peer, model, _ = pair
     data = batch(seed=1, tokens=20)
     mask = None if side == "none" else data[side]
-    given = {}
+    options = {}
     if mask is not None:
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
-        given = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+        options = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
     labels = data[f"labels {side}"]
     peer.zero_grad()
     ids = torch.tensor(data["ids"])
-    out = peer(input_ids=ids, labels=torch.tensor(labels), use_cache=False, **given)
+    out = peer(input_ids=ids, labels=torch.tensor(labels), use_cache=False, **options)
     out.loss.backward()
     real = np.ones(data["ids"].shape, bool) if mask is None else mask == 1
     logits = model.logits(data["ids"], mask=mask)

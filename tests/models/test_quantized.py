@@ -15,6 +15,7 @@ from unsloth_cupy.models.quantized import KINDS, LEAST
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..conftest import FOLDER
+from ..harness.tracked import tracked
 
 QUANT = FOLDER / "quant"
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3_longrope", "olmo2"]
@@ -48,7 +49,9 @@ def dense_twin(model: models.Transformer, dtype: object = None) -> models.Transf
     return twin
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in QUANT.glob("*_*")))
+@pytest.mark.parametrize(
+    "name", [path.parent.name for path in tracked("tests/golden/quant/*_*/config.json")]
+)
 def test_folder_of_bitsandbytes(name: str, tmp_path: Path) -> None:
     """Of 4 bits, what it rounds to bfloat16 when it writes is lost; logits are of before that.
 
@@ -56,12 +59,12 @@ def test_folder_of_bitsandbytes(name: str, tmp_path: Path) -> None:
     """
     model = models.load(QUANT / name)
     with np.load(QUANT / name / "golden.npz") as golden:
-        tokens, wanted, greedy = (golden[key] for key in ("tokens", "logits", "greedy"))
+        tokens, expected, greedy = (golden[key] for key in ("tokens", "logits", "greedy"))
     logits = model.logits(tokens)
     rounding = 2.0**-6 if name.endswith("int8") else 2 * 2.0**-8
-    assert np.abs(logits - wanted).max() <= rounding * np.abs(wanted).max()
-    found = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
-    assert np.array_equal(found, greedy)
+    assert np.abs(logits - expected).max() <= rounding * np.abs(expected).max()
+    actual = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
+    assert np.array_equal(actual, greedy)
     model.save(tmp_path / "again")
     again = models.load(tmp_path / "again")
     assert np.array_equal(again.logits(tokens), logits)
@@ -104,11 +107,11 @@ def test_gradients_of_adapters(kind: str, dora: bool) -> None:
         if "lora_B" in name:
             array[...] = 0.1 * rng.standard_normal(array.shape)
     loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
-    wanted_loss, wanted = dense_twin(model).loss_and_gradients(TOKENS, TOKENS)
-    assert abs(loss - wanted_loss) <= 1e-6 * wanted_loss
-    assert gradients.keys() == wanted.keys() == model.adapter.parameters.keys()
+    expected_loss, expected = dense_twin(model).loss_and_gradients(TOKENS, TOKENS)
+    assert abs(loss - expected_loss) <= 1e-6 * expected_loss
+    assert gradients.keys() == expected.keys() == model.adapter.parameters.keys()
     for name, gradient in gradients.items():
-        assert np.abs(gradient - wanted[name]).max() <= 1e-5 * np.abs(wanted[name]).max(), name
+        assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
 
 
 def test_it_is_frozen() -> None:
@@ -128,9 +131,9 @@ def test_sixteen_bits() -> None:
         model.parameters[name] = (
             value.computed_in(BFLOAT16) if isinstance(value, Quantized) else value.astype(BFLOAT16)
         )
-    logits, wanted = model.logits(TOKENS), folder_like.logits(TOKENS)
+    logits, expected = model.logits(TOKENS), folder_like.logits(TOKENS)
     assert logits.dtype == BFLOAT16
-    assert np.abs(logits.astype(np.float32) - wanted).max() <= 2.0**-5 * np.abs(wanted).max()
+    assert np.abs(logits.astype(np.float32) - expected).max() <= 2.0**-5 * np.abs(expected).max()
 
 
 @EVERY

@@ -54,24 +54,24 @@ def test_slices_are_those_of_the_whole(kind: str, axis: int) -> None:
         size = sum(array.nbytes for array in state.values())
         for shares in PLACES:
             places = [slice(*(round(end * shape[axis]) for end in share)) for share in shares]
-            found = narrow(type(made), state, shape, axis, places)
-            if found is None:
+            actual = narrow(type(made), state, shape, axis, places)
+            if actual is None:
                 whole = type(made) is Nf4 or (type(made) is Ternary and shape[0] % 4)
                 assert whole or kind == "ternary group"
                 continue
             if type(made) is Nf4 and not in_blocks(shape, axis, places, made.block):
-                for weight, there in ((made, places), (made.from_state(found.state), [])):
+                for weight, there in ((made, places), (made.from_state(actual.state), [])):
                     with pytest.raises(ConfigError, match="split blocks of 64 values"):
-                        weight.cut(axis, there or found.places(places))
+                        weight.cut(axis, there or actual.places(places))
                 continue
-            wanted = made.cut(axis, places)
-            part = made.from_state(found.state).cut(axis, found.places(places))
-            for name, array in wanted.held().items():
+            expected = made.cut(axis, places)
+            part = made.from_state(actual.state).cut(axis, actual.places(places))
+            for name, array in expected.held().items():
                 np.testing.assert_array_equal(part.held()[name], array, name)
             share = sum(where.stop - where.start for where in places) / shape[axis]
             share *= 4 if type(made) is Ternary and not axis else 1  # a byte is of four rows
             wider = 2 * 64 * (256 if made.KIND == "nf4" and made.double else 1) * len(places)
-            read = sum(array.nbytes for array in found.state.values())
+            read = sum(array.nbytes for array in actual.state.values())
             sizes = shape[0] * 4 * axis  # a scale of each row
             assert read <= min(share, 1) * size + wider + sizes + SMALL
             cut += 1
@@ -87,8 +87,8 @@ def test_what_is_not_as_the_shape_says_is_read_whole(change: str) -> None:
         state[facts] = state[facts][:-3]
     elif change != "nothing":
         state[change] = state[change][:-1]
-    found = narrow(Nf4, state, (64, 128), 0, [slice(0, 8)])
-    assert (found is None) == (change != "nothing")
+    actual = narrow(Nf4, state, (64, 128), 0, [slice(0, 8)])
+    assert (actual is None) == (change != "nothing")
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -96,10 +96,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     read, slices = dict[str, int](), LazyParameter.__getitem__
 
     def count(unread: LazyParameter, key: Any) -> Any:
-        found = slices(unread, key)
-        if isinstance(found, np.ndarray):
-            read[unread.name] = read.get(unread.name, 0) + found.nbytes
-        return found
+        piece = slices(unread, key)
+        if isinstance(piece, np.ndarray):
+            read[unread.name] = read.get(unread.name, 0) + piece.nbytes
+        return piece
 
     monkeypatch.setattr(LazyParameter, "__getitem__", count)
     return read
@@ -125,13 +125,13 @@ def test_ranks_read_their_slices_of_quantized_weights(
             own: Any = model.parameters[name]
             if not isinstance(array, Quantized):
                 continue
-            wanted = model.division.own(name, array)
-            for key, held in wanted.held().items():
+            expected = model.division.own(name, array)
+            for key, held in expected.held().items():
                 np.testing.assert_array_equal(own.held()[key], held, name)
             columns = name.endswith(("o_proj.weight", "down_proj.weight"))
             if kind == "int8" or columns == (kind == "ternary"):
                 wider = 3 * 16384 * (kind == "nf4-double")  # of three places, half a byte, two ends
-                assert read[name] <= wanted.nbytes * 1.05 + SMALL + wider, name
+                assert read[name] <= expected.nbytes * 1.05 + SMALL + wider, name
                 assert read[name] < array.nbytes + SMALL, name
 
 
@@ -156,16 +156,16 @@ def test_ranks_read_their_parts_of_quantized_weights(
             part: Any = model.parameters[name]
             if not isinstance(weight, Quantized):
                 continue
-            wanted = Parts(comm).keep(name, weight)
-            assert part.facts | {"errors": None} == wanted.facts | {"errors": None}
+            expected = Parts(comm).keep(name, weight)
+            assert part.facts | {"errors": None} == expected.facts | {"errors": None}
             assert (part.kind, part.shape, part.dtype) == (type(weight), weight.shape, weight.dtype)
-            for key, held in wanted.arrays.items():
+            for key, held in expected.arrays.items():
                 np.testing.assert_array_equal(part.arrays[key], held, f"{name} {key}")
-                assert part.cuts[key] == wanted.cuts[key]
+                assert part.cuts[key] == expected.cuts[key]
             size = 4 * weight.size if dense else sum(a.nbytes for a in weight.state().values())
             if kind in ("nf4", "fp4", "int8"):
-                share = sum(min(1, cut.length / cut.size) for cut in wanted.cuts.values())
+                share = sum(min(1, cut.length / cut.size) for cut in expected.cuts.values())
                 step = 1 if kind == "int8" else 64 // gcd(64, weight.shape[1])
-                rows = 1 + 2 * len(wanted.cuts)  # a first one, and two ends
+                rows = 1 + 2 * len(expected.cuts)  # a first one, and two ends
                 assert read[name] <= size * (share + rows * step / len(weight)) + SMALL, name
                 assert "gate" not in name or read[name] < 0.6 * size

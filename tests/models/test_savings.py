@@ -37,9 +37,9 @@ class WholeLogits:
     @staticmethod
     def call(arrays: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
         used.add("whole logits")
-        *given, labels, share = arrays
+        *inputs, labels, share = arrays
         tape = Tape()
-        watched = [tape.watch(array) for array in given]
+        watched = [tape.watch(array) for array in inputs]
         how = {name: options[name] for name in ("ignore", "softcap")}
         losses = cross_entropy(linear(*watched), labels, **how)
         return losses.value, *tape.gradients(losses, watched, share)
@@ -85,9 +85,9 @@ def held_out_loss(folder: Path, *more: str) -> float:
     done = click.testing.CliRunner().invoke(group, [str(a) for a in arguments])
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    found = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
-    assert found[-1] < found[0] - 0.5, "it learned"
-    return float(found[-1])
+    by_step = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    assert by_step[-1] < by_step[0] - 0.5, "it learned"
+    return float(by_step[-1])
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def test_a_saving_moves_no_held_out_loss(
     prepare(monkeypatch)
     if whole:
         monkeypatch.setattr(loss, "linear_cross_entropy_gradients", WholeLogits)
-    found = held_out_loss(tmp_path / "run", *options)
+    actual = held_out_loss(tmp_path / "run", *options)
     assert ("whole logits" in used) == whole
     assert ("swiglu_mlp" in used) == ("--chunked-mlp" in options)
-    print(f"\n{saving}: {found:.4f}, without {wanted:.4f}: {found / wanted - 1:+.3%}")
-    assert abs(found - wanted) <= PROMISE * wanted
+    print(f"\n{saving}: {actual:.4f}, without {wanted:.4f}: {actual / wanted - 1:+.3%}")
+    assert abs(actual - wanted) <= PROMISE * wanted

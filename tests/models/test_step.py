@@ -7,7 +7,7 @@ from unsloth_cupy import KVCache
 from unsloth_cupy.models import create, next_logits
 from unsloth_cupy.models.step import Step
 
-from ..stand_in import HostReadError, gpu
+from ..machines.stand_in import HostReadError, gpu
 from .peers import CONFIGS, SIZES
 
 PROMPT = np.random.default_rng(0).integers(3, 97, (2, 7))
@@ -138,6 +138,6 @@ def test_is_one_graph(padded):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(next_logits, "Step", Watched)
-        found = there.generate(cupy.asarray(PROMPT), mask=cupy.asarray(mask), **options)
-    np.testing.assert_array_equal(found.get(), expected)
+        actual = there.generate(cupy.asarray(PROMPT), mask=cupy.asarray(mask), **options)
+    np.testing.assert_array_equal(actual.get(), expected)
     assert made[0].graph is not None

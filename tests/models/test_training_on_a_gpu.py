@@ -11,8 +11,8 @@ import pytest
 from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.models import create
 
-from ..parity import within_rule
-from ..stand_in import gpu
+from ..harness.parity import within_rule
+from ..machines.stand_in import gpu
 from .peers import CONFIGS, SIZES
 
 KINDS = ("llama", "gemma2", "qwen3")
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_definition(kind: str, offload: bool) -> None
     config = SIZES | {"head_dim": 16} | CONFIGS[kind]
     drawn = np.random.default_rng(0).integers(3, 97, (2, 48))
     weights = create(config, seed=0).parameters
-    found: dict[str, dict[str, Any]] = {}
+    actual: dict[str, dict[str, Any]] = {}
     for name, dtype in (("exact", "float64"), ("plain", "float32"), ("kernels", "float32")):
         there = name == "kernels"
         model = create(config, seed=0, dtype=dtype, device="cuda" if there else None)
@@ -51,8 +51,8 @@ def test_gradients_are_those_of_the_definition(kind: str, offload: bool) -> None
         tokens = place(drawn)
         checkpoint = CheckpointConfig(offload=offload) if there else None
         loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=checkpoint)
-        found[name] = {"loss": np.asarray([float(loss)], dtype), **gradients}
-    within_rule(found["plain"], found["exact"], found["kernels"])
+        actual[name] = {"loss": np.asarray([float(loss)], dtype), **gradients}
+    within_rule(actual["plain"], actual["exact"], actual["kernels"])
 
 
 @pytest.mark.gpu
@@ -76,8 +76,8 @@ def test_finetune_learns(options: list[Any], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(lines))
     sizes = ["--layers", 2, "--hidden", 64, "--vocabulary", 300, "--tokens", 32, "--steps", 60]
     given = ["--text", tmp_path / "text.txt", "--out", tmp_path / "run", *sizes, *options]
-    told = testing.CliRunner().invoke(group, [*map(str, ["finetune", "--device", "cuda", *given])])
-    assert told.exit_code == 0, told.output
+    done = testing.CliRunner().invoke(group, [*map(str, ["finetune", "--device", "cuda", *given])])
+    assert done.exit_code == 0, done.output
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     losses = [line["held_out_loss"] for line in log if "held_out_loss" in line]
     baseline = next(line["unigram_baseline"] for line in log if "unigram_baseline" in line)

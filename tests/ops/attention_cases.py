@@ -7,7 +7,7 @@ import numpy as np
 
 from unsloth_cupy.bench.cases import Call
 
-from ..parity import Arrays, Case, _error, _size, outputs_of
+from ..harness.parity import Arrays, Case, _error, _size, outputs_of
 
 LEFT = {"window": (128, None)}
 EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}
@@ -64,9 +64,9 @@ def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
 AFAR = {"alibi": 2.0 ** -np.arange(21, 25), "query_start": [2**40, -(2**33)]}
 
 
-def beyond_denormals(found: Arrays, exact: Arrays) -> Arrays:
+def beyond_denormals(actual: Arrays, exact: Arrays) -> Arrays:
     """Return the outputs whose values are 0 or normal in float32; a GPU flushes others to 0."""
-    return {name: a for name, a in found.items() if not 0 < _size(exact[name]) < LEAST}
+    return {name: a for name, a in actual.items() if not 0 < _size(exact[name]) < LEAST}
 
 
 def orders(call: Call) -> Iterator[tuple[Call, np.ndarray, np.ndarray]]:
@@ -95,8 +95,8 @@ def worst_plain(call: Call, exact: Arrays) -> Arrays:
 
     def results() -> Iterator[Arrays]:
         for moved, _, values in orders(call):
-            found = outputs_of(moved)
-            yield found | _ordered(found, {"out": np.argsort(values)})
+            plain = outputs_of(moved)
+            yield plain | _ordered(plain, {"out": np.argsort(values)})
 
     return _worst(results(), exact)
 
@@ -111,10 +111,10 @@ def worst_gradients(call: Call, outputs: Arrays, seeds: Arrays, exact: Arrays) -
     def gradients() -> Iterator[Arrays]:
         for moved, own, values in orders(call):
             both = (outputs, "out"), (seeds, "dout")
-            given = ({**a, **_ordered(a, {n: values})} for a, n in both)
-            found = outputs_of(moved.backward(*given))
+            inputs = ({**a, **_ordered(a, {n: values})} for a, n in both)
+            results = outputs_of(moved.backward(*inputs))
             back = {"dq": np.argsort(own), "dk": np.argsort(own), "dv": np.argsort(values)}
-            yield found | _ordered(found, back)
+            yield results | _ordered(results, back)
 
     return _worst(gradients(), exact)
 
@@ -122,6 +122,6 @@ def worst_gradients(call: Call, outputs: Arrays, seeds: Arrays, exact: Arrays) -
 def _worst(several: Iterable[Arrays], exact: Arrays) -> Arrays:
     every = [*several]
     return {
-        name: max((one[name] for one in every), key=lambda found: _error(found, exact[name]))
+        name: max((one[name] for one in every), key=lambda result: _error(result, exact[name]))
         for name in exact
     }

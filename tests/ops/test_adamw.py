@@ -1,4 +1,4 @@
-"""The kernel of adamw_; tests/test_optimizer.py judges its definition."""
+"""The kernel of adamw_; tests/training/test_optimizer.py judges its definition."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from unsloth_cupy.ops.optimizers.adamw import adamw_
 
-from ..parity import Case, KernelInPlace, emulator
+from ..harness.parity import Case, KernelInPlace, emulator
 
 OPTIONS: dict[str, Any] = {
     "lr": 1e-2,
@@ -41,8 +41,8 @@ def test_emulated_kernel_of_arrays_as_they_lie(layout: str, gradient: Any) -> No
     there = room[:160:2] if layout == "strided" else room[1:81]
     there[...] = values
     rest = [grad.astype(gradient), mean.astype(np.float32), np.abs(mean).astype(np.float32)]
-    wanted = adamw_(values.copy(), *[a.copy() for a in rest], **OPTIONS)
+    expected = adamw_(values.copy(), *[a.copy() for a in rest], **OPTIONS)
     with emulator():
-        found = adamw_(there, *rest, **OPTIONS)
-    assert found is there
-    np.testing.assert_array_equal(there, wanted)
+        actual = adamw_(there, *rest, **OPTIONS)
+    assert actual is there
+    np.testing.assert_array_equal(there, expected)

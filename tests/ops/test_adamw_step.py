@@ -1,4 +1,4 @@
-"""The one launch of an optimizer's step; tests/test_optimizer.py judges the definition."""
+"""The one launch of an optimizer's step; tests/training/test_optimizer.py judges the definition."""
 
 import contextlib
 import math
@@ -14,9 +14,9 @@ from unsloth_cupy.ops.common import dynamic_codes, many
 from unsloth_cupy.ops.common.dynamic_codes import BLOCK, dynamic_map
 from unsloth_cupy.ops.optimizers import adamw_step
 
-from .. import stand_in
-from ..cuda_on_cpu.traffic import counted
-from ..parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..harness.parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..machines import stand_in
+from ..machines.cuda_on_cpu.traffic import counted
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
 # several chunks, tails in a span and in an access, one value, none; from 4096 on there are codes
@@ -64,41 +64,41 @@ class Arena:
 
     def everything(self) -> dict[str, np.ndarray]:
         """Return copies of all that a step may change, on the host."""
-        found = {
+        arrays = {
             **self.parameters,
             **{f"copy.{name}": copy for name, copy in self.copies.items()},
             **self.optimizer.state(),
         }
-        return {n: np.array(a.get() if hasattr(a, "get") else a) for n, a in found.items()}
+        return {n: np.array(a.get() if hasattr(a, "get") else a) for n, a in arrays.items()}
 
 
-def judge(plain: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+def judge(plain: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> None:
     """Raise unless the same steps were made: within rounding, or a code beside a midpoint."""
-    assert found.keys() == plain.keys()
-    for name, wanted in plain.items():
-        array = found[name]
-        assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape), name
+    assert actual.keys() == plain.keys()
+    for name, expected in plain.items():
+        array = actual[name]
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape), name
         if array.dtype == np.uint8:
             field, _, tensor = name.partition(".")
             values = dynamic_map(field == "mean")
             scales = [
                 np.repeat(state[f"{field}_scale.{tensor}"], BLOCK)[: array.size]
-                for state in (plain, found)
+                for state in (plain, actual)
             ]
             one, other = (
                 values[codes.ravel()] * scale
-                for codes, scale in zip((wanted, array), scales, strict=True)
+                for codes, scale in zip((expected, array), scales, strict=True)
             )
-            assert np.abs(array.astype(int) - wanted.astype(int)).max() <= 1, name
-            assert (array != wanted).mean() < 1e-3, name  # beside a midpoint
-            same = (array == wanted).ravel()
+            assert np.abs(array.astype(int) - expected.astype(int)).max() <= 1, name
+            assert (array != expected).mean() < 1e-3, name  # beside a midpoint
+            same = (array == expected).ravel()
             np.testing.assert_allclose(other[same], one[same], rtol=1e-5)
         elif name == "steps":
-            assert array == wanted
+            assert array == expected
         elif array.size:
             eps = EPS[array.dtype.name]
-            error = np.abs(array.astype(np.float64) - wanted.astype(np.float64)).max()
-            assert error <= 4 * eps * np.abs(wanted.astype(np.float64)).max(), name
+            error = np.abs(array.astype(np.float64) - expected.astype(np.float64)).max()
+            assert error <= 4 * eps * np.abs(expected.astype(np.float64)).max(), name
 
 
 class TestAdamWStep(KernelAlone):
@@ -121,14 +121,14 @@ class TestAdamWStep(KernelAlone):
         plain = Arena(case, dtype)
         self.steps(plain)
         with emulator():
-            found = Arena(case, dtype)
-            assert found.optimizer.launcher is not None
-            self.steps(found)
-            judge(plain.everything(), found.everything())
+            actual = Arena(case, dtype)
+            assert actual.optimizer.launcher is not None
+            self.steps(actual)
+            judge(plain.everything(), actual.everything())
             again = Arena(case, dtype)
             self.steps(again)
         for name, array in again.everything().items():
-            assert array.tobytes() == found.everything()[name].tobytes(), name
+            assert array.tobytes() == actual.everything()[name].tobytes(), name
 
     def steps(self, arena: Arena, place: Callable[[Any], Any] = np.array) -> None:
         arena.step()
@@ -140,10 +140,10 @@ class TestAdamWStep(KernelAlone):
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
     def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        plain, found = Arena(case, dtype), Arena(case, dtype, on_gpu)
+        plain, actual = Arena(case, dtype), Arena(case, dtype, on_gpu)
         self.steps(plain)
-        self.steps(found, on_gpu)
-        judge(plain.everything(), found.everything())
+        self.steps(actual, on_gpu)
+        judge(plain.everything(), actual.everything())
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_codes_keep_values_of_any_size(scale: float) -> None:
 
     The largest mean overflows where its bias is corrected.
     """
-    found = []
+    actual = []
     for within in (contextlib.nullcontext(), emulator()):
         with within:
             arena = Arena(Case("", bits=8, shapes={"a": (4400,)}), np.float32)
@@ -178,11 +178,11 @@ def test_codes_keep_values_of_any_size(scale: float) -> None:
             arena.optimizer.load_state(state)
             with np.errstate(over="ignore", invalid="ignore"):
                 arena.optimizer.step({"a": np.zeros(4400, np.float32)})
-            found.append(arena.everything())
-    judge(*found)
+            actual.append(arena.everything())
+    judge(*actual)
     for field, beta in zip(("mean", "square"), OPTIONS["betas"], strict=True):
         sizes = dynamic_map(field == "mean").astype(np.float64) * scale
-        before, after = (sizes[codes[f"{field}.a"].ravel()] for codes in (state, found[1]))
+        before, after = (sizes[codes[f"{field}.a"].ravel()] for codes in (state, actual[1]))
         spread = np.diff(sizes).max()
         assert np.abs(after * beta - before * beta).max() <= spread, field
 

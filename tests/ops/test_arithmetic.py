@@ -8,9 +8,9 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 from unsloth_cupy.ops.elements.arithmetic import add_backward, reshape_backward
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelAlone, KernelParity, Parity, emulator
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("index(x, *, key)",)

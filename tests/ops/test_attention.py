@@ -13,7 +13,7 @@ from unsloth_cupy.ops.attention import _blocks
 from unsloth_cupy.ops.common import threads as common_threads
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 from .dense_attention import dense
 from .golden_cases import agree, both_dtypes, cast, golden
 
@@ -132,8 +132,8 @@ def test_options_compose(names: tuple[str, str], monkeypatch: Any) -> None:
     wanted = dense(q, k, v, **options)
     for threads in (1, 3):
         monkeypatch.setattr(common_threads, "count", functools.partial(int, threads))
-        for found, expected in zip(attention_forward(q, k, v, **options), wanted, strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+        for actual, expected in zip(attention_forward(q, k, v, **options), wanted, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def golden_call(case: OpCase, dtype: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -159,10 +159,10 @@ def test_golden(golden: OpCase, dtype: Any) -> None:
         agree(lse, golden.outputs["lse"])
     if golden.grads:
         dout = golden.inputs["cotangent"].transpose(0, 2, 1, 3).astype(dtype)
-        for name, found in zip(
+        for name, actual in zip(
             "qkv", attention_backward(dout, q, k, v, out, lse, **options), strict=False
         ):
-            agree(found.transpose(0, 2, 1, 3), golden.grads[name])
+            agree(actual.transpose(0, 2, 1, 3), golden.grads[name])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -182,8 +182,8 @@ def test_torch(heads: tuple[int, int], causal: bool) -> None:
     dout = rng.standard_normal(out.shape).astype(np.float32)
     expected.backward(torch.tensor(dout.transpose(0, 2, 1, 3)))
     gradients = attention_backward(dout, *arrays, out, lse, causal=causal)[:3]
-    for found, tensor in zip(gradients, there, strict=True):
-        agree(found.transpose(0, 2, 1, 3), tensor.grad.numpy())
+    for actual, tensor in zip(gradients, there, strict=True):
+        agree(actual.transpose(0, 2, 1, 3), tensor.grad.numpy())
 
 
 @pytest.mark.parametrize("queries", [5, 9])
@@ -260,9 +260,9 @@ def test_keys_beyond_lengths_do_not_leak(rng: np.random.Generator, on_host: bool
     for row, length in enumerate(lengths):
         k[row, length:], v[row, length:] = np.nan, np.inf
     arrays = [q, k, v] if on_host else [a.view(Device) for a in (q, k, v)]
-    found = attention_forward(*arrays, key_lengths=lengths, causal=True)
-    gradients = attention_backward(dout, *arrays, *found, key_lengths=lengths, causal=True)
-    for one, other in zip((*found, *gradients[:3]), (*clean, *expected[:3]), strict=True):
+    actual = attention_forward(*arrays, key_lengths=lengths, causal=True)
+    gradients = attention_backward(dout, *arrays, *actual, key_lengths=lengths, causal=True)
+    for one, other in zip((*actual, *gradients[:3]), (*clean, *expected[:3]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
     assert not gradients[1][0, 3:].any()
     assert not gradients[2][0, 3:].any()
@@ -281,9 +281,9 @@ def test_without_reading_on_the_host(rng: np.random.Generator, name: str) -> Non
     dout = rng.standard_normal(expected[0].shape)
     gradients = attention_backward(dout, q, k, v, *expected, **options)
     there = [a.view(Device) for a in (q, k, v)]
-    found = attention_forward(*there, **options)
-    found += attention_backward(dout, *there, *found, **options)
-    for one, other in zip(found, expected + gradients, strict=True):
+    actual = attention_forward(*there, **options)
+    actual += attention_backward(dout, *there, *actual, **options)
+    for one, other in zip(actual, expected + gradients, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)

@@ -18,8 +18,7 @@ from unsloth_cupy.ops.attention._backward import workspace
 from unsloth_cupy.ops.attention._backward_tiles import KEYS, PAIRS, QUERIES, resolve
 from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import (
+from ..harness.parity import (
     Arrays,
     Case,
     KernelAlone,
@@ -30,8 +29,9 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
-from ..sample import Sample
-from ..stand_in import LIMITS
+from ..harness.sampling import Sample
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import LIMITS
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients
 
 # The public names, as other people's programs call them.
@@ -135,13 +135,13 @@ class TestTilesAreLeftOut(KernelAlone):
             tokens + near(own.rows, own.tile) * own.tile for own in (by_key, by_query)
         )
         # what the kernel of pairs adds
-        found, all_pairs = traffic(reach, bias=bias), traffic(tokens, bias=bias)
+        in_reach, all_pairs = traffic(reach, bias=bias), traffic(tokens, bias=bias)
         visited, blocks = (
             near(by_pair.rows, by_pair.tile),
             (tokens // by_pair.rows) * (tokens // by_pair.tile),
         )
-        assert (found[0] - read) * blocks == (all_pairs[0] - every) * visited
-        assert found[1] - written == visited * (by_pair.rows + by_pair.tile) * pair
+        assert (in_reach[0] - read) * blocks == (all_pairs[0] - every) * visited
+        assert in_reach[1] - written == visited * (by_pair.rows + by_pair.tile) * pair
 
 
 class TestRoundedLse(KernelAlone):
@@ -210,11 +210,11 @@ def test_float32_loses_no_more_than_the_definition(drawings: int, size: int, cas
         call, own, plain, seeds, gradients, exact = times(size, case, seed)
         for made in (own, plain):
             turned = call.backward(made, seeds)
-            found = _within(lambda turned=turned: outputs_of(turned), check=False)
+            actual = _within(lambda turned=turned: outputs_of(turned), check=False)
             allowed = gradients
             if made is plain and size > 1:
                 allowed = worst_gradients(call, made, seeds, exact) | {"dv": gradients["dv"]}
-            within_rule(allowed, exact, found)
+            within_rule(allowed, exact, actual)
 
 
 @pytest.mark.slow
@@ -224,8 +224,8 @@ def test_backward_makes_the_scores_of_forward_again(queries: int) -> None:
     case = Case("", **MIDDLE | {"queries": queries}, arrays={"bias": normal(2, 1, queries, 1)})
     for seed in range(4):
         call, own, _, seeds, gradients, exact = times(10, case, seed)
-        found = _within(call.backward(own, seeds).run, check=False)
-        within_rule(gradients, exact, {"dbias": found["dbias"]})
+        actual = _within(call.backward(own, seeds).run, check=False)
+        within_rule(gradients, exact, {"dbias": actual["dbias"]})
 
 
 # One way to give each option of a call of SMALL.
@@ -308,7 +308,7 @@ def _prove(case: Case, dtype: Any, **how: Any) -> None:
 
 def _within(function: Any, **how: Any) -> Any:
     with emulator():
-        from ..cuda_on_cpu import Emulator
+        from ..machines.cuda_on_cpu import Emulator
 
         with using(Emulator(**how)):
             return function()
@@ -376,8 +376,8 @@ def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
     k[1, 61:], v[1, 61:] = np.nan, np.inf
     k[0, 40:], v[0, 40:] = 9 * k[0, 40:], -7
     after = gradients(dout, q, k, v, **options)[:3]
-    for found, same in zip(after, before, strict=True):
-        assert found[1].tobytes() == same[1].tobytes()
+    for actual, same in zip(after, before, strict=True):
+        assert actual[1].tobytes() == same[1].tobytes()
     assert after[0][0, :40].tobytes() == before[0][0, :40].tobytes()
     assert (after[0][0, 40:] != before[0][0, 40:]).reshape(50, -1).any(axis=1).all()
     assert not after[1][1, 61:].any()

@@ -21,7 +21,7 @@ from unsloth_cupy.ops.attention import _backward_hopper, _warpgroups
 from unsloth_cupy.ops.attention._backward import PADDING
 from unsloth_cupy.ops.attention._backward_hopper import CHANGED, ONE_PASS, TABLE
 
-from ..parity import (
+from ..harness.parity import (
     Case,
     KernelAlone,
     _compare_kernels,
@@ -31,7 +31,7 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
-from ..stand_in import LIMITS, gpu
+from ..machines.stand_in import LIMITS, gpu
 from .attention_cases import GROUPED, some_sinks, tiles
 from .test_attention_hopper import (
     APART,
@@ -77,8 +77,8 @@ class BackOnWarpgroups(OnWarpgroups):
 
     def test_it_is_the_kernel_of_warpgroups(self, case: Case) -> None:
         call = case.draw(OPS[self.op], BFLOAT16)
-        found = outputs_of(call)
-        back = call.backward(found, _seeds(call.op, found, np.random.default_rng(1)))
+        actual = outputs_of(call)
+        back = call.backward(actual, _seeds(call.op, actual, np.random.default_rng(1)))
         with gpu("90") as machine:
             back.mapped(lambda array: array if array is None else machine.place(array)).run()
             names = {launch.kernel for launch in machine.launches}
@@ -95,8 +95,8 @@ class InOnePass(BackOnWarpgroups):
     def test_it_is_the_kernel_of_warpgroups(self, case: Case) -> None:
         with launches(one=True), gpu("90") as machine:
             call = case.draw(OPS[self.op], BFLOAT16)
-            found = outputs_of(call)
-            back = call.backward(found, _seeds(call.op, found, np.random.default_rng(1)))
+            actual = outputs_of(call)
+            back = call.backward(actual, _seeds(call.op, actual, np.random.default_rng(1)))
             back.mapped(lambda array: array if array is None else machine.place(array)).run()
             names = [launch.kernel for launch in machine.launches]
         assert names[:3] == ["attention_delta", KERNEL, "attention_dq_sm90"]
@@ -197,11 +197,11 @@ class TestTilesAreLeftOut(TilesAreLeftOut):
     tokens = 256
 
     def judge(self, *arrays: np.ndarray) -> None:
-        given, (by_key, by_query, _) = self.hidden(), CHANGED[self.dim]
+        inputs, (by_key, by_query, _) = self.hidden(), CHANGED[self.dim]
         for one, own in ((False, (by_key, by_query)), (True, (ONE_PASS[self.dim],))):
-            given |= {"softcap": None if one else 9.0}  # narrow tiles
-            made = attention_forward(*arrays, **given)
-            back = partial(attention_backward, made[0], *arrays, *made, **given)
+            inputs |= {"softcap": None if one else 9.0}  # narrow tiles
+            made = attention_forward(*arrays, **inputs)
+            back = partial(attention_backward, made[0], *arrays, *made, **inputs)
             with launches(one):
                 assert self.brought(back) == sum(self.bytes_of(each, 2) for each in own)
 
@@ -218,16 +218,16 @@ class TestBetweenSequences(KernelAlone):
         rng = np.random.default_rng(0)
         draw = lambda n: rng.standard_normal((n, 2, 64)).astype(dtype)  # noqa: E731
         q, k, v, dout = (draw(n) for n in (150, 200, 200, 150))
-        given = np.array([0, 70, 150]), np.array([0, 90, 200])
-        out, lse = attention_varlen_forward(q, k, v, *given)
+        inputs = np.array([0, 70, 150]), np.array([0, 90, 200])
+        out, lse = attention_varlen_forward(q, k, v, *inputs)
 
         def fill(value: float) -> None:
             for other, first in ((q, 70), (dout, 70), (k, 90), (v, 90)):
                 other[first:] = value
 
         def run() -> tuple[np.ndarray, ...]:
-            found = attention_varlen_backward(dout, q, k, v, *given, out, lse)
-            return found[0][:70], found[1][:90], found[2][:90]
+            gradients = attention_varlen_backward(dout, q, k, v, *inputs, out, lse)
+            return gradients[0][:70], gradients[1][:90], gradients[2][:90]
 
         for one in (False, True):
             with launches(one):
@@ -260,8 +260,8 @@ def test_every_length(one: bool) -> None:
         back, wide = call.backward(made, seeds), call.cast(np.float64)
         exact = wide.backward(outputs_of(wide), {n: a.astype(np.float64) for n, a in seeds.items()})
         with launches(one), emulator(check=False, processors=3, together=1 + 2 * one):
-            found = outputs_of(back)
-        within_rule(outputs_of(back), outputs_of(exact), found)
+            actual = outputs_of(back)
+        within_rule(outputs_of(back), outputs_of(exact), actual)
 
 
 @pytest.mark.slow
@@ -305,9 +305,9 @@ def test_blocks_fit_an_sm(table: Any) -> None:
         for own in filter(None, chosen):
             assert own.bytes(width, width) <= shared
             assert own.registers % 8 == own.producer % 8 == 0
-            given = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
-            assert own.producer <= given <= own.registers
-            assert own.consumers * own.registers + own.producer <= given * (own.consumers + 1)
+            registers = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
+            assert own.producer <= registers <= own.registers
+            assert own.consumers * own.registers + own.producer <= registers * (own.consumers + 1)
             assert max(own.rows, own.tile) <= 256
         assert PADDING % chosen[0].tile == 0
     assert all(128 % own.rows == 128 % own.tile == 0 for own in chain(*CHANGED.values()) if own)

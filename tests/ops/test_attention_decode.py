@@ -13,8 +13,8 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
-from ..parity import Case, KernelParity, _compare_kernels, emulator, launched, on_schedules
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, _compare_kernels, emulator, launched, on_schedules
+from ..machines.stand_in import gpu
 from .attention_cases import AFAR, BUDGETS, EVERY, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
 
@@ -229,9 +229,9 @@ def test_decode_equals_full_forward() -> None:
     whole = _within(lambda: attention_forward(q, k, v, causal=True), check=False)
     for last in (0, 7, 39):
         parts = q[:, last : last + 1], k[:, : last + 1], v[:, : last + 1]
-        found = _within(lambda parts=parts: attention_forward(*parts, causal=True), check=False)
-        np.testing.assert_allclose(found[0][:, 0], whole[0][:, last], atol=1e-5)
-        np.testing.assert_allclose(found[1][..., 0], whole[1][..., last], atol=1e-5)
+        actual = _within(lambda parts=parts: attention_forward(*parts, causal=True), check=False)
+        np.testing.assert_allclose(actual[0][:, 0], whole[0][:, last], atol=1e-5)
+        np.testing.assert_allclose(actual[1][..., 0], whole[1][..., last], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_replayed_counters() -> None:
 
 def _emulator() -> Any:
     with emulator():
-        from ..cuda_on_cpu import Emulator
+        from ..machines.cuda_on_cpu import Emulator
 
         return Emulator()
 
@@ -324,5 +324,5 @@ def test_parts_of_longer_arrays_give_equal_bits(queries: int, dtype: Any) -> Non
         with emulator():
             there = attention_forward(q, k, v, causal=True)
             packed = attention_forward(q, k.copy(), v.copy(), causal=True)
-        for found, same in zip(there, packed, strict=True):
-            assert found.tobytes() == same.tobytes()
+        for actual, same in zip(there, packed, strict=True):
+            assert actual.tobytes() == same.tobytes()

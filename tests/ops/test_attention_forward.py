@@ -14,8 +14,7 @@ from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelErro
 from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops.attention._tiles import FORWARD, OWN, Start, fitting, resolve
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import (
+from ..harness.parity import (
     Case,
     KernelAlone,
     KernelParity,
@@ -24,7 +23,8 @@ from ..parity import (
     launched,
     on_schedules,
 )
-from ..stand_in import LIMITS, gpu
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import LIMITS, gpu
 from .attention_cases import (
     AFAR,
     BUDGETS,
@@ -126,13 +126,13 @@ class TestStartOfPython(KernelAlone):
     def prove(self, case: Case, dtype: Any) -> None:
         rng = np.random.default_rng(0)
         q, k = (rng.standard_normal((2, n, 2, self.dim)).astype(dtype) for n in (self.queries, 90))
-        found = []
+        results = []
         for start in (40, np.array(40), np.array([40, 40])):
             options: dict[str, Any] = {"causal": True, "query_start": start}
             with emulator():
                 made = attention_forward(q, k, k, **options)
-                found.append([*made, *attention_backward(q, q, k, k, *made, **options)[:3]])
-        for each in zip(*found, strict=True):
+                results.append([*made, *attention_backward(q, q, k, k, *made, **options)[:3]])
+        for each in zip(*results, strict=True):
             assert len({array.tobytes() for array in each}) == 1
 
 
@@ -145,14 +145,14 @@ class TestLengthsThatAreNone(KernelAlone):
     def prove(self, case: Case, dtype: Any) -> None:
         rng = np.random.default_rng(0)
         q, k = (rng.standard_normal((2, n, 2, self.dim)).astype(dtype) for n in (self.queries, 90))
-        found = []
+        results = []
         for lengths in (np.array([0, 90]), np.array([70 - 2**32, 2**32 + 5])):
             with emulator():
                 made = launched("attention_forward", q, k, k, key_lengths=lengths)
-                given = q, q, k, k, *made
-                back = launched("attention_backward", *given, key_lengths=lengths)
-            found.append([*made, *back[:3]])
-        for real, same in zip(*found, strict=True):
+                inputs = q, q, k, k, *made
+                back = launched("attention_backward", *inputs, key_lengths=lengths)
+            results.append([*made, *back[:3]])
+        for real, same in zip(*results, strict=True):
             assert real.tobytes() == same.tobytes()
             assert not np.isnan(same.astype(np.float32)).any()
 
@@ -200,7 +200,7 @@ def test_random_schedules(number: int, seed: int) -> None:
 
 def _within(function: Any, **how: Any) -> Any:
     with emulator():
-        from ..cuda_on_cpu import Emulator
+        from ..machines.cuda_on_cpu import Emulator
 
         with using(Emulator(**how)):
             return function()
@@ -297,14 +297,14 @@ def test_presets_are_clamped_to_what_launches(name: str, budget: int) -> None:
         for dtype, options in itertools.product(("float32", "float16"), (CAUSAL, HIDING, ANY)):
             there = architecture, budget
             kinds: dict[str, Any] = {"dtype": dtype, "options": options, "value_dim": value_dim}
-            found = config.resolve(there, dim=dim, **kinds)
+            actual = config.resolve(there, dim=dim, **kinds)
             size = 4 if dtype == "float32" else 2
             several = fitting(size, dim, value_dim, options, Limits(*there))
-            assert found in several
-            assert found.bytes(size, dim, value_dim) <= budget
+            assert actual in several
+            assert actual.bytes(size, dim, value_dim) <= budget
             fits = [tiles.rows for tiles in several if tiles.rows <= config.tile]
-            assert found.rows == max(fits)
-            assert found.threads <= config.block
+            assert actual.rows == max(fits)
+            assert actual.threads <= config.block
 
 
 def test_presets_where_they_belong() -> None:
@@ -426,8 +426,8 @@ def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 def test_other_dims_run_the_definition(dims: tuple[int, int]) -> None:
     q, k, v = drawn((1, 5, 2, dims[0]), (1, 7, 2, dims[0]), (1, 7, 2, dims[1]))
     expected = attention_forward(q, k, v)
-    for found, same in zip(_within(lambda: attention_forward(q, k, v)), expected, strict=True):
-        assert found.tobytes() == same.tobytes()
+    for actual, same in zip(_within(lambda: attention_forward(q, k, v)), expected, strict=True):
+        assert actual.tobytes() == same.tobytes()
 
 
 def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
@@ -438,8 +438,8 @@ def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
     k[1, 61:], v[1, 61:] = np.nan, np.inf
     k[0, 40:], v[0, 40:] = 9 * k[0, 40:], -7
     after = _within(lambda: attention_forward(q, k, v, causal=True, **options))
-    for found, same, rows in zip(after, before, (0, 1), strict=True):
-        found_rows, same_rows = (np.moveaxis(a, 1 + rows, 1) for a in (found, same))
-        assert found[1].tobytes() == same[1].tobytes()
-        assert found_rows[0, :40].tobytes() == same_rows[0, :40].tobytes()
-        assert (found_rows[0, 40:] != same_rows[0, 40:]).reshape(50, -1).any(axis=1).all()
+    for actual, same, rows in zip(after, before, (0, 1), strict=True):
+        actual_rows, same_rows = (np.moveaxis(a, 1 + rows, 1) for a in (actual, same))
+        assert actual[1].tobytes() == same[1].tobytes()
+        assert actual_rows[0, :40].tobytes() == same_rows[0, :40].tobytes()
+        assert (actual_rows[0, 40:] != same_rows[0, 40:]).reshape(50, -1).any(axis=1).all()

@@ -16,9 +16,7 @@ from unsloth_cupy.ops.attention import _hopper, _warpgroups
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
 from unsloth_cupy.ops.attention._warpgroups import Warpgroups
 
-from ..cuda_on_cpu import Emulator
-from ..cuda_on_cpu.traffic import counted
-from ..parity import (
+from ..harness.parity import (
     Case,
     KernelAlone,
     KernelParity,
@@ -29,7 +27,9 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
-from ..stand_in import LIMITS, gpu
+from ..machines.cuda_on_cpu import Emulator
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import LIMITS, gpu
 from .attention_cases import AFAR, GROUPED, all_options, hides, some_sinks, tiles
 from .test_attention_forward import TestLengthsThatAreNone as LengthsThatAreNone
 from .test_attention_forward import TestStartOfPython as StartOfPython
@@ -303,8 +303,8 @@ def test_every_length() -> None:
         case = Case("", **GROUPED | {"heads": 2} | sizes, arrays=lengths, causal=True)
         call = case.draw(OPS["attention_forward"], BFLOAT16)
         with emulator(check=False, processors=3):
-            found = outputs_of(call)
-        within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), found)
+            actual = outputs_of(call)
+        within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), actual)
 
 
 @pytest.mark.slow
@@ -339,9 +339,9 @@ def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:
     rng = np.random.default_rng(0)
     q, cache = (rng.standard_normal((2, n, 2, 64)).astype(np.float16) for n in (64, 200))
     with emulator():
-        found = attention_forward(q, cache[:, 20:150], cache[:, 30:160], causal=True)
+        actual = attention_forward(q, cache[:, 20:150], cache[:, 30:160], causal=True)
         packed = attention_forward(q, cache[:, 20:150].copy(), cache[:, 30:160].copy(), causal=True)
-    for first, second in zip(found, packed, strict=True):
+    for first, second in zip(actual, packed, strict=True):
         assert first.tobytes() == second.tobytes()
 
 
@@ -352,9 +352,9 @@ def test_blocks_fit_an_sm(table: Any) -> None:
     for width, own in table.items():
         assert own.bytes(width, width) <= shared
         assert own.registers % 8 == own.producer % 8 == 0
-        given = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
-        assert own.producer <= given <= own.registers
-        assert own.consumers * own.registers + own.producer <= given * (own.consumers + 1)
+        registers = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
+        assert own.producer <= registers <= own.registers
+        assert own.consumers * own.registers + own.producer <= registers * (own.consumers + 1)
         assert max(own.rows, own.tile) <= 256
     assert all(128 % own.rows == 128 % own.tile == 0 for own in CHANGED.values())
 

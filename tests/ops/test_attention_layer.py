@@ -65,8 +65,8 @@ def test_is_torch(causal: bool, positions: Any) -> None:
     expected.backward(torch.from_numpy(dy))
 
     options = {"heads": HEADS, "causal": causal}
-    found = attention_layer(*arrays, cos, sin, positions, **options)
-    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-10, atol=1e-12)
+    actual = attention_layer(*arrays, cos, sin, positions, **options)
+    np.testing.assert_allclose(actual, expected.detach().numpy(), rtol=1e-10, atol=1e-12)
     gradients = attention_layer_backward(dy, *arrays, cos, sin, positions, **options)
     for gradient, leaf in zip(gradients, (x, *weights, o_weight), strict=True):
         np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-10, atol=1e-12)
@@ -79,10 +79,10 @@ def test_takes_part_in_a_larger_tape() -> None:
     watched = [tape.watch(array) for array in arrays]
     y = attention_layer(*watched, cos, sin, heads=HEADS, window=(3, 0), softcap=5.0)
     dy = np.random.default_rng(1).standard_normal(y.shape).astype(np.float32)
-    found = tape.gradients(y, watched, dy)
+    actual = tape.gradients(y, watched, dy)
     options = {"window": (3, 0), "softcap": 5.0}
     expected = attention_layer_backward(dy, *arrays, cos, sin, heads=HEADS, **options)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -100,8 +100,8 @@ def test_goes_on_from_a_cache(window: int | None) -> None:
         for layer in (0, 1)
     ]
     for layer in (0, 1):  # each counts the tokens of its own
-        found = np.concatenate(parts[layer::2], axis=1)
-        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
+        actual = np.concatenate(parts[layer::2], axis=1)
+        np.testing.assert_allclose(actual, whole, rtol=1e-10, atol=1e-12)
     assert cache.filled == [7, 7]
 
 
@@ -141,8 +141,8 @@ def test_bad_input() -> None:
 def test_heads_may_be_a_number_of_numpy() -> None:
     arrays, (cos, sin) = drawn(), tables()
     heads: Any = np.int64(HEADS)
-    found = attention_layer(*arrays, cos, sin, heads=heads)
-    np.testing.assert_array_equal(found, attention_layer(*arrays, cos, sin, heads=HEADS))
+    actual = attention_layer(*arrays, cos, sin, heads=heads)
+    np.testing.assert_array_equal(actual, attention_layer(*arrays, cos, sin, heads=HEADS))
 
 
 BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
@@ -177,8 +177,8 @@ def test_without_tables_is_torch_multi_head_attention(causal: bool, bias: bool) 
     dy = rng.standard_normal(expected.shape)
     expected.backward(torch.tensor(dy))
     options: dict[str, Any] = {"heads": HEADS, "causal": causal, **added}
-    found = attention_layer(x, *weights, **options)
-    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-10, atol=1e-11)
+    actual = attention_layer(x, *weights, **options)
+    np.testing.assert_allclose(actual, expected.detach().numpy(), rtol=1e-10, atol=1e-11)
     gradients = attention_layer_backward(dy, x, *weights, **options)
     assert len(gradients) == len(leaves)
     for gradient, leaf in zip(gradients, leaves, strict=True):
@@ -197,9 +197,9 @@ def test_any_bias_may_be_alone(given: tuple[str, ...]) -> None:
         np.concatenate([w, c[:, None]], axis=1) for w, c in zip(weights[:3], columns, strict=False)
     ]
     inside = attention_layer(wide, *whole, weights[3], cos, sin, heads=HEADS)
-    found = attention_layer(x, *weights, cos, sin, heads=HEADS, **added)
-    np.testing.assert_allclose(found, inside + columns[3], rtol=1e-10, atol=1e-12)
-    dy = np.random.default_rng(1).standard_normal(found.shape)
+    actual = attention_layer(x, *weights, cos, sin, heads=HEADS, **added)
+    np.testing.assert_allclose(actual, inside + columns[3], rtol=1e-10, atol=1e-12)
+    dy = np.random.default_rng(1).standard_normal(actual.shape)
     gradients = attention_layer_backward(dy, x, *weights, cos, sin, heads=HEADS, **added)
     expected = attention_layer_backward(dy, wide, *whole, weights[3], cos, sin, heads=HEADS)
     for name, gradient, inner in zip(BIASES, gradients[5:], [*expected[1:4], None], strict=True):
@@ -251,9 +251,9 @@ def test_rows_of_pages_may_hold_different_numbers_of_tokens() -> None:
     attention_layer(x[:1, :5], *weights, cos, sin, sequences=sequences[:1], **options)
     attention_layer(x[1:, :2], *weights, cos, sin, sequences=sequences[1:], **options)
     new = np.stack([x[0, 5:7], x[1, 2:4]])
-    found = attention_layer(new, *weights, cos, sin, sequences=sequences, **options)
+    actual = attention_layer(new, *weights, cos, sin, sequences=sequences, **options)
     whole = attention_layer(x, *weights, cos, sin, heads=HEADS)
-    np.testing.assert_allclose(found, [whole[0, 5:7], whole[1, 2:4]], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(actual, [whole[0, 5:7], whole[1, 2:4]], rtol=1e-10, atol=1e-12)
 
 
 def test_forks_share_pages() -> None:
@@ -265,9 +265,9 @@ def test_forks_share_pages() -> None:
     both = [first, cache.fork(first)]
     assert len(cache.free_pages) == 14
     new = np.stack([x[0, 5:6], x[1, 5:6]])
-    found = attention_layer(new, *weights, sequences=both, **options)
+    actual = attention_layer(new, *weights, sequences=both, **options)
     assert len(cache.free_pages) == 13, "the page that they differ in"
-    for row, last in zip(found, new, strict=True):
+    for row, last in zip(actual, new, strict=True):
         whole = np.concatenate([x[0, :5], last])[None]
         expected = attention_layer(whole, *weights, heads=HEADS)[0, 5:]
         np.testing.assert_allclose(row, expected, rtol=1e-10, atol=1e-12)

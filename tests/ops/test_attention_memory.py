@@ -18,7 +18,7 @@ from unsloth_cupy.ops.attention._backward import workspace
 from unsloth_cupy.ops.attention._backward_hopper import ONE_PASS
 from unsloth_cupy.ops.common import threads
 
-from ..stand_in import GRAIN, gpu
+from ..machines.stand_in import GRAIN, gpu
 
 HEADS, DIM = 16, 64  # of one batch
 TOKENS = (1024, 2048, 4096)
@@ -36,13 +36,13 @@ def on_gpu(tokens: int, dtype: Any, **options: Any) -> tuple[int, int]:
 def measured(machine: Any, tokens: int, dtype: Any, dim: int, **options: Any) -> tuple[int, int]:
     """Return what ``on_gpu`` returns, of a machine that is there."""
     q, k, v = (machine.array((1, tokens, HEADS, dim), dtype) for _ in range(3))
-    given = {n: machine.array(s, np.float32) for n, s in options.items()}
-    attention_forward(q, k, v, causal=True, **given)  # the stream gets its counters
+    inputs = {n: machine.array(s, np.float32) for n, s in options.items()}
+    attention_forward(q, k, v, causal=True, **inputs)  # the stream gets its counters
     before = machine.peak = machine.held
-    out, lse = attention_forward(q, k, v, causal=True, **given)
+    out, lse = attention_forward(q, k, v, causal=True, **inputs)
     forward = machine.peak - before - out.memory.size - lse.memory.size
     before = machine.peak = machine.held
-    gradients = attention_backward(q, q, k, v, out, lse, causal=True, **given)
+    gradients = attention_backward(q, q, k, v, out, lse, causal=True, **inputs)
     backward = machine.peak - before
     return forward, backward - sum(a.memory.size for a in gradients if a is not None)
 
@@ -57,8 +57,8 @@ def test_kernels(dtype: Any, options: dict[str, Any]) -> None:
     taken = {}
     for tokens in TOKENS:
         forward, backward = on_gpu(tokens, dtype, **options)
-        given = {name: np.empty(options[name]) if name in options else None for name in NAMES}
-        planned = workspace(1, HEADS, tokens, tokens, dtype.itemsize, **given)
+        inputs = {name: np.empty(options[name]) if name in options else None for name in NAMES}
+        planned = workspace(1, HEADS, tokens, tokens, dtype.itemsize, **inputs)
         assert forward == 0
         assert backward <= planned + 3 * GRAIN
         taken[tokens] = planned

@@ -20,7 +20,7 @@ from unsloth_cupy import (
 from unsloth_cupy.core.dtypes import BFLOAT16
 
 from ..golden.golden import OpCase
-from ..parity import emulator, within_rule
+from ..harness.parity import emulator, within_rule
 from .golden_cases import agree, both_dtypes, golden
 
 GROUP = "onnx_attention"
@@ -117,8 +117,8 @@ def test_emulated_kernels(golden: OpCase) -> None:
     wide, wide_options = call(golden, np.float64)
     plain, exact = attention_forward(*arrays, **options), attention_forward(*wide, **wide_options)
     with emulator():
-        found = attention_forward(*arrays, **options)
-    within_rule(named(plain), named((expected(golden), exact[1])), named(found))
+        actual = attention_forward(*arrays, **options)
+    within_rule(named(plain), named((expected(golden), exact[1])), named(actual))
     dout = np.random.default_rng(0).standard_normal(plain[0].shape).astype(plain[0].dtype)
     with emulator():
         moved = gradients(dout, arrays, plain, options)

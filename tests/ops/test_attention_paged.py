@@ -68,10 +68,10 @@ def test_equals_contiguous(options: Any, queries: int, on_host: bool) -> None:
     expected = attention_forward(
         q, k, v, key_lengths=np.array(LENGTHS), **{"causal": True} | options
     )
-    found = attention_paged_forward(*call, **options)
-    for one, other in zip(found, expected, strict=True):
+    actual = attention_paged_forward(*call, **options)
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
-    assert attention_paged(*call, **options).tobytes() == found[0].tobytes()
+    assert attention_paged(*call, **options).tobytes() == actual[0].tobytes()
 
 
 def test_rounds_once() -> None:

@@ -10,7 +10,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.attention.attention_paged_int8 import attention_paged_int8_forward
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 from .test_attention_decode import PAGE, pages
 
 
@@ -82,7 +82,7 @@ def test_equals_attention_over_the_dequantized_pages(dtype: Any) -> None:
     scales = (rng.random((2, 6, 16, 2)) / 100).astype(np.float32)
     k, v = codes * scales[..., None]
     table, lengths = np.array([[5, 0, 2], [1, 4, 3]]), np.array([40, 17])
-    wanted = uc.attention_paged(q.astype(np.float32), k, v, table, lengths)
+    expected = uc.attention_paged(q.astype(np.float32), k, v, table, lengths)
     for context in (None, emulator):
         if context is None:
             out, _ = attention_paged_int8(q, codes, scales, table, lengths)
@@ -90,7 +90,7 @@ def test_equals_attention_over_the_dequantized_pages(dtype: Any) -> None:
             with context():
                 out, _ = attention_paged_int8(q, codes, scales, table, lengths)
         eps = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5}[np.dtype(dtype).name]
-        assert np.abs(out.astype(np.float32) - wanted).max() <= eps * np.abs(wanted).max()
+        assert np.abs(out.astype(np.float32) - expected).max() <= eps * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("garbage", [np.inf, np.nan, 3e38])
@@ -105,8 +105,8 @@ def test_what_lies_beyond_lengths_is_not_seen(garbage: float) -> None:
     beyond[:, 2, 8:] = beyond[:, 4, 1:] = beyond[:, 3] = garbage
     for context in (contextlib.nullcontext, emulator):
         with context():
-            made, wanted = (
+            made, expected = (
                 attention_paged_int8(q, codes, each, table, lengths) for each in (beyond, scales)
             )
-        for one, other in zip(made, wanted, strict=True):
+        for one, other in zip(made, expected, strict=True):
             assert one.tobytes() == other.tobytes()

@@ -14,8 +14,8 @@ from unsloth_cupy import attention_backward, attention_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 
-from ..parity import Case, _equal_bits, emulator, outputs_of, within_rule
-from ..sample import Sample
+from ..harness.parity import Case, _equal_bits, emulator, outputs_of, within_rule
+from ..harness.sampling import Sample
 from .attention_cases import beyond_denormals, worst_plain
 from .dense_attention import dense
 
@@ -116,8 +116,8 @@ def test_the_definition(first: int) -> None:
     for number in range(first, first + 100):
         arrays, options = made(number)
         q, k, v = (arrays.pop(name) for name in "qkv")
-        given = arrays | options
-        out, lse = attention_forward(q, k, v, **given)
+        inputs = arrays | options
+        out, lse = attention_forward(q, k, v, **inputs)
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in arrays.items()}
         exact, exact_lse = dense(q, k, v, **wide, **options)
         none = exact_lse == -np.inf
@@ -133,7 +133,7 @@ def test_the_definition(first: int) -> None:
         largest = 1 + largest + np.abs(exact_lse[~none]).max(initial=0)
         lost = terms * np.finfo(np.float32).eps / 2 * largest
         assert np.abs(lse[~none] - exact_lse[~none]).max(initial=0) <= lost, number
-        gradients = attention_backward(out, q, k, v, out, lse, **given)
+        gradients = attention_backward(out, q, k, v, out, lse, **inputs)
         assert all(np.isfinite(each).all() for each in gradients if each is not None), number
         hidden += int(none.sum())
     assert hidden

@@ -12,8 +12,8 @@ import pytest
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 
-from ..parity import Case, _equal_bits, _seeds, emulator, outputs_of, within_rule
-from ..sample import Sample
+from ..harness.parity import Case, _equal_bits, _seeds, emulator, outputs_of, within_rule
+from ..harness.sampling import Sample
 from .attention_cases import beyond_denormals, worst_gradients, worst_plain
 from .dense_attention import dense
 from .test_attention_random import broadcast
@@ -73,29 +73,29 @@ def made(op: str, number: int) -> Random:
         options["softcap"] = float(rng.choice([0.5, 30.0]))
     if "dropout" in chosen:
         options |= {"dropout": float(rng.choice([0.1, 0.9])), "seed": int(rng.integers(2**62))}
-    given = {}
+    inputs = {}
     if "alibi" in chosen:
-        given["alibi"] = rng.random((batch, heads) if rng.random() < 0.3 else heads, np.float32)
+        inputs["alibi"] = rng.random((batch, heads) if rng.random() < 0.3 else heads, np.float32)
     if "sinks" in chosen:
-        given["sinks"] = rng.standard_normal(heads, np.float32)
+        inputs["sinks"] = rng.standard_normal(heads, np.float32)
     scores = (batch, heads, q.shape[1], k.shape[1])
     if "mask" in chosen:
-        given["mask"] = rng.random(broadcast(rng, scores)) < rng.choice([0.1, 0.7])
+        inputs["mask"] = rng.random(broadcast(rng, scores)) < rng.choice([0.1, 0.7])
     if "bias" in chosen:
         bias = rng.standard_normal(broadcast(rng, scores), np.float32)
-        given["bias"] = np.where(rng.random(bias.shape) < 0.1, -np.float32("inf"), bias)
+        inputs["bias"] = np.where(rng.random(bias.shape) < 0.1, -np.float32("inf"), bias)
     if "block_mask" in chosen:
         some = [1 if rng.random() < 0.5 else n for n in (batch, heads)]
-        given["block_mask"] = rng.random((*some, *(-(-n // 128) for n in scores[2:]))) < 0.6
-    beside = {"q": q, "k": k, "v": v, "key_lengths": keys, "query_start": keys - rows, **given}
+        inputs["block_mask"] = rng.random((*some, *(-(-n // 128) for n in scores[2:]))) < 0.6
+    beside = {"q": q, "k": k, "v": v, "key_lengths": keys, "query_start": keys - rows, **inputs}
     offsets = rng.choice([np.int32, np.int64])
     store = in_pages if op == PAGED else end_to_end
     arrays = store(rng, q, k, v, rows, keys, offsets)
     if op == PAGED and rng.random() < 0.3:
-        beside["query_start"] = given["query_start"] = keys - rows + rng.integers(-40, 40, batch)
+        beside["query_start"] = inputs["query_start"] = keys - rows + rng.integers(-40, 40, batch)
     room = arrays["page_table"].shape[1] * arrays["k_pages"].shape[1] if op == PAGED else None
-    given |= {n: grown(n, given[n], rows, keys, room) for n in MASKS if n in given}
-    return Random(arrays | given, options, beside)
+    inputs |= {n: grown(n, inputs[n], rows, keys, room) for n in MASKS if n in inputs}
+    return Random(arrays | inputs, options, beside)
 
 
 MASKS = ("mask", "bias", "block_mask")

@@ -12,7 +12,7 @@ from unsloth_cupy import (
 )
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
-from ..parity import Case, KernelAlone, KernelParity, Parity, emulator, launched
+from ..harness.parity import Case, KernelAlone, KernelParity, Parity, emulator, launched
 from .attention_cases import EVERY, hides, tiles
 from .test_attention import Device, agree
 
@@ -163,14 +163,14 @@ class TestSequencesLongerThanTheirMasks(KernelAlone):
         room = [(0, n * (size > 1 or n == 1)) for n, size in zip(longer, shape, strict=True)]
         long = np.pad(short, room, constant_values=name != "bias")
         arrays = (q, k, k, *2 * (np.array([0, 10, 150]),))
-        found = []
+        results = []
         with emulator():
             for array in (short, long):
                 more = {name: array}
                 out, lse = launched("attention_varlen_forward", *arrays, **more)
-                given = dout, *arrays, out, lse
-                found.append([out, lse, *launched("attention_varlen_backward", *given, **more)])
-        for one, other in zip(*found, strict=True):
+                inputs = dout, *arrays, out, lse
+                results.append([out, lse, *launched("attention_varlen_backward", *inputs, **more)])
+        for one, other in zip(*results, strict=True):
             if one is not None:
                 inside = other[tuple(map(slice, one.shape))]
                 np.testing.assert_array_equal(one, inside)
@@ -186,14 +186,14 @@ class TestNothingIsReadPastASequence(KernelAlone):
         rng = np.random.default_rng(0)
         q, k, dout = rng.standard_normal((3, 150, 2, self.dim)).astype(dtype)
         bias = rng.standard_normal((2, 2, 140, 140)).astype(dtype)
-        arrays, found = (q, k, k, *2 * (np.array([0, 10, 150]),)), []
+        arrays, results = (q, k, k, *2 * (np.array([0, 10, 150]),)), []
         for past in (0, np.nan):
             bias[0, :, 10:] = bias[0, :, :, 10:] = past
             with emulator():
                 made = attention_varlen_forward(*arrays, bias=bias)
                 back = attention_varlen_backward(dout, *arrays, *made, bias=bias)
-            found.append([array for array in (*made, *back) if array is not None])
-        for clean, same in zip(*found, strict=True):
+            results.append([array for array in (*made, *back) if array is not None])
+        for clean, same in zip(*results, strict=True):
             assert clean.tobytes() == same.tobytes()
             assert np.isfinite(clean.astype(np.float32)).all()
 
@@ -250,11 +250,11 @@ def test_equals_padded(options: dict[str, Any], on_host: bool) -> None:
     packed = packed if on_host else [a.view(Device) for a in packed]
     arrays = (*packed, offsets, offsets)
     limits = {"max_queries": 6, "max_keys": 6}
-    found = attention_varlen_forward(*arrays, **limits, **options)
-    np.testing.assert_allclose(found[0], expected[0][real], rtol=1e-12)
-    np.testing.assert_allclose(found[1].T, expected[1].transpose(0, 2, 1)[real], rtol=1e-12)
+    actual = attention_varlen_forward(*arrays, **limits, **options)
+    np.testing.assert_allclose(actual[0], expected[0][real], rtol=1e-12)
+    np.testing.assert_allclose(actual[1].T, expected[1].transpose(0, 2, 1)[real], rtol=1e-12)
     dlse = dlse.transpose(0, 2, 1)[real].T
-    back = attention_varlen_backward(dout[real], *arrays, *found, dlse=dlse, **limits, **options)
+    back = attention_varlen_backward(dout[real], *arrays, *actual, dlse=dlse, **limits, **options)
     for one, other in zip(back[:3], gradients[:3], strict=True):
         np.testing.assert_allclose(one, other[real], rtol=1e-11, atol=1e-13)
     for one, other in zip(back[5:], (*gradients[4:], gradients[3]), strict=True):
@@ -293,9 +293,9 @@ def test_torch() -> None:
     whole = torch.cat(expected)
     (whole * torch.tensor(dout)).sum().backward()
     offsets = q_offsets, k_offsets
-    found = attention_varlen_forward(*arrays, *offsets, bias=bias, mask=mask)
-    agree(found[0], whole.detach().numpy())
-    back = attention_varlen_backward(dout, *arrays, *offsets, *found, bias=bias, mask=mask)
+    actual = attention_varlen_forward(*arrays, *offsets, bias=bias, mask=mask)
+    agree(actual[0], whole.detach().numpy())
+    back = attention_varlen_backward(dout, *arrays, *offsets, *actual, bias=bias, mask=mask)
     for one, tensor in zip((*back[:3], back[7]), there, strict=True):
         agree(one, tensor.grad.numpy())
     assert not back[0][7 + 4].any()
@@ -312,9 +312,9 @@ def test_nothing_is_read_past_a_sequence(on_host: bool) -> None:
     bias = np.where(pairs, rng.standard_normal((3, 2, 8, 8)), np.nan)
     arrays = [a if on_host else a.view(Device) for a in (q, k, v)]
     arrays += [q_offsets, k_offsets]
-    found = attention_varlen_forward(*arrays, bias=bias)
-    dbias = attention_varlen_backward(dout, *arrays, *found, bias=bias)[7]
-    assert np.isfinite(found[0]).all()
+    actual = attention_varlen_forward(*arrays, bias=bias)
+    dbias = attention_varlen_backward(dout, *arrays, *actual, bias=bias)[7]
+    assert np.isfinite(actual[0]).all()
     assert np.isfinite(dbias).all()
     assert ((dbias != 0) <= pairs).all()
     assert dbias.any()

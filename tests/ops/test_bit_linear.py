@@ -14,8 +14,8 @@ from unsloth_cupy.ops.quantized import bit_linear as module
 from unsloth_cupy.ops.quantized._int8_rows import launch_quantize
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity, emulator, launched
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, emulator, launched
+from ..machines.stand_in import gpu
 from .golden_cases import agree, golden
 
 # The public names, as other people's programs call them.
@@ -60,22 +60,22 @@ def test_equals_transformers(golden: OpCase) -> None:
     tape = uc.Tape()
     watched = [tape.watch(array) for array in (x, weight, bias)]
     y = uc.bit_linear(*watched[:2], bias=watched[2])
-    found = tape.gradients(y, watched, golden.inputs["cotangent"])
-    for name, gradient in zip(("x", "weight", "bias"), found, strict=True):
+    actual = tape.gradients(y, watched, golden.inputs["cotangent"])
+    for name, gradient in zip(("x", "weight", "bias"), actual, strict=True):
         agree(gradient, golden.grads[name])
 
 
 @golden("ternary", "auto_bit_linear_norm")
 def test_equals_transformers_behind_a_norm(golden: OpCase) -> None:
-    given = golden.inputs
+    inputs = golden.inputs
     tape = uc.Tape()
     names = ("x", "weight", "bias", "norm_weight")
-    x, weight, bias, norm = watched = [tape.watch(given[name]) for name in names]
+    x, weight, bias, norm = watched = [tape.watch(inputs[name]) for name in names]
     normed = uc.rms_norm(x, norm, eps=golden.params["rms_norm_eps"])
     y = uc.bit_linear(normed, weight, bias=bias)
     agree(y.value, golden.outputs["y"])
-    found = tape.gradients(y, watched, given["cotangent"])
-    for name, gradient in zip(names, found, strict=True):
+    actual = tape.gradients(y, watched, inputs["cotangent"])
+    for name, gradient in zip(names, actual, strict=True):
         agree(gradient, golden.grads[name])
 
 
@@ -109,10 +109,10 @@ def test_equals_the_product_of_what_is_rounded(
         y, scale = module.bit_linear_forward(x, w)
         dx, dw, _ = module.bit_linear_backward(dy, x, w, None, scale)
     assert scale.dtype == np.float32
-    for found, wanted in ((y, xq @ wq.T), (dx, exact["dy"] @ wq), (dw, exact["dy"].T @ xq)):
-        assert found.dtype == dtype
+    for actual, expected in ((y, xq @ wq.T), (dx, exact["dy"] @ wq), (dw, exact["dy"].T @ xq)):
+        assert actual.dtype == dtype
         np.testing.assert_allclose(
-            found.astype(np.float64), wanted, rtol=0, atol=2 * eps * np.abs(wanted).max()
+            actual.astype(np.float64), expected, rtol=0, atol=2 * eps * np.abs(expected).max()
         )
 
 
@@ -123,9 +123,9 @@ def test_no_gradient_that_nobody_asks_for(place: Any) -> None:
     with place():
         everything = module.bit_linear_backward(dy, x, weight, bias, scale)
         for i, name in enumerate(("x", "weight", "bias")):
-            found = module.bit_linear_backward(dy, x, weight, bias, scale, wanted={name})
-            assert [grad is None for grad in found] == [j != i for j in range(3)]
-            np.testing.assert_array_equal(found[i], everything[i])
+            actual = module.bit_linear_backward(dy, x, weight, bias, scale, wanted={name})
+            assert [grad is None for grad in actual] == [j != i for j in range(3)]
+            np.testing.assert_array_equal(actual[i], everything[i])
 
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -150,19 +150,19 @@ def test_kernels_round_as_the_definition(dtype: Any) -> None:
     for scale in (2.0, 2.0 / 1.0625):
         weight = np.array([[0, 1, -1, 1.0625, -1.0625, 3, -9, 0.9]], dtype)
         w_scale = np.array([scale], np.float32)
-        found = np.empty(weight.shape, np.int8), np.empty(weight.shape, dtype)
+        actual = np.empty(weight.shape, np.int8), np.empty(weight.shape, dtype)
         with emulator():
-            for codes in found:
+            for codes in actual:
                 module._launch_codes(weight, codes, w_scale)
-        for codes in found:
+        for codes in actual:
             np.testing.assert_array_equal(codes, module.weight_codes(weight, w_scale))
     with emulator():
         codes, scales, _ = launch_quantize(x, least=module.LEAST)
         rounded = module._launch_rounded(x)
-    wanted, steps = module._rows(x)
-    np.testing.assert_array_equal(codes, wanted.astype(np.int8))
+    expected, steps = module._rows(x)
+    np.testing.assert_array_equal(codes, expected.astype(np.int8))
     np.testing.assert_array_equal(scales[:, None], steps)
-    np.testing.assert_array_equal(rounded, (wanted.astype(np.float32) * steps).astype(dtype))
+    np.testing.assert_array_equal(rounded, (expected.astype(np.float32) * steps).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -170,8 +170,8 @@ def test_few_blocks_add_up_a_large_weight(monkeypatch: Any, dtype: Any) -> None:
     monkeypatch.setattr(module, "SUMS", 2)
     weight = np.random.default_rng(0).random((40, 130)).astype(dtype)
     with emulator():
-        found = [module._launch_scale(each) for each in (weight, weight[:, 3:-5])]
-    for scale, each in zip(found, (weight, weight[:, 3:-5]), strict=True):
+        actual = [module._launch_scale(each) for each in (weight, weight[:, 3:-5])]
+    for scale, each in zip(actual, (weight, weight[:, 3:-5]), strict=True):
         assert scale[0] == pytest.approx(each.astype(np.float64).mean(), rel=1e-6)
 
 
@@ -188,11 +188,11 @@ def test_one_array_off_alignment(dtype: Any, off: str) -> None:
     moved[off] = room[1:].reshape(moved[off].shape)
     dy = moved.pop("dy")
     with emulator():
-        wanted = _all(arrays)
-        found = [*module.bit_linear_forward(**moved)]
-        found += module.bit_linear_backward(dy, **moved, w_scale=scale)
-        wanted[2:] = module.bit_linear_backward(y, **arrays, w_scale=scale)
-    for one, other in zip(found, wanted, strict=True):
+        expected = _all(arrays)
+        actual = [*module.bit_linear_forward(**moved)]
+        actual += module.bit_linear_backward(dy, **moved, w_scale=scale)
+        expected[2:] = module.bit_linear_backward(y, **arrays, w_scale=scale)
+    for one, other in zip(actual, expected, strict=True):
         both = one.astype(np.float64), other.astype(np.float64)
         np.testing.assert_allclose(*both, rtol=2.0**-7, atol=1e-6)
 
@@ -206,10 +206,10 @@ def test_what_is_not_finite_is_never_hidden(where: str, bad: float) -> None:
     with np.errstate(all="ignore"):
         defined = _all(arrays)
         with emulator():
-            found = _all(arrays)
-    for one, other in zip(found, defined, strict=True):
+            actual = _all(arrays)
+    for one, other in zip(actual, defined, strict=True):
         np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
-    spoilt = np.isnan(found[0]).all(axis=1).tolist()
+    spoilt = np.isnan(actual[0]).all(axis=1).tolist()
     assert spoilt == [where == "weight" or row == 2 for row in range(6)]
 
 
@@ -218,12 +218,12 @@ def test_what_a_call_launches(bias: Any) -> None:
     """Four kernels; of dx two a chunk of the weight, and one product."""
     with gpu() as machine:
         x, weight = (machine.array(n, np.float16) for n in ((64, 128), (256, 128)))
-        given = None if bias is None else machine.array((256,), bias)
-        y, scale = module.bit_linear_forward(x, weight, given)
+        inputs = None if bias is None else machine.array((256,), bias)
+        y, scale = module.bit_linear_forward(x, weight, inputs)
         names = ["bit_scale", "bit_codes", "int8_quantize", "int8_linear"]
         assert [launch.kernel for launch in machine.launches] == names
         machine.launches.clear()
-        module.bit_linear_backward(y, x, weight, given, scale)
+        module.bit_linear_backward(y, x, weight, inputs, scale)
         names = ["bit_codes", "bit_gradient", "int8_quantize", "int8_dequantize_"]
         names += ["column_sum"] * (bias is not None)
         assert [launch.kernel for launch in machine.launches] == names

@@ -8,7 +8,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
 from unsloth_cupy.ops.elements.cast import accumulate_over_
 
-from ..parity import Case, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelInPlace, KernelParity, emulator
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -56,14 +56,14 @@ def test_kernels_round_as_numpy_does(dtype: Any, to: Any) -> None:
     edges = np.array([0.0, -0.0, 1.0009765625, 3e-8, 70000.0, -1e39, np.inf, np.nan, 1 / 3])
     with np.errstate(over="ignore"):
         x = np.repeat(edges.astype(np.float32).astype(dtype), 3)
-        dy, wanted = x[::-1].astype(to), x.astype(to)
+        dy, expected = x[::-1].astype(to), x.astype(to)
         back = dy.astype(dtype)
     with emulator():
         y = uc.cast(x, to)
         tape = uc.Tape()
         watched = tape.watch(x)
         (dx,) = tape.gradients(uc.cast(watched, to), [watched], dy)
-    np.testing.assert_array_equal(_bits(y), _bits(wanted))
+    np.testing.assert_array_equal(_bits(y), _bits(expected))
     assert dx.dtype == x.dtype
     np.testing.assert_array_equal(dx.astype(np.float32), back.astype(np.float32))
 

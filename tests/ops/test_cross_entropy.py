@@ -6,9 +6,9 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
-from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -67,8 +67,8 @@ class TestCrossEntropyLongRows(KernelParity):
 def test_golden(golden: OpCase, dtype: Any) -> None:
     if golden.name == "cross_entropy_shifted" and dtype == np.float32:
         pytest.skip("float32 rounds logits near 1000 to 6e-5 before the call: see the next test")
-    given, options = cast(golden, dtype), {}
-    logits, labels = given["logits"], given["target"]
+    inputs, options = cast(golden, dtype), {}
+    logits, labels = inputs["logits"], inputs["target"]
     options["smoothing"] = golden.params.get("label_smoothing", 0.0)
     options["softcap"] = golden.params.get("softcap")
     loss, lse = uc.cross_entropy_forward(logits, labels, **options)
@@ -77,7 +77,7 @@ def test_golden(golden: OpCase, dtype: Any) -> None:
     counted = max(1, int((labels != -100).sum()))
     expected = {"none": loss, "sum": loss.sum(), "mean": loss.sum() / counted}[reduction]
     agree(expected, golden.outputs["y"])
-    share = given["cotangent"] / (counted if reduction == "mean" else 1)
+    share = inputs["cotangent"] / (counted if reduction == "mean" else 1)
     dloss = np.broadcast_to(share, labels.shape).astype(dtype)
     dlogits, none = uc.cross_entropy_backward(dloss, None, logits, labels, lse, **options)
     assert none is None
@@ -170,8 +170,8 @@ class TestRowsThatHoldAnything(KernelAlone):
             assert reported() == ""
         np.testing.assert_allclose(loss, [0, np.log(2), inf, 0, np.nan], rtol=1e-6)
         np.testing.assert_array_equal(lse[2:4], [-inf, logits[3, 0]])
-        wanted = [[0, 0, 0], [-0.5, 0, 0.5], [0, -1, 0], [0, 0, 0], [np.nan] * 3]
-        np.testing.assert_allclose(dlogits.astype(np.float32), wanted, rtol=1e-6)
+        expected = [[0, 0, 0], [-0.5, 0, 0.5], [0, -1, 0], [0, 0, 0], [np.nan] * 3]
+        np.testing.assert_allclose(dlogits.astype(np.float32), expected, rtol=1e-6)
 
 
 class TestEveryLogitMovesOnce(KernelAlone):

@@ -8,9 +8,9 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, RangeError, ShapeError
 from unsloth_cupy.ops.losses.cross_entropy_in_place import cross_entropy_over_
 
-from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelInPlace, emulator
+from ..harness.parity import Case, KernelAlone, KernelInPlace, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import EVERYTHING, LABELS, OPTIONS, VOCABULARIES, reported
 
@@ -56,13 +56,13 @@ class TestCrossEntropyOverLongRows(KernelInPlace):
 def test_golden(golden: OpCase, dtype: Any) -> None:
     if golden.name == "cross_entropy_shifted" and dtype == np.float32:
         pytest.skip("float32 rounds logits near 1000 to 6e-5 before the call")
-    given, options = cast(golden, dtype), {}
-    logits, labels = given["logits"].copy(), given["target"]
+    inputs, options = cast(golden, dtype), {}
+    logits, labels = inputs["logits"].copy(), inputs["target"]
     options["smoothing"] = golden.params.get("label_smoothing", 0.0)
     options["softcap"] = golden.params.get("softcap")
     expected = uc.cross_entropy(logits, labels, **options)
     mean = golden.params.get("reduction", "mean") == "mean"
-    share = given["cotangent"] / (max(1, int((labels != -100).sum())) if mean else 1)
+    share = inputs["cotangent"] / (max(1, int((labels != -100).sum())) if mean else 1)
     dloss = np.broadcast_to(share, labels.shape).astype(dtype)
     np.testing.assert_array_equal(uc.cross_entropy_(logits, labels, dloss, **options), expected)
     agree(logits, golden.grads["logits"])
@@ -81,8 +81,8 @@ def test_is_forward_and_backward() -> None:
     dlogits, _ = uc.cross_entropy_backward(dloss, None, logits, LABELS, lse, **EVERYTHING)
     for seed in (dloss, 0.25):
         changed = logits.copy()
-        found = uc.cross_entropy_(changed, LABELS, seed, **EVERYTHING)
-        np.testing.assert_array_equal(found, loss)
+        actual = uc.cross_entropy_(changed, LABELS, seed, **EVERYTHING)
+        np.testing.assert_array_equal(actual, loss)
         if seed is dloss:
             np.testing.assert_array_equal(changed, dlogits)
         else:
@@ -124,8 +124,8 @@ class TestRowsThatHoldAnything(KernelAlone):
             assert reported() == ""
         assert re.search(r"labels holds (3 in row 4|-1 in row 5); it must be in 0 .. 2", said)
         np.testing.assert_allclose(loss, [0, np.log(2), inf, 0, np.nan, np.nan], rtol=1e-6)
-        wanted = [[0, 0, 0], [-0.5, 0, 0.5], [0, -1, 0], [0, 0, 0], [np.nan] * 3, [np.nan] * 3]
-        np.testing.assert_allclose(logits.astype(np.float32), wanted, rtol=1e-6)
+        expected = [[0, 0, 0], [-0.5, 0, 0.5], [0, -1, 0], [0, 0, 0], [np.nan] * 3, [np.nan] * 3]
+        np.testing.assert_allclose(logits.astype(np.float32), expected, rtol=1e-6)
         assert (np.delete(room, np.s_[shift : shift + 18]) == 7).all()
 
 

@@ -1,4 +1,4 @@
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 
 
 def positive(*shape):

@@ -9,7 +9,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError, RangeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
@@ -42,9 +42,9 @@ class TestFrequentTokens(KernelParity):
 @both_dtypes
 @golden("layers", "embedding")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
-    agree(uc.embedding(given["ids"], given["weight"]), golden.outputs["y"])
-    none, dweight = uc.embedding_backward(given["cotangent"], given["ids"], given["weight"])
+    inputs = cast(golden, dtype)
+    agree(uc.embedding(inputs["ids"], inputs["weight"]), golden.outputs["y"])
+    none, dweight = uc.embedding_backward(inputs["cotangent"], inputs["ids"], inputs["weight"])
     assert none is None
     agree(dweight, golden.grads["weight"])
 

@@ -12,8 +12,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
 from unsloth_cupy.ops.common.in_place import check_overlap
 
-from ..parity import emulator
-from ..stand_in import gpu
+from ..harness.parity import emulator
+from ..machines.stand_in import gpu
 
 
 class Gate(NamedTuple):
@@ -47,9 +47,9 @@ def test_in_place(gate: Gate, kernel: bool, strided: bool) -> None:
     *both, dy = np.random.default_rng(0).standard_normal((3, 5, 7), np.float32)
     with emulator() if kernel else contextlib.nullcontext():
         expected = gate.backward(dy, *both)
-        given = [np.asfortranarray(x) if strided else x.copy() for x in both]
-        found = gate.over(dy, *given)
-    for array, mine, wanted in zip(found, given, expected, strict=True):
+        inputs = [np.asfortranarray(x) if strided else x.copy() for x in both]
+        actual = gate.over(dy, *inputs)
+    for array, mine, wanted in zip(actual, inputs, expected, strict=True):
         assert array is mine
         np.testing.assert_array_equal(array, wanted)
 
@@ -94,9 +94,9 @@ def test_in_place_needs_arrays_that_may_change(gate: Gate) -> None:
 
 def on_gpu(array: np.ndarray) -> Any:
     """Return what an array of CuPy says of where it lies."""
-    told = {name: getattr(array, name) for name in ("shape", "strides", "dtype", "size", "nbytes")}
+    facts = {name: getattr(array, name) for name in ("shape", "strides", "dtype", "size", "nbytes")}
     flags, data = array.flags, SimpleNamespace(ptr=array.ctypes.data)
-    return SimpleNamespace(**told, flags=flags, data=data)
+    return SimpleNamespace(**facts, flags=flags, data=data)
 
 
 @pytest.mark.parametrize("place", [np.asarray, on_gpu], ids=["host", "device"])

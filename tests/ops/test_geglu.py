@@ -8,7 +8,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.ops.activations.geglu import geglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator
+from ..harness.parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -39,10 +39,10 @@ class TestGegluInPlace(KernelInPlace):
 @both_dtypes
 @golden("layers", "geglu")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given, approximate = cast(golden, dtype), golden.name.endswith("tanh")
-    gate, up = given["gate"], given["up"]
+    inputs, approximate = cast(golden, dtype), golden.name.endswith("tanh")
+    gate, up = inputs["gate"], inputs["up"]
     agree(uc.geglu(gate, up, approximate=approximate), golden.outputs["y"])
-    dgate, dup = uc.geglu_backward(given["cotangent"], gate, up, approximate=approximate)
+    dgate, dup = uc.geglu_backward(inputs["cotangent"], gate, up, approximate=approximate)
     agree(dgate, golden.grads["gate"])
     agree(dup, golden.grads["up"])
 
@@ -70,8 +70,8 @@ def test_small_values_keep_their_digits(approximate: bool) -> None:
     share = [math.erfc(-value / math.sqrt(2)) / 2 for value in x]
     if approximate:
         share = 1 / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x**2)))
-    found = uc.geglu(gate, np.ones_like(gate), approximate=approximate)
-    np.testing.assert_allclose(found, x * share, rtol=1e-5)  # exp(-40) multiplies eps by 40
+    actual = uc.geglu(gate, np.ones_like(gate), approximate=approximate)
+    np.testing.assert_allclose(actual, x * share, rtol=1e-5)  # exp(-40) multiplies eps by 40
 
 
 class TestGegluFarFromZero(KernelAlone):
@@ -86,20 +86,20 @@ class TestGegluFarFromZero(KernelAlone):
         one, options = np.ones_like(gate), case.both
 
         def results() -> list[np.ndarray]:
-            found = uc.geglu(gate, one, **options), *uc.geglu_backward(one, gate, one, **options)
-            return [array.astype(np.float64) for array in found]
+            actual = uc.geglu(gate, one, **options), *uc.geglu_backward(one, gate, one, **options)
+            return [array.astype(np.float64) for array in actual]
 
-        wanted = results()
+        expected = results()
         with emulator():
-            found = results()
+            actual = results()
         eps = EPS[np.dtype(dtype).name]
-        for array, exact in zip(found, wanted, strict=True):
+        for array, exact in zip(actual, expected, strict=True):
             # a share below 2**-126 is 0 in a kernel; 64: what it may be multiplied by
             np.testing.assert_allclose(array, exact, rtol=4 * eps, atol=64 * 2.0**-126)
 
 
 def test_in_place_returns_what_it_was_given() -> None:
     gate, up = np.ones((2, 3), np.float32)
-    found = geglu_backward_over_(up.copy(), gate, up)
-    assert found[0] is gate
-    assert found[1] is up
+    actual = geglu_backward_over_(up.copy(), gate, up)
+    assert actual[0] is gate
+    assert actual[1] is up

@@ -1,4 +1,4 @@
-"""The kernels that see all gradients of a step; tests/test_gradients.py judges the definition."""
+"""The kernels that see all gradients; tests/training/test_gradients.py judges the definition."""
 
 import contextlib
 import math
@@ -15,9 +15,9 @@ from unsloth_cupy.ops.optimizers import adamw_step
 from unsloth_cupy.ops.optimizers import gradients as launches
 from unsloth_cupy.training import loss_scaler
 
-from .. import stand_in
-from ..cuda_on_cpu.traffic import counted
-from ..parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..harness.parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..machines import stand_in
+from ..machines.cuda_on_cpu.traffic import counted
 
 # several chunks for a block, tails in a span and in an access, one value, none
 SHAPES = {"many": (11, 6200), "span": (1100,), "few": (3,), "one": (), "none": (0, 4)}
@@ -26,7 +26,7 @@ SHAPES = {"many": (11, 6200), "span": (1100,), "few": (3,), "one": (), "none": (
 def drawn(case: Case, dtype: Any, place: Callable[[Any], Any] = np.asarray) -> dict[str, Any]:
     """Return gradients; of three dtypes where the case is mixed."""
     rng, both = np.random.default_rng(0), case.both
-    found = {}
+    arrays = {}
     for index, (name, shape) in enumerate(both.get("shapes", SHAPES).items()):
         kind = KERNEL_DTYPES[index % 3] if both.get("mixed") else dtype
         size = both.get("size", 1.0) ** (0.1 if kind == np.float16 else 1)  # what it holds
@@ -35,8 +35,8 @@ def drawn(case: Case, dtype: Any, place: Callable[[Any], Any] = np.asarray) -> d
             room = np.empty(values.size + 1, kind)
             room[1:] = values.ravel()
             values = room[1:].reshape(shape)
-        found[name] = place(values)
-    return found
+        arrays[name] = place(values)
+    return arrays
 
 
 def host(array: Any) -> np.ndarray:
@@ -74,19 +74,19 @@ class TestGradients(KernelAlone):
         for limit in (norm * 0.37, norm * 2):
             with where():
                 clipped, kept = drawn(case, dtype, place), drawn(case, dtype, place)
-                found = clip_gradients(clipped, limit)
+                actual = clip_gradients(clipped, limit)
                 scaler = LossScaler(1024.0)
                 measure = measure_gradients(kept, limit / 1024, scaler=scaler)
                 divided, finite = scaler.unscale(kept)
-                assert found.dtype == np.float64
-                assert float(host(found)) == pytest.approx(norm, rel=1e-6)
+                assert actual.dtype == np.float64
+                assert float(host(actual)) == pytest.approx(norm, rel=1e-6)
                 assert float(host(measure.norm)) == pytest.approx(norm / 1024, rel=1e-6)
                 factor = min(1, limit / norm)
                 assert float(host(measure.factor)) == pytest.approx(factor / 1024, rel=1e-6)
                 assert host(finite)
                 assert host(measure.finite)
                 again = [host(a) for a in (clip_gradients(kept, limit), *kept.values())]
-            for one, other in zip([found, *clipped.values()], again, strict=True):
+            for one, other in zip([actual, *clipped.values()], again, strict=True):
                 assert host(one).tobytes() == other.tobytes()  # two runs, equal bits
             for name, exact in wide.items():
                 array = host(clipped[name])
@@ -131,19 +131,19 @@ def test_a_whole_step_skips_and_grows_as_on_the_host() -> None:
             gradients = {"w": loss * rng.standard_normal(5000).astype(np.float16)}
             if step in (1, 4):
                 gradients["w"][step] = np.inf
-            found = measure_gradients(gradients, 3.0, scaler=scaler)
-            optimizer.step(gradients, finite=found.finite, factor=found.factor)
-            scaler.update(found.finite)
+            actual = measure_gradients(gradients, 3.0, scaler=scaler)
+            optimizer.step(gradients, finite=actual.finite, factor=actual.factor)
+            scaler.update(actual.finite)
             numbers.append((scaler.value, scaler.good, scaler.skipped, optimizer.steps))
         return numbers, parameters
 
     numbers, parameters = run()
     with emulator():
-        there, found = run()
+        there, actual = run()
     assert there == numbers
     assert [value for value, *_ in numbers] == [16, 8, 8, 16, 8, 8, 16]
     assert numbers[-1][2:] == (2, 5)
-    np.testing.assert_allclose(found["w"], parameters["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual["w"], parameters["w"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeErr
 from unsloth_cupy.ops.quantized import weight as base
 from unsloth_cupy.ops.quantized.int8 import Int8
 
-from ..parity import emulator, within_rule
-from ..stand_in import gpu
+from ..harness.parity import emulator, within_rule
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("int8_weight(w)",)
@@ -29,17 +29,17 @@ def results(x: np.ndarray, dy: np.ndarray, weight: Any, wide: Any) -> dict[str, 
     at = lambda array: array.astype(wide)  # noqa: E731
     a, b = drawn(4, inputs, seed=1, dtype=np.float16), drawn(outputs, 4, seed=2, dtype=np.float16)
     bias = drawn(outputs, seed=3, dtype=np.float16)
-    tape, found = uc.Tape(), {}
+    tape, named = uc.Tape(), {}
     xs, as_, bs = (tape.watch(at(array)) for array in (x, a, b))
     for name, y in {
         "linear": uc.linear(xs, weight, at(bias)),
         "plain": uc.linear(xs, weight),
         "lora": uc.lora_linear(xs, weight, as_, bs, scale=0.5),
     }.items():
-        found[name] = y.value
+        named[name] = y.value
         for of, gradient in zip("xab", tape.gradients(y, [xs, as_, bs], at(dy)), strict=True):
-            found[f"{name} {of}"] = gradient
-    return found
+            named[f"{name} {of}"] = gradient
+    return named
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -65,8 +65,8 @@ def test_products_by_kernel(dtype: Any, rows: int, monkeypatch: Any) -> None:
     exact = results(x, dy, weight.dequantize(np.float64), np.float64)
     plain = results(x, dy, weight.dequantize(dtype), dtype)
     with emulator():
-        found = results(x, dy, weight, dtype)
-    within_rule(plain, exact, found)
+        actual = results(x, dy, weight, dtype)
+    within_rule(plain, exact, actual)
 
 
 def test_which_kernels_run() -> None:

@@ -13,8 +13,8 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.ops.quantized._int8_tiles import TABLE, resolve
 from unsloth_cupy.ops.quantized.int8 import Int8
 
-from ..parity import Case, KernelParity, emulator, within_rule
-from ..stand_in import LIMITS, gpu
+from ..harness.parity import Case, KernelParity, emulator, within_rule
+from ..machines.stand_in import LIMITS, gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("int8_linear(x, weight, *, threshold=None)",)
@@ -111,7 +111,7 @@ def test_equals_integers_one_by_one(rows: int, threshold: float | None) -> None:
     weight = uc.int8_weight(rng.standard_normal((6, 40)).astype(np.float32))
     beyond = np.abs(x) >= (np.inf if threshold is None else threshold)
     columns = beyond.any(axis=0)
-    wanted = np.zeros((rows, 6))
+    expected = np.zeros((rows, 6))
     for r in range(rows):
         top = np.abs(np.where(beyond[r], 0, x[r])).max()
         factor = np.float32(127) / top
@@ -120,12 +120,12 @@ def test_equals_integers_one_by_one(rows: int, threshold: float | None) -> None:
             row = [int(code) for code in weight.codes[o]]
             exact = sum(c * w for c, w, out in zip(codes, row, columns, strict=True) if not out)
             kept = sum(float(v) * w for v, w, out in zip(x[r], row, columns, strict=True) if out)
-            wanted[r, o] = (exact * float(top) / 127 + kept) * float(weight.absmax[o]) / 127
-    found = uc.int8_linear(x, weight, threshold=threshold)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+            expected[r, o] = (exact * float(top) / 127 + kept) * float(weight.absmax[o]) / 127
+    actual = uc.int8_linear(x, weight, threshold=threshold)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     with emulator():
-        found = uc.int8_linear(x, weight, threshold=threshold)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        actual = uc.int8_linear(x, weight, threshold=threshold)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_threshold_keeps_what_outliers_would_drown() -> None:
@@ -155,8 +155,8 @@ def test_gradient_is_that_of_the_dense_weight(dtype: Any) -> None:
     within_rule(gradient(dtype, False), gradient(np.float64, False), gradient(dtype, True))
     if dtype in KERNEL_DTYPES:
         with emulator():
-            found = gradient(dtype, True)
-        within_rule(gradient(dtype, False), gradient(np.float64, False), found)
+            actual = gradient(dtype, True)
+        within_rule(gradient(dtype, False), gradient(np.float64, False), actual)
 
 
 @pytest.mark.slow
@@ -172,9 +172,9 @@ def test_one_array_off_alignment(dtype: Any, off: str) -> None:
     arrays[off][...] = x if off == "x" else weight.codes
     forward = OPS["int8_linear_forward"]
     with emulator():
-        wanted = forward(x, weight.codes, weight.absmax)
-        found = forward(arrays["x"], arrays["codes"], weight.absmax)
-    np.testing.assert_array_equal(found, wanted)
+        expected = forward(x, weight.codes, weight.absmax)
+        actual = forward(arrays["x"], arrays["codes"], weight.absmax)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("threshold", [None, 6.0])

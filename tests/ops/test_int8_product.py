@@ -12,7 +12,7 @@ from unsloth_cupy.ops.quantized.int8_product import (
     launch_dequantize,
 )
 
-from ..parity import Case, KernelInPlace, emulator, within_rule
+from ..harness.parity import Case, KernelInPlace, emulator, within_rule
 
 INPUTS = (7, 4096, 4104)
 
@@ -64,12 +64,12 @@ def test_parts_of_a_weight(dtype: Any) -> None:
         (codes[4:8, ::-1], slice(4, 8)),
         (codes.T[:40], slice(0, 40)),
     ):
-        wanted = part * (absmax[rows, None] / np.float32(127))
-        w = np.empty(wanted.shape, dtype)
+        expected = part * (absmax[rows, None] / np.float32(127))
+        w = np.empty(expected.shape, dtype)
         with emulator():
             int8_dequantize_(w, part, absmax[rows])
             assert launch_dequantize(w.copy(), part, absmax[rows]) is not NotImplemented
-        np.testing.assert_array_equal(w, wanted.astype(dtype))
+        np.testing.assert_array_equal(w, expected.astype(dtype))
 
 
 @pytest.mark.slow
@@ -83,15 +83,15 @@ def test_one_array_off_alignment(dtype: Any, off: str) -> None:
     room = np.zeros(arrays[off].size + 1, arrays[off].dtype)
     shifted = room[1:].reshape(arrays[off].shape)
     shifted[...] = arrays[off]
-    found = {}
+    by_dtype = {}
     for kind in (np.float64, dtype):
-        given = {n: a.astype(kind) if n in ("x", "y") else a for n, a in arrays.items()}
-        int8_few_rows_(**given)
-        found[kind] = given["y"]
+        inputs = {n: a.astype(kind) if n in ("x", "y") else a for n, a in arrays.items()}
+        int8_few_rows_(**inputs)
+        by_dtype[kind] = inputs["y"]
     with emulator():
         int8_few_rows_(**arrays | {off: shifted})
     made = shifted if off == "y" else arrays["y"]
-    within_rule({"y": found[dtype]}, {"y": found[np.float64]}, {"y": made})
+    within_rule({"y": by_dtype[dtype]}, {"y": by_dtype[np.float64]}, {"y": made})
 
 
 def test_float32_sums_of_16_bit_rows() -> None:
@@ -100,7 +100,7 @@ def test_float32_sums_of_16_bit_rows() -> None:
     x = rng.standard_normal((2, 32)).astype(np.float16)
     codes, absmax = rng.integers(-127, 128, (5, 32), np.int8), np.ones(5, np.float32)
     start = rng.standard_normal((2, 5)).astype(np.float32)
-    wanted = start + x.astype(np.float64) @ codes.T / 127
+    expected = start + x.astype(np.float64) @ codes.T / 127
     for context in (emulator, None):
         y = start.copy()
         if context:
@@ -108,4 +108,4 @@ def test_float32_sums_of_16_bit_rows() -> None:
                 int8_few_rows_(x, codes, absmax, y, add=True)
         else:
             int8_few_rows_(x, codes, absmax, y, add=True)
-        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

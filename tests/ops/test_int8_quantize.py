@@ -7,8 +7,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..parity import Case, KernelParity, emulator
-from ..variants import ROWS
+from ..code.variants import ROWS
+from ..harness.parity import Case, KernelParity, emulator
 
 # The public names, as other people's programs call them.
 PUBLIC = ("int8_quantize(x)",)
@@ -62,9 +62,9 @@ def test_codes_are_those_of_each_value_alone(dtype: Any) -> None:
     x[1, :3] = 0.5, 1.5, -2.5
     for run in (uc.int8_quantize, _by_kernel):
         codes, scales = run(x)
-        for row, found, scale in zip(x, codes, scales, strict=True):
-            wanted, top = plainly(row)
-            assert found.tolist() == wanted
+        for row, actual, scale in zip(x, codes, scales, strict=True):
+            expected, top = plainly(row)
+            assert actual.tolist() == expected
             assert scale == top / np.float32(127)
         assert codes[1, :3].tolist() == [0, 2, -2]
         assert np.abs(codes).max() == 127
@@ -114,9 +114,9 @@ def test_one_array_off_alignment() -> None:
     room = np.random.default_rng(0).standard_normal(1 + 3 * 64).astype(np.float16)
     x = room[1:].reshape(3, 64)
     codes, scales = _by_kernel(x)
-    wanted = uc.int8_quantize(x)
-    np.testing.assert_array_equal(codes, wanted[0])
-    np.testing.assert_array_equal(scales, wanted[1])
+    expected = uc.int8_quantize(x)
+    np.testing.assert_array_equal(codes, expected[0])
+    np.testing.assert_array_equal(scales, expected[1])
 
 
 def test_wrong_calls() -> None:

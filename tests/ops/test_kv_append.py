@@ -8,8 +8,8 @@ import pytest
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.attention.kv_append import kv_append_, kv_append_paged_
 
-from ..parity import Case, KernelParity, emulator
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, emulator
+from ..machines.stand_in import gpu
 
 SMALL = {"batch": 2, "kv_heads": 2, "dim": 8}
 
@@ -77,9 +77,9 @@ def test_equals_token_by_token(start: int, tokens: int, sinks: int) -> None:
     keys, values = rng.standard_normal((2, 2, 6, 2, 3)).astype(np.float32)
     for starts in (None, np.array([start, start + 2])):
         places = [start, start] if starts is None else starts
-        found = kv_append_(k, v, keys.copy(), values.copy(), starts, start=start, sinks=sinks)
-        np.testing.assert_array_equal(found[0], slow(k, keys, places, sinks))
-        np.testing.assert_array_equal(found[1], slow(v, values, places, sinks))
+        actual = kv_append_(k, v, keys.copy(), values.copy(), starts, start=start, sinks=sinks)
+        np.testing.assert_array_equal(actual[0], slow(k, keys, places, sinks))
+        np.testing.assert_array_equal(actual[1], slow(v, values, places, sinks))
 
 
 @pytest.mark.parametrize("page", [1, 3, 16])
@@ -95,8 +95,8 @@ def test_pages_equal_token_by_token(page: int) -> None:
             index, slot = divmod(starts[row] + i, page)
             for stored, new in zip(expected, (k, v), strict=True):
                 stored[table[row, index], slot] = new[row, i]
-    found = kv_append_paged_(k, v, k_pages, v_pages, table, starts)
-    np.testing.assert_array_equal(found, expected)
+    actual = kv_append_paged_(k, v, k_pages, v_pages, table, starts)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

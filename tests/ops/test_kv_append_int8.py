@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ShapeError
 from unsloth_cupy.ops.attention.kv_append import kv_append_
 from unsloth_cupy.ops.attention.kv_append_int8 import kv_append_int8_
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 
 ROWS = {"batch": 2, "pages": 2, "kv_heads": 2, "dim": 16}
 
@@ -69,20 +69,20 @@ def test_equals_quantized_rows_in_their_slots(dtype: Any, gaps: bool) -> None:
         both = np.zeros((2, 5, 4, 24), dtype)
         both[:, :, :2], both[:, :, 2:] = k, v
         k, v = both[:, :, :2], both[:, :, 2:]
-    wanted = [np.zeros((2, 7, 2, 24), np.int8) for _ in "kv"]
-    wanted_scales = np.zeros((2, 2, 7, 2), np.float32)
+    expected = [np.zeros((2, 7, 2, 24), np.int8) for _ in "kv"]
+    expected_scales = np.zeros((2, 2, 7, 2), np.float32)
     (k_codes, k_scales), (v_codes, v_scales) = uc.int8_quantize(k), uc.int8_quantize(v)
-    kv_append_.definition(k_codes, v_codes, *wanted, start=6, sinks=1)
-    scales = [each[..., None] for each in wanted_scales]
+    kv_append_.definition(k_codes, v_codes, *expected, start=6, sinks=1)
+    scales = [each[..., None] for each in expected_scales]
     kv_append_.definition(k_scales[..., None], v_scales[..., None], *scales, start=6, sinks=1)
 
     def run() -> None:
         keys, values = (np.zeros((2, 7, 2, 24), np.int8) for _ in "kv")
-        found = np.zeros((2, 2, 7, 2), np.float32)
-        kv_append_int8_(k, v, keys, values, found, start=6, sinks=1)
-        np.testing.assert_array_equal(keys, wanted[0])
-        np.testing.assert_array_equal(values, wanted[1])
-        np.testing.assert_array_equal(found, wanted_scales)
+        actual = np.zeros((2, 2, 7, 2), np.float32)
+        kv_append_int8_(k, v, keys, values, actual, start=6, sinks=1)
+        np.testing.assert_array_equal(keys, expected[0])
+        np.testing.assert_array_equal(values, expected[1])
+        np.testing.assert_array_equal(actual, expected_scales)
 
     run()
     with emulator():

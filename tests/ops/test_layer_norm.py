@@ -6,9 +6,9 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
+from ..code.variants import ROWS
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
-from ..variants import ROWS
+from ..harness.parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -71,13 +71,13 @@ class TestLayerNormWithoutClusters(KernelParity):
 @both_dtypes
 @golden("layers", "layer_norm")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given, eps = cast(golden, dtype), golden.params["eps"]
-    x, weight, bias = given["x"], given["weight"], given["bias"]
+    inputs, eps = cast(golden, dtype), golden.params["eps"]
+    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
     agree(uc.layer_norm(x, weight, bias, eps=eps), golden.outputs["y"])
     _, h, mean, rstd = uc.layer_norm_forward(x, weight, bias, eps=eps)
-    grads = uc.layer_norm_backward(given["cotangent"], None, h, weight, bias, None, mean, rstd)
-    for found, name in zip(grads, ("x", "weight", "bias"), strict=False):
-        agree(found, golden.grads[name])
+    grads = uc.layer_norm_backward(inputs["cotangent"], None, h, weight, bias, None, mean, rstd)
+    for actual, name in zip(grads, ("x", "weight", "bias"), strict=False):
+        agree(actual, golden.grads[name])
     assert grads[3] is None
 
 

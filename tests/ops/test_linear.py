@@ -9,8 +9,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..parity import Case, Parity, emulator, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, Parity, emulator, within_rule
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("linear(x, weight, bias=None)",)
@@ -36,8 +36,8 @@ def test_equals_torch() -> None:
     y = torch.nn.functional.linear(x, weight, bias)
     grads = torch.autograd.grad(y, (x, weight, bias), dy)
     np.testing.assert_allclose(uc.linear(*arrays[:3]), y.detach(), rtol=1e-12, atol=1e-14)
-    found = uc.linear_backward(arrays[3], *arrays[:3])
-    for mine, theirs in zip(found, grads, strict=True):
+    actual = uc.linear_backward(arrays[3], *arrays[:3])
+    for mine, theirs in zip(actual, grads, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
@@ -45,9 +45,9 @@ def test_no_gradient_that_nobody_asks_for() -> None:
     x, weight, bias, dy = (np.ones(shape) for shape in [(2, 5), (3, 5), (3,), (2, 3)])
     everything = uc.linear_backward(dy, x, weight, bias)
     for i, name in enumerate(("x", "weight", "bias")):
-        found = uc.linear_backward(dy, x, weight, bias, wanted={name})
-        assert [grad is None for grad in found] == [j != i for j in range(3)]
-        np.testing.assert_array_equal(found[i], everything[i])
+        actual = uc.linear_backward(dy, x, weight, bias, wanted={name})
+        assert [grad is None for grad in actual] == [j != i for j in range(3)]
+        np.testing.assert_array_equal(actual[i], everything[i])
 
 
 def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def test_gradient_of_a_bias_by_kernel(dtype: Any, rows: int) -> None:
     x, weight, bias = np.ones((rows, 2, 1), dtype), np.ones((37, 1), dtype), np.ones(37, dtype)
 
     def sums(kind: Any) -> dict[str, np.ndarray]:
-        given = (array.astype(kind) for array in (dy, x, weight, bias))
-        return {"dbias": uc.linear_backward(*given, wanted={"bias"})[2]}
+        inputs = (array.astype(kind) for array in (dy, x, weight, bias))
+        return {"dbias": uc.linear_backward(*inputs, wanted={"bias"})[2]}
 
     with emulator():
         first, second = sums(dtype), sums(dtype)

@@ -11,8 +11,8 @@ from unsloth_cupy.ops.losses._head import chunk_rows, head_bytes
 from unsloth_cupy.ops.losses._rows import CACHED
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator, within_rule
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
@@ -72,11 +72,11 @@ def test_gradients_are_those_of_the_tape(options: dict[str, Any], seeded: bool) 
         gradients = tape.gradients(loss, watched, dloss / 2)
         return dict(zip(NAMES, (loss.value, *gradients), strict=True))
 
-    found = uc.linear_cross_entropy_gradients(
+    actual = uc.linear_cross_entropy_gradients(
         x, weight, labels, dloss if seeded else None, scale=0.5, **options
     )
     wide = (array.astype(np.float64) for array in (x, weight, dloss))
-    within_rule(taped(x, weight, dloss), taped(*wide), dict(zip(NAMES, found, strict=True)))
+    within_rule(taped(x, weight, dloss), taped(*wide), dict(zip(NAMES, actual, strict=True)))
 
 
 @pytest.mark.parametrize("wanted", [{"x"}, {"weight"}, set()])
@@ -88,10 +88,10 @@ def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
         uc.linear_cross_entropy_backward(loss, None, x, weight, labels, lse, wanted=wanted),
         uc.linear_cross_entropy_gradients(x, weight, labels, loss, wanted=wanted)[1:],
     ):
-        for name, found, full in zip(("x", "weight"), some, everything, strict=False):
-            assert (found is None) == (name not in wanted)
-            if found is not None:
-                np.testing.assert_array_equal(found, full)
+        for name, actual, full in zip(("x", "weight"), some, everything, strict=False):
+            assert (actual is None) == (name not in wanted)
+            if actual is not None:
+                np.testing.assert_array_equal(actual, full)
 
 
 def test_a_frozen_head_costs_no_sums() -> None:
@@ -160,11 +160,11 @@ def test_a_gpu_holds_what_head_bytes_says(frozen: bool, dtype: Any) -> None:
     with gpu() as machine:
         x, weight = machine.array((rows, hidden), dtype), machine.array((vocab, hidden), dtype)
         labels = machine.array(rows, np.int64)
-        given = options | {"wanted": {"x"} if frozen else None}
+        inputs = options | {"wanted": {"x"} if frozen else None}
         loss, lse = uc.linear_cross_entropy_forward(x, weight, labels, **options)
         before = machine.peak = machine.held
         dx, dweight, _ = uc.linear_cross_entropy_backward(
-            loss, None, x, weight, labels, lse, **given
+            loss, None, x, weight, labels, lse, **inputs
         )
         # a 16-bit gradient of the weight is made when the chunk has gone
         results = dx.nbytes + (dweight.nbytes if dtype == np.float32 and not frozen else 0)
@@ -173,19 +173,19 @@ def test_a_gpu_holds_what_head_bytes_says(frozen: bool, dtype: Any) -> None:
         assert len(machine.products) == chunks * (3 if frozen else 4), "one of them forward"
         del dx, dweight
         before = machine.peak = machine.held
-        found = uc.linear_cross_entropy_gradients(x, weight, labels, **given)
-        assert machine.peak - before == said + results + found[0].nbytes
+        actual = uc.linear_cross_entropy_gradients(x, weight, labels, **inputs)
+        assert machine.peak - before == said + results + actual[0].nbytes
 
 
 @both_dtypes
 @golden("layers", "linear_cross_entropy")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
-    x, weight, labels = given["x"], given["weight"], given["target"]
+    inputs = cast(golden, dtype)
+    x, weight, labels = inputs["x"], inputs["weight"], inputs["target"]
     counted = int((labels != -100).sum())
     loss, lse = uc.linear_cross_entropy_forward(x, weight, labels, max_bytes=100)
     agree(loss.sum() / counted, golden.outputs["y"])
-    dloss = np.full_like(loss, given["cotangent"] / counted)
+    dloss = np.full_like(loss, inputs["cotangent"] / counted)
     grads = uc.linear_cross_entropy_backward(dloss, None, x, weight, labels, lse, max_bytes=100)
     agree(grads[0], golden.grads["x"])
     agree(grads[1], golden.grads["weight"])
@@ -201,8 +201,8 @@ def test_equals_linear_then_cross_entropy(options: dict[str, Any]) -> None:
         uc.cross_entropy(uc.linear(x.astype(kind), weight.astype(kind)), labels, **options)
         for kind in (np.float32, np.float64)
     )
-    found = uc.linear_cross_entropy(x, weight, labels, max_bytes=300, **options)
-    within_rule({"loss": plain}, {"loss": exact}, {"loss": found})
+    actual = uc.linear_cross_entropy(x, weight, labels, max_bytes=300, **options)
+    within_rule({"loss": plain}, {"loss": exact}, {"loss": actual})
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

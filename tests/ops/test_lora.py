@@ -8,8 +8,8 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.ops.linear.lora_linears import lora_down
 from unsloth_cupy.ops.linear.lora_merge import row_norms
 
-from ..parity import Case, Parity, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, Parity, within_rule
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
 GIVEN = {"bias": ["bias"], "DoRA": ["bias", "factor"], "plain": []}
@@ -70,22 +70,22 @@ class TestDoraFactor(Parity):
 @golden("lora", "lora", "rslora", "dora", without=("llama",))
 def test_equals_peft(golden, dtype) -> None:
     arrays = cast(golden, dtype)
-    given = [arrays[name] for name in ("x", "weight", "A", "B", "bias")]
+    inputs = [arrays[name] for name in ("x", "weight", "A", "B", "bias")]
     scale, magnitude = golden.params["scaling"], arrays.get("magnitude")
     tape = uc.Tape()
     x, a, b, *rest = (
-        tape.watch(array) for array in (given[0], *given[2:4], magnitude) if array is not None
+        tape.watch(array) for array in (inputs[0], *inputs[2:4], magnitude) if array is not None
     )
     y = uc.lora_linear(
-        x, given[1], a, b, scale=scale, bias=given[4], magnitude=rest[0] if rest else None
+        x, inputs[1], a, b, scale=scale, bias=inputs[4], magnitude=rest[0] if rest else None
     )
     agree(y.value, golden.outputs["y"])
-    found = tape.gradients(y, [x, a, b, *rest], arrays["cotangent"])
-    for grad, name in zip(found, ("x", "A", "B", "magnitude"), strict=False):
+    actual = tape.gradients(y, [x, a, b, *rest], arrays["cotangent"])
+    for grad, name in zip(actual, ("x", "A", "B", "magnitude"), strict=False):
         agree(grad, golden.grads[name])
-    merged = uc.lora_merge(given[1], *given[2:4], scale=scale, magnitude=magnitude)
+    merged = uc.lora_merge(inputs[1], *inputs[2:4], scale=scale, magnitude=magnitude)
     agree(merged, golden.outputs["merged_weight"])
-    agree(uc.linear(given[0], merged, given[4]), golden.outputs["y"])
+    agree(uc.linear(inputs[0], merged, inputs[4]), golden.outputs["y"])
 
 
 @both_dtypes
@@ -93,23 +93,23 @@ def test_equals_peft(golden, dtype) -> None:
 def test_layers_of_one_x_equal_peft(golden, dtype) -> None:
     """The second of three layers; the others have adapters of other ranks."""
     arrays = cast(golden, dtype)
-    given = [arrays[name] for name in ("weight", "A", "B")]
+    inputs = [arrays[name] for name in ("weight", "A", "B")]
     scale, magnitude = golden.params["scaling"], arrays.get("magnitude")
     x, tape = arrays["x"], uc.Tape()
     watched = {
         name: tape.watch(array)
-        for name, array in (("x", x), ("A", given[1]), ("B", given[2]), ("magnitude", magnitude))
+        for name, array in (("x", x), ("A", inputs[1]), ("B", inputs[2]), ("magnitude", magnitude))
         if array is not None
     }
     mine = uc.LoraLayer(
-        given[0], watched["A"], watched["B"], scale, arrays["bias"], watched.get("magnitude")
+        inputs[0], watched["A"], watched["B"], scale, arrays["bias"], watched.get("magnitude")
     )
     ones = [np.ones((4, x.shape[-1]), dtype), np.ones((1, x.shape[-1]), dtype)]
     other = uc.LoraLayer(*ones, np.ones((4, 1), dtype))
     _, y, _ = uc.lora_linears(watched["x"], [other, mine, other])
     agree(y.value, golden.outputs["y"])
-    found = tape.gradients(y, [*watched.values()], arrays["cotangent"])
-    for grad, name in zip(found, watched, strict=True):
+    actual = tape.gradients(y, [*watched.values()], arrays["cotangent"])
+    for grad, name in zip(actual, watched, strict=True):
         agree(grad, golden.grads[name])
 
 
@@ -127,7 +127,7 @@ def test_dropout_equals_peft(dora: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     layer = model.base_model.model[0]
     torch.nn.init.normal_(layer.lora_B["default"].weight)
     layer.double()
-    given = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+    inputs = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
     rank = np.eye(12)
     seen = uc.lora_linear_forward(
         np.ones((6, 12)), np.zeros((1, 12)), rank, np.zeros((1, 12)), dropout=0.5, seed=9
@@ -135,22 +135,22 @@ def test_dropout_equals_peft(dora: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         layer.lora_dropout["default"], "forward", lambda x: x * torch.from_numpy(seen)
     )
-    y = layer.train()(given)
+    y = layer.train()(inputs)
     parts = {name.split(".")[0]: p.detach().numpy() for name, p in layer.named_parameters()}
     weight = layer.base_layer.weight.detach().numpy()
     arrays = weight, parts["lora_A"], parts["lora_B"]
     tape = uc.Tape()
-    x, a, b = (tape.watch(array) for array in (given.detach().numpy(), *arrays[1:]))
+    x, a, b = (tape.watch(array) for array in (inputs.detach().numpy(), *arrays[1:]))
     options = {"scale": 2.0, "bias": layer.base_layer.bias.detach().numpy(), "dropout": 0.5}
     magnitude = parts.get("lora_magnitude_vector")
     mine = uc.lora_linear(x, weight, a, b, magnitude=magnitude, seed=9, **options)
     np.testing.assert_allclose(mine.value, y.detach().numpy(), rtol=1e-10, atol=1e-12)
     cotangent = torch.randn_like(y)
-    wanted = torch.autograd.grad(
-        y, [given, layer.lora_A["default"].weight, layer.lora_B["default"].weight], cotangent
+    expected = torch.autograd.grad(
+        y, [inputs, layer.lora_A["default"].weight, layer.lora_B["default"].weight], cotangent
     )
-    found = tape.gradients(mine, [x, a, b], cotangent.numpy())
-    for grad, theirs in zip(found, wanted, strict=True):
+    actual = tape.gradients(mine, [x, a, b], cotangent.numpy())
+    for grad, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(grad, theirs.numpy(), rtol=1e-10, atol=1e-11)
 
 
@@ -188,10 +188,10 @@ def test_layers_of_one_x_are_layers(dtype: str, dora: bool) -> None:
         return [y.value for y in ys], tape.gradients(total, wrt, np.ones((2, 3, 3), dtype))
 
     ys, grads = run(uc.lora_linears)
-    wanted, others = run(lambda x, layers: [uc.lora_linear(x, **n._asdict()) for n in layers])
+    expected, others = run(lambda x, layers: [uc.lora_linear(x, **n._asdict()) for n in layers])
     assert [y.dtype for y in ys] == [np.dtype(dtype)] * 4
-    for found, other in zip([*ys, *grads], [*wanted, *others], strict=True):
-        error = np.abs(found.astype(np.float64) - other).max()
+    for actual, other in zip([*ys, *grads], [*expected, *others], strict=True):
+        error = np.abs(actual.astype(np.float64) - other).max()
         assert error <= 8 * np.finfo(dtype).eps * np.abs(other).max()
 
 
@@ -224,11 +224,11 @@ def test_a_frozen_base_costs_no_gradient() -> None:
     y = uc.lora_linear(x, weight, *watched)
     entry = tape.entries[-1]
     low, dy = entry.values["low"], np.ones((2, 3))
-    found = uc.lora_linear_backward(
+    actual = uc.lora_linear_backward(
         dy, None, x, weight, a, b, None, None, low, wanted=frozenset({"a", "b"})
     )
-    assert [grad is None for grad in found] == [True, True, False, False, True, True]
-    for mine, taped in zip(found[2:4], tape.gradients(y, watched, dy), strict=True):
+    assert [grad is None for grad in actual] == [True, True, False, False, True, True]
+    for mine, taped in zip(actual[2:4], tape.gradients(y, watched, dy), strict=True):
         np.testing.assert_array_equal(mine, taped)
 
 
@@ -264,8 +264,8 @@ def test_norms_are_of_the_rows_of_what_is_merged() -> None:
         np.linalg.norm(uc.lora_merge(*(m.astype(kind) for m in (weight, a, b)), scale=0.5), axis=1)
         for kind in (np.float32, np.float64)
     )
-    found = row_norms(weight, a, b, scale=0.5)
-    within_rule({"norm": plain}, {"norm": exact}, {"norm": found})
+    actual = row_norms(weight, a, b, scale=0.5)
+    within_rule({"norm": plain}, {"norm": exact}, {"norm": actual})
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "rank"), [(0, 4, 2), (3, 0, 2), (3, 4, 0)])
@@ -329,7 +329,7 @@ def test_torch_arrays_come_back_as_such(dtype: str) -> None:
     shapes = (2, 8), (5, 8), (2, 8), (5, 2), (5,)
     arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     x, weight, a, b, magnitude = (torch.from_numpy(array) for array in arrays)
-    for found, wanted in (
+    for actual, expected in (
         (
             uc.lora_linear(x, weight, a, b, magnitude=magnitude),
             uc.lora_linear(*arrays[:4], magnitude=arrays[4]),
@@ -339,5 +339,5 @@ def test_torch_arrays_come_back_as_such(dtype: str) -> None:
             uc.lora_merge(*arrays[1:4], magnitude=arrays[4]),
         ),
     ):
-        assert type(found) is torch.Tensor
-        np.testing.assert_array_equal(found.numpy(), wanted)
+        assert type(actual) is torch.Tensor
+        np.testing.assert_array_equal(actual.numpy(), expected)

@@ -14,9 +14,9 @@ from unsloth_cupy.ops.linear import _lora_gradients
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 from unsloth_cupy.ops.linear.lora_linears import lora_up_backward
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 
 def drawn(rows: int, outputs: int, rank: int, dtype: Any) -> list[np.ndarray]:
@@ -74,12 +74,12 @@ class TestLoraGradients(KernelAlone):
                 *(("scale", 1.0), ("shift", 0), ("launches", 1)),
             )
         )
-        given = drawn(rows, outputs, rank, dtype)
+        inputs = drawn(rows, outputs, rank, dtype)
         if case.both.get("wide"):
-            given[2] = given[2].astype(np.float32)
-        plain = gradients(*given, scale)
-        exact = gradients(*(array.astype(np.float64) for array in given), scale)
-        there = [place(_shifted(array) if shift else array) for array in given]
+            inputs[2] = inputs[2].astype(np.float32)
+        plain = gradients(*inputs, scale)
+        exact = gradients(*(array.astype(np.float64) for array in inputs), scale)
+        there = [place(_shifted(array) if shift else array) for array in inputs]
         load = mock.patch.object(_lora_gradients, "load", wraps=_lora_gradients.load)
         with running(), load as loaded:
             first, second = gradients(*there, scale), gradients(*there, scale)
@@ -116,18 +116,18 @@ def test_shared_memory_has_no_conflicts() -> None:
 def test_nothing_to_read(shape: tuple[int, int, int]) -> None:
     dy, low, b = drawn(*shape, np.float32)
     with emulator():
-        found = gradients(dy, low, b)
-    assert [array.shape for array in found.values()] == [low.shape, b.shape]
-    assert not any(array.any() for array in found.values())
+        actual = gradients(dy, low, b)
+    assert [array.shape for array in actual.values()] == [low.shape, b.shape]
+    assert not any(array.any() for array in actual.values())
 
 
 def test_a_gap_between_rows() -> None:
     dy, low, b = drawn(12, 24, 3, np.float32)
     with emulator():
-        wanted = gradients(dy[:, :17].copy(), low, b[:17])
-        found = gradients(dy[:, :17], low, b[:17])
-    for name, array in found.items():
-        np.testing.assert_array_equal(array, wanted[name])
+        expected = gradients(dy[:, :17].copy(), low, b[:17])
+        actual = gradients(dy[:, :17], low, b[:17])
+    for name, array in actual.items():
+        np.testing.assert_array_equal(array, expected[name])
 
 
 def test_one_launch_takes_the_place_of_two_products() -> None:
@@ -137,12 +137,12 @@ def test_one_launch_takes_the_place_of_two_products() -> None:
             machine.array(shape, np.float16)
             for shape in ((64, 96), (64, 8), (96, 8), (4, 8), (96, 4), (64, 4))
         )
-        given = dy, None, x, weight, a, b, None, None, low
-        lora_linear_backward(*given, wanted={"b"})
+        inputs = dy, None, x, weight, a, b, None, None, low
+        lora_linear_backward(*inputs, wanted={"b"})
         assert "lora_gradients" in [launch.kernel for launch in machine.launches]
         assert machine.products == []
         machine.launches.clear()
-        lora_linear_backward(*given, wanted={"a"})
+        lora_linear_backward(*inputs, wanted={"a"})
         assert machine.launches == []
         assert len(machine.products) == 2
 

@@ -1,4 +1,4 @@
-"""The kernel behind LossScaler.update; tests/test_loss_scaler.py judges the definition."""
+"""The kernel behind LossScaler.update; tests/training/test_loss_scaler.py judges the definition."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from unsloth_cupy import LossScaler, Tape, multiply
 
-from ..parity import Case, KernelAlone, emulator
+from ..harness.parity import Case, KernelAlone, emulator
 
 
 class TestLossScaler(KernelAlone):
@@ -35,8 +35,8 @@ class TestLossScaler(KernelAlone):
             assert scaler.device is not None
             for finite, wanted in zip(case.both["steps"], expected, strict=True):
                 scaler.update(np.array(bool(finite)))
-                found = scaler.scale(loss).tolist()
-                assert (scaler.value, scaler.good, scaler.skipped, *found) == wanted
+                actual = scaler.scale(loss).tolist()
+                assert (scaler.value, scaler.good, scaler.skipped, *actual) == wanted
 
 
 def test_a_state_set_by_hand_is_taken_up() -> None:
@@ -53,10 +53,10 @@ def test_the_gradient_of_a_scaled_loss_is_scaled() -> None:
     with emulator():
         tape = Tape()
         w = tape.watch(np.array([2.0, 3.0], np.float32))
-        (found,) = tape.gradients(
+        (actual,) = tape.gradients(
             LossScaler(4.0).scale(multiply(w, w)), [w], np.ones(2, np.float32)
         )
-        np.testing.assert_array_equal(found, [16.0, 24.0])
+        np.testing.assert_array_equal(actual, [16.0, 24.0])
 
 
 @pytest.mark.gpu

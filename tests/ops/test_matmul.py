@@ -5,7 +5,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError, ShapeError
 from unsloth_cupy.ops.linear.matmul import matmul_backward
 
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 
 # The public names, as other people's programs call them.
 PUBLIC = ("matmul(a, b)",)
@@ -35,6 +35,6 @@ def test_bad_input() -> None:
 
 def test_what_nobody_asks_for_is_not_computed() -> None:
     a = np.ones((2, 3), np.float32)
-    found = matmul_backward(np.ones((2, 2), np.float32), a, a.T, wanted={"b"})
-    assert found[0] is None
-    assert found[1].shape == (3, 2)
+    actual = matmul_backward(np.ones((2, 2), np.float32), a, a.T, wanted={"b"})
+    assert actual[0] is None
+    assert actual[1].shape == (3, 2)

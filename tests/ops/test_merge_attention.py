@@ -6,7 +6,7 @@ import pytest
 from unsloth_cupy import Tape, attention, attention_forward, merge_attention
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 
 # The public names, as other people's programs call them.
 PUBLIC = ("merge_attention(out_a, lse_a, out_b, lse_b)",)
@@ -53,8 +53,8 @@ def test_equals_attention_over_all_keys() -> None:
         return merge_attention(*parts[0], *parts[1])[0]
 
     whole = gradients(lambda q, k, v: attention(q, k, v, causal=True))
-    for found, expected in zip(gradients(halves), whole, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(gradients(halves), whole, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_nothing_seen_on_either_side() -> None:

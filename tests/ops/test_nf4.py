@@ -20,7 +20,7 @@ from unsloth_cupy.ops.quantized import weight as quantized_weight
 from unsloth_cupy.ops.quantized.nf4 import BLOCKS, Nf4
 
 from ..conftest import FOLDER
-from ..parity import EPS, within_rule
+from ..harness.parity import EPS, within_rule
 from .golden_cases import agree, golden
 
 PUBLIC = [
@@ -37,20 +37,20 @@ def drawn(*shape: int, seed: int = 0, dtype: object = np.float32) -> np.ndarray:
 
 @golden("four_bit", "nf4_", "fp4_", without=("nf4_linear",))
 def test_equals_bitsandbytes(golden) -> None:
-    wanted, params = golden.outputs, golden.params
+    expected, params = golden.outputs, golden.params
     options = {"block": params["blocksize"], "kind": params["quant_type"]}
     weight = uc.nf4_quantize(golden.inputs["weight"], double=params["double_quant"], **options)
-    assert weight.packed.tobytes() == wanted["packed"].tobytes()
+    assert weight.packed.tobytes() == expected["packed"].tobytes()
     if not params["double_quant"]:
-        assert weight.absmax.tobytes() == wanted["absmax"].tobytes()
-        assert weight.dequantize().tobytes() == wanted["dequantized"].tobytes()
+        assert weight.absmax.tobytes() == expected["absmax"].tobytes()
+        assert weight.dequantize().tobytes() == expected["dequantized"].tobytes()
         return
-    assert weight.absmax_codes.tobytes() == wanted["absmax_uint8"].tobytes()
+    assert weight.absmax_codes.tobytes() == expected["absmax_uint8"].tobytes()
     # torch sums the offset in another order on each CPU: its rounding is in scales and values too
     close = {"rtol": 0, "atol": 4 * EPS["float32"] * float(np.abs(golden.inputs["weight"]).max())}
-    np.testing.assert_allclose(weight.absmax_offset, wanted["offset"], **close)
-    np.testing.assert_allclose(weight.absmax_scale, wanted["nested_absmax"], **close)
-    np.testing.assert_allclose(weight.dequantize(), wanted["dequantized"], **close)
+    np.testing.assert_allclose(weight.absmax_offset, expected["offset"], **close)
+    np.testing.assert_allclose(weight.absmax_scale, expected["nested_absmax"], **close)
+    np.testing.assert_allclose(weight.dequantize(), expected["dequantized"], **close)
 
 
 @golden("four_bit", "nf4_linear")
@@ -85,14 +85,14 @@ def test_nearest_level_of_each_block(kind: str, block: int, shape: tuple[int, in
     w = drawn(*shape)
     weight = uc.nf4_quantize(w, block=block, kind=kind)
     levels = np.unique(uc.nf4_quantize(np.linspace(-1, 1, 4001)[None], block=4096, kind=kind)[:])
-    flat, found = w.reshape(-1), weight.dequantize().reshape(-1)
+    flat, actual = w.reshape(-1), weight.dequantize().reshape(-1)
     for start in range(0, flat.size, block):
         part, size = (
             flat[start : start + block].astype(np.float64),
             np.abs(flat[start : start + block]).max(),
         )
         best = np.abs(part[:, None] - levels.astype(np.float64) * size).min(axis=1)
-        error = np.abs(found[start : start + block] - part)
+        error = np.abs(actual[start : start + block] - part)
         assert (error <= best + 2 * EPS["float32"] * size).all()
         assert weight.absmax[start // block] == size
 
@@ -127,7 +127,7 @@ def test_products_are_those_of_the_dense_weight(monkeypatch, dtype, double, chun
     magnitude = np.abs(drawn(37, dtype=dtype))
 
     def results(w: object, wide: object) -> dict[str, np.ndarray]:
-        tape, found = uc.Tape(), {}
+        tape, named = uc.Tape(), {}
         at = lambda array: array.astype(wide)  # noqa: E731
         xs, as_, bs, size = (tape.watch(at(array)) for array in (x, a, b, magnitude))
         for name, y in {
@@ -136,12 +136,12 @@ def test_products_are_those_of_the_dense_weight(monkeypatch, dtype, double, chun
             "dora": uc.lora_linear(xs, w, as_, bs, scale=0.5, magnitude=size, bias=at(bias)),
             "linears": uc.lora_linears(xs, [uc.LoraLayer(w, as_, bs, 0.5)])[0],
         }.items():
-            found[name] = y.value
+            named[name] = y.value
             for of, gradient in zip(
                 "xabm", tape.gradients(y, [xs, as_, bs, size], at(dy)), strict=True
             ):
-                found[f"{name} {of}"] = gradient
-        return found
+                named[f"{name} {of}"] = gradient
+        return named
 
     exact = results(dense.astype(np.float64), np.float64)
     within_rule(results(dense, dtype), exact, results(weight, dtype))
@@ -154,9 +154,9 @@ def test_swiglu_mlp_and_merge_take_it() -> None:
     x = drawn(70, 16)
     dense = [weight.dequantize() for weight in (gate, up, down)]
     agree(uc.swiglu_mlp(x, gate, up, down), uc.swiglu_mlp(x, *dense))
-    found = uc.swiglu_mlp_backward(x, x, gate, up, down)
-    agree(found[0], uc.swiglu_mlp_backward(x, x, *dense)[0])
-    assert found[1:] == (None, None, None)
+    actual = uc.swiglu_mlp_backward(x, x, gate, up, down)
+    agree(actual[0], uc.swiglu_mlp_backward(x, x, *dense)[0])
+    assert actual[1:] == (None, None, None)
     a, b = drawn(4, 16), drawn(24, 4)
     agree(uc.lora_merge(gate, a, b), uc.lora_merge(dense[0], a, b))
 
@@ -274,8 +274,8 @@ def test_tables_that_another_cpu_rounded(name: str) -> None:
         moved = np.where(table, table.view(np.int32) + places, 0).astype(np.int32)
         state = broken(**{name: moved.view(np.float32)})
         if fine:
-            found = Nf4.from_state(state).dequantize()
-            np.testing.assert_array_equal(found, Nf4.from_state(broken()).dequantize())
+            actual = Nf4.from_state(state).dequantize()
+            np.testing.assert_array_equal(actual, Nf4.from_state(broken()).dequantize())
         else:
             with pytest.raises(ConfigError, match=f"{name} differs from the table"):
                 Nf4.from_state(state)

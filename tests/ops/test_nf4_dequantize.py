@@ -9,8 +9,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax, nf4_dequantize_
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, emulator
+from ..harness.parity import Case, KernelInPlace, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 
 SHAPE = 9, 150
 
@@ -85,15 +85,15 @@ def test_one_array_off_alignment(dtype: Any, name: str) -> None:
         "absmax": double_absmax(np.ones(1, np.float32), 2.0),
         "absmax_codes": rng.integers(0, 256, 8, np.uint8),
     }
-    wanted = nf4_dequantize_(**arrays, columns=64, block=32).copy()
+    expected = nf4_dequantize_(**arrays, columns=64, block=32).copy()
     arrays["w"][...] = 0
     held = arrays[name]
     room = np.zeros(held.size + 1, held.dtype)
     arrays[name] = room[1:].reshape(held.shape)
     arrays[name][...] = held
     with emulator():
-        found = nf4_dequantize_(**arrays, columns=64, block=32)
-    assert found.tobytes() == wanted.tobytes()
+        actual = nf4_dequantize_(**arrays, columns=64, block=32)
+    assert actual.tobytes() == expected.tobytes()
 
 
 def test_all_that_moves_is_wanted() -> None:

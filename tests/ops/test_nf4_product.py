@@ -14,9 +14,9 @@ from unsloth_cupy.ops.quantized import nf4, nf4_dequantize, nf4_product
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 
 def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:
@@ -125,13 +125,13 @@ def test_one_array_off_alignment(dtype: Any, rows: int, name: str) -> None:
         "absmax_codes": rng.integers(0, 256, 40, np.uint8),
     }
     with emulator():
-        wanted = nf4_product_(**arrays, block=32).copy()
+        expected = nf4_product_(**arrays, block=32).copy()
         arrays["out"][...] = 0
         held = arrays[name]
         room = np.zeros(held.size + 1, held.dtype)
         arrays[name] = room[1:].reshape(held.shape)
         arrays[name][...] = held
-        assert nf4_product_(**arrays, block=32).tobytes() == wanted.tobytes()
+        assert nf4_product_(**arrays, block=32).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -141,11 +141,11 @@ def test_into_columns_of_float32(dtype: Any) -> None:
     x, packed = rng.standard_normal((3, 64)).astype(dtype), rng.integers(0, 256, 640, np.uint8)
     room = np.ones((3, 50), np.float32)
     out, absmax = room[:, 7:27], np.ones(20, np.float32)
-    wanted = nf4_product_(out.copy(), x, packed, absmax, add=True)
+    expected = nf4_product_(out.copy(), x, packed, absmax, add=True)
     with emulator():
         nf4_product_(out, x, packed, absmax, add=True)
     eps = np.finfo(dtype).eps if dtype.kind == "f" else 2.0**-7
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=4 * eps * np.abs(wanted).max())
+    np.testing.assert_allclose(out, expected, rtol=0, atol=4 * eps * np.abs(expected).max())
     assert (room[:, :7] == 1).all()
     assert (room[:, 27:] == 1).all()
 
@@ -188,14 +188,14 @@ def test_random_schedules(seed: int) -> None:
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((40, 640)), rng.standard_normal((5, 640)).astype(np.float16)
 
-    def found() -> list[bytes]:
+    def bits() -> list[bytes]:
         weight = uc.nf4_quantize(w.astype(np.float16), double=True, block=1024)
         return [weight.packed.tobytes(), weight[3:9].tobytes(), uc.linear(x, weight).tobytes()]
 
     with emulator():
-        wanted = found()
+        expected = bits()
     with emulator(seed=seed):
-        assert found() == wanted
+        assert bits() == expected
 
 
 def test_codes_move_once_and_no_bank_waits() -> None:
@@ -215,13 +215,13 @@ def test_a_layer_on_a_gpu_starts_kernels_alone(double: bool) -> None:
     with gpu("90") as machine:
         machine.strict = False  # while the weight is made
         blocks = 4096 * 64
-        given: dict[str, Any] = {"absmax": machine.array((blocks,), "float32")}
+        inputs: dict[str, Any] = {"absmax": machine.array((blocks,), "float32")}
         if double:
             scale = machine.array((blocks // 256,), "float32")
-            given = {"absmax_codes": machine.array((blocks,), "uint8"), "absmax_scale": scale}
-            given["absmax_offset"] = 0.5
+            inputs = {"absmax_codes": machine.array((blocks,), "uint8"), "absmax_scale": scale}
+            inputs["absmax_offset"] = 0.5
         packed = machine.array((4096 * 2048,), "uint8")
-        weight = uc.Nf4(packed, (4096, 4096), dtype="float16", **given)
+        weight = uc.Nf4(packed, (4096, 4096), dtype="float16", **inputs)
         machine.strict = True
         machine.functions.clear()
         for rows, kernels, products in (

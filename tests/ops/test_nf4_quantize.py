@@ -10,7 +10,7 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import RangeError
 from unsloth_cupy.ops.quantized.nf4 import BLOCKS
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "fp4"])
 
@@ -50,12 +50,12 @@ def test_levels_and_what_lies_between_them(dtype: Any, kind: str) -> None:
     near = [np.nextafter(bounds, dtype.type(to)) for to in (-2, 2)]
     w = np.concatenate([bounds, *near, levels.astype(dtype), np.array([1, -1, 0], dtype)])[None]
     for scale in (1, 0.37):
-        given = (w * dtype.type(scale)).astype(dtype)
+        inputs = (w * dtype.type(scale)).astype(dtype)
         for block in (64, 128):
-            found = by_kernel(given, kind=kind, block=block)
-            wanted = uc.nf4_quantize(given, kind=kind, block=block)
-            assert found.packed.tobytes() == wanted.packed.tobytes()
-            assert found.absmax.tobytes() == wanted.absmax.tobytes()
+            actual = by_kernel(inputs, kind=kind, block=block)
+            expected = uc.nf4_quantize(inputs, kind=kind, block=block)
+            assert actual.packed.tobytes() == expected.packed.tobytes()
+            assert actual.absmax.tobytes() == expected.absmax.tobytes()
 
 
 @pytest.mark.slow
@@ -64,9 +64,9 @@ def test_levels_and_what_lies_between_them(dtype: Any, kind: str) -> None:
 def test_off_alignment(dtype: Any, shift: int) -> None:
     room = np.random.default_rng(0).standard_normal(shift + 7 * 67).astype(dtype)
     w = room[shift:].reshape(7, 67)
-    found, wanted = by_kernel(w, block=32), uc.nf4_quantize(w, block=32)
-    assert found.packed.tobytes() == wanted.packed.tobytes()
-    assert found.absmax.tobytes() == wanted.absmax.tobytes()
+    actual, expected = by_kernel(w, block=32), uc.nf4_quantize(w, block=32)
+    assert actual.packed.tobytes() == expected.packed.tobytes()
+    assert actual.absmax.tobytes() == expected.absmax.tobytes()
 
 
 @pytest.mark.slow
@@ -86,13 +86,15 @@ def test_the_ends_of_the_range(kind: str) -> None:
     """Where float32 has no reciprocal, and where a GPU takes what is tiny for zero."""
     w = np.array([[3.4e38, -1.7e38, 1e38, 0.0], [1.2e-38, -1.3e-38, 0, 0]], np.float32)
     for row in (w[:1], w[1:], np.tile(w[:1], (8, 4)), np.tile(w[1:], (8, 4))):
-        found, wanted = (
+        actual, expected = (
             by_kernel(row, kind=kind, block=32),
             uc.nf4_quantize(row, kind=kind, block=32),
         )
-        assert found.packed.tobytes() == wanted.packed.tobytes()
-        assert found.absmax.tobytes() == wanted.absmax.tobytes()
+        assert actual.packed.tobytes() == expected.packed.tobytes()
+        assert actual.absmax.tobytes() == expected.absmax.tobytes()
     for tiny in (np.full((1, 3), 1e-39, np.float32), np.full((8, 4), 1e-39, np.float32)):
-        found = by_kernel(tiny, kind=kind, block=32)
-        assert not found.dequantize().any()
-        assert found.absmax.tobytes() == uc.nf4_quantize(tiny, kind=kind, block=32).absmax.tobytes()
+        actual = by_kernel(tiny, kind=kind, block=32)
+        assert not actual.dequantize().any()
+        assert (
+            actual.absmax.tobytes() == uc.nf4_quantize(tiny, kind=kind, block=32).absmax.tobytes()
+        )

@@ -8,8 +8,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
-from ..emulator.test_traffic import global_bytes
-from ..parity import Case, KernelAlone, KernelParity, emulator, launched, within_rule
+from ..code.emulator.test_traffic import global_bytes
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator, launched, within_rule
 from .golden_cases import agree
 from .test_cross_entropy import reported
 
@@ -73,9 +73,9 @@ def test_equals_the_norm_and_the_turn() -> None:
         normed = [uc.rms_norm(x, w, eps=1e-5) for x, w in ((q, q_weight), (k, k_weight))]
         return dict(zip("qk", uc.rope_qk(*normed, *tables, ROW), strict=True))
 
-    found = uc.qk_norm_rope(*arrays, ROW, eps=1e-5)
+    actual = uc.qk_norm_rope(*arrays, ROW, eps=1e-5)
     exact = apart(*(array.astype(np.float64) for array in arrays))
-    within_rule(apart(*arrays), exact, dict(zip("qk", found, strict=True)))
+    within_rule(apart(*arrays), exact, dict(zip("qk", actual, strict=True)))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -99,11 +99,11 @@ def test_transformers(family: str) -> None:
     torch.autograd.backward(turned, [torch.from_numpy(seed) for seed in seeds])
 
     offset = float(family == "gemma3")
-    given = (q, k, *weights, cos, sin)
-    *found, q_rstd, k_rstd = uc.qk_norm_rope_forward(*given, offset=offset)
-    for mine, their in zip(found, turned, strict=True):
+    inputs = (q, k, *weights, cos, sin)
+    *actual, q_rstd, k_rstd = uc.qk_norm_rope_forward(*inputs, offset=offset)
+    for mine, their in zip(actual, turned, strict=True):
         agree(mine, their.detach().numpy())
-    back = uc.qk_norm_rope_backward(*seeds, *given, None, q_rstd, k_rstd, offset=offset)
+    back = uc.qk_norm_rope_backward(*seeds, *inputs, None, q_rstd, k_rstd, offset=offset)
     for mine, their in zip(back, [*theirs, *(norm.weight for norm in norms)], strict=False):
         agree(mine, their.grad.numpy())
     assert back[4:] == (None, None, None)
@@ -123,10 +123,10 @@ class TestPositionOutsideTheTables(KernelAlone):
             assert re.search(said, reported())
             inside = launched(self.op, *arrays, *tables, np.array([0, 1, 0]))
             assert reported() == ""
-        for found, wanted in zip(outside[:2], inside[:2], strict=True):
-            lost = np.isnan(found.astype(np.float32)).all(axis=(2, 3))
+        for actual, expected in zip(outside[:2], inside[:2], strict=True):
+            lost = np.isnan(actual.astype(np.float32)).all(axis=(2, 3))
             np.testing.assert_array_equal(lost, [[True, False, True]] * 2)
-            np.testing.assert_array_equal(found[:, 1], wanted[:, 1])
+            np.testing.assert_array_equal(actual[:, 1], expected[:, 1])
 
 
 def test_wrong_calls() -> None:
@@ -153,14 +153,16 @@ def test_moves_what_its_header_says(dtype: Any) -> None:
     q, k = (rng.standard_normal((1, tokens, heads, 128)).astype(dtype) for heads in (4, 4))
     weights = np.ones((2, 128), dtype)
     tables = [table.astype(dtype) for table in uc.rope_tables(tokens, 128)]
-    given = (q, k, *weights, *tables, None)
-    *turned, q_rstd, k_rstd = uc.qk_norm_rope_forward(*given)
+    inputs = (q, k, *weights, *tables, None)
+    *turned, q_rstd, k_rstd = uc.qk_norm_rope_forward(*inputs)
     heads = q.nbytes + k.nbytes
     shared = sum(array.nbytes for array in (*tables, q_rstd, k_rstd))
-    wanted = 2 * heads + shared + tokens * weights.nbytes
-    assert global_bytes(lambda: uc.qk_norm_rope_forward(*given)) == wanted
+    expected = 2 * heads + shared + tokens * weights.nbytes
+    assert global_bytes(lambda: uc.qk_norm_rope_forward(*inputs)) == expected
 
     rounds, blocks = 4 * q.itemsize // 8, 2  # of 32 lanes a head takes 8 in 16 bits, 16 in 32
     sums = 2 * (2 * blocks * 128 * 4) + weights.nbytes  # written, and read by column_sum
-    wanted = 3 * heads + shared + rounds * tokens * weights.nbytes + sums
-    assert global_bytes(lambda: uc.qk_norm_rope_backward(*turned, *given, q_rstd, k_rstd)) == wanted
+    expected = 3 * heads + shared + rounds * tokens * weights.nbytes + sums
+    assert (
+        global_bytes(lambda: uc.qk_norm_rope_backward(*turned, *inputs, q_rstd, k_rstd)) == expected
+    )

@@ -20,7 +20,7 @@ from unsloth_cupy.models.quantized import KINDS
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..interop import quantized
-from ..stand_in import gpu
+from ..machines.stand_in import gpu
 
 EVERY = pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
 Make = Callable[[Any], Quantized]
@@ -33,12 +33,12 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 @EVERY
 def test_where_a_dense_weight_lies_changes_nothing(quantize: Make) -> None:
     w = drawn(12, 128)
-    wanted = quantize(w[::2].copy()).dequantize()
+    expected = quantize(w[::2].copy()).dequantize()
     shifted = np.zeros(6 * 128 + 1, np.float32)[1:].reshape(6, 128)
     shifted[...] = w[::2]
     shifted.flags.writeable = False
     for view in (w[::2], np.asfortranarray(w[::2]), shifted):
-        assert np.array_equal(quantize(view).dequantize(), wanted)
+        assert np.array_equal(quantize(view).dequantize(), expected)
 
 
 @EVERY
@@ -60,13 +60,13 @@ def test_attention_layer(quantize: Make) -> None:
     q, k, v, o = (quantize(drawn(n, 64, seed=n)) for n in (64, 32, 32, 64))
     dense = [weight.dequantize() for weight in (q, k, v, o)]
     x, dy = drawn(2, 5, 64), drawn(2, 5, 64, seed=1)
-    made, wanted = (uc.attention_layer(x, *w, heads=4) for w in ((q, k, v, o), dense))
-    assert np.abs(made - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    made, expected = (uc.attention_layer(x, *w, heads=4) for w in ((q, k, v, o), dense))
+    assert np.abs(made - expected).max() <= 1e-5 * np.abs(expected).max()
     tape = uc.Tape()
     var = tape.watch(x)
     (dx,) = tape.gradients(uc.attention_layer(var, q, k, v, o, heads=4), [var], dy)
-    wanted = uc.attention_layer_backward(dy, x, *dense, heads=4)[0]
-    assert np.abs(dx - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    expected = uc.attention_layer_backward(dy, x, *dense, heads=4)[0]
+    assert np.abs(dx - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @EVERY
@@ -81,10 +81,10 @@ def test_states(quantize: Make) -> None:
     for name in weight.state():
         less = {key: array for key, array in weight.state().items() if key != name}
         try:
-            found = type(weight).from_state(less)
+            actual = type(weight).from_state(less)
         except UnslothCupyError:
             continue
-        assert np.array_equal(found.dequantize(), weight.dequantize()), f"{name} is not missed"
+        assert np.array_equal(actual.dequantize(), weight.dequantize()), f"{name} is not missed"
 
 
 @EVERY
@@ -111,10 +111,10 @@ def test_beyond_float32(quantize: Make) -> None:
     """A float64 weight that is too large is refused, or kept: nothing turns infinite in silence."""
     w = np.full((2, 64), 1e300)
     try:
-        told = "w[0, 0]" if np.isfinite(quantize(w).dequantize()).all() else "infinite"
+        message = "w[0, 0]" if np.isfinite(quantize(w).dequantize()).all() else "infinite"
     except RangeError as error:
-        told = str(error)
-    assert "w[0, 0]" in told
+        message = str(error)
+    assert "w[0, 0]" in message
 
 
 LINEARS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.ops.elements.reductions import mean_backward, sum_backward
 
-from ..parity import Case, Parity
+from ..harness.parity import Case, Parity
 
 # The public names, as other people's programs call them.
 PUBLIC = (

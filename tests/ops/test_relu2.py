@@ -9,7 +9,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, GradientError
 from unsloth_cupy.ops.activations.relu2 import relu2_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -37,12 +37,12 @@ class TestRelu2InPlace(KernelInPlace):
 @both_dtypes
 @golden("layers", "relu2_glu")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
+    inputs = cast(golden, dtype)
     tape = uc.Tape()
-    gate, up = tape.watch(given["gate"]), tape.watch(given["up"])
+    gate, up = tape.watch(inputs["gate"]), tape.watch(inputs["up"])
     y = uc.multiply(uc.relu2(gate), up)
     agree(y.value, golden.outputs["y"])
-    dgate, dup = tape.gradients(y, [gate, up], given["cotangent"])
+    dgate, dup = tape.gradients(y, [gate, up], inputs["cotangent"])
     agree(dgate, golden.grads["gate"])
     agree(dup, golden.grads["up"])
 
@@ -59,9 +59,9 @@ def test_in_place(kernel: bool, strided: bool) -> None:
     x, dy = np.random.default_rng(0).standard_normal((2, 5, 7), np.float32)
     with emulator() if kernel else contextlib.nullcontext():
         expected = uc.relu2_backward(dy, x)
-        given = np.asfortranarray(x) if strided else x.copy()
-        assert uc.relu2_backward_(dy, given) is given
-    np.testing.assert_array_equal(given, expected)
+        inputs = np.asfortranarray(x) if strided else x.copy()
+        assert uc.relu2_backward_(dy, inputs) is inputs
+    np.testing.assert_array_equal(inputs, expected)
 
 
 def test_in_place_returns_what_it_was_given() -> None:

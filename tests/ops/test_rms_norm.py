@@ -6,9 +6,9 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 
+from ..code.variants import ROWS
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
-from ..variants import ROWS
+from ..harness.parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -75,8 +75,8 @@ class TestRMSNormWithoutClusters(KernelParity):
 @golden("layers", "rms_norm")
 def test_golden(golden: OpCase, dtype: Any) -> None:
     """Rows near 1, and of 1e-13 or 1e17, whose squares float32 can just hold."""
-    given, options = cast(golden, dtype), dict(golden.params)
-    x, weight, dy = given["x"], given["weight"], given["cotangent"]
+    inputs, options = cast(golden, dtype), dict(golden.params)
+    x, weight, dy = inputs["x"], inputs["weight"], inputs["cotangent"]
     y, h, rstd = uc.rms_norm_forward(x, weight, **options)
     agree(y, golden.outputs["y"])
     np.testing.assert_array_equal(y, uc.rms_norm(x, weight, **options))

@@ -11,7 +11,7 @@ from unsloth_cupy.ops.position.rope import launch_rope
 from unsloth_cupy.ops.position.rope_qk import rope_qk_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
@@ -106,11 +106,11 @@ class TestApplyRotaryEmbedding(KernelParity):
 @golden("rotary", "half", "interleaved", "partial")
 def test_golden(golden: OpCase, dtype: Any) -> None:
     """One row of the tables for each token of each row of the batch."""
-    given, interleaved = cast(golden, dtype), golden.params.get("interleaved", False)
+    inputs, interleaved = cast(golden, dtype), golden.params.get("interleaved", False)
     half = golden.params.get("rotary_dim", 16) // 2
-    cos, sin = (given[name][..., :half].reshape(-1, half) for name in ("cos", "sin"))
-    x, dy = (given[name].transpose(0, 2, 1, 3) for name in ("x", "cotangent"))
-    positions = np.arange(len(cos)).reshape(given["positions"].shape)
+    cos, sin = (inputs[name][..., :half].reshape(-1, half) for name in ("cos", "sin"))
+    x, dy = (inputs[name].transpose(0, 2, 1, 3) for name in ("x", "cotangent"))
+    positions = np.arange(len(cos)).reshape(inputs["positions"].shape)
     y = uc.rope(x, cos, sin, positions, interleaved=interleaved)
     agree(y.transpose(0, 2, 1, 3), golden.outputs["y"])
     dx, *nothing = uc.rope_backward(dy, cos, sin, positions, interleaved=interleaved)
@@ -121,13 +121,13 @@ def test_golden(golden: OpCase, dtype: Any) -> None:
 @golden("rotary", "half")
 def test_golden_from_positions(golden: OpCase) -> None:
     """Tables, and angles worked out on the spot, from base and positions."""
-    given = cast(golden, np.float32)
-    x, positions = given["x"].transpose(0, 2, 1, 3), given["positions"]
+    inputs = cast(golden, np.float32)
+    x, positions = inputs["x"].transpose(0, 2, 1, 3), inputs["positions"]
     tables = uc.rope_tables(int(positions.max()) + 1, 16, base=golden.params["theta"])
     y = uc.rope(x, *tables, positions)
     q, k = uc.apply_rotary_embedding(x, x, positions, golden.params["theta"])
-    for found in (y, q, k):
-        agree(found.transpose(0, 2, 1, 3), golden.outputs["y"])
+    for actual in (y, q, k):
+        agree(actual.transpose(0, 2, 1, 3), golden.outputs["y"])
 
 
 def _qk() -> tuple[np.ndarray, np.ndarray]:
@@ -139,25 +139,25 @@ def _qk() -> tuple[np.ndarray, np.ndarray]:
 
 def test_both_at_once_equals_one_by_one() -> None:
     (q, k), tables = _qk(), uc.rope_tables(9, 8)
-    for found, x in zip(uc.rope_qk(q, k, *tables, ROW), (q, k), strict=True):
-        np.testing.assert_array_equal(found, uc.rope(x, *tables, ROW))
+    for actual, x in zip(uc.rope_qk(q, k, *tables, ROW), (q, k), strict=True):
+        np.testing.assert_array_equal(actual, uc.rope(x, *tables, ROW))
 
 
 def test_in_place() -> None:
     (q, k), tables = _qk(), uc.rope_tables(9, 8)
     expected = uc.rope_qk(q, k, *tables, ROW, interleaved=True)
-    found = uc.rope_qk_(q, k, *tables, ROW, interleaved=True)
-    assert found[0] is q
-    assert found[1] is k
+    actual = uc.rope_qk_(q, k, *tables, ROW, interleaved=True)
+    assert actual[0] is q
+    assert actual[1] is k
     np.testing.assert_array_equal(q, expected[0])
     np.testing.assert_array_equal(k, expected[1])
 
 
 def test_in_place_returns_what_it_was_given() -> None:
     (q, k), tables = _qk(), uc.rope_tables(9, 8)
-    found = rope_qk_over_(q, k, *tables, ROW)
-    assert found[0] is q
-    assert found[1] is k
+    actual = rope_qk_over_(q, k, *tables, ROW)
+    assert actual[0] is q
+    assert actual[1] is k
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
@@ -167,8 +167,8 @@ def test_kernel_in_place(packed: bool) -> None:
     if not packed:
         q = np.asfortranarray(q)
     with emulator():
-        found = uc.rope_qk_(q, k, *tables, ROW)
-    for array, mine, wanted in zip(found, (q, k), expected, strict=True):
+        actual = uc.rope_qk_(q, k, *tables, ROW)
+    for array, mine, wanted in zip(actual, (q, k), expected, strict=True):
         assert array is mine
         np.testing.assert_allclose(array, wanted, rtol=0, atol=4 * 2.0**-23 * np.abs(wanted).max())
 
@@ -182,9 +182,9 @@ def test_kernel_turns_slices_of_one_projection(dtype: Any) -> None:
     expected = uc.rope_qk(fused[:, :, :4], fused[:, :, 4:6], *tables, ROW)
     with emulator():
         uc.rope_qk_(fused[:, :, :4], fused[:, :, 4:6], *tables, ROW)
-    for found, wanted in zip((fused[:, :, :4], fused[:, :, 4:6]), expected, strict=True):
+    for actual, wanted in zip((fused[:, :, :4], fused[:, :, 4:6]), expected, strict=True):
         scale = np.abs(wanted).max().astype(np.float64)
-        error = np.abs(found.astype(np.float64) - wanted).max()
+        error = np.abs(actual.astype(np.float64) - wanted).max()
         assert error <= 4 * float(np.finfo(dtype).eps) * scale
     np.testing.assert_array_equal(fused[:, :, 6:], before[:, :, 6:])
 
@@ -215,8 +215,8 @@ def test_kernel_of_many_heads_and_wide_tokens() -> None:
     room[...] = x
     with emulator():
         y = uc.rope(room, *tables)
-    wanted = uc.rope(x, *tables)
-    np.testing.assert_allclose(y, wanted, rtol=0, atol=4 * 2.0**-23 * np.abs(wanted).max())
+    expected = uc.rope(x, *tables)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=4 * 2.0**-23 * np.abs(expected).max())
 
 
 class TestPositionOutsideTheTables(KernelAlone):
@@ -234,8 +234,8 @@ class TestPositionOutsideTheTables(KernelAlone):
             assert re.search(said, reported())
             among_others, _ = launch_rope(q, None, tables, np.array([8, 1, 0]))
             assert reported() == ""
-        found = np.isnan(y.astype(np.float32)).all(axis=(2, 3))
-        np.testing.assert_array_equal(found, [[True, False, True]] * 2)
+        actual = np.isnan(y.astype(np.float32)).all(axis=(2, 3))
+        np.testing.assert_array_equal(actual, [[True, False, True]] * 2)
         np.testing.assert_array_equal(y[:, 1], among_others[:, 1])
 
 

@@ -61,8 +61,8 @@ def test_equals_transformers(scaling: dict[str, Any], length: int) -> None:
         rope_parameters={"rope_theta": 10000.0} | scaling,
     )
     theirs = LlamaRotaryEmbedding(config)(torch.ones(1), torch.arange(length)[None])
-    given = {"max_position_embeddings": 64} | scaling
-    for mine, table in zip(uc.rope_tables(length, 8, scaling=given), theirs, strict=True):
+    settings = {"max_position_embeddings": 64} | scaling
+    for mine, table in zip(uc.rope_tables(length, 8, scaling=settings), theirs, strict=True):
         np.testing.assert_allclose(mine, table[0, :, :4], atol=1e-5)
 
 
@@ -90,9 +90,9 @@ def test_empty_tables() -> None:
     assert uc.rope_tables(0, 8)[0].shape == (0, 4)
     for scaling in SCALINGS:
         if "short_factor" not in scaling:
-            given = {"max_position_embeddings": 64} | scaling
-            assert uc.rope_tables(3, 0, scaling=given)[1].shape == (3, 0)
-            assert np.isfinite(uc.rope_tables(300, 2, scaling=given)).all()
+            settings = {"max_position_embeddings": 64} | scaling
+            assert uc.rope_tables(3, 0, scaling=settings)[1].shape == (3, 0)
+            assert np.isfinite(uc.rope_tables(300, 2, scaling=settings)).all()
 
 
 def test_like_chooses_the_library() -> None:

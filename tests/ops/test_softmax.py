@@ -6,9 +6,9 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
+from ..code.variants import ROWS
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
-from ..variants import ROWS
+from ..harness.parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -83,10 +83,10 @@ class TestSoftmaxWithoutClusters(KernelParity):
 @both_dtypes
 @golden("layers", "softmax")
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
-    y = uc.softmax(given["x"])
+    inputs = cast(golden, dtype)
+    y = uc.softmax(inputs["x"])
     agree(y, golden.outputs["y"])
-    agree(uc.softmax_backward(given["cotangent"], y), golden.grads["x"])
+    agree(uc.softmax_backward(inputs["cotangent"], y), golden.grads["x"])
 
 
 def test_hidden_rows_are_zero_and_huge_rows_finite() -> None:

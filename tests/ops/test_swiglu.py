@@ -6,7 +6,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.ops.activations.swiglu import swiglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelInPlace, KernelParity
+from ..harness.parity import Case, KernelInPlace, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -36,16 +36,16 @@ class TestSwigluInPlace(KernelInPlace):
 @both_dtypes
 @golden("layers", "swiglu", without=("swiglu_mlp",))
 def test_golden(golden: OpCase, dtype: Any) -> None:
-    given = cast(golden, dtype)
-    gate, up = given["gate"], given["up"]
+    inputs = cast(golden, dtype)
+    gate, up = inputs["gate"], inputs["up"]
     agree(uc.swiglu(gate, up), golden.outputs["y"])
-    dgate, dup = uc.swiglu_backward(given["cotangent"], gate, up)
+    dgate, dup = uc.swiglu_backward(inputs["cotangent"], gate, up)
     agree(dgate, golden.grads["gate"])
     agree(dup, golden.grads["up"])
 
 
 def test_in_place_returns_what_it_was_given() -> None:
     gate, up = np.ones((2, 3), np.float32)
-    found = swiglu_backward_over_(up.copy(), gate, up)
-    assert found[0] is gate
-    assert found[1] is up
+    actual = swiglu_backward_over_(up.copy(), gate, up)
+    assert actual[0] is gate
+    assert actual[1] is up

@@ -10,8 +10,8 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -36,12 +36,12 @@ class TestSwigluMlp(KernelParity):
 @pytest.mark.parametrize("chunk", [None, 2])
 @golden("layers", "swiglu_mlp")
 def test_golden(golden: OpCase, dtype: Any, chunk: int | None) -> None:
-    given = cast(golden, dtype)
-    arrays = [given[name] for name in ("x", "gate", "up", "down")]
+    inputs = cast(golden, dtype)
+    arrays = [inputs[name] for name in ("x", "gate", "up", "down")]
     agree(uc.swiglu_mlp(*arrays, chunk=chunk), golden.outputs["y"])
-    grads = uc.swiglu_mlp_backward(given["cotangent"], *arrays, chunk=chunk)
-    for found, name in zip(grads, ("x", "gate", "up", "down"), strict=True):
-        agree(found, golden.grads[name])
+    grads = uc.swiglu_mlp_backward(inputs["cotangent"], *arrays, chunk=chunk)
+    for actual, name in zip(grads, ("x", "gate", "up", "down"), strict=True):
+        agree(actual, golden.grads[name])
 
 
 def _unfused(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any) -> Any:
@@ -76,10 +76,10 @@ def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
     some = uc.swiglu_mlp_backward(dy, *arrays, chunk=2, wanted=wanted)
     everything = uc.swiglu_mlp_backward(dy, *arrays, chunk=2)
     names = ("x", "gate_weight", "up_weight", "down_weight")
-    for name, found, full in zip(names, some, everything, strict=True):
-        assert (found is None) == (name not in wanted)
-        if found is not None:
-            np.testing.assert_array_equal(found, full)
+    for name, actual, full in zip(names, some, everything, strict=True):
+        assert (actual is None) == (name not in wanted)
+        if actual is not None:
+            np.testing.assert_array_equal(actual, full)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

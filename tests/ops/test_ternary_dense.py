@@ -10,17 +10,17 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.quantized._planes import dense, planes_of
 from unsloth_cupy.ops.quantized.ternary_dense import ternary_dense_
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, emulator
+from ..harness.parity import Case, KernelInPlace, emulator
+from ..machines.cuda_on_cpu.traffic import counted
 
 
 def case(label: str, rows: int, columns: int, *, group: int = 0, **options: Any) -> Case:
     """Return a part of a matrix of 40 x 300."""
     made = lambda rng: planes_of(rng.integers(-1, 2, (40, 300)).astype(np.int8))  # noqa: E731
     groups = -(-300 // group) if group else 1
-    given = {"planes": made, "scale": lambda rng: rng.random((40 if group else 1, groups)) + 0.5}
+    inputs = {"planes": made, "scale": lambda rng: rng.random((40 if group else 1, groups)) + 0.5}
     options |= {"group": group} if group else {}
-    return Case(label, rows=rows, columns=columns, arrays=given, **options)
+    return Case(label, rows=rows, columns=columns, arrays=inputs, **options)
 
 
 FORM = {"signs": 2, "outputs": 64, "rows": 64}

@@ -16,9 +16,9 @@ from unsloth_cupy.ops.quantized import weight as quantized_weight
 from unsloth_cupy.ops.quantized._planes import marks_of, planes_of, row_bytes
 from unsloth_cupy.ops.quantized.ternary_linear import ternary_linear_forward
 
-from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelParity, emulator, outputs_of, within_rule
-from ..stand_in import gpu
+from ..harness.parity import Case, KernelParity, emulator, outputs_of, within_rule
+from ..machines.cuda_on_cpu.traffic import counted
+from ..machines.stand_in import gpu
 
 # The public names, as other people's programs call them.
 PUBLIC = ("ternary_linear(x, weight)",)
@@ -44,11 +44,11 @@ def case(
     """Return a case of random codes; where marked, a third of the columns is pruned."""
 
     def made(rng: np.random.Generator) -> np.ndarray:
-        found = codes(rng, outputs, inputs)
+        drawn_codes = codes(rng, outputs, inputs)
         if marked:
-            found[:, inputs // 3 : 2 * inputs // 3] = 0
-            found[::2, :] = 0
-        return planes_of(found)
+            drawn_codes[:, inputs // 3 : 2 * inputs // 3] = 0
+            drawn_codes[::2, :] = 0
+        return planes_of(drawn_codes)
 
     given: dict[str, Any] = {"planes": made}
     if marked:
@@ -162,17 +162,17 @@ def test_stands_where_a_dense_weight_stands(monkeypatch, dtype, per, rows) -> No
     a, b, bias = drawn(4, 50, dtype=dtype), drawn(37, 4, dtype=dtype), drawn(37, dtype=dtype)
 
     def results(w: Any, kind: Any) -> dict[str, Any]:
-        tape, found = uc.Tape(), {}
+        tape, named = uc.Tape(), {}
         xs, as_, bs = (tape.watch(array.astype(kind)) for array in (x, a, b))
         for name, y in {
             "linear": uc.linear(xs, w, bias.astype(kind)),
             "lora": uc.lora_linear(xs, w, as_, bs, scale=0.5),
             "linears": uc.lora_linears(xs, [uc.LoraLayer(w, as_, bs, 0.5)])[0],
         }.items():
-            found[name] = y.value
+            named[name] = y.value
             gradients = tape.gradients(y, [xs, as_, bs], dy.astype(kind))
-            found |= {f"{name} {i}": gradient for i, gradient in enumerate(gradients)}
-        return found
+            named |= {f"{name} {i}": gradient for i, gradient in enumerate(gradients)}
+        return named
 
     exact = results(weight.dequantize(np.float64), np.float64)
     plain = results(dense, dtype)
@@ -188,8 +188,8 @@ def test_linear_asks_the_kernel_for_few_rows(dtype: Any, rows: int) -> None:
     plain = {"y": uc.linear(x, weight, bias)}
     with emulator():
         if rows <= ternary.FEW:
-            found = {"y": uc.linear(x, weight, bias)}
-            within_rule(plain, exact, found)
+            actual = {"y": uc.linear(x, weight, bias)}
+            within_rule(plain, exact, actual)
     with gpu() as machine:
         machine.strict = False
         there = copy.copy(weight)
@@ -289,12 +289,16 @@ def test_one_array_off_alignment(shifted: str, int8: bool) -> None:
         return room[1:].reshape(array.shape)
 
     weight = quantized(20, 1024)
-    given = {"x": drawn(3, 1024, dtype=np.float16), "planes": weight.planes, "scale": weight.scales}
+    inputs = {
+        "x": drawn(3, 1024, dtype=np.float16),
+        "planes": weight.planes,
+        "scale": weight.scales,
+    }
     with emulator():
-        plain = ternary_linear_forward(**given, int8=int8)
-        found = ternary_linear_forward(**given | {shifted: off(given[shifted])}, int8=int8)
+        plain = ternary_linear_forward(**inputs, int8=int8)
+        actual = ternary_linear_forward(**inputs | {shifted: off(inputs[shifted])}, int8=int8)
     eps = 0 if shifted != "planes" else 2.0**-9 * np.abs(plain).max()
-    np.testing.assert_allclose(found, plain, rtol=0, atol=eps)
+    np.testing.assert_allclose(actual, plain, rtol=0, atol=eps)
 
 
 def test_what_is_not_finite_is_not_hidden() -> None:

@@ -77,7 +77,7 @@ def by_hand(size: np.ndarray, method: str, options: dict[str, Any]) -> tuple[np.
 @pytest.mark.parametrize("columns", [64, 77])
 def test_methods(method: str, per: str, columns: int) -> None:
     w, options = weight(5, columns), METHODS[method]
-    found = ternary_quantize(w, method=method, per=per, group=32, **options)
+    actual = ternary_quantize(w, method=method, per=per, group=32, **options)
     exact = np.zeros(w.shape)
     codes = np.zeros(w.shape, np.int8)
     step = {"tensor": columns, "row": columns, "group": 32}[per]
@@ -87,17 +87,17 @@ def test_methods(method: str, per: str, columns: int) -> None:
             kept, scale = by_hand(np.abs(w[part]), method, options)
             codes[part] = np.sign(w[part]) * kept
             exact[part] = codes[part] * scale
-    np.testing.assert_array_equal(found.codes, codes)
-    assert found.codes.dtype == np.int8
-    np.testing.assert_allclose(found.dequantize(), exact, rtol=1e-6)
-    assert found.per == per
-    assert found.scale.shape == {"tensor": (), "row": (5, 1), "group": (5, -(-columns // 32))}[per]
+    np.testing.assert_array_equal(actual.codes, codes)
+    assert actual.codes.dtype == np.int8
+    np.testing.assert_allclose(actual.dequantize(), exact, rtol=1e-6)
+    assert actual.per == per
+    assert actual.scale.shape == {"tensor": (), "row": (5, 1), "group": (5, -(-columns // 32))}[per]
     error = np.abs(w - exact)
-    told = found.statistics
-    assert told.sparsity == found.sparsity == (codes == 0).mean()
-    assert (told.plus, told.minus) == ((codes == 1).mean(), (codes == -1).mean())
-    assert told.mean_error == pytest.approx(error.mean(), rel=1e-6)
-    assert told.largest_error == pytest.approx(error.max(), rel=1e-6)
+    statistics = actual.statistics
+    assert statistics.sparsity == actual.sparsity == (codes == 0).mean()
+    assert (statistics.plus, statistics.minus) == ((codes == 1).mean(), (codes == -1).mean())
+    assert statistics.mean_error == pytest.approx(error.mean(), rel=1e-6)
+    assert statistics.largest_error == pytest.approx(error.max(), rel=1e-6)
 
 
 def test_many_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_many_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @golden("ternary", "weight_quant")
 def test_absmean_is_that_of_transformers(golden: OpCase) -> None:
-    found = ternary_quantize(golden.inputs["weight"])
-    np.testing.assert_array_equal(found.codes, golden.outputs["codes"])
-    agree(found.dequantize(), golden.outputs["y"])
-    agree(found.scale, golden.outputs["absmean"])
+    actual = ternary_quantize(golden.inputs["weight"])
+    np.testing.assert_array_equal(actual.codes, golden.outputs["codes"])
+    agree(actual.dequantize(), golden.outputs["y"])
+    agree(actual.scale, golden.outputs["absmean"])
 
 
 @golden("ternary", "pack")
@@ -231,9 +231,9 @@ def test_set_and_prune_are_followed_by_statistics() -> None:
             assert made.set(row, column, value) is made
             codes[row, column] = value
             np.testing.assert_array_equal(made.codes, codes)
-            told = made.statistics
-            assert told[:3] == tuple((codes == code).mean() for code in (0, 1, -1))
-            assert told.mean_error is told.largest_error is None
+            statistics = made.statistics
+            assert statistics[:3] == tuple((codes == code).mean() for code in (0, 1, -1))
+            assert statistics.mean_error is statistics.largest_error is None
     middle = float(np.sort(made.scale, axis=None)[2])
     made.prune(middle)
     codes[made.scale[:, 0] < middle] = 0
@@ -358,12 +358,12 @@ def test_wrong_codes_scales_and_states() -> None:
         Ternary.from_codes(np.ones((3, 5)), 1.0)
     state = Ternary.from_codes(codes, 1.0).state()
     form = json.loads(bytes(state["weight_form"]))
-    told = lambda **facts: np.frombuffer(json.dumps(form | facts).encode(), np.uint8)  # noqa: E731
+    header = lambda **facts: np.frombuffer(json.dumps(form | facts).encode(), np.uint8)  # noqa: E731
     for wrong, words in (
-        ({"weight_form": told(shape=[4, 6])}, r"weight is \(1, 5\) uint8; it must be \(1, 6\)"),
-        ({"weight_form": told(shape=[3])}, r"shape \[3\] is not that of a matrix"),
-        ({"weight_form": told(dtype="int4")}, "dtype='int4'"),
-        ({"weight_form": told(activations="int4")}, "activations='int4'"),
+        ({"weight_form": header(shape=[4, 6])}, r"weight is \(1, 5\) uint8; it must be \(1, 6\)"),
+        ({"weight_form": header(shape=[3])}, r"shape \[3\] is not that of a matrix"),
+        ({"weight_form": header(dtype="int4")}, "dtype='int4'"),
+        ({"weight_form": header(activations="int4")}, "activations='int4'"),
         ({"weight_form": state["weight"][0]}, "is not JSON in bytes"),
         ({"weight": state["weight"].astype(np.int8)}, "weight is .* int8; it must be"),
         ({"weight_scale": np.array([np.nan], np.float32)}, "holds a number that is not finite"),

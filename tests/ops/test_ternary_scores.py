@@ -10,7 +10,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.ops.quantized._planes import planes_of
 from unsloth_cupy.ops.quantized.ternary_scores import ternary_scores_forward
 
-from ..parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelParity, emulator
 
 # The public names, as other people's programs call them.
 PUBLIC = ("ternary_scores(q, k)",)
@@ -57,10 +57,10 @@ def test_exact_integers_times_scales(per: str) -> None:
     product = np.broadcast_to(q.scale * k.scales.T, integers.shape).astype(np.float32)
     plain = uc.ternary_scores(q, k)
     with emulator():
-        found = uc.ternary_scores(q, k)
+        actual = uc.ternary_scores(q, k)
     np.testing.assert_array_equal(plain, integers.astype(np.float32) * product)
-    np.testing.assert_array_equal(found, plain)
-    assert found.dtype == np.float32
+    np.testing.assert_array_equal(actual, plain)
+    assert actual.dtype == np.float32
 
 
 def test_planes_off_alignment_and_without_scales() -> None:
@@ -69,8 +69,8 @@ def test_planes_off_alignment_and_without_scales() -> None:
     room[1:] = q.planes.ravel()
     one = np.ones(1, np.float32)
     with emulator():
-        found = ternary_scores_forward(room[1:].reshape(q.planes.shape), k.planes, one, one)
-    np.testing.assert_array_equal(found, q.codes.astype(int) @ k.codes.T.astype(int))
+        actual = ternary_scores_forward(room[1:].reshape(q.planes.shape), k.planes, one, one)
+    np.testing.assert_array_equal(actual, q.codes.astype(int) @ k.codes.T.astype(int))
 
 
 def test_wrong_calls() -> None:

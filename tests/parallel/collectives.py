@@ -26,24 +26,24 @@ def reductions(comm: Communicator, here: Here = np.asarray) -> None:
             total = x[0].astype(wide)
             for other in x[1:]:
                 total = total + other.astype(wide)  # in the order of the ranks, to the last bit
-            found = comm.all_reduce(here(x[comm.rank]))
-            assert found.dtype == dtype
-            np.testing.assert_array_equal(to_numpy(found), total.astype(dtype), strict=True)
+            actual = comm.all_reduce(here(x[comm.rank]))
+            assert actual.dtype == dtype
+            np.testing.assert_array_equal(to_numpy(actual), total.astype(dtype), strict=True)
             most = to_numpy(comm.all_reduce(here(x[comm.rank]), "max"))
             np.testing.assert_array_equal(most, np.max(np.stack(x), axis=0))
             for axis in range(len(shape)):
-                found = to_numpy(comm.reduce_scatter(here(x[comm.rank]), axis))
+                actual = to_numpy(comm.reduce_scatter(here(x[comm.rank]), axis))
                 own = (slice(None),) * axis + (part(shape[axis], comm),)
-                np.testing.assert_array_equal(found, total.astype(dtype)[own], strict=True)
+                np.testing.assert_array_equal(actual, total.astype(dtype)[own], strict=True)
 
 
 def infinities(comm: Communicator, here: Here = np.asarray) -> None:
     """Gradients that overflow are summed without a warning, as on a GPU."""
     own = np.array([np.inf, 6e4, 1], np.float16) * np.float16(-1 if comm.rank else 1)
-    found = to_numpy(comm.all_reduce(here(own)))
+    actual = to_numpy(comm.all_reduce(here(own)))
     if comm.size > 1:
-        assert np.isnan(found[0])
-        assert found[2] == 2 - comm.size
+        assert np.isnan(actual[0])
+        assert actual[2] == 2 - comm.size
 
 
 def gathers(comm: Communicator, here: Here = np.asarray) -> None:
@@ -53,23 +53,23 @@ def gathers(comm: Communicator, here: Here = np.asarray) -> None:
             shape[axis] = rank  # the first has none
         x = [of_rank(rank, tuple(shapes[rank]), "float32") for rank in range(comm.size)]
         own = here(x[comm.rank]).transpose().copy().transpose()
-        found = to_numpy(comm.all_gather(own, axis))
-        np.testing.assert_array_equal(found, np.concatenate(x, axis))
+        actual = to_numpy(comm.all_gather(own, axis))
+        np.testing.assert_array_equal(actual, np.concatenate(x, axis))
 
 
 def transposes(comm: Communicator, here: Here = np.asarray) -> None:
     """Each rank passes a different number of rows, and gets its columns of all rows."""
     x = [of_rank(rank, (2, rank, 7), "float32") for rank in range(comm.size)]
     own = np.concatenate(x, 1)[..., part(7, comm)]
-    found = to_numpy(comm.all_to_all(here(x[comm.rank]), 2, -2))
-    np.testing.assert_array_equal(found, own, strict=True)
+    actual = to_numpy(comm.all_to_all(here(x[comm.rank]), 2, -2))
+    np.testing.assert_array_equal(actual, own, strict=True)
 
 
 def messages(comm: Communicator, here: Here = np.asarray) -> None:
     for root in range(comm.size):
         x = here(of_rank(comm.rank, (3, 2), ml_dtypes.bfloat16))
-        found = to_numpy(comm.broadcast(x, root))
-        np.testing.assert_array_equal(found, of_rank(root, (3, 2), ml_dtypes.bfloat16))
+        actual = to_numpy(comm.broadcast(x, root))
+        np.testing.assert_array_equal(actual, of_rank(root, (3, 2), ml_dtypes.bfloat16))
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     large = here(
         of_rank(comm.rank, (300, 1000), "float64")
@@ -86,8 +86,8 @@ def in_line(comm: Communicator, here: Here) -> None:
     numbers = here(np.arange(3) + comm.rank)
     if comm.rank:
         for more in (-1, 9):
-            found = comm.receive(here(np.empty(3, int)), comm.rank - 1)
-            np.testing.assert_array_equal(to_numpy(found), np.arange(3) + comm.rank + more)
+            actual = comm.receive(here(np.empty(3, int)), comm.rank - 1)
+            np.testing.assert_array_equal(to_numpy(actual), np.arange(3) + comm.rank + more)
     if comm.rank + 1 < comm.size:
         comm.send(numbers, comm.rank + 1)
         comm.send(numbers + 10, comm.rank + 1)
@@ -97,8 +97,8 @@ def groups(comm: Communicator, here: Here = np.asarray) -> None:
     group = comm.split(comm.rank % 2)
     members = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
     assert (group.rank, group.size) == (members.index(comm.rank), len(members))
-    found = group.all_gather(here(np.array([comm.rank])))
-    np.testing.assert_array_equal(to_numpy(found), members)
+    actual = group.all_gather(here(np.array([comm.rank])))
+    np.testing.assert_array_equal(to_numpy(actual), members)
 
 
 def grids(comm: Communicator, here: Here = np.asarray) -> None:

@@ -26,10 +26,10 @@ def killed() -> None:
     whole = Trainer._gradients
 
     def gradients(self: Trainer) -> Any:
-        found = whole(self)
+        result = whole(self)
         if self.step == 2 and self.ranks.comm.rank == self.ranks.comm.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return result
 
     Trainer._gradients = gradients  # type: ignore[method-assign]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unsloth_cupy.parallel import Communicator, MpiCommunicator
 
-from ..sample import Sample
+from ..harness.sampling import Sample
 from . import collectives, faults, grids, layers, models, ring, training
 
 GROUPS = ((8,), (4, 3, 1), (2, 6))  # sizes of the groups of ranks that run checks concurrently

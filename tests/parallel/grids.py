@@ -22,7 +22,7 @@ from unsloth_cupy.finetune import ranks, trainer
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
-from ..sample import Sample
+from ..harness.sampling import Sample
 
 STEPS, STOP = 10, 4
 NEW = ("--layers", "2", "--hidden", "64", "--vocabulary", "300")
@@ -121,9 +121,9 @@ def gradients(self: Any, before: Any) -> Any:
     loss, count, sums = before(self)
     if self.step in (0, STEPS - 1):
         whole = sums if self.engine.states is None else self.engine.states.gathered(sums)
-        found = self.engine.gathered(whole)
+        gathered = self.engine.gathered(whole)
         if self.ranks.first:
-            named = {name: to_numpy(array) for name, array in found.items()}
+            named = {name: to_numpy(array) for name, array in gathered.items()}
             np.savez(folder.parent / f"{folder.name}-{self.step}.npz", **named)
     return loss, count, sums
 
@@ -131,9 +131,9 @@ def gradients(self: Any, before: Any) -> Any:
 def sample(trainer: Any, _: int) -> None:
     """Generate a few tokens in all ranks; rank 0 writes them to a file."""
     model, folder = trainer.model, trainer.run.folder
-    found = model.generate(np.array([trainer.training_data.prompt[:5]]), max_new_tokens=4, stop=())
+    tokens = model.generate(np.array([trainer.training_data.prompt[:5]]), max_new_tokens=4, stop=())
     if trainer.ranks.first:
-        np.savez(folder.parent / f"{folder.name}-sample.npz", found)
+        np.savez(folder.parent / f"{folder.name}-sample.npz", tokens)
 
 
 def all_runs(world: Communicator, text: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from unsloth_cupy.parallel import Communicator, DataParallel, Zero1, Zero3, grid
 from unsloth_cupy.profiling.scale import plan_ranks
 from unsloth_cupy.training.gradients import sum_gradients
 
-from ..sample import Sample
+from ..harness.sampling import Sample
 
 CONFIG = {
     "model_type": "llama",

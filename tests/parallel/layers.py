@@ -9,7 +9,7 @@ from unsloth_cupy import Tape, cross_entropy, embedding, linear, linear_cross_en
 from unsloth_cupy import parallel as many
 from unsloth_cupy.parallel import Communicator, part, shard
 
-from ..sample import Sample
+from ..harness.sampling import Sample
 from .ranks import close
 
 LOSSES = (
@@ -52,9 +52,9 @@ def mlp(comm: Communicator) -> None:
         assert y.shape[1] == len(range(3)[part(3, comm)])
         return many.all_gather(y, 1, comm)
 
-    wanted = learned(alone, arrays, dy)
+    expected = learned(alone, arrays, dy)
     for way in (divided, along):
-        for one, other in zip(learned(way, arrays, dy), wanted, strict=True):
+        for one, other in zip(learned(way, arrays, dy), expected, strict=True):
             close(one, other)
 
 
@@ -96,9 +96,9 @@ def lookups(comm: Communicator, vocab: int, table: Any, tokens: Any, dx: Any) ->
         assert x.shape[1] == len(range(5)[part(5, comm)])
         return many.all_gather(x, 1, comm)
 
-    wanted = learned(lambda w: embedding(tokens, w), [table], dx)
+    expected = learned(lambda w: embedding(tokens, w), [table], dx)
     for way in (divided, along):
-        for one, other in zip(learned(way, [table], dx), wanted, strict=True):
+        for one, other in zip(learned(way, [table], dx), expected, strict=True):
             close(one, other)
 
 
@@ -126,9 +126,9 @@ def losses(comm, vocab, arrays, labels, dloss, options) -> None:
 
     logits = [4 * drawn(3, 5, vocab)]
     for alone, ways, given in ((head, (heads, along), arrays), (whole, (columns,), logits)):
-        wanted = learned(alone, given, dloss)
+        expected = learned(alone, given, dloss)
         for divided in ways:
-            for one, other in zip(learned(divided, given, dloss), wanted, strict=True):
+            for one, other in zip(learned(divided, given, dloss), expected, strict=True):
                 close(one, other)
 
 

@@ -13,8 +13,8 @@ from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import Communicator
 
 from ..conftest import FOLDER
+from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, SIZES
-from ..sample import Sample
 from . import held, pipelines
 from .ranks import close
 
@@ -53,13 +53,13 @@ def equal(folder: Path, comm: Communicator, name: str, **options: Any) -> None:
     division = model.division
     assert isinstance(division, Division)
     tokens, labels = texts()
-    wanted, gradients = whole.loss_and_gradients(tokens, labels)
-    close(model.loss(tokens, labels), wanted)
+    expected, gradients = whole.loss_and_gradients(tokens, labels)
+    close(model.loss(tokens, labels), expected)
     for checkpoint in (None, CheckpointConfig(checkpoint_every=2)):
-        loss, found = model.loss_and_gradients(tokens, labels, checkpoint=checkpoint)
-        close(loss, wanted)
-        assert found.keys() == gradients.keys()
-        for key, gradient in found.items():
+        loss, actual = model.loss_and_gradients(tokens, labels, checkpoint=checkpoint)
+        close(loss, expected)
+        assert actual.keys() == gradients.keys()
+        for key, gradient in actual.items():
             close(division.gathered(key, gradient), gradients[key])
     close(model.logits(tokens), whole.logits(tokens))
     made = model.generate(tokens, max_new_tokens=4, stop=())
@@ -104,8 +104,8 @@ def quantized(folder: Path, comm: Communicator, out: Path) -> None:
             made = [n for n, weight in model.parameters.items() if isinstance(weight, Quantized)]
             assert len(made) == 14
             for name in made:
-                wanted = model.division.own(name, whole.parameters[name].dequantize())
-                np.testing.assert_array_equal(model.parameters[name].dequantize(), wanted, name)
+                expected = model.division.own(name, whole.parameters[name].dequantize())
+                np.testing.assert_array_equal(model.parameters[name].dequantize(), expected, name)
             tokens, labels = texts()
             same_adapters(whole, model, tokens, labels)
     model, whole = load(folder, communicator=comm), load(folder)
@@ -118,10 +118,10 @@ def same_adapters(whole: Any, model: Any, tokens: Any, labels: Any) -> None:
     """Adapters of ranks have the loss and the gradients of one device."""
     for each in (whole, model):
         each.add_adapter(2, seed=0)
-    wanted, gradients = whole.loss_and_gradients(tokens, labels)
-    loss, found = model.loss_and_gradients(tokens, labels)
-    close(loss, wanted)
-    for key, gradient in found.items():
+    expected, gradients = whole.loss_and_gradients(tokens, labels)
+    loss, actual = model.loss_and_gradients(tokens, labels)
+    close(loss, expected)
+    for key, gradient in actual.items():
         close(model.division.gathered(key, gradient), gradients[key])
 
 

@@ -46,21 +46,21 @@ def small_layers(comm: Communicator) -> None:
         rng = np.random.default_rng(0)
         weights = 0.5 * rng.standard_normal((comm.size * chunks, 4, 4), np.float32)
         microbatches = [rng.standard_normal((2, 4), np.float32) for _ in range(count)]
-        tape, wanted = Tape(), 0
+        tape, expected = Tape(), 0
         watched = [tape.watch(w) for w in weights]
         for x in microbatches:
             for w in watched:
                 x = linear(x, w)  # noqa: PLW2901
-            wanted = (x * x).sum() + wanted
-        gradients = tape.gradients(wanted, watched)
+            expected = (x * x).sum() + expected
+        gradients = tape.gradients(expected, watched)
         stage = Layers([*weights[comm.rank :: comm.size]], comm)
         schedule = pipeline_schedule(comm.size, count, kind, chunks=chunks)
         losses = run_pipeline(stage, schedule, microbatches, comm)
         if comm.rank == comm.size - 1:
             assert len(losses) == count
-            close(sum(losses), wanted.value)
-        for found, gradient in zip(stage.sums, gradients[comm.rank :: comm.size], strict=True):
-            close(found, gradient)
+            close(sum(losses), expected.value)
+        for actual, gradient in zip(stage.sums, gradients[comm.rank :: comm.size], strict=True):
+            close(actual, gradient)
 
 
 def written(model: Any, whole: Any, rng: np.random.Generator) -> None:
@@ -68,8 +68,10 @@ def written(model: Any, whole: Any, rng: np.random.Generator) -> None:
     prompts, mask = rng.integers(3, 97, (3, 5)), np.ones((3, 5), int)
     mask[1, :2] = 0
     for options in ({"mask": mask}, {"temperature": 2.0, "seed": 5, "min_new_tokens": 3}):
-        found, wanted = (m.generate(prompts, max_new_tokens=4, **options) for m in (model, whole))
-        np.testing.assert_array_equal(found, wanted)
+        actual, expected = (
+            m.generate(prompts, max_new_tokens=4, **options) for m in (model, whole)
+        )
+        np.testing.assert_array_equal(actual, expected)
 
 
 def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None) -> None:
@@ -88,14 +90,14 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
     batches = [{"tokens": rng.integers(3, 97, (2, size))} for size in (7, 7, 5)]
     batches = [each | {"labels": each["tokens"]} for each in batches]
     count = sum(each["tokens"].shape[0] * (each["tokens"].shape[1] - 1) for each in batches)
-    wanted = [whole.loss_and_gradients(**each, count=count) for each in batches]
+    expected = [whole.loss_and_gradients(**each, count=count) for each in batches]
     stage = ModelStage(model, model.trainable, count)
     schedule = schedule_of(stage.stages, len(batches))
     loss, sums = pipeline_gradients(stage, schedule, batches)
-    close(loss, sum(loss for loss, _ in wanted))
+    close(loss, sum(loss for loss, _ in expected))
     assert sums.keys() == model.trainable.keys()
     for name, gradient in sums.items():
-        total = np.sum([gradients[name] for _, gradients in wanted], axis=0)
+        total = np.sum([gradients[name] for _, gradients in expected], axis=0)
         close(model.division.gathered(name, gradient), total)
     written(model, whole, rng)
     stage = ModelStage(model, model.trainable, 12)

@@ -84,10 +84,10 @@ def run(ranks: int, *arguments: str, limit: float = 120) -> subprocess.Completed
     )
 
 
-def close(found: object, wanted: object, relative: float = 1e-5) -> None:
+def close(actual: object, expected: object, relative: float = 1e-5) -> None:
     """Assert that arrays agree within a fraction of the largest expected element."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    assert found.shape == wanted.shape, (found.shape, wanted.shape)
-    if wanted.size:
-        most = np.abs(found - wanted).max()
-        assert most <= relative * np.abs(wanted).max(), most
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if expected.size:
+        most = np.abs(actual - expected).max()
+        assert most <= relative * np.abs(expected).max(), most

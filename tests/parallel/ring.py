@@ -14,7 +14,7 @@ from unsloth_cupy.parallel import (
     ulysses_attention,
 )
 
-from ..sample import Sample
+from ..harness.sampling import Sample
 from .layers import learned
 from .ranks import close
 
@@ -58,10 +58,10 @@ def compare(
 ) -> None:
     """Compare out, and the gradients of q, k and v, of this rank's tokens with those of all."""
     *qkv, dy = arrays
-    wanted = learned(lambda *x: whole(*x, texts, options), qkv, dy)
+    expected = learned(lambda *x: whole(*x, texts, options), qkv, dy)
     own = [x[:, order] for x in arrays]
-    found = learned(lambda *x: way(*x, comm, offsets=texts, **options), own[:3], own[3])
-    for one, other in zip(found, wanted, strict=True):
+    actual = learned(lambda *x: way(*x, comm, offsets=texts, **options), own[:3], own[3])
+    for one, other in zip(actual, expected, strict=True):
         close(one, other[:, order])
 
 

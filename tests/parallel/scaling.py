@@ -34,14 +34,14 @@ SIZE, MESSAGE = 1024, 2**22  # the sizes of the product and the message that are
 def shortest(comm: Any, call: Callable[[], Any]) -> float:
     """Return the shortest time of a call, from its start in all ranks to its end in all."""
     call()
-    found = []
+    times = []
     for _ in range(TIMES):
         comm.barrier()
         started = time.perf_counter()
         call()
         comm.barrier()
-        found.append(time.perf_counter() - started)
-    return min(found)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def rates(comm: Any) -> tuple[float, float]:
@@ -67,9 +67,9 @@ def ways(comm: Any) -> dict[str, tuple[Layout, int, Callable[[], Any]]]:
             model.loss_and_gradients(**each, count=count)
 
     alone = create(CONFIG, seed=0)
-    found: dict[str, Any] = {"one process": (Layout(), 2, lambda: passes(alone, parts))}
+    passes_by_name: dict[str, Any] = {"one process": (Layout(), 2, lambda: passes(alone, parts))}
     if comm.size == 1:
-        return found
+        return passes_by_name
     tensor = create(CONFIG, seed=0, communicator=comm)
     staged = create(CONFIG, seed=0, pipeline=comm)
     many: Any = DataParallel(alone, comm)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def ways(comm: Any) -> dict[str, tuple[Layout, int, Callable[[], Any]]]:
         stage = ModelStage(staged, staged.trainable, count)
         pipeline_gradients(stage, schedule_of(stage.stages, PARTS), parts)
 
-    return found | {
+    return passes_by_name | {
         "--data-parallel 2": (Layout(data=2), 1, data),
         "--tensor-parallel 2": (Layout(tensor=2), 2, lambda: passes(tensor, parts)),
         "--pipeline-parallel 2": (Layout(pipeline=2), 2, pipeline),

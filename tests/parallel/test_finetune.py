@@ -24,7 +24,7 @@ from unsloth_cupy.finetune.text import Batch
 from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
 
-from ..sample import Sample
+from ..harness.sampling import Sample
 from .grids import STEPS, STOP, WRONG, is_stopped, todays
 from .ranks import by_sockets, close, needs_mpi, run
 
@@ -64,14 +64,14 @@ def same(out: Path, one: Path) -> None:
         for key in {"loss", "held_out_loss", "gradient_norm"} & other.keys():
             close(line[key], other[key])
     for name in ("model/*model", f"checkpoint-{STEPS:08d}/optimizer"):
-        found, wanted = (load_file(*run.glob(f"{name}.safetensors")) for run in (out, one))
-        equal(found, wanted)
+        actual, expected = (load_file(*run.glob(f"{name}.safetensors")) for run in (out, one))
+        equal(actual, expected)
 
 
-def equal(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, array in wanted.items():
-        close(found[key], array)
+def equal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, array in expected.items():
+        close(actual[key], array)
 
 
 @needs_mpi
@@ -122,8 +122,8 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
         assert rest.count(f"Error: {said}") == 1, rest
     assert "held-out loss" in fine
     *both, _ = re.split(r"8 tokens in .*\n", fine)
-    wanted = invoke(*words, "7 and").output.split("8 tokens in")[0]
-    assert [each.endswith(wanted) for each in both] == [True, True], (both, wanted)
+    expected = invoke(*words, "7 and").output.split("8 tokens in")[0]
+    assert [each.endswith(expected) for each in both] == [True, True], (both, expected)
     assert [each.code for each in ended] == [1, 1]
     assert re.search(r"\nrank 0 failed: .*cannot be written: No space left.*\n$", ended[0].said)
     assert not ended[1].said, "one message in all"
@@ -141,11 +141,11 @@ GPU_GRIDS = (
 
 def equal_one(text: Path, folder: Path, *options: str) -> None:
     """Two ranks in each grid, started once, end as one process does."""
-    given = ("--accumulate", "2", *options)
-    done = invoke(*asked(text, folder / "one", *given))
+    flags = ("--accumulate", "2", *options)
+    done = invoke(*asked(text, folder / "one", *flags))
     assert done.exit_code == 0, done.output
     outs = {grid: folder / f"run-{number}" for number, grid in enumerate(GPU_GRIDS)}
-    all_asked = (asked(text, out, *given, *grid.split()) for grid, out in outs.items())
+    all_asked = (asked(text, out, *flags, *grid.split()) for grid, out in outs.items())
     commands = [word for each in all_asked for word in (*each, "--")]
     ended = by_sockets(2, WHOLE, *commands[:-1], limit=300)
     assert [each.code for each in ended] == [0, 0], ended
@@ -260,25 +260,25 @@ def test_averages_of_8_bits_are_kept_for_any_grid() -> None:
     states = optimizer.state()
     whole = scale_per_code(states)
     assert whole["mean_scale.wide"].shape == (90, 64)
-    for given in (whole, states):
-        again = stored_form(given, {"wide"})
+    for arrays in (whole, states):
+        again = stored_form(arrays, {"wide"})
         assert again.keys() == states.keys()
         for name, array in states.items():
             np.testing.assert_array_equal(again[name], array, name)
-        wide = stored_form(given, ())
+        wide = stored_form(arrays, ())
         assert wide.keys() == {"steps", "mean.wide", "square.wide", "mean.small", "square.small"}
         close(wide["mean.wide"].reshape(-1), decode(states["mean.wide"].reshape(-1),
               states["mean_scale.wide"], signed=True))  # fmt: skip
     part = {n: a[:, 7:] if a.ndim == 2 else a for n, a in whole.items()}  # of blocks of its own
-    found, wanted = stored_form(stored_form(part, {"wide"}), ()), stored_form(part, ())
+    actual, expected = stored_form(stored_form(part, {"wide"}), ()), stored_form(part, ())
     assert stored_form(part, {"wide"})["mean_scale.wide"].shape == (-(-90 * 57 // 256),)
-    close(found["mean.wide"], wanted["mean.wide"], 0.02)  # a step of the codes near 1
+    close(actual["mean.wide"], expected["mean.wide"], 0.02)  # a step of the codes near 1
 
 
 def test_squares_of_parts_add_up_by_the_shares_of_rows() -> None:
     array = np.random.default_rng(0).standard_normal((6, 5))
     shares = [(slice(0, 2), 1.0), (slice(2, None), 0.25)]
-    wanted = sum(share * np.square(array[rows]).sum() for rows, share in shares)
+    expected = sum(share * np.square(array[rows]).sum() for rows, share in shares)
     parts = (squares(array.reshape(-1)[at : at + 7], at, array.shape, shares) for at in (0, 7, 14))
     rest = squares(np.append(array.reshape(-1)[21:], np.zeros(4)), 21, array.shape, shares)
-    assert sum(parts) + rest == pytest.approx(wanted)
+    assert sum(parts) + rest == pytest.approx(expected)

@@ -100,14 +100,14 @@ def test_slices_have_the_codes_of_the_whole_weight(
             if not isinstance(made, Quantized):
                 continue
             wholes |= {name} if make.wants_whole(name) else set()
-            given = array if make.wants_whole(name) else division.own(name, array)
+            source = array if make.wants_whole(name) else division.own(name, array)
             try:
-                part = make(name, given)
+                part = make(name, source)
             except ConfigError as error:
                 refused.append(str(error))
                 continue
-            wanted = division.own(name, made.dequantize())
-            np.testing.assert_array_equal(part.dequantize(), wanted, name)
+            expected = division.own(name, made.dequantize())
+            np.testing.assert_array_equal(part.dequantize(), expected, name)
             assert part.nbytes <= 1.3 * made.nbytes * part.size / made.size
     said = re.compile(
         r"_proj.weight: .*columns \d.* split blocks of 64 values; cut at multiples of 64, or"
@@ -134,9 +134,9 @@ def test_columns_of_rounded_rows_know_their_largest(dtype: str) -> None:
         part = made.cut(1, [where]).moved(np.copy)
         sums = sums + linear(x[:, where], part).astype(np.float64)
     made.largest = None
-    wanted = linear(x, made).astype(np.float64)
-    few = 8 * float(np.finfo(dtype).eps) * np.abs(wanted).max()
-    np.testing.assert_allclose(sums, wanted, rtol=0, atol=few)
+    expected = linear(x, made).astype(np.float64)
+    few = 8 * float(np.finfo(dtype).eps) * np.abs(expected).max()
+    np.testing.assert_allclose(sums, expected, rtol=0, atol=few)
 
 
 def test_columns_of_groups_are_cut_between_them() -> None:
@@ -158,9 +158,9 @@ def test_ranks_read_the_parts_that_they_keep(
     read, slices, held = list[int](), LazyParameter.__getitem__, 0
 
     def counted(unread: LazyParameter, key: Any) -> Any:
-        found = slices(unread, key)
-        read.append(found.nbytes)
-        return found
+        piece = slices(unread, key)
+        read.append(piece.nbytes)
+        return piece
 
     comm, group = SingleCommunicator(), SingleCommunicator()
     comm.size, group.size = 3, tensor

@@ -60,10 +60,10 @@ def test_calls_are_those_of_cupy() -> None:
         ours = cupy.cuda.nccl
         for name, method in vars(ours.NcclCommunicator).items():
             if inspect.isfunction(method) and name != "__init__":
-                found = re.search(rf"NcclCommunicator\.{name}\(self(.*?)\)", text)
-                assert found is not None, name
-                given = [part.split()[-1] for part in found[1].split(",")[1:]]
-                assert given == [*inspect.signature(method).parameters][1:]
+                match = re.search(rf"NcclCommunicator\.{name}\(self(.*?)\)", text)
+                assert match is not None, name
+                declared = [part.split()[-1] for part in match[1].split(",")[1:]]
+                assert declared == [*inspect.signature(method).parameters][1:]
         assert "NcclCommunicator(int ndev, bytes commId, int rank, " in text
         for name in ("groupStart", "groupEnd", "get_unique_id"):
             assert f"{name}()" in text
@@ -186,10 +186,10 @@ def test_buckets_are_summed_by_a_second_stream(monkeypatch) -> None:
         monkeypatch.setattr(stream, "__exit__", lambda *_: sides.append("out"))
         monkeypatch.setattr(stream, "wait_event", lambda *_: sides.append("wait"))
         grads = {"a": array([1.0, 2.0]), "b": array([[3.0]])}
-        found = DataParallel(model, comm, bucket_bytes=8).sums(grads)
+        actual = DataParallel(model, comm, bucket_bytes=8).sums(grads)
         assert sides == ["wait", "in", "out"] * 2 + ["wait"]
         for name, grad in grads.items():
-            np.testing.assert_array_equal(found[name], grad)
+            np.testing.assert_array_equal(actual[name], grad)
 
 
 def test_the_next_block_is_gathered_ahead() -> None:

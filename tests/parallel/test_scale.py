@@ -19,8 +19,8 @@ from unsloth_cupy.parallel._shards import Cut
 from unsloth_cupy.profiling import scale
 from unsloth_cupy.profiling.scale import ScalePlan, plan_ranks
 
+from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, SIZES
-from ..sample import Sample
 
 LLAMA = SIZES | {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 4}
 
@@ -73,13 +73,13 @@ def test_a_replay_of_all_ranks_holds_what_is_planned(
 ) -> None:
     plan = planned(layout, microbatches=microbatches, **options)
     seen = plan.replay()
-    wanted = [
+    expected = [
         plan.stages[stage].memory.total
         for _ in range(layout.data)
         for stage in range(layout.pipeline)
         for _ in range(layout.tensor * layout.context)
     ]
-    assert seen.peaks == wanted
+    assert seen.peaks == expected
     assert max(seen.seconds) == pytest.approx(plan.seconds)
 
 
@@ -117,8 +117,8 @@ def test_chunks_send_and_multiply_what_their_blocks_do() -> None:
 
 def test_adapters_alone_learn() -> None:
     """No gradient of a weight below them: neither held, nor summed, nor multiplied."""
-    given: Any = {"device": "cpu"}
-    every, few = (planned(Layout(2, 1, 2), **given, rank=rank) for rank in (None, 4))
+    options: Any = {"device": "cpu"}
+    every, few = (planned(Layout(2, 1, 2), **options, rank=rank) for rank in (None, 4))
     one, other = every.stages[0], few.stages[0]
     blocks = 4 * (4 * 32 * 32 + 3 * 32 * 48) / 2  # weights of a rank, in four layers
     head, rows = 97 * 32 / 2, 2 * 16
@@ -157,11 +157,11 @@ def test_plan_memory_is_of_the_rank_that_holds_most(number: int) -> None:
     whole = plan_memory(LLAMA, **sizes)
     for tensor, pipeline in Sample.one_in(3, grids[number:] + grids[:number]):
         every = planned(Layout(tensor, pipeline), microbatches=6, **sizes)
-        found = plan_memory(
+        actual = plan_memory(
             LLAMA, **sizes, accumulate=6, tensor_parallel=tensor, pipeline_parallel=pipeline
         )
-        assert found.total == max(stage.memory.total for stage in every.stages)
-        assert found.weights < whole.weights
+        assert actual.total == max(stage.memory.total for stage in every.stages)
+        assert actual.weights < whole.weights
     with pytest.raises(ConfigError, match=r"tensor_parallel=2.*pass 'adamw'"):
         plan_memory(LLAMA, **sizes, tensor_parallel=2, optimizer="none")
     with pytest.raises(ConfigError, match="pipeline_parallel=0; pass 1 or more"):
@@ -172,12 +172,12 @@ def test_plan_memory_is_of_the_rank_that_holds_most(number: int) -> None:
 def test_a_gpu_has_the_next_block_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """That Zero3 gathers while one is computed; not so a host, nor a model of one block."""
     config = LLAMA | {"num_hidden_layers": 1}
-    for given, blocks in ((LLAMA, 1), (config, 0)):
-        ahead = planned(Layout(1, 1, 2, 3), given).stages[0].memory
+    for settings, blocks in ((LLAMA, 1), (config, 0)):
+        ahead = planned(Layout(1, 1, 2, 3), settings).stages[0].memory
         monkeypatch.setattr(
             PlannedRanks, "ahead", property(lambda _: False, lambda *_: None), raising=False
         )
-        without = planned(Layout(1, 1, 2, 3), given).stages[0].memory
+        without = planned(Layout(1, 1, 2, 3), settings).stages[0].memory
         monkeypatch.undo()
         assert ahead.weights == without.weights
         assert (ahead.total > without.total) == bool(blocks)

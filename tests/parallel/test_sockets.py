@@ -100,21 +100,24 @@ def test_a_rank_that_ends_before_all_have_met() -> None:
 
 
 def test_the_environment_says_how_ranks_meet() -> None:
-    given = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-    assert rendezvous(given) == (1, 4, "node0", 29500)
-    assert rendezvous(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[3] == 29501
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    assert rendezvous(variables) == (1, 4, "node0", 29500)
+    assert rendezvous(variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[3] == 29501
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
-    assert rendezvous(slurm | {k: given[k] for k in ("MASTER_ADDR", "MASTER_PORT")})[:2] == (1, 4)
-    assert rendezvous(slurm | given)[:2] == (1, 4)  # torchrun inside of srun
+    assert rendezvous(slurm | {k: variables[k] for k in ("MASTER_ADDR", "MASTER_PORT")})[:2] == (
+        1,
+        4,
+    )
+    assert rendezvous(slurm | variables)[:2] == (1, 4)  # torchrun inside of srun
     srun = slurm | {"SLURM_STEP_NODELIST": "gpu-[07-09,12]", "SLURM_JOB_ID": "4012345"}
     assert rendezvous(srun) == (1, 4, "gpu-07", 20000 + 4012345 % 12000)
     assert rendezvous(srun | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})[2:] == ("a", 1)
     for name in (*slurm, "SLURM_STEP_NODELIST", "SLURM_JOB_ID"):
         with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
             rendezvous({k: v for k, v in srun.items() if k != name})
-    for name in given:
+    for name in variables:
         with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
-            rendezvous({k: v for k, v in given.items() if k != name})
+            rendezvous({k: v for k, v in variables.items() if k != name})
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_gradients_are_told_when_nothing_is_added_any_more() -> None:
     rng = np.random.default_rng(0)
     weights = {n: rng.standard_normal((3, 3)).astype(np.float32) for n in ("a", "b", "c", "d")}
     x = rng.standard_normal((2, 3)).astype(np.float32)
-    told: list[tuple[str, np.ndarray]] = []
+    heard: list[tuple[str, np.ndarray]] = []
 
     def run() -> list[np.ndarray]:
         tape = Tape()
@@ -35,17 +35,17 @@ def test_gradients_are_told_when_nothing_is_added_any_more() -> None:
         y = linear(linear(linear(linear(x, a), b), a), c)
         return tape.gradients(y, [a, b, c, d], np.ones_like(y.value))
 
-    wanted = run()
+    expected = run()
     names = {id(array): name for name, array in weights.items()}
-    token = take_gradients.set(lambda value, grad: told.append((names[id(value)], grad.copy())))
+    token = take_gradients.set(lambda value, grad: heard.append((names[id(value)], grad.copy())))
     try:
         assert run() == [None] * 4
     finally:
         take_gradients.reset(token)
-    order = [name for name, _ in told]
+    order = [name for name, _ in heard]
     assert order.index("c") < order.index("b") < order.index("a")
-    for name, one in zip(weights, wanted, strict=True):
-        np.testing.assert_array_equal(dict(told)[name], one)
+    for name, one in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(dict(heard)[name], one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])

@@ -69,20 +69,20 @@ def parts_equal_the_whole(comm: Communicator) -> None:
         one, alike, other = (AdamW(m.trainable, **options) for m in (whole, divided, parted))
         zero1 = Zero1(alike, comm)
         for step, (tokens, labels) in enumerate(batches(steps)):
-            wanted, grads = whole.loss_and_gradients(tokens, labels)
+            expected, grads = whole.loss_and_gradients(tokens, labels)
             loss, sums = data.loss_and_gradients(tokens[own], labels[own])
             also, parts = zero3.loss_and_gradients(tokens[own], labels[own])
-            close([loss, also], [wanted] * 2)
+            close([loss, also], [expected] * 2)
             assert [*sums] == [*grads] == [*parts]
             if step == 0:
                 for name, array in zero3.gathered(parts).items():
                     close(array, grads[name])
                     close(sums[name], grads[name])
-            measured, found = measure_gradients(grads, 0.1), zero3.measure_gradients(parts, 0.1)
-            close(found, measured)
+            measured, actual = measure_gradients(grads, 0.1), zero3.measure_gradients(parts, 0.1)
+            close(actual, measured)
             one.step(grads, factor=measured.factor)
             zero1.step(sums, factor=measured.factor)
-            other.step(parts, factor=found.factor)
+            other.step(parts, factor=actual.factor)
         same_training(whole, divided, one, zero1.state())
         close(parted.loss(tokens, labels), whole.loss(tokens, labels))  # block by block
         made = (m.generate(tokens[:1], max_new_tokens=2, stop=()) for m in (parted, whole))
@@ -107,10 +107,10 @@ def grids_equal_the_whole(comm: Communicator, tensor: int = 2, family: str = "ll
     optimizers = [AdamW(model.trainable, **options) for model in (whole, one, three)]
     optimizers[1] = Zero1(optimizers[1], groups.data)
     for step, (tokens, labels) in enumerate(batches(2)):
-        wanted, grads = whole.loss_and_gradients(tokens, labels)
-        found, sums = data.loss_and_gradients(tokens[own], labels[own])
+        expected, grads = whole.loss_and_gradients(tokens, labels)
+        actual, sums = data.loss_and_gradients(tokens[own], labels[own])
         also, parts = zero3.loss_and_gradients(tokens[own], labels[own])
-        close([found, also], [wanted] * 2)
+        close([actual, also], [expected] * 2)
         for name, array in (zero3.gathered(parts) if step == 0 else {}).items():
             close(one.division.gathered(name, sums[name]), grads[name])
             close(three.division.gathered(name, array), grads[name])
@@ -135,12 +135,12 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
         tokens = rng.integers(0, CONFIG["vocab_size"], (2, 11))
         labels = np.where(rng.random(tokens.shape) < 0.3, -100, tokens)
         for offsets in (None, texts):
-            wanted, grads = whole.loss_and_gradients(tokens, labels, offsets=offsets)
+            expected, grads = whole.loss_and_gradients(tokens, labels, offsets=offsets)
             share, own = model.loss_and_gradients(tokens, labels, offsets=offsets)
             close(model.loss(tokens, labels, offsets=offsets), share)
-            close(comm.all_reduce(np.array(share)), wanted)
+            close(comm.all_reduce(np.array(share)), expected)
             loss, sums = many.loss_and_gradients(tokens, labels, offsets=offsets)
-            close(loss, wanted)
+            close(loss, expected)
             for name, gradient in many.sums(own).items():
                 close(gradient, grads[name])
                 np.testing.assert_array_equal(sums[name], gradient, name)
@@ -178,17 +178,17 @@ def buckets_have_equal_bits(comm: Communicator) -> None:
     tokens, labels = next(batches())
     own = part(ROWS, comm)
     offsets = np.array([0, 5, 5, len(tokens[own]) * TOKENS])
-    found = []
+    results = []
     for size in (1, 9000, 2**25):
         many = DataParallel(model, comm, bucket_bytes=size)
-        found.append(many.loss_and_gradients(tokens[own], labels[own], offsets=offsets)[1])
+        results.append(many.loss_and_gradients(tokens[own], labels[own], offsets=offsets)[1])
     _, alone = model.loss_and_gradients(
         tokens[own], labels[own], offsets=offsets, count=counted_in_all(labels, offsets, comm)
     )
-    found.append(many.sums(alone))
-    for other in found[1:]:
-        for name, wanted in found[0].items():
-            np.testing.assert_array_equal(other[name], wanted, strict=True)
+    results.append(many.sums(alone))
+    for other in results[1:]:
+        for name, expected in results[0].items():
+            np.testing.assert_array_equal(other[name], expected, strict=True)
 
 
 def counted_in_all(labels: Any, offsets: Any, comm: Communicator) -> int:
@@ -243,10 +243,10 @@ def zero_equals_adamw(comm: Communicator) -> None:
         same(again.masters(), one.parameters)
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, strict=True)
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(actual[name], array, strict=True)
 
 
 def all_checks(comm: Communicator) -> None:

@@ -1,0 +1,308 @@
+"""The output of explain equals the launches of a call, and the formulas of its op."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
+
+import click.testing
+import numpy as np
+import pytest
+
+from unsloth_cupy import attention, explain, linear, models, nf4_quantize, rms_norm, shape, softmax
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.core import target
+from unsloth_cupy.core.gpu import compiler_options
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.finetune.run_folder import config_file
+from unsloth_cupy.profiling import explanation, watch
+from unsloth_cupy.profiling.cards import CARDS, card_of
+
+from ..code import budget
+from ..harness.tracked import tracked
+from ..machines.stand_in import Launch, gpu
+from .test_cli import LLAMA
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def heads(dim: int, count: int = 8, dtype: str = "bfloat16") -> Any:
+    return shape((1, 256, count, dim), dtype)
+
+
+def test_a_kernel_is_shown_as_it_is_launched() -> None:
+    """The real launch code runs on the stand-in for a GPU: same grid, block and memory."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, 256, n, 64), np.float32) for n in (8, 2))
+    with gpu() as machine:
+        attention(*map(machine.place, (q, k, k)), causal=True)
+        launched = [(x.kernel, tuple(x.grid), tuple(x.block), x.shared) for x in machine.launches]
+        capability = machine.capability
+    actual = explain(attention, q, k, k, causal=True, device=f"sm_{capability}")
+    (step,) = actual.steps
+    assert step.kernel
+    assert [(x.kernel, x.grid, x.block, x.shared) for x in step.launches] == launched
+    assert step.launches[0].constants["DIM"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: explain(attention, *[heads(60)] * 3, device="h200"), "head dim 60 is not a mult"),
+        (lambda: explain(softmax, shape((4, 8), "float64"), device="h200"), "float64 has no ker"),
+        (lambda: explain(softmax, shape((0, 8), "float32"), device="h200"), "x has an empty axis"),
+        (lambda: explain(softmax, np.ones((4, 8))), "its arrays are NumPy's"),
+        (lambda: explain(linear, *[shape((8, 8), "float16")] * 2, device="l4"), "by cuBLAS"),
+    ],
+)
+def test_a_definition_says_why(call: Any, said: str) -> None:
+    (step,) = call().steps
+    assert not step.kernel
+    assert step.launches == ()
+    assert said in step.why
+    assert said in str(call())
+
+
+def test_floors_are_those_of_the_formulas() -> None:
+    x = shape((4096, 4096), "float16")
+    (step,) = explain(linear, x, x, device="h200").steps
+    assert step.operations == 2 * 4096**3
+    assert step.moved == 3 * 4096**2 * 2
+    assert step.bound == "products"
+    assert step.floor == pytest.approx(2 * 4096**3 / 989.5e12)
+    (step,) = explain(rms_norm, x, shape(4096, "float16"), device="h200").steps
+    assert step.moved == 2 * 4096**2 * 2 + 4096 * 2 + 4096 * 4
+    assert step.bound == "memory"
+    assert step.floor == pytest.approx(step.moved / 4800e9)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 2)}])
+def test_operations_count_the_pairs_that_are_seen(options: Any) -> None:
+    q, k = shape((2, 6, 4, 8), "float32"), shape((2, 9, 4, 8), "float32")
+    (step,) = explain(attention, q, k, k, **options, device="h200").steps
+    seen = np.ones((6, 9), bool)
+    distance = np.arange(9) - (np.arange(6)[:, None] + 3)
+    left, right = options.get("window", (9, 0 if "causal" in options else 9))
+    seen = (distance >= -left) & (distance <= right)
+    assert step.operations == 2 * 2 * 4 * seen.sum() * 16
+
+
+def test_a_step_is_grouped_by_op() -> None:
+    model = models.create(CONFIG, seed=0)
+    tokens = np.zeros((2, 64), np.int64)
+    actual = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    assert len(actual.ops["attention_backward"]) == 2
+    assert actual.floor == pytest.approx(sum(step.floor or 0 for step in actual.steps))
+    text = str(actual)
+    assert text.count("attention_backward") == 1
+    assert "sum of floors" in text
+    products = sum(step.operations for step in actual.ops["linear"])
+    assert products == 2 * 2 * 64 * sum(
+        array.size for name, array in model.parameters.items() if "proj" in name
+    )
+    assert np.isfinite(model.loss_and_gradients(tokens, tokens)[0]), "the model stays as it was"
+
+
+def test_a_frozen_weight_costs_no_product() -> None:
+    model = models.create(CONFIG, seed=0)
+    tokens = np.zeros((2, 64), np.int64)
+    whole = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    model.add_adapter(4, seed=0)
+    adapted = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    count = [sum(step.operations for step in each.steps) for each in (whole, adapted)]
+    assert count[1] < count[0]
+
+
+def test_a_quantized_weight_moves_its_codes() -> None:
+    weight = nf4_quantize(np.ones((256, 256), np.float32))
+    (step,) = explain(linear, np.ones((4, 256), np.float32), weight, device="h200").steps
+    assert step.moved == 2 * 4 * 256 * 4 + weight.nbytes
+    assert step.launches
+
+
+def test_nothing_of_it_stays() -> None:
+    before = {name: len(op.routes) for name, op in OPS.items()}, target.targets
+    explain(attention, *[heads(64)] * 3, device="a100")
+    assert ({name: len(op.routes) for name, op in OPS.items()}, target.targets) == before
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_cards_have_launches(name: str) -> None:
+    assert explain(attention, *[heads(128)] * 3, device=name.upper()).steps[0].launches
+
+
+def test_a_card_may_be_stated() -> None:
+    x = shape((1024, 1024), "float32")
+    stated = {"architecture": 86, "bandwidth": 1000, "products": 100, "products32": 10}
+    assert explain(softmax, x, device=stated).floor == pytest.approx(8 * 2**20 / 1e12)
+    assert explain(softmax, x, device=card_of(stated)).floor == pytest.approx(8 * 2**20 / 1e12)
+    assert explain(softmax, x, device="sm_86").floor is None
+    assert "no rates are known" in str(explain(softmax, x, device="sm_86"))
+    few = explain(linear, *[shape((4, 8), "float32")] * 2, device=stated | {"products32": None})
+    assert few.floor is None
+    assert "there is no floor without products32: state the rate" in str(few)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: explain(softmax, np.ones(4), device="h900"), "choose from a100"),
+        (lambda: explain(softmax, np.ones(4), device="sm_70"), "architecture is not one of 80"),
+        (lambda: explain(softmax, np.ones(4), device={"bandwidth": 1}), "architecture is not one"),
+        (lambda: explain(softmax, np.ones(4), device={"speed": 1}), "speed is not among name"),
+        (
+            lambda: explain(softmax, np.ones(4), device={"architecture": 80, "bandwidth": -1}),
+            "bandwidth is not a number above 0",
+        ),
+        (lambda: explain(softmax, shape((4, 4), "float32")), "a shape is on no device"),
+        (lambda: explain("softmax"), "function is not callable"),  # type: ignore[arg-type]
+        (lambda: shape((4, -1), "float32"), "sizes is not a tuple of integers"),
+        (lambda: shape((4, 1), "float8"), "dtype is not one of float16"),
+    ],
+)
+def test_what_makes_no_sense_is_named(call: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_errors_of_the_call_are_its_own() -> None:
+    with pytest.raises(ShapeError, match="attention"):
+        explain(attention, heads(64), heads(64, 3), heads(64, 3), device="h200")
+    assert watch._watchers == ()
+
+
+def test_a_definition_on_a_gpu_is_told_once() -> None:
+    watch.warned.clear()
+    with TestCase().assertLogs("unsloth_cupy", "WARNING") as log, gpu() as machine:
+        machine.strict = False
+        x = machine.place(np.ones((2, 16, 2, 60), np.float32))
+        attention(x, x, x)
+        attention(x, x, x, causal=True)
+        linear(x, machine.place(np.ones((4, 60), np.float32)))
+        softmax(machine.place(np.ones((2, 16), np.float32)))
+    (record,) = log.records
+    message = "attention runs its definition on the GPU: head dim 60 is not a multiple"
+    assert message in record.getMessage()
+
+
+def run(*arguments: object) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(group, ["explain", *map(str, arguments)])
+
+
+def test_rows_are_no_longer_than_a_model_has_positions(tmp_path: Path) -> None:
+    """Those that nobody asked for."""
+    config = CONFIG | {"max_position_embeddings": 48}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = run(tmp_path, "--optimizer", "none")
+    assert said.exit_code == 0, said.exception
+    assert said.output == run(tmp_path, "--optimizer", "none", "--tokens", 48).output
+    assert run(tmp_path, "--tokens", 49).exit_code == 1
+
+
+def test_folders_of_runs_and_adapters_name_a_model(tmp_path: Path) -> None:
+    config = LLAMA / "config.json"
+    adapter, run_of, checkpoint = tmp_path / "adapter", tmp_path / "run", "checkpoint-00000003"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(LLAMA)})
+    )
+    (run_of / checkpoint).mkdir(parents=True)
+    (run_of / checkpoint / "config.json").write_text(config.read_text())
+    assert config_file(config) == config_file(LLAMA) == config_file(adapter) == config
+    assert config_file(run_of) == run_of / checkpoint / "config.json"
+    small = "--tokens", 16, "--optimizer", "none"
+    assert run(adapter, *small).output == run(LLAMA, *small).output == run(run_of, *small).output
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "base_model_name_or_path" in str(run(adapter).output)
+
+
+OURS = [name for name, op in OPS.items() if op.definition.__module__.startswith("unsloth_cupy.")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_the_command_explains_every_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized ones too; a call of the sizes of a benchmark runs its kernel where one is."""
+    monkeypatch.setattr(explanation, "resources", lambda *_: None)  # to compile takes seconds
+    said = run(name, "--device", "sm_80")
+    assert said.exit_code == 0, said.exception
+    if OPS[name].launch is not None:
+        assert "runs as     kernel" in said.output
+
+
+@pytest.mark.slow
+def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
+    if budget.missing() is not None:
+        pytest.skip(str(budget.missing()))
+    x = shape((4, 4096), "bfloat16")
+    (step,) = explain(rms_norm, x, shape(4096, "bfloat16"), device="sm_90").steps
+    (launch,) = step.launches
+    options = compiler_options(launch.source)
+    asked = Launch(launch.kernel, launch.source, options, launch.grid, launch.block, 0)
+    used = budget.resources(asked, "90")
+    resources, share = launch.resources, launch.occupancy
+    assert resources is not None
+    assert resources[:2] == pytest.approx(used[:2], abs=budget.REGISTER_UNIT)
+    assert f"{resources.registers} registers per thread" in str(step)
+    assert f"occupancy {share} %" in str(step)
+
+
+def test_a_launch_that_refuses_says_why() -> None:
+    """``no_kernel`` alone returns NotImplemented, or what handed on the one of another launch."""
+    silent = [
+        f"{path.name}:{number}"
+        for path in tracked("unsloth_cupy/ops/**/*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.strip() == "return NotImplemented" and path.name != "no_kernel.py"
+    ]
+    assert silent == []
+
+
+def test_a_step_has_a_floor_of_parts() -> None:
+    text = run(LLAMA, "--tokens", 16, "--device", "l4").output
+    assert re.search(r"on L4 this cannot be faster than [\d.]+ [um]s, of which are:", text)
+    whole = re.search(r"^  .*\battention [\d.]+ us \(\d+%\).*$", text, re.M)
+    assert whole is not None
+    assert sum(int(share) for share in re.findall(r"\((\d+)%\)", whole[0])) in range(96, 105)
+    assert re.search(r"^AdamW.step +1 +kernel +\d", text, re.M)
+    assert "AdamW" not in run(LLAMA, "--tokens", 16, "--optimizer", "none").output
+
+
+def test_a_step_of_adapters_and_of_fewer_bits() -> None:
+    """Adapters alone are learned; packed weights are fewer bytes, which kernels unpack."""
+    small = ("--tokens", 16, "--device", "l4")
+    dense, packed = (
+        {
+            line.split()[0]: line.split()
+            for line in run(LLAMA, *small, *more).output.splitlines()[2:]
+            if line
+        }
+        for more in (("--lora", 4), ("--lora", 4, "--quantize", "nf4"))
+    )
+    for calls in (dense, packed):
+        assert {"AdamW.step", "lora_up_backward", "lora_down"} <= calls.keys()
+        assert "linear_backward" not in calls
+    size = lambda row: float(row[4]) * {"KiB": 1, "MiB": 1024}[row[5]]  # noqa: E731
+    assert size(packed["lora_up_backward"]) < size(dense["lora_up_backward"])
+    assert int(packed["lora_up_backward"][3]) > int(dense["lora_up_backward"][3])
+    frozen = run(LLAMA, "--quantize", "nf4")
+    assert frozen.exit_code == 1
+    assert "add --lora" in frozen.output
+    assert "pass its config" in run("attention", "--lora", 4).output
+
+
+@pytest.mark.slow
+def test_command() -> None:
+    said = run("attention", "--device", "rtx4090").output
+    assert "attention_forward of attention_forward.cu" in said
+    assert "RTX 4090" in said
+    assert "sum of floors" in run(LLAMA, "--tokens", 16, "--device", "l4").output
+    wrong = run("atention")
+    assert wrong.exit_code == 1
+    assert "did you mean attention" in wrong.output

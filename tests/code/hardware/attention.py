@@ -1,0 +1,329 @@
+"""Measure attention on Hopper: ``python -m tests.code.hardware --attention FOLDER``.
+
+    bits 128 causal     forward and backward twice: equal bits, close to the results of mma.sync
+    speed 128 causal    TFLOP/s from 1k to 32k tokens, alternating with torch's backends
+    races 128           a small call under compute-sanitizer: memcheck, racecheck, synccheck
+    pipes 128           a call under Nsight Compute: the use of each pipe, compared with the model
+
+These steps are for head dims 64, 128 and 256, causal and full.  Their results are stored next to a
+page, whose table ``python -m tests.code.hardware.attention PAGE STEP ... --json FILE`` rewrites;
+FILE lists the steps that are done.  A step that detects an error ends the process.
+"""
+
+import argparse
+import csv
+import datetime
+import io
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import AttentionConfig, attention_backward, attention_forward, machine
+from unsloth_cupy.bench.attention_shapes import Shape, torch_calls
+from unsloth_cupy.bench.report import OURS
+from unsloth_cupy.bench.stopwatch import DeviceClock
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.gpu import cupy
+from unsloth_cupy.files import atomic_path
+
+from .fixtures import ROOT
+
+Row = dict[str, Any]
+
+DIMS, MASKS = (128, 64, 256), ("causal", "full")
+TOKENS = tuple(1 << power for power in range(10, 16))
+WIDTH = 2048  # columns of all heads together
+ALL = 16384  # the fewest tokens of a batch
+TOOLS = ("memcheck", "racecheck", "synccheck")
+LOOK = 120  # seconds for one tool
+NEAR = 2e-2  # of the largest value: two roundings to bfloat16 of sums in another order
+TWO = "two launches"
+PEERS = {TWO: TWO, "mma.sync": "mma.sync", "torch cuDNN": "cuDNN", "torch flash": "flash"}
+BEGIN, END = "<!-- hopper: begin -->", "<!-- hopper: end -->"
+# Metrics of Nsight Compute, by the names of tests/code/warpgroups.py: percentage of a pipe's peak
+BUSY = ".avg.pct_of_peak_sustained_active"
+METRICS = {
+    "products": f"sm__pipe_tensor_cycles_active{BUSY}",
+    "issue": f"smsp__issue_active{BUSY}",
+    "FMA": f"sm__inst_executed_pipe_fma{BUSY}",
+    "ALU": f"sm__inst_executed_pipe_alu{BUSY}",
+    "exp2": f"sm__inst_executed_pipe_xu{BUSY}",
+    "shared": f"l1tex__data_bank_reads{BUSY}",
+}
+
+
+def names() -> list[str]:
+    """Return the steps in order: those that detect errors before those that take long."""
+    pairs = [f"{dim} {mask}" for dim, mask in itertools.product(DIMS, MASKS)]
+    timed = [f"{what} {pair}" for what in ("bits", "speed") for pair in pairs]
+    return timed + [f"{what} {dim}" for what in ("pipes", "races") for dim in DIMS]
+
+
+def shape(dim: int, tokens: int) -> Shape:
+    """Return the shape of a batch with as many sequences as make ALL tokens."""
+    return Shape(f"{tokens}", max(1, ALL // tokens), WIDTH // dim, tokens, dim)
+
+
+def on_warpgroups(wanted: bool = True, one_pass: bool | None = None) -> Any:
+    """Return a context in which calls use warpgroups if possible, or do not."""
+    return AttentionConfig(warpgroups=wanted, one_pass=one_pass if wanted else None).use()
+
+
+class Here:
+    """The GPU: it draws arrays, and measures time."""
+
+    gpu = True
+    tokens = TOKENS
+
+    def __init__(self) -> None:
+        self.clock: Any = DeviceClock()
+
+    def take(self, array: Any) -> np.ndarray:
+        """Return an array of the GPU as float32 on the host."""
+        return np.asarray(array.get() if self.gpu else array).astype(np.float32)
+
+    def draw(self, size: Shape) -> list[Any]:
+        """Return random q, k, v and dout."""
+        rng = (cupy() if self.gpu else np).random.default_rng(0)
+        full = (size.batch, size.tokens, size.heads, size.dim)
+        return [rng.standard_normal(full, np.float32).astype(BFLOAT16) for _ in range(4)]
+
+
+def bits(here: Here, dim: int, mask: str) -> Iterator[Row]:
+    """Compare two runs, with one-pass backward and with two launches, and both with mma.sync."""
+    for one_pass in (True, False):
+        for row in _bits(here, dim, mask, one_pass):
+            yield row if one_pass else row | {"of": f"{row['of']} of two launches"}
+
+
+def _bits(here: Here, dim: int, mask: str, one_pass: bool) -> Iterator[Row]:
+    *qkv, dout = here.draw(shape(dim, here.tokens[-3]))
+    causal = mask == "causal"
+    runs = []
+    for wanted in (True, True, False):
+        with on_warpgroups(wanted, one_pass):
+            out, lse = attention_forward(*qkv, causal=causal)
+            gradients = attention_backward(dout, *qkv, out, lse, causal=causal)[:3]
+        runs.append([here.take(a) for a in (out, lse, *gradients)])
+    for name, one, same, other in zip(("out", "lse", "dq", "dk", "dv"), *runs, strict=True):
+        if one.tobytes() != same.tobytes():
+            raise SystemExit(f"{name}: {np.sum(one != same)} of {one.size} differ in two runs")
+        away = float(np.abs(one - other).max() / np.abs(other).max())
+        if not away < NEAR:
+            raise SystemExit(f"{name} is {away:.2e} of its largest value away from mma.sync's")
+        yield {"of": name, "away": away}
+
+
+def speed(here: Here, dim: int, mask: str) -> Iterator[Row]:
+    """Time forward and backward at all sequence lengths."""
+    causal = mask == "causal"
+    for tokens in here.tokens:
+        size = shape(dim, tokens)
+        *qkv, dout = here.draw(size)
+        outputs = attention_forward(*qkv, causal=causal)
+        own = (
+            partial(attention_forward, *qkv, causal=causal),
+            partial(attention_backward, dout, *qkv, *outputs, causal=causal),
+        )
+        for backward, call in enumerate(own):
+            peers = torch_calls(tuple(qkv), dout, causal, bool(backward), here.gpu, chain=False)
+            with on_warpgroups():
+                seconds, _ = here.clock([call, *peers.values()])
+            before, _ = here.clock([call])
+            times = dict(zip((OURS, *peers, "mma.sync"), (*seconds, *before), strict=True))
+            if backward:
+                with on_warpgroups(one_pass=False):
+                    (times[TWO],), _ = here.clock([call])
+            work = size.operations(causal, bool(backward)) / 1e12
+            yield {
+                "tokens": tokens,
+                "direction": "backward" if backward else "forward",
+                "tflop_per_s": {name: work / taken for name, taken in times.items()},
+            }
+
+
+def small(dim: int) -> None:
+    """Make the call that the tools check: several jobs for a block, several tiles, some masked."""
+    here = Here()
+    *qkv, dout = here.draw(Shape("small", 1, 2 * WIDTH // dim, 512, dim))
+    with on_warpgroups():
+        out, lse = attention_forward(*qkv, causal=True)
+        attention_backward(dout, *qkv, out, lse, causal=True)
+    cupy().cuda.Device().synchronize()
+
+
+def under(tool: str, *options: str, dim: int) -> subprocess.CompletedProcess[str]:
+    """Run the small call under a tool of NVIDIA."""
+    own = [sys.executable, "-m", "tests.code.hardware.attention", "--small", str(dim)]
+    return subprocess.run(
+        [tool, *options, *own], cwd=ROOT, capture_output=True, text=True, check=False, timeout=LOOK
+    )
+
+
+def races(here: Here, dim: int) -> Iterator[Row]:
+    """Run a small call under compute-sanitizer."""
+    for tool in TOOLS if shutil.which("compute-sanitizer") else ():
+        done = under("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", dim=dim)
+        output = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+        if done.returncode:
+            raise SystemExit("\n".join([f"{tool}: ended with {done.returncode}", *output[:12]]))
+        yield {"tool": tool, "said": output[-1].strip("= ") if output else "nothing"}
+
+
+def pipes(here: Here, dim: int) -> Iterator[Row]:
+    """Measure the use of each pipe in each kernel with Nsight Compute."""
+    if not shutil.which("ncu"):
+        return
+    chosen = ["--metrics", ",".join(METRICS.values()), "-k", "regex:attention_.*_sm90"]
+    done = under("ncu", "--csv", "--page", "raw", *chosen, dim=dim)
+    lines = done.stdout.splitlines()
+    kernels: list[Row] = []
+    starts = [number for number, line in enumerate(lines) if line.startswith('"ID"')]
+    if done.returncode or not starts:
+        raise SystemExit("\n".join([f"ncu: ended with {done.returncode}", *lines[-8:]]))
+    for row in csv.DictReader(io.StringIO("\n".join(lines[starts[0] :]))):
+        if row["ID"]:  # the first row has the units
+            busy = {name: float(row[metric]) for name, metric in METRICS.items() if row.get(metric)}
+            kernels.append({"kernel": row["Kernel Name"], "busy": busy})
+    yield from (
+        {**row, "model": busy} for row, busy in zip_longest(kernels, model(dim), fillvalue={})
+    )
+
+
+def model(dim: int) -> list[dict[str, float]]:
+    """Return the model's use of each pipe in each kernel; [] without a disassembler."""
+    try:
+        from .. import warpgroups
+
+        tiles = [warpgroups.forward(dim)[0], *(each[1] for each in warpgroups.backward(dim))]
+    except (ImportError, LookupError):
+        return []
+    return [warpgroups.busy(tile) for tile in tiles]
+
+
+STEPS: dict[str, Any] = {"bits": bits, "speed": speed, "races": races, "pipes": pipes}
+
+
+def facts() -> Row:
+    """Return the device, the date, the commit and the versions of packages."""
+    from unsloth_cupy.cli.bench import commit
+
+    now = datetime.datetime.now(datetime.UTC).date().isoformat()
+    versions = {name: machine.version(name) for name in ("torch", "numpy")}
+    versions["cupy"] = machine.version(*machine.CUPY)
+    gpus, _ = machine.gpus()
+    device = gpus[0].name if gpus else machine.processor()
+    return {"device": device, "date": now, "commit": commit() or "unknown", "versions": versions}
+
+
+def kept_at(page: Path) -> Path:
+    """Return the file next to a page that has the results of its steps."""
+    return page.with_suffix(".hopper.json")
+
+
+def do(step: str, page: Path, here: Here) -> None:
+    """Run a step, store its results, and rewrite the table."""
+    what, dim, *mask = step.split()
+    rows = [*STEPS[what](here, int(dim), *mask)]
+    kept = json.loads(kept_at(page).read_text()) if kept_at(page).exists() else {}
+    kept[step] = {"facts": facts(), "rows": rows}
+    with atomic_path(kept_at(page)) as partial_file:
+        partial_file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    renew(page)
+
+
+def renew(page: Path) -> None:
+    """Write the table of a page from its stored results."""
+    text = page.read_text(encoding="utf-8")
+    kept = json.loads(kept_at(page).read_text()) if kept_at(page).exists() else {}
+    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
+    with atomic_path(page) as partial_file:
+        lines = "\n".join(table(kept))
+        partial_file.write_text(f"{head}{BEGIN}\n{lines}\n{tail}", encoding="utf-8")
+
+
+def table(kept: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the table, and the results of the other steps."""
+    if not kept:
+        yield "No GPU has measured these kernels yet: nothing is claimed about their speed."
+        return
+    order = [step for step in names() if step in kept]
+    speeds = [step for step in order if step.startswith("speed")]
+    peers = {"forward": [OURS, *PEERS], "backward": [OURS, *PEERS]}
+    peers["forward"].remove(TWO)
+    columns = [f"{way} {PEERS.get(name, name)}" for way, shown in peers.items() for name in shown]
+    yield f"| head dim | mask | tokens | {' | '.join(columns)} |"
+    yield "|---|---|---|" + "--:|" * len(columns)
+    for step in speeds:
+        _, dim, mask = step.split()
+        rows = kept[step]["rows"]
+        for forward, backward in zip(rows[::2], rows[1::2], strict=True):
+            cells = [
+                f"{row['tflop_per_s'][name]:.0f}" if name in row["tflop_per_s"] else "-"
+                for row, shown in zip((forward, backward), peers.values(), strict=True)
+                for name in shown
+            ]
+            yield f"| {dim} | {mask} | {forward['tokens']} | {' | '.join(cells)} |"
+    yield ""
+    yield "TFLOP/s: four products of a pair forward, ten operations of a column backward."
+    for step in order:
+        results = [words(step.split()[0], row) for row in kept[step]["rows"]]
+        if results and results[0]:
+            yield f"\n{step}: {'; '.join(results)}."
+    about = {json.dumps(kept[step]["facts"]): None for step in order}
+    for each in map(json.loads, about):
+        versions = ", ".join(f"{name} {v}" for name, v in each["versions"].items() if v)
+        yield f"\n{each['device']}, {each['date']}, commit {each['commit']}; {versions}."
+
+
+def words(what: str, row: Row) -> str:
+    """Return a row of a step as text; "" for times, which are in the table."""
+    if what == "bits":
+        return f"{row['of']} the same twice, {row['away']:.1e} of its largest away from mma.sync's"
+    if what == "races":
+        return f"{row['tool']}: {row['said']}"
+    if what == "pipes":
+        shares = [
+            f"{name} {share:.0f} % ({row['model'].get(name, float('nan')):.0f} %)"
+            for name, share in row["busy"].items()
+        ]
+        return f"{row['kernel']}: {', '.join(shares)}"
+    return ""
+
+
+def main() -> None:
+    """Run steps, one after another, and list those that are done in a file."""
+    parser = argparse.ArgumentParser(prog="python -m tests.code.hardware.attention")
+    parser.add_argument("page", type=Path, nargs="?", help="the page with the table")
+    parser.add_argument(
+        "steps", nargs="*", metavar="STEP", help="such as 'speed 128 causal'; default: all"
+    )
+    parser.add_argument("--json", type=Path, help="the file that lists the steps that are done")
+    parser.add_argument("--small", type=int, metavar="DIM", help="only make a small call")
+    args = parser.parse_args()
+    if args.small:
+        return small(args.small)
+    if args.page is None:
+        parser.error("name the page that has the table")
+    if unknown := set(args.steps) - {*names()}:
+        parser.error(f"no step is called {sorted(unknown)}; there are: {', '.join(names())}")
+    here, done = Here(), []
+    for step in args.steps or names():
+        do(step, args.page, here)
+        done.append(step)
+        if args.json:
+            args.json.write_text(json.dumps({"ops": done}))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""Matrix products: NumPy's against float64, and the calls of cuBLAS, answered by a stand-in.
+
+The stand-in is reached as the library is, by address through C's calling convention, and computes
+by columns, as cuBLAS documents: a wrong order of arguments, flag or stride gives wrong numbers.
+"""
+
+import contextlib
+import ctypes
+import sys
+import tracemalloc
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.core.dtypes import BFLOAT16, FLOATS
+from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
+from unsloth_cupy.ops.common import gemm as common_gemm
+from unsloth_cupy.ops.common.gemm import gemm
+
+from ..harness.parity import EPS, on_gpu
+
+NAMES = {number: dtype for dtype, number in common_gemm.DTYPES.items()}
+NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
+
+
+DEFAULT_MODE = 0
+
+
+class OnGpu:
+    """An array that is not NumPy's, with an address."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values, name)
+
+    @property
+    def data(self) -> Any:
+        return types.SimpleNamespace(ptr=self.values.ctypes.data)
+
+    def copy(self) -> "OnGpu":
+        return OnGpu(self.values.copy())
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.values[index] = getattr(value, "values", value)
+
+    def __add__(self, other: "OnGpu") -> "OnGpu":
+        return OnGpu(self.values + other.values)
+
+
+OnGpu.__module__ = "cupy"  # by which its target knows it
+
+
+def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -> np.ndarray:
+    """Return a matrix of this size whose columns are ``stride`` elements apart."""
+    if not rows * columns:
+        return np.zeros((rows, columns), dtype)
+    size = dtype.itemsize
+    count = (columns - 1) * stride + rows
+    flat = np.frombuffer((ctypes.c_char * (count * size)).from_address(address), dtype)
+    return np.lib.stride_tricks.as_strided(flat, (rows, columns), (size, stride * size))
+
+
+class Cublas:
+    """The six functions of cuBLAS with C's calling convention, computed by NumPy."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.status, self.mode = 0, DEFAULT_MODE
+        faces = types.SimpleNamespace()
+        for name in (
+            "GemmEx",
+            "GemmStridedBatchedEx",
+            "SetStream_v2",
+            "SetMathMode",
+            "Create_v2",
+            "Destroy_v2",
+        ):
+            setattr(faces, f"cublas{name}", types.SimpleNamespace())
+        common_gemm.declare(faces)
+        for name, face in vars(faces).items():
+            prototype = ctypes.CFUNCTYPE(ctypes.c_int, *face.argtypes)
+            function = prototype(getattr(self, name))
+            function.argtypes = face.argtypes
+            setattr(self, name, function)
+
+    def cublasSetStream_v2(self, handle: int, stream: int) -> int:  # noqa: N802
+        self.calls.append(f"stream {stream} of {handle}")
+        return 0
+
+    def cublasSetMathMode(self, handle: int, mode: int) -> int:  # noqa: N802
+        self.mode = mode
+        return 0
+
+    def cublasCreate_v2(self, handle: Any) -> int:  # noqa: N802
+        ctypes.c_void_p.from_address(handle).value = 77
+        return 0
+
+    def cublasDestroy_v2(self, handle: int) -> int:  # noqa: N802
+        self.calls.append(f"destroyed {handle}")
+        return 0
+
+    def cublasGemmEx(self, handle: int, *args: Any) -> int:  # noqa: N802
+        head, (a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, *tail) = args[:6], args[6:]
+        whole = (a, a_type, lda, 0), (b, b_type, ldb, 0), beta, (c, c_type, ldc, 0), 1
+        return self.multiply("gemm", handle, *head, *whole, *tail)
+
+    def cublasGemmStridedBatchedEx(self, handle: int, *args: Any) -> int:  # noqa: N802
+        head, a, b, beta, c = args[:6], args[6:10], args[10:14], args[14], args[15:19]
+        return self.multiply("strided", handle, *head, a, b, beta, c, *args[19:])
+
+    def multiply(
+        self,
+        name: str,
+        handle: int,
+        flag_a: int,
+        flag_b: int,
+        m: int,
+        n: int,
+        k: int,
+        alpha: int,
+        a: Any,
+        b: Any,
+        beta: int,
+        c: Any,
+        batch: int,
+        compute: int,
+        algorithm: int,
+    ) -> int:
+        self.calls.append(f"{name} {m}x{n}x{k} flags {flag_a}{flag_b}")
+        assert self.mode == common_gemm.FULL_PRECISION
+        assert (handle, algorithm) == (77, -1)
+        scalar = {68: ctypes.c_float, 70: ctypes.c_double}[compute]
+        sums = np.dtype({68: np.float32, 70: np.float64}[compute])
+        old = scalar.from_address(beta).value
+        assert (scalar.from_address(alpha).value, old in (0, 1)) == (1, True)
+        assert a[1] == b[1], "cuBLAS takes operands of one dtype"
+        assert a[2] >= (k if flag_a else m)
+        assert b[2] >= (n if flag_b else k)
+        assert c[2] >= m
+        for i in range(batch):
+            operands = []
+            for (address, number, stride, step), flag, shape in (
+                (a, flag_a, (m, k)),
+                (b, flag_b, (k, n)),
+            ):
+                dtype = NAMES[number]
+                lies = shape[::-1] if flag else shape
+                matrix = by_columns(address + i * step * dtype.itemsize, dtype, *lies, stride)
+                operands.append((matrix.T if flag else matrix).astype(sums))
+            dtype = NAMES[c[1]]
+            out = by_columns(c[0] + i * c[3] * dtype.itemsize, dtype, m, n, c[2])
+            made = operands[0] @ operands[1]
+            out[...] = made + out.astype(sums) if old else made
+        return self.status
+
+
+@pytest.fixture
+def cublas(monkeypatch: pytest.MonkeyPatch) -> Cublas:
+    library = Cublas()
+    stream = lambda: types.SimpleNamespace(ptr=5)  # noqa: E731
+    cuda = types.SimpleNamespace(
+        get_current_stream=stream,
+        is_available=lambda: True,
+        runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
+    )
+    empty = lambda shape, dtype: OnGpu(np.full(shape, 9, dtype))  # noqa: E731
+    monkeypatch.setitem(
+        __import__("sys").modules, "cupy", types.SimpleNamespace(cuda=cuda, empty=empty)
+    )
+    monkeypatch.setattr(common_gemm, "cublas", lambda: library)
+    return library
+
+
+def draw(*shape: int, dtype: Any, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def lying(array: np.ndarray, how: str) -> np.ndarray:
+    """Return the same matrix, or matrices, in another memory layout."""
+    if how == "transposed":
+        return array.swapaxes(-1, -2).copy().swapaxes(-1, -2)
+    if how in ("padded", "padded transposed"):
+        plain = array.swapaxes(-1, -2) if "transposed" in how else array
+        room = np.zeros((*plain.shape[:-1], plain.shape[-1] + 3), array.dtype)
+        room[..., 1:-2] = plain
+        matrix = room[..., 1:-2]
+        return matrix.swapaxes(-1, -2) if "transposed" in how else matrix
+    if how == "strided":
+        room = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+        room[..., ::2] = array
+        return room[..., ::2]
+    return array
+
+
+WAYS = ["plain", "transposed", "padded", "padded transposed", "strided"]
+
+
+def check(actual: np.ndarray, exact: np.ndarray, k: int) -> None:
+    eps = max(EPS[actual.dtype.name], k * 2.0**-23 if actual.dtype.itemsize < 8 else 0)
+    np.testing.assert_allclose(actual.astype(np.float64), exact, atol=4 * eps * np.abs(exact).max())
+
+
+def place(where: str) -> Any:
+    return OnGpu if where == "cublas" else lambda array: array
+
+
+@pytest.mark.parametrize("where", ["numpy", "cublas"])
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("how_a", WAYS)
+@pytest.mark.parametrize("how_b", WAYS)
+def test_every_layout(cublas: Cublas, where: str, dtype: Any, how_a: str, how_b: str) -> None:
+    a, b = draw(5, 7, dtype=dtype), draw(7, 3, dtype=dtype, seed=1)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    placed = place(where)
+    actual = gemm(placed(lying(a, how_a)), placed(lying(b, how_b)))
+    assert actual.dtype == dtype
+    check(getattr(actual, "values", actual), exact, 7)
+    if where == "cublas":
+        flags = "".join(str(int("transposed" in how)) for how in (how_b, how_a))
+        assert cublas.calls == ["stream 5 of 77", f"gemm 3x5x7 flags {flags}"]
+
+
+@pytest.mark.parametrize("where", ["numpy", "cublas"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_adds_to_what_is_there(
+    cublas: Cublas, where: str, wide: bool, how: str, dtype: Any
+) -> None:
+    if wide and dtype.itemsize > 4:
+        pytest.skip("float64 is the widest there is")
+    kind = np.dtype(np.float32) if wide else dtype
+    a, b, before = draw(7, 5, dtype=dtype), draw(7, 3, dtype=dtype, seed=1), draw(5, 3, dtype=kind)
+    exact = before.astype(np.float64) + a.T.astype(np.float64) @ b.astype(np.float64)
+    placed, out = place(where), lying(before.copy(), how)
+    total = placed(out)
+    assert (
+        gemm(placed(a).T if where == "numpy" else placed(a.T), placed(b), out=total, add=True)
+        is total
+    )
+    check(out, exact, 7)
+
+
+@pytest.mark.parametrize("where", ["numpy", "cublas"])
+@pytest.mark.parametrize(
+    "shapes", [((4, 5, 7), (4, 7, 3)), ((5, 7), (4, 7, 3)), ((4, 5, 7), (7, 3))]
+)
+@pytest.mark.parametrize("how", WAYS)
+def test_batches(cublas: Cublas, where: str, shapes: Any, how: str) -> None:
+    a, b = draw(*shapes[0], dtype=BFLOAT16), draw(*shapes[1], dtype=BFLOAT16, seed=1)
+    exact, placed = a.astype(np.float64) @ b.astype(np.float64), place(where)
+    out = np.zeros(exact.shape, np.float32)
+    gemm(placed(lying(a, how)), placed(lying(b, how)), out=placed(out))
+    check(out, exact, 7)
+    if where == "cublas":
+        assert [call.split()[0] for call in cublas.calls] == ["stream", "strided"]
+
+
+@pytest.mark.parametrize("where", ["numpy", "cublas"])
+@pytest.mark.parametrize("shape", [(1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1)])
+@pytest.mark.parametrize("how", WAYS)
+def test_axes_of_one(cublas: Cublas, where: str, shape: tuple[int, int, int], how: str) -> None:
+    m, k, n = shape
+    a, b = draw(m, k, dtype=np.float32), draw(k, n, dtype=np.float32, seed=1)
+    placed, out = place(where), np.ones((m, n), np.float32)
+    gemm(placed(lying(a, how)), placed(lying(b, how)), out=placed(out), add=True)
+    check(out, 1 + a.astype(np.float64) @ b, k)
+
+
+@pytest.mark.parametrize("where", ["numpy", "cublas"])
+def test_empty_axes(cublas: Cublas, where: str) -> None:
+    placed = place(where)
+    for m, k, n in ((0, 3, 2), (3, 2, 0), (3, 0, 2)):
+        out = np.full((m, n), 5, np.float32)
+        gemm(
+            placed(np.ones((m, k), np.float32)),
+            placed(np.ones((k, n), np.float32)),
+            out=placed(out),
+            add=True,
+        )
+        assert (out == 5).all()
+        gemm(
+            placed(np.ones((m, k), np.float32)),
+            placed(np.ones((k, n), np.float32)),
+            out=placed(out),
+        )
+        assert (out == 0).all()
+    assert cublas.calls == []
+
+
+def test_sums_are_float32(cublas: Cublas) -> None:
+    """4,096 ones and 4,096 halves of eps, each of which 16 bits would lose."""
+    a = np.ones((1, 8192), np.float16)
+    a[:, 4096:] = 2.0**-11
+    for placed in (OnGpu, np.asarray):
+        actual = gemm(placed(a), placed(np.ones((8192, 1), np.float16)), dtype=np.float32)
+        assert getattr(actual, "values", actual)[0, 0] == 4098
+
+
+@pytest.mark.slow
+def test_wide_operands_in_steps() -> None:
+    """A product of 16-bit matrices widens a few megabytes at a time, and rounds once."""
+    a, b = draw(600, 9000, dtype=BFLOAT16), draw(9000, 500, dtype=BFLOAT16, seed=1)
+    assert common_gemm.steps(600, 500, 9000) == (233, 233)
+    tracemalloc.start()
+    actual = gemm(a, b)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < actual.nbytes + 2.2 * common_gemm.BLOCK_BYTES < (a.size + b.size) * 4
+    check(actual, a.astype(np.float64) @ b.astype(np.float64), 9000)
+
+
+def test_adding_float32_takes_a_megabyte() -> None:
+    a, b = draw(30, 4000, dtype=np.float32), draw(30, 500, dtype=np.float32, seed=1)
+    out = np.ones((4000, 500), np.float32)
+    tracemalloc.start()
+    gemm(a.T, b, out=out, add=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.1 * common_gemm.SUM_BYTES < out.nbytes / 4
+    check(out, 1 + a.T.astype(np.float64) @ b, 30)
+
+
+def test_a_float32_operand_meets_a_narrow_one_where_numpy_computes(cublas: Cublas) -> None:
+    a, b = draw(5, 7, dtype=np.float32), draw(7, 3, dtype=BFLOAT16)
+    check(gemm(a, b), a.astype(np.float64) @ b.astype(np.float64), 7)
+    with pytest.raises(DTypeError, match="a is float32 and b is bfloat16; cast one"):
+        gemm(OnGpu(a), OnGpu(b))
+
+
+def test_a_handle_is_made_once_and_set_to_each_new_stream(
+    cublas: Cublas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = OnGpu(np.ones((2, 2), np.float32))
+    streams = iter([5, 5, 6, 6, 5])
+    current = lambda: types.SimpleNamespace(ptr=next(streams))  # noqa: E731
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", current)
+    for _ in range(5):
+        gemm(a, a)
+    product = "gemm 2x2x2 flags 00"
+    first = ["stream 5 of 77", product, product]
+    assert cublas.calls == [*first, "stream 6 of 77", product, product, "stream 5 of 77", product]
+    common_gemm.handles.by_device.clear()
+    assert cublas.calls[-1] == "destroyed 77"
+
+
+def test_wrong_calls(cublas: Cublas) -> None:
+    a, b = np.ones((2, 3), np.float32), np.ones((4, 5), np.float32)
+    with pytest.raises(ShapeError, match=r"\(2, 3\) @ \(4, 5\) does not make \(2, 5\)"):
+        gemm(a, b)
+    with pytest.raises(ShapeError, match=r"does not make \(5, 2\)"):
+        gemm(a, b[:3], out=np.ones((5, 2), np.float32))
+    cublas.status = 7
+    with pytest.raises(KernelError, match=r"cuBLAS gave status 7 for \(2, 3\) @ \(3, 5\)"):
+        gemm(OnGpu(a), OnGpu(b[:3]))
+
+
+def test_a_library_gives_what_its_dependencies_hold() -> None:
+    """As CuPy's module loads cuBLAS; here Python's ctypes loads functions of libc."""
+    import _ctypes
+
+    assert ctypes.CDLL(_ctypes.__file__).strlen(b"four") == 4
+
+
+def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In NVIDIA's wheels, whose folders the loader does not search."""
+    libraries = pytest.importorskip("cupy_backends.cuda.libs", reason="a part of CuPy")
+    asked: list[str] = []
+    monkeypatch.setattr(libraries._pathfinder, "load_nvidia_dynamic_lib", asked.append)
+    monkeypatch.delitem(vars(libraries), "cublas", raising=False)
+    with contextlib.suppress(ImportError):  # here it is not
+        common_gemm.cublas.__wrapped__()
+    assert asked == ["cublas"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how_a", WAYS)
+@pytest.mark.parametrize("how_b", WAYS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_on_a_gpu(how_a: str, how_b: str, dtype: Any) -> None:
+    a, b = draw(5, 7, dtype=dtype), draw(7, 3, dtype=dtype, seed=1)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    actual = gemm(on_gpu(lying(a, how_a)), on_gpu(lying(b, how_b)))
+    check(actual.get(), exact, 7)
+
+
+@pytest.mark.gpu
+def test_is_captured_into_a_graph() -> None:
+    import cupy
+
+    a, b = (cupy.asarray(draw(64, 64, dtype=np.float32, seed=seed)) for seed in (0, 1))
+    out, stream = cupy.zeros((64, 64), np.float32), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        gemm(a, b, out=out)
+        stream.begin_capture()
+        gemm(a, b, out=out)
+        graph = stream.end_capture()
+        a *= 2
+        graph.launch()
+        exact = a.get().astype(np.float64) @ b.get()
+    check(out.get(), exact, 64)

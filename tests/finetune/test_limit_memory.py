@@ -1,0 +1,277 @@
+"""``finetune --limit-memory``: what does not fit is known before training, and kept to in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from unsloth_cupy import DeviceMemoryError, machine, plan_memory
+from unsloth_cupy.cli.options import Size
+from unsloth_cupy.finetune import limit, preparation
+from unsloth_cupy.finetune.limit import Memory, Sizes, checked_plan
+from unsloth_cupy.finetune.settings import Settings
+from unsloth_cupy.memory.ledger import MemoryPlan
+from unsloth_cupy.models.parse import parse
+
+from ..cli.test_cli import assert_one_clear_error, run
+from ..memory.test_memory import SIZES, SMALL
+
+MIB = 2**20
+LLAMA = SMALL | SIZES | {"num_hidden_layers": 2}
+GEMMA = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 32}
+PLAN = Settings(3, 1e-3, 0.1, 1.0, 0, 3, 100)
+TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
+
+
+@pytest.fixture(autouse=True)
+def _short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unsloth_cupy.finetune.text.HELD_OUT_CHARACTERS", 1000)
+
+
+known: dict[str, MemoryPlan] = {}
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests ask for 71 different plans, for most of them several times."""
+
+    def plan_once(config: Any, **options: Any) -> MemoryPlan:
+        key = repr((config, options))
+        if key not in known:
+            known[key] = plan_memory(config, **options)
+        return known[key]
+
+    monkeypatch.setattr(limit, "plan_memory", plan_once)
+
+
+def sizes(**changes: Any) -> Sizes:
+    facts = {"config": parse(LLAMA), "batch": 4, "tokens": 128, "device": None, "exists": True}
+    return Sizes(**(facts | changes))
+
+
+@pytest.mark.slow
+def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> None:
+    plan = plan_memory(LLAMA, batch=4, tokens=128, dtype="float32", device="cpu")
+    limit = int(0.8 * plan.total)
+    with pytest.raises(DeviceMemoryError) as error:
+        checked_plan(sizes(), PLAN, limit)
+    assert (error.value.required, error.value.available) == (plan.total, limit)
+    first = plan.beyond(limit)
+    assert first is not None
+    assert "layer " in str(first)
+    message = str(error.value)
+    for said in (f"do not fit in {first} already", "activations", "--checkpoint-every 1 saves"):
+        assert said in message
+    assert "and fits" in message
+
+
+@pytest.mark.slow
+def test_cures_are_named_together_where_none_is_enough() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"--lora 8 --\S.* saves .* MiB"):
+        checked_plan(sizes(), PLAN, 5 * MIB)
+    with pytest.raises(DeviceMemoryError) as error:
+        checked_plan(sizes(exists=False), PLAN._replace(checkpoint_every=1), 5 * MIB)
+    assert "--lora" not in str(error.value)
+    assert "--checkpoint-every" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [1, 256 << 10, MIB, 3 * MIB])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("parts", [None, 1])
+def test_each_cure_is_named_once_and_saves(limit: int, batch: int, parts: int | None) -> None:
+    small = parse(LLAMA | {"num_hidden_layers": 1, "vocab_size": 32})
+    facts = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
+    with pytest.raises(DeviceMemoryError) as error:
+        checked_plan(facts, PLAN._replace(checkpoint_every=parts), limit)
+    cures = str(error.value).partition("). ")[2].split("; ")[:-1]
+    named = [cure.partition(" saves ")[0] for cure in cures]
+    assert len(set(named)) == len(named)
+    assert not any(" saves -" in cure or " saves 0 B" in cure for cure in cures)
+
+
+def test_a_cure_saves_what_it_says() -> None:
+    options: dict[str, Any] = {"batch": 4, "tokens": 128, "dtype": "float32", "device": "cpu"}
+    whole = plan_memory(LLAMA, **options).total
+    with pytest.raises(DeviceMemoryError) as error:
+        checked_plan(sizes(), PLAN, whole - 1)
+    for switch, change in {
+        "--checkpoint-every 1": {"checkpoint_every": 1},
+        "--chunked-mlp": {"chunked_mlp": True},
+        "--dtype bfloat16": {"dtype": "bfloat16"},
+        "--lora 8": {"rank": 8},
+        "--state-bits 8": {"state_bits": 8},
+    }.items():
+        less = plan_memory(LLAMA, **(options | change))
+        assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
+
+
+def cures(plan: Settings, **changes: Any) -> str:
+    """Return what is said of a limit for which all switches together are not enough."""
+    with pytest.raises(DeviceMemoryError) as error:
+        checked_plan(sizes(**changes), plan, 5 * MIB)
+    return str(error.value).partition("). ")[2]
+
+
+@pytest.mark.slow
+def test_a_switch_that_is_on_is_no_cure() -> None:
+    assert "--state-bits" not in cures(PLAN._replace(state_bits=8))
+    assert "--chunked-mlp" not in cures(PLAN._replace(chunked_mlp=True))
+
+
+@pytest.mark.slow
+def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
+    *single, together, _ = cures(PLAN).split("; ")
+    assert any(cure.startswith("--chunked-mlp saves") for cure in single)
+    assert "--lora 8" in together
+    assert "--chunked-mlp" not in together, "adapters are on MLPs"
+    assert "--chunked-mlp" in cures(PLAN, exists=False).split("; ")[-2]
+    assert "--lora" not in cures(PLAN._replace(chunked_mlp=True))
+    assert "--chunked-mlp" not in cures(PLAN._replace(lora=8))
+    assert "--chunked-mlp" not in cures(PLAN, config=parse(GEMMA))
+
+
+@pytest.mark.parametrize("device", [None, "cuda:1"])
+def test_the_machine_is_the_limit_where_none_is_given(
+    device: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str | None] = []
+    memory = [10**12, 10**12]
+
+    def here(name: str | None) -> tuple[int, int]:
+        asked.append(name)
+        return memory[0], memory[1]
+
+    monkeypatch.setattr(limit, "device_memory", here)
+    plan = checked_plan(sizes(device=device), PLAN, None)
+    assert not capsys.readouterr().err
+    memory[1] = plan.total - 1
+    checked_plan(sizes(device=device), PLAN, None)
+    assert "are free now, of 931.32 GiB" in capsys.readouterr().err
+    memory[0] = plan.total - 1
+    with pytest.raises(DeviceMemoryError, match=f"--device {device or 'cpu'} has .*: a step") as e:
+        checked_plan(sizes(device=device), PLAN, None)
+    assert (e.value.required, e.value.available) == (plan.total, plan.total - 1)
+    assert "--checkpoint-every 1 saves" in str(e.value)
+    assert str(e.value).endswith("MiB tries anyway")
+    assert asked == [device] * 3
+    assert checked_plan(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_that_the_machine_has_no_memory_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limit, "device_memory", lambda _: (2**20, 2**20))
+    monkeypatch.setattr(preparation.models, "create", None)
+    result = run(*TRAIN, "--out", tmp_path / "run")
+    assert_one_clear_error(result, "--device cpu has 1.00 MiB: a step holds")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_container_has_less_than_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = machine.machine_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(machine, "CGROUPS", (tmp_path / "memory.max", tmp_path / "none"))
+    assert machine.machine_memory() == whole
+    (tmp_path / "memory.max").write_text("123456\n")
+    assert machine.machine_memory() == 123456
+    assert machine.device_memory(None)[0] == 123456
+
+
+def test_what_fits_is_planned() -> None:
+    plan = checked_plan(sizes(), PLAN, 2**30)
+    assert plan == checked_plan(sizes(), PLAN, None)
+    assert (
+        plan.total < checked_plan(sizes(device="cuda:0"), PLAN._replace(accumulate=3), None).total
+    )
+
+
+def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
+    result = run(*TRAIN, "--limit-memory", "6MiB", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "--limit-memory 6.00 MiB: a step holds" in result.output
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
+    for limited, counted in ((), 2), (("--limit-memory", "1GiB"), 4):
+        out = tmp_path / f"run{counted}"
+        result = run(*TRAIN, *limited, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert "arrays of a step" in result.output
+        assert ", measured " in result.output
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        slowed = [line["step"] for line in lines if line.get("tokens_per_second", 1) is None]
+        assert slowed == ([] if limited else [1, 2]), "what is counted is not a speed"
+        lines = [line for line in lines if "peak_bytes" in line]
+        assert [line["step"] for line in lines] == [*range(1, counted + 1)]
+        for line in lines:
+            assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
+
+
+@pytest.mark.slow
+def test_the_order_of_a_long_text_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """It takes 8 bytes a row, twice that while it is drawn: here more than a step."""
+    text = tmp_path / "text.txt"
+    text.write_text("a tree and a house " * 20_000)
+    rows = ("--tokens", "4", "--batch", "32", "--steps", "2", "--vocabulary", "262")
+    tiny = ("--layers", "1", "--hidden", "8", "--evaluate-every", "2")
+    result = run("finetune", "--text", text, *rows, *tiny, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    log = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    for line in [json.loads(line) for line in log if "peak_bytes" in line]:
+        assert 0 <= line["peak_bytes"] - line["planned_bytes"] < 100_000  # rows: 8 bytes each
+
+
+def test_the_limit_is_kept_to_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = plan_memory(SMALL, batch=1, tokens=8, dtype="float32", device="cpu")
+    monkeypatch.setattr(preparation, "checked_plan", lambda *_: small)  # a plan that was wrong
+    result = run(*TRAIN, "--limit-memory", "12MiB", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "arrays hold 12." in result.output
+    assert "raise the limit, or compute in smaller batches" in result.output
+
+
+def test_a_gpu_is_looked_at_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    plan = plan_memory(SMALL, batch=1, tokens=8, dtype="float32")
+
+    class Pool:
+        peak = 7
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def reset_peak(self) -> None: ...
+
+    def pool(*args: Any, **_: Any) -> Pool:
+        asked.append(args)
+        return Pool()
+
+    monkeypatch.setattr("unsloth_cupy.finetune.limit.memory_pool", pool)
+    for device in ("cuda", "cuda:1"):
+        memory = Memory(plan, 100, device)
+        with memory.watched([]):
+            memory.begin_step()
+            assert memory.end_step() == {"planned_bytes": plan.total, "peak_bytes": 7}
+    assert asked == [(100, 0), (100, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2**31), ("1.5 GB", 1_500_000_000), ("64k", 64_000), ("10MiB", 10 * MIB), ("7", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.4", "-1MiB", "two", "1 parsec", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="write one as 2GiB"):
+        Size().convert(text, None, None)

@@ -1,0 +1,699 @@
+"""Lines to learn from: what is read, what is learned of it, how texts share rows, what is wrong."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.chat import CHATML, Chat, Span, _request
+from unsloth_cupy.finetune.records import Record, Records, read_records
+from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.training_data import (
+    Example,
+    Examples,
+    Packed,
+    Shape,
+    _examples,
+    encoded,
+    from_records,
+    sequential_batches,
+)
+from unsloth_cupy.models import create, load
+
+from ..cli.test_cli import (
+    LLAMA,
+    assert_one_clear_error,
+    killed_and_ended,
+    numbers,
+    run,
+    weights,
+)
+
+ASK = {"role": "user", "content": "Who sees the cat?"}
+SAY = {"role": "assistant", "content": "The dog does."}
+LINES: list[dict[str, Any]] = [
+    {"messages": [{"role": "system", "content": "Be short."}, ASK, SAY, ASK, SAY]},
+    {"instruction": "Name a bird.", "input": "A black one.", "output": "The raven.", "text": "x"},
+    {"instruction": "Name a fish.", "output": "The trout."},
+    {"prompt": "The cat sees", "completion": " the dog."},
+    {"text": "A horse.", "output": "no instruction, so this is other people's key"},
+]
+SMALL = (
+    "--steps", "24", "--batch", "2", "--tokens", "48", "--layers", "1", "--hidden", "32",
+    "--vocabulary", "300", "--evaluate-every", "8", "--save-every", "5", "--lr", "0.01",
+)  # fmt: skip
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines of every form, none of them twice."""
+    draw = random.Random(0)
+    nouns = ["cat", "dog", "fish", "bird", "horse"]
+    lines: list[Any] = []
+    for i in range(30):
+        one, other = draw.sample(nouns, 2)
+        question, answer = f"Who sees the {one} at {i}?", f"The {other} does."
+        asked = {"role": "user", "content": question}
+        lines += [
+            {"messages": [asked, SAY | {"content": answer}, asked, SAY]},
+            {"instruction": question, "output": answer},
+            {"prompt": f"{i}: the {one} sees", "completion": f" the {other}."},
+            {"text": f"{i}. The {one} sees the {other}."},
+        ]
+    return write(tmp_path_factory.mktemp("lines") / "animals.jsonl", lines)
+
+
+@pytest.fixture(scope="session")
+def finished(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    result = run("finetune", "--text", file, "--out", folder, *SMALL)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+class TestRecords:
+    def test_every_form_is_read(self, tmp_path: Path) -> None:
+        records = read_records(write(tmp_path / "lines.jsonl", [*LINES, {"text": "More."}]))
+        actual = {r.line: r for r in (*records.train, *records.held_out)}
+        assert sorted(actual) == [1, 2, 3, 4, 5, 6]
+        assert actual[1] == Record(1, LINES[0]["messages"], "", "")
+        asked = [message["content"] for message in actual[2].messages]
+        assert asked == ["Name a bird.\n\nA black one.", "The raven."]
+        assert [m["content"] for m in actual[3].messages] == ["Name a fish.", "The trout."]
+        assert actual[4] == Record(4, [], "The cat sees", " the dog.")
+        assert actual[5] == Record(5, [], "", "A horse.")
+
+    def test_a_tenth_is_held_out_and_shares_nothing(self, tmp_path: Path) -> None:
+        lines = [{"text": f"Sentence {i}."} for i in range(40)]
+        records = read_records(write(tmp_path / "lines.jsonl", lines))
+        assert len(records.held_out) == 4
+        assert not {r.answer for r in records.held_out} & {r.answer for r in records.train}
+        twice = read_records(write(tmp_path / "twice.jsonl", lines * 2))
+        assert len(twice.held_out) == 4
+        assert len(twice.train) == 72
+        assert not {r.answer for r in twice.held_out} & {r.answer for r in twice.train}
+
+    def test_empty_lines_and_a_byte_order_mark_are_nothing(self, tmp_path: Path) -> None:
+        path = tmp_path / "lines.jsonl"
+        path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
+        records = read_records(path)
+        assert sorted(r.line for r in (*records.train, *records.held_out)) == [1, 4]
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            (b'{"text": "a"', "is not JSON (Expecting ',' delimiter at column 13); write one"),
+            (b"[1, 2]", 'is [1, 2], not an object; write {"text"'),
+            (b'{"text": "\xff"}', "is not UTF-8: byte 10 is 0xff; convert"),
+            (b'{"text": NaN}', "text is NaN, not text; write text as a string"),
+            (b'{"text": null}', "text is null, not text"),
+            (b'{"text": "  "}', "text is empty; write what is to be learned"),
+            (b'{"text": "\\ud800"}', "text holds half a character"),
+            (b'{"title": "x", "body": "y"}', "holds 'title', 'body'; write one of these forms: me"),
+            (b"{}", "holds nothing; write one of these forms"),
+            (b'{"prompt": "x"}', "has prompt but no completion; add completion"),
+            (b'{"output": "x"}', "has output but no instruction; add instruction"),
+            (b'{"prompt": "x", "completion": ["y"]}', 'completion is ["y"], not text'),
+            (b'{"instruction": "x", "input": 3, "output": "y"}', "input is 3, not text"),
+            (b'{"messages": "hello"}', "messages is hello; write [{"),
+            (b'{"messages": []}', "messages is []"),
+            (b'{"messages": ["hello"]}', "messages[0] is hello; write {"),
+            (b'{"messages": [{"role": "user"}]}', "messages[0] has no content"),
+            (b'{"messages": [{"role": "bot", "content": "x"}]}', "role bot; choose from system"),
+            (b'{"messages": [{"role": "user", "content": "x"}]}', "no message is the assistant's"),
+            (
+                b'{"messages": [{"role": "assistant", "content": ""}]}',
+                "messages[0].content is empty",
+            ),
+            (
+                b'{"messages": [{"role": "assistant", "content": null}]}',
+                "content is null, not text",
+            ),
+            (b'{"a": ' + b"[" * 99999, "cannot be read as JSON"),
+            (b'{"text": ' + b"9" * 9999 + b"}", "cannot be read as JSON"),
+        ],
+    )
+    def test_a_malformed_line_is_named_with_its_cure(
+        self, line: bytes, said: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "lines.jsonl"
+        path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine too"}\n')
+        result = run("finetune", "--text", path, "--out", tmp_path / "run", "--steps", 1)
+        assert_one_clear_error(result, f"{path}:3: ", said)
+        assert not (tmp_path / "run").exists(), "before anything begins"
+
+    @pytest.mark.parametrize(
+        ("lines", "said"),
+        [
+            ([], "is empty"),
+            ([{"text": "x"}], "holds one record"),
+            ([{"text": "x"}] * 9, "holds only equal lines"),
+            ([{"text": "x"}, {"text": "y"}], "too short: it has 1 token to learn in all its lines"),
+        ],
+    )
+    def test_too_little(self, lines: list[Any], said: str, tmp_path: Path) -> None:
+        path = write(tmp_path / "lines.jsonl", lines)
+        assert_one_clear_error(run("finetune", "--text", path, "--out", tmp_path / "run"), said)
+
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|stop|>\n\n"
+    "{{ m['content'] | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}"
+)
+MARKED = (  # as templates that say themselves what an assistant speaks
+    "{% for m in messages %}\n<|{{ m.role }}|>\n{% if m.role == 'assistant' %}\n"
+    "{% generation %}\n{{ m.content + eos_token }}\n{% endgeneration %}\n{% else %}\n"
+    "{{ m.content }}\n{% endif %}\n{% endfor %}\n"
+    "{% if add_generation_prompt %}\n<|assistant|>\n{% endif %}"
+)
+THINKS = (  # the last answer alone is written with its thoughts
+    "{% for m in messages %}[{{ m.role }}]{% if loop.last and m.role == 'assistant' %}(hm){% endif"
+    " %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must take turns') }}{% endif %}[{{ m.content }}]{% endfor %}"
+)
+CHAT = [ASK, SAY, ASK | {"content": "Really?"}, SAY | {"content": "Yes."}]
+
+
+def folder_with(tmp_path: Path, template: Any, **settings: Any) -> Path:
+    values = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | settings))
+    return tmp_path
+
+
+def learned(text: str, spans: list[Span]) -> list[str]:
+    return [text[span.start : span.stop] for span in spans]
+
+
+class TestChat:
+    def test_without_a_template_it_is_chatml(self) -> None:
+        text, spans = Chat(None).spans(CHAT[:2])
+        assert text == (
+            "<|im_start|>user\nWho sees the cat?<|im_end|>\n"
+            "<|im_start|>assistant\nThe dog does.<|im_end|>\n"
+        )
+        assert learned(text, spans) == ["The dog does.<|im_end|>\n"]
+
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            (LLAMA3, ["The dog does.<|eot|>", "Yes.<|eot|>"]),
+            (MARKED, ["The dog does.</s>\n", "Yes.</s>\n"]),
+            (THINKS, ["(hm)Yes.;"]),
+            ("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}",
+             ["assistant:The dog does.\n", "assistant:Yes.\n"]),
+            ([{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA3}],
+             ["The dog does.<|eot|>", "Yes.<|eot|>"]),
+        ],
+        ids=["llama3", "marked", "thinks", "no prompt", "several"],
+    )  # fmt: skip
+    def test_what_the_assistant_says_is_learned(
+        self, template: Any, said: list[str], tmp_path: Path
+    ) -> None:
+        chat = Chat(folder_with(tmp_path, template))
+        assert learned(*chat.spans(CHAT)) == said
+        assert chat.own
+
+    @pytest.mark.parametrize("template", [CHATML, LLAMA3, MARKED, THINKS], ids=str)
+    def test_texts_are_those_of_transformers(self, template: str, tmp_path: Path) -> None:
+        transformers = pytest.importorskip("transformers", reason="needs the extra `peers`")
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=train_tokenizer("some text", 257), bos_token="<s>", eos_token="</s>"
+        )
+        chat = Chat(folder_with(tmp_path, template))
+        for messages, answer in ((CHAT, False), (CHAT[:3], True), (CHAT[:1], True)):
+            expected = tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=answer, tokenize=False
+            )
+            assert chat.text(messages, answer=answer) == expected
+
+    def test_a_file_beside_comes_first(self, tmp_path: Path) -> None:
+        folder_with(tmp_path, CHATML)
+        (tmp_path / "chat_template.jinja").write_text(LLAMA3)
+        chat = Chat(tmp_path)
+        assert "<|eot|>" in chat.text(CHAT)
+        assert chat.keep()["chat_template.jinja"] == LLAMA3
+
+    def test_what_is_kept_reads_the_same(self, tmp_path: Path) -> None:
+        chat = Chat(None)
+        for name, text in chat.keep().items():
+            (tmp_path / name).write_text(text)
+        again = Chat(tmp_path)
+        assert again.text(CHAT) == chat.text(CHAT)
+        assert (again.own, again.keep()) == (chat.own, chat.keep())
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.append.__self__.__class__ }}",
+            "{{ messages.append(1) }}",
+            "{{ messages[0].update({'role': 'system'}) }}",
+            "{{ cycler.__init__.__globals__.os.system('true') }}",
+            "{% include '/etc/passwd' %}",
+            "{% for i in range(10000000) %}x{% endfor %}",
+            "{{ 1 // 0 }}",
+            "{{ messages[99].content }}",
+            "{{ raise_exception('no') }}",
+        ],
+    )
+    def test_a_template_can_do_nothing_but_write(self, template: str, tmp_path: Path) -> None:
+        chat = Chat(folder_with(tmp_path, template))
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json does not take the messages"):
+            chat.text(CHAT)
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [("{% for %}", "chat template is broken"), (3, "chat_template is not text")],
+    )
+    def test_broken_templates(self, template: Any, message: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Chat(folder_with(tmp_path, template)).text(CHAT)
+
+    @pytest.mark.parametrize(("seconds", "why"), [(0.2, "takes more than 0.2 s"), (60, "crashes")])
+    def test_a_process_that_ends_by_a_signal(
+        self, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When its time was up, it was its clock that ended it."""
+        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", seconds)
+        program = "import os, time; input(); time.sleep(0.3); os.kill(os.getpid(), 9)"
+        command = [sys.executable, "-S", "-c", program]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as process:
+            texts, actual = _request(process, [])
+        assert not texts
+        assert why in actual
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "takes more than"),
+            ("{% macro f(n) %}{{ n and f(n - 1) ~ f(n - 1) }}{% endmacro %}{{ f(60) }}",
+             "takes more than"),
+            ("{% set n = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+             "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}", "takes more than"),
+            ("{{ 10 ** (10 ** 10) }}", "takes more than"),
+            ("{{ 'x' * 10**9 }}", "needs more than 512 MiB"),
+            ("{{ 'x' | center(10**9) }}", "needs more than 512 MiB"),
+            ("{{ (r | list * 10**5) | length }}", "needs more than 512 MiB"),
+            ("{% for i in r %}{{ 'x' * 10**4 }}{% endfor %}", "makes more than 8,388,608 char"),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too often"),
+            ("{{ raise_exception('x' * 10**6) }}", "x" * 500 + ";"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_template_has_limits(
+        self, template: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of time and memory, in a loop and in one operation, and outside the main thread."""
+        if "512 MiB" in message:
+            pytest.importorskip("resource", reason="needs a system that limits memory")
+        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", 0.4)
+        chat = Chat(folder_with(tmp_path, "{% set r = range(99999) %}" + template))
+        with (
+            ThreadPoolExecutor() as threads,
+            pytest.raises(ConfigError, match=message) as refused,
+        ):
+            threads.submit(chat.text, CHAT).result()
+        assert len(str(refused.value)) < 1000
+
+    @pytest.mark.slow
+    def test_a_template_that_was_stopped_begins_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", 1)
+        loops = "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+        asked = "{% set r = range(99999 * (messages|length - 1)) %}" + loops
+        chat = Chat(folder_with(tmp_path, asked))
+        assert not chat.text(CHAT[:1])
+        with pytest.raises(ConfigError, match="takes more than 1 s; write"):
+            chat.text(CHAT[:2])
+        assert not chat.text(CHAT[:1])
+        process = chat.template.process
+        del chat
+        assert process.returncode is not None
+
+    @pytest.mark.slow
+    def test_a_long_chat_is_asked_for_in_parts(self) -> None:
+        chat = CHAT * 20
+        text, spans = Chat(None).spans(chat)
+        assert text == Chat(None).text(chat)
+        answers = [m["content"] + "<|im_end|>\n" for m in chat if m["role"] == "assistant"]
+        assert learned(text, spans) == answers
+
+    def test_a_date_stays_what_it_is(self, tmp_path: Path) -> None:
+        """A run that goes on tomorrow must see the same texts."""
+        chat = Chat(folder_with(tmp_path, "{{ strftime_now('%d %b %Y') }}"))
+        assert chat.text(CHAT) == "26 Jul 2024"
+
+    @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages | length }}"])
+    def test_a_template_that_leaves_out_the_answer(self, template: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="does not write an answer behind"):
+            Chat(folder_with(tmp_path, template)).spans(CHAT[:2])
+
+    def test_a_line_that_the_template_refuses_is_named(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path / "lines.jsonl", [{"messages": m} for m in (CHAT, CHAT[1:], CHAT[:2])]
+        )
+        chat = Chat(folder_with(tmp_path, STRICT))
+        model = create(json.loads((LLAMA / "config.json").read_text()), seed=0)
+        tokenizer = train_tokenizer("text", 257)
+        with pytest.raises(ConfigError, match=r"lines.jsonl:2: .*roles must take turns"):
+            from_records(
+                read_records(path), tokenizer, model.config, Shape(2, 64, True, 0), 0, chat
+            )
+
+
+class TestLabels:
+    tokenizer = train_tokenizer("nothing but ASCII", 257)  # a token is a byte
+
+    def labels(self, record: Record, ends: list[int], chat: Chat | None = None) -> str:
+        chat = chat or Chat(None)
+        text, spans = record.text(chat)
+        is_chat = bool(record.messages)
+        tokens, labels = encoded(self.tokenizer, text, spans, is_chat, ends, chat)
+        assert ((labels == -100) | (labels == tokens)).all()
+        shown = ["_" if n == -100 else "$" if n in ends else self.tokenizer.decode([n])
+                 for n in labels.tolist()]  # fmt: skip
+        return "".join(shown)
+
+    def test_prompts_are_not_asked_for(self) -> None:
+        assert self.labels(Record(1, [], "ask", " tell"), [256]) == "___ tell$"
+        assert self.labels(Record(1, [], "", "all"), [256]) == "all$"
+        assert self.labels(Record(1, [], "ask", "tell"), []) == "___tell"
+
+    @pytest.mark.slow
+    def test_in_a_chat_only_the_assistant_counts(self, tmp_path: Path) -> None:
+        record = Record(1, CHAT, "", "")
+        actual = self.labels(record, [256])
+        assert actual.replace("_", "") == "The dog does.<|im_end|>\nYes.<|im_end|>\n$".replace(
+            "_", ""
+        )
+        own = self.labels(record, [256], Chat(folder_with(tmp_path, LLAMA3)))
+        assert own.replace("_", "") == "The dog does.<|eot|>Yes.<|eot|>"  # it ends answers itself
+
+    def test_tokens_that_mark_a_start_are_not_learned(self) -> None:
+        from tokenizers import Tokenizer, processors
+
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        tokens, labels = encoded(tokenizer, "abc", [Span(0, 3)], False, [0], Chat(None))
+        assert tokens[0] == tokens[-1] == 0
+        assert labels.tolist() == [-100, *tokens[1:]]
+
+    def test_a_tokenizer_cuts_nothing_and_fills_nothing_up(self, tmp_path: Path) -> None:
+        tokenizer = train_tokenizer("nothing but ASCII", 257)
+        tokenizer.enable_truncation(4)
+        tokenizer.enable_padding(length=9)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        tokens, _ = encoded(
+            load_tokenizer(tmp_path), "a longer text", [Span(0, 13)], False, [], Chat(None)
+        )
+        assert len(tokens) == 13
+
+    def test_texts_of_which_no_token_is_known_are_left_out(self, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        tokenizer = Tokenizer(models.BPE({each: n for n, each in enumerate("catdog")}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        asked = [("", "cat dog"), ("xyz", "uvw"), ("", "uvw"), ("cat", " dog")]
+        known = [Record(n, [], *each) for n, each in enumerate(asked, 1)]
+        actual, long, lost = _examples(
+            Records(tmp_path, "", "", 0, known, known), tokenizer, [], 8, Chat(None), known
+        )
+        assert [example.line for example in actual] == [1, 4]
+        assert (long, lost) == (0, 1)
+
+    def test_a_token_across_the_border_is_learned(self) -> None:
+        tokenizer = train_tokenizer("The dog. " * 9, 290)
+        text = "The dog."
+        tokens, labels = encoded(tokenizer, text, [Span(2, 8)], False, [], Chat(None))
+        assert tokenizer.decode(tokens[:1]) == "The"
+        assert (labels == tokens).all()
+
+
+def examples_of(lengths: list[int]) -> list[Example]:
+    draw = np.random.default_rng(0)
+    return [
+        Example(tokens := draw.integers(1, 90, n), np.where(np.arange(n) < 2, -100, tokens), line)
+        for line, n in enumerate(lengths, 1)
+    ]
+
+
+class TestPacking:
+    EXAMPLES = examples_of([9, 3, 16, 5, 7, 12, 4, 11, 6, 8] * 3)
+
+    def test_texts_lie_end_to_end_and_keep_their_labels(self) -> None:
+        shape = Shape(2, 16, True, 0)
+        for step in range(40):
+            batch = (packed := Packed(self.EXAMPLES, shape, 3, "file")).at(step)
+            assert batch.tokens.shape == batch.labels.shape == (1, batch.real)
+            assert batch.offsets is not None
+            parts = np.split(batch.tokens.ravel(), batch.offsets[1:-1])
+            known = {example.tokens.tobytes() for example in self.EXAMPLES}
+            assert known >= {part.tobytes() for part in parts}
+            assert 16 < batch.real == sum(len(part) for part in parts) <= 32
+            assert batch.label_count == sum(len(part) - 2 for part in parts)
+            assert (batch.labels != -100).sum() == batch.label_count
+            assert packed.where(step).endswith(" of file")
+
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_an_epoch_takes_every_text_once(self, pack: bool) -> None:
+        packed = Packed(self.EXAMPLES, Shape(2, 16, pack, 0), 3, "file")
+        seen: list[int] = []
+        step = 0
+        while len(seen) < 2 * len(self.EXAMPLES):
+            seen += [example.line for example in packed._examples(step)]
+            step += 1
+        for epoch in range(2):
+            part = seen[epoch * len(self.EXAMPLES) :][: len(self.EXAMPLES)]
+            assert sorted(part) == [*range(1, len(self.EXAMPLES) + 1)]
+        assert seen[: len(self.EXAMPLES)] != seen[len(self.EXAMPLES) : 2 * len(self.EXAMPLES)]
+
+    def test_batches_depend_on_seed_and_step_alone(self) -> None:
+        shape = Shape(2, 16, True, 0)
+        first, second = (Packed(self.EXAMPLES, shape, 3, "file") for _ in range(2))
+        second.at(70)
+        for one, other in zip(first.at(33), second.at(33), strict=True):
+            np.testing.assert_array_equal(one, other)
+        other = Packed(self.EXAMPLES, shape, 4, "file").at(33)
+        assert other.tokens.tobytes() != first.at(33).tokens.tobytes()
+
+    def test_few_texts_are_not_said_twice_in_a_batch(self) -> None:
+        batch = Packed(self.EXAMPLES[:2], Shape(8, 16, True, 0), 0, "file").at(0)
+        assert batch.real == 12
+
+    @pytest.mark.parametrize("length", [16, 8000])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_padding_costs_nothing(self, pack: bool, length: int) -> None:
+        """What is computed are the texts: end to end, or in rows as long as the longest of them."""
+        shape = Shape(3, length, pack, 0)
+        packed = Packed(self.EXAMPLES, shape, 3, "file")
+        for batch in [*sequential_batches(self.EXAMPLES, shape), *map(packed.at, range(12))]:
+            if batch.offsets is None:
+                rows, longest = batch.tokens.shape
+                assert rows <= 3
+                assert longest <= 16
+                assert (batch.labels[:, -1] != -100).any(), "a column that no text reaches"
+            else:
+                assert batch.tokens.size == batch.real == batch.offsets[-1]
+                assert np.diff(batch.offsets).max() <= 16
+
+    @pytest.mark.parametrize("shape", [(3, 16), (2, 8000), (50, 16)])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_what_is_planned_holds_any_batch(self, pack: bool, shape: tuple[int, int]) -> None:
+        """And is no larger than the texts: --tokens is the most that a text may have."""
+        texts = Examples(np.dtype(np.uint16))
+        for example in self.EXAMPLES:
+            texts.append(example)
+        packed = Packed(texts, Shape(*shape, pack, 0), 3, "file")
+        rows, longest = texts.largest(packed.shape)
+        assert longest == 16
+        assert rows * longest <= sum(len(example.tokens) for example in self.EXAMPLES) + 16 * rows
+        for batch in map(packed.at, range(12)):
+            assert batch.tokens.size <= rows * longest
+            if not pack:
+                assert len(batch.tokens) <= rows
+
+    def test_held_out_texts_come_once_and_in_order(self) -> None:
+        for pack in (True, False):
+            batches = sequential_batches(self.EXAMPLES, Shape(2, 16, pack, 0))
+            labels = np.concatenate([b.labels[b.labels != -100] for b in batches])
+            expected = np.concatenate([e.labels[e.labels != -100] for e in self.EXAMPLES])
+            np.testing.assert_array_equal(labels, expected)
+            assert sum(batch.label_count for batch in batches) == len(expected)
+
+    def test_the_loss_is_the_same_packed_or_not(self) -> None:
+        model = load(LLAMA, dtype="float64")
+        examples = [
+            Example(e.tokens % model.config.vocab, np.where(e.labels < 0, -100, e.labels), e.line)
+            for e in examples_of([9, 3, 16, 5, 7])
+        ]
+        losses = []
+        for pack in (True, False):
+            batches = sequential_batches(examples, Shape(2, 16, pack, 0))
+            total = sum(
+                float(model.loss(b.tokens, b.labels, offsets=b.offsets)) * b.label_count
+                for b in batches
+            )
+            losses.append(total / sum(b.label_count for b in batches))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+    def test_long_texts_go_on_and_long_answers_are_cut(self, tmp_path: Path) -> None:
+        lines = [
+            {"text": "abcdefghij" * 3},
+            {"prompt": "ask", "completion": "tell" * 9},
+            {"prompt": "question" * 9, "completion": "lost"},
+            {"prompt": "held", "completion": "out"},
+        ]
+        path = write(tmp_path / "lines.jsonl", lines)
+        records = read_records(path)
+        everything = [*records.train, *records.held_out]
+        held = next(r for r in everything if r.prompt == "held")
+        records = records._replace(train=[r for r in everything if r != held], held_out=[held])
+        model = create(
+            json.loads((LLAMA / "config.json").read_text()) | {"vocab_size": 257}, seed=0
+        )
+        tokenizer, chat = train_tokenizer("text", 257), Chat(None)
+        shape = Shape(2, 16, True, 0)
+        training_data = from_records(records, tokenizer, model.config, shape, 0, chat)
+        packed: Any = training_data.batches
+        assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
+        assert training_data.note == (
+            "2 of 3 texts are longer than --tokens 16 and lose their end; 1 lose their answer: left"
+            " out"
+        )
+        with pytest.raises(ConfigError, match="gets to its answer in --tokens 3; give more"):
+            from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
+
+
+class TestFinetune:
+    def test_what_a_run_leaves(self, finished: Path) -> None:
+        held_out = [line for line in numbers(finished) if "held_out_loss" in line]
+        assert [line["step"] for line in held_out] == [0, 8, 16, 24]
+        assert held_out[-1]["held_out_loss"] < held_out[0]["held_out_loss"] - 1
+        assert json.loads((finished / "settings.json").read_text())["pack"] is True
+        settings = json.loads((finished / "model" / "tokenizer_config.json").read_text())
+        assert settings["chat_template"] == CHATML
+
+    @pytest.mark.slow
+    def test_equal_bits_after_sigkill(self, finished: Path, file: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "killed"
+        killed_and_ended(folder, [random.randrange(3, 24)], "--text", file, *SMALL)
+        assert weights(folder) == weights(finished)
+        assert numbers(folder) == numbers(finished)
+
+    @pytest.mark.slow
+    def test_rows_that_are_not_shared_start_from_the_same_loss(
+        self, finished: Path, file: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "rows"
+        options = (*SMALL, "--no-pack", "--steps", 1, "--out", out)
+        assert run("finetune", "--text", file, *options).exit_code == 0
+        first, other = numbers(out)[0], numbers(finished)[0]
+        assert first["held_out_tokens"] == other["held_out_tokens"]
+        assert first["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
+
+    @pytest.mark.slow
+    def test_accumulated_batches_are_one_large_batch(self, file: Path, tmp_path: Path) -> None:
+        """Packed batches hold unequal numbers of labels: the mean is over all of them."""
+        from unsloth_cupy.finetune.trainer import Trainer
+
+        actual = []
+        step = Trainer._gradients
+
+        def kept(self: Trainer) -> Any:
+            actual.append((self, result := step(self)))
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_gradients", kept)
+            options = (*SMALL, "--steps", 1, "--accumulate", 3, "--out", tmp_path / "run")
+            assert run("finetune", "--text", file, *options).exit_code == 0
+        trainer, (loss, count, gradients) = actual[0]
+        model: Any = trainer.model
+        batches: list[Any] = [trainer.training_data.batches.at(n) for n in range(3)]
+        assert len({batch.label_count for batch in batches}) > 1
+        assert count == sum(batch.real for batch in batches)
+        fresh = create(model.texts["config.json"], seed=0)
+        rows, labels = (np.concatenate([getattr(b, n) for b in batches], axis=1)
+                        for n in ("tokens", "labels"))  # fmt: skip
+        begins = np.cumsum([0, *(batch.tokens.size for batch in batches)])
+        offsets = np.concatenate(
+            [[0], *(b.offsets[1:] + begin for b, begin in zip(batches, begins, strict=False))]
+        )
+        whole, expected = fresh.loss_and_gradients(rows, labels, offsets=offsets)
+        assert loss == pytest.approx(float(whole), rel=1e-6)
+        for name, gradient in expected.items():
+            off = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
+            assert off < 1e-5, name
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_adapters_in_sixteen_bits_go_on_from_a_run(
+        self, dtype: str, finished: Path, file: Path, tmp_path: Path
+    ) -> None:
+        """All savings at once: the held-out loss is the base's, within 1 %, and then falls."""
+        options = ("--text", file, "--batch", 2, "--tokens", 48, "--steps", 6, "--lora", 4)
+        more = ("--dtype", dtype, "--checkpoint-every", 1, "--out", tmp_path / "run")
+        result = run("finetune", finished, *options, *more, "--evaluate-every", 6)
+        assert result.exit_code == 0, result.output
+        base, log = numbers(finished)[-1]["held_out_loss"], numbers(tmp_path / "run")
+        assert log[0]["held_out_loss"] == pytest.approx(base, rel=1e-2)  # tuning.md promises it
+        assert log[-1]["held_out_loss"] < log[0]["held_out_loss"]
+        assert (tmp_path / "run" / "model" / "tokenizer_config.json").is_file()
+
+    @pytest.mark.slow
+    def test_generate_puts_a_question_as_it_was_learned(self, finished: Path) -> None:
+        options = ("--temperature", 0, "--max-new-tokens", 12)
+        asked = run("generate", finished, "Who sees the cat at 3?", "--chat", *options)
+        assert asked.exit_code == 0, asked.output
+        text = Chat(finished / "model").text(
+            [ASK | {"content": "Who sees the cat at 3?"}], answer=True
+        )
+        whole = run("generate", finished, text, *options)
+        assert whole.stdout == text + asked.stdout
+
+    def test_running_text_asks_nothing_of_a_template(self, finished: Path, tmp_path: Path) -> None:
+        """Nor of jinja2: a template that is broken stays beside the model as it was."""
+        shutil.copytree(finished / "model", tmp_path / "model")
+        (tmp_path / "model" / "chat_template.jinja").write_text("{% broken")
+        (tmp_path / "a.txt").write_text("\n\n".join(f"{i} is a number." for i in range(99)))
+        options = ("--steps", 1, "--batch", 2, "--tokens", 16, "--out", tmp_path / "run")
+        done = run("finetune", tmp_path / "model", "--text", tmp_path / "a.txt", *options)
+        assert done.exit_code == 0, done.output
+        kept = tmp_path / "run" / "model" / "chat_template.jinja"
+        assert kept.read_text() == "{% broken"
+
+    def test_a_vocabulary_without_room_for_marks_is_refused(
+        self, file: Path, tmp_path: Path
+    ) -> None:
+        result = run(
+            "finetune", "--text", file, *SMALL, "--vocabulary", 258, "--out", tmp_path / "r"
+        )
+        assert_one_clear_error(result, "--vocabulary 258 is too small", "need 259 tokens")
+
+    @pytest.mark.parametrize("option", ["--pack", "--no-pack"])
+    def test_running_text_is_not_packed(self, option: str, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("text " * 99)
+        result = run("finetune", "--text", tmp_path / "a.txt", option, "--out", tmp_path / "run")
+        assert_one_clear_error(result, "are for the lines of a .jsonl file")

@@ -1,0 +1,254 @@
+"""Large texts: tokens as those of a whole text, in a file that is made once, in little memory."""
+
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from unsloth_cupy import files
+from unsloth_cupy.finetune import text as texts
+from unsloth_cupy.finetune import tokens
+from unsloth_cupy.finetune.text import read_text
+from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
+from unsloth_cupy.finetune.tokens import tokenised, tokens_of
+
+from ..cli.test_cli import assert_one_clear_error, numbers, run, trained, weights
+
+WORDS = ["the", "cat's", "Grüße", "漢字", "👩‍👧", "1234567", "x+=y", "(said)", "\n", "\n\n\n", "  "]
+LLAMA3 = (
+    r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SMALL = (
+    "--batch", "2", "--tokens", "16", "--layers", "1", "--hidden", "32", "--vocabulary", "300",
+    "--steps", "4", "--evaluate-every", "2", "--lr", "0.01",
+)  # fmt: skip
+
+
+def some_text(words: int) -> str:
+    draw = random.Random(0)
+    return " ".join(draw.choice(WORDS) + str(draw.randrange(999)) for _ in range(words))
+
+
+def tokenizer_of(kind: str, text: str) -> Any:
+    """A tokenizer of each family: seams change what the start or the end of a text does."""
+    pieces = [text[i : i + 300] for i in range(0, len(text), 300)]
+    if kind == "gpt2":
+        return train_tokenizer(text, 600)
+    if kind == "llama3":
+        made = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+        made.post_processor = processors.ByteLevel(trim_offsets=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        made.train_from_iterator(
+            pieces,
+            trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=alphabet),
+        )
+    elif kind == "llama2":  # each text begins with a space of its own
+        made = Tokenizer(models.BPE())
+        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(spaces)
+        made.train_from_iterator(
+            pieces,
+            trainers.BpeTrainer(vocab_size=600, show_progress=False, max_token_length=16),
+        )
+    else:
+        made = Tokenizer(models.Unigram())
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=300, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
+        )
+        made.train_from_iterator(pieces, trainer)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "unigram"])
+def test_tokens_of_pieces_are_those_of_the_whole(kind: str) -> None:
+    text = some_text(3000)
+    tokenizer = tokenizer_of(kind, text)
+    whole = encode(tokenizer, text)
+    for size in (400, 1717, 9000, len(text)):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        actual = np.concatenate([*tokenised(tokenizer, pieces, 150)])
+        np.testing.assert_array_equal(actual, whole)
+
+
+def test_what_no_seam_goes_through_is_kept_whole_too() -> None:
+    """A word of a million letters has no place to cut: nothing of it is lost."""
+    text = "a" * 5000 + " b" * 300
+    tokenizer = train_tokenizer("a b", 257)
+    actual = np.concatenate([*tokenised(tokenizer, [text[:2000], text[2000:]], 100)])
+    assert tokenizer.decode(actual.tolist()) == text
+
+
+@pytest.mark.parametrize("block", [7, 64, 4096])
+def test_a_text_is_split_as_a_whole_one(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is read: the parts are those of the rule, written down for a text in memory."""
+    monkeypatch.setattr(texts, "BLOCK", block)
+    for number, text in enumerate((some_text(500), "x" * 999 + "é" * 99, "é\n\n" * 40, "ab")):
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(text.encode())
+        expected = int(min(len(text) * texts.HELD_OUT_SHARE, texts.HELD_OUT_CHARACTERS))
+        end = len(text) - expected
+        cut = text.rfind("\n\n", 0, end) + 2
+        far = cut < 2 or len(text[: cut - 2].encode()) < path.stat().st_size // 2
+        cut = end if far else cut
+        seen = {paragraph.strip() for paragraph in text[:cut].split("\n\n")}
+        held_out = [p for p in text[cut:].split("\n\n") if p.strip() not in seen]
+        actual = read_text(path)
+        assert trained(actual) == text[:cut]
+        assert actual.held_out == "\n\n".join(held_out)
+
+
+def test_a_byte_that_is_no_text_is_named_in_any_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "BLOCK", 8)
+    for place, broken in ((0, b"\xff"), (9, b"\xff"), (15, "é".encode()[:1]), (30, b"\xc3")):
+        path = tmp_path / "text.txt"
+        path.write_bytes(b"x" * place + broken + b"y" * (30 - place))
+        result = run("finetune", "--text", path, "--out", tmp_path / "run")
+        assert_one_clear_error(result, f"is not UTF-8: byte {place} is 0x{broken[0]:02x}; convert")
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text that counts as large, and a cache of its own."""
+    monkeypatch.setenv(tokens.CACHE, str(tmp_path / "cache"))
+    for module in (texts, tokens):
+        monkeypatch.setattr(module, "SMALL", 1000)
+        monkeypatch.setattr(module, "PIECE", 3000)
+    path = tmp_path / "large.txt"
+    path.write_text(some_text(3000))
+    return path
+
+
+@pytest.mark.slow
+def test_a_text_is_tokenised_once(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run maps the file, and both learn what a text in memory is learned as."""
+    command = ("finetune", "--text", large, *SMALL, "--out")
+    assert run(*command, tmp_path / "first").exit_code == 0
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.suffix == ".uint16"
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "tokenised", None)
+        assert run(*command, tmp_path / "second").exit_code == 0
+    other = read_text(large)
+    actual = tokens_of(other, train_tokenizer(trained(other), 290))
+    assert isinstance(actual, np.memmap)
+    assert len([*(tmp_path / "cache").iterdir()]) == 2, "another tokenizer has a file of its own"
+    monkeypatch.setattr(tokens, "SMALL", 10**9)
+    assert run(*command, tmp_path / "third").exit_code == 0
+    for name in ("second", "third"):
+        assert weights(tmp_path / name) == weights(tmp_path / "first")
+        assert numbers(tmp_path / name) == numbers(tmp_path / "first")
+
+
+def test_a_disk_that_is_too_small_is_named_before_it_is_full(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 1000
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "disk_usage", lambda _: Usage)  # type: ignore[attr-defined]
+        result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
+    assert_one_clear_error(
+        result, f"the file of --text's tokens ({tokens.CACHE}) takes", "make room"
+    )
+    assert not [*(tmp_path / "cache").iterdir()]
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv(tokens.CACHE, str(large))
+    result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
+    assert_one_clear_error(result, "cannot take the tokens", f"set {tokens.CACHE}")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_file_that_is_not_finished_is_removed(
+    error: BaseException, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tokens.tokenised
+
+    def breaking(*arguments: Any) -> Any:
+        yield next(whole(*arguments))
+        raise error
+
+    monkeypatch.setattr(tokens, "tokenised", breaking)
+    result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
+    assert result.exit_code != 0
+    assert not [*(tmp_path / "cache").iterdir()]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+@pytest.mark.parametrize("end", ["done", "stopped"])
+def test_a_run_that_waited_for_another_gets_the_same_tokens(
+    end: str, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that one made the file or left it; nothing else stays behind."""
+    import fcntl
+
+    text = read_text(large)
+    tokenizer = train_tokenizer(trained(text), 290)
+    made = tokens_of(text, tokenizer)
+    (path,) = (tmp_path / "cache").iterdir()
+    partial, whole = path.with_name(path.name + ".partial"), path.read_bytes()
+    path.unlink()
+    waits = threading.Event()
+    monkeypatch.setattr(tokens.click, "echo", lambda *_, **__: waits.set())
+    with partial.open("wb") as file, ThreadPoolExecutor() as threads:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        actual = threads.submit(tokens_of, text, tokenizer)
+        assert waits.wait(30)
+        if end == "done":
+            file.write(whole)
+            file.flush()
+            partial.replace(path)
+        else:
+            partial.unlink()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert (actual.result(30) == made).all()
+    assert [*(tmp_path / "cache").iterdir()] == [path]
+    assert path.read_bytes() == whole
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from unsloth_cupy.finetune.text import read_text
+from unsloth_cupy.finetune.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.tokens import tokens_of
+
+tokenizer = train_tokenizer("some words of a text", 300)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokens_of(read_text(Path(sys.argv[1])), tokenizer)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is of KiB on Linux alone")
+def test_memory_does_not_grow_with_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 bytes for a byte of text were 340 MB for this one."""
+    monkeypatch.setenv(tokens.CACHE, str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("some words of a text, and then some more. " * 40_000)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, path], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 150 * 1024

@@ -1,0 +1,284 @@
+"""All examples and Python blocks of the documentation run, and it builds without a warning."""
+
+import configparser
+import doctest
+import functools
+import html
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+import unsloth_cupy
+import unsloth_cupy.models
+from unsloth_cupy.core.op import OPS
+
+from ..code.compilers import NEWEST, OLDEST
+from ..harness.tracked import ROOT, tracked
+from ..machines.cuda_on_cpu import missing
+
+DOCS = ROOT / "docs"
+EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ipynb")
+PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
+
+LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py runs what they need
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the Python code of a page, each block at its line number in the page."""
+    text = page.read_text(encoding="utf-8")
+    matches = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in matches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page share their names, as for a reader who runs them in order."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    if any("cuda_on_cpu" in block for block in blocks(page)) and (reason := missing()):
+        pytest.skip(reason)
+    for block in blocks(page):
+        needs = re.search(r"^# needs (\w+)$", block, re.M)
+        if needs and needs[1] in LARGE:
+            continue
+        if needs:
+            pytest.importorskip(needs[1], reason=f"needs the extra `peers` ({needs[1]})")
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-W", "error", str(example)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+@pytest.fixture(scope="module")
+def collect() -> Any:
+    """The module that writes the API pages."""
+    pytest.importorskip("sphinx", reason="needs the extra `docs`")
+    return loaded("collect")
+
+
+def loaded(name: str) -> Any:
+    """Return a module of docs/."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_public_functions_have_an_example(collect: Any) -> None:
+    named = [name for names in collect.examples() for name in names]
+    assert [name for name in collect.public() if name not in named] == []
+    assert len({*named}) == len(named), "a name has two"
+    beside = [
+        name for names, block in collect.examples().items() if block[0] != ">" for name in names
+    ]
+    lasts = {name.removeprefix("unsloth_cupy.") for name in beside}
+    assert not lasts & {op.removesuffix("_forward") for op in OPS}, "its docstring has its example"
+    here = [name for name in named if not name.startswith(tuple(collect.ELSEWHERE))]
+    strange = [n for n in here if not functools.reduce(getattr, n.split(".")[1:], unsloth_cupy)]
+    assert strange == []
+    assert {*named} - {*here} == {
+        f"{m}.{n}" for m in collect.ELSEWHERE for n in collect.exported(m)
+    }
+
+
+@pytest.mark.slow
+def test_examples_of_the_api_run(
+    collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs by itself, and calls all names that it is for."""
+    monkeypatch.chdir(tmp_path)
+    for names, block in collect.examples().items():
+        needs = re.search(r"^# needs (\w+)$", block, re.M)
+        if needs and importlib.util.find_spec(needs[1]) is None:
+            continue
+        if block.startswith(">>>"):
+            case, said = doctest.DocTestParser().get_doctest(block, {}, names[0], None, 0), []
+            assert not doctest.DocTestRunner().run(case, out=said.append).failed, "".join(said)
+        else:
+            exec(compile(block, names[0], "exec"), {})
+        code, lasts = collect.called(block), [name.rpartition(".")[2] for name in names]
+        assert [last for last in lasts if not re.search(rf"\b{last}\b", code)] == [], names
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_prints_what_it_shows(
+    notebook: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = json.loads(notebook.read_text(encoding="utf-8"))
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    for name in ("torch", "transformers"):
+        if re.search(rf"^(import|from) {name}\b", "".join(cells[0]["source"]), re.M):
+            pytest.importorskip(name, reason=f"needs the extra `peers` ({name})")
+    names: dict[str, Any] = {}
+    for count, cell in enumerate(cells, 1):
+        exec(compile("".join(cell["source"]), f"{notebook.name}, {cell['id']}", "exec"), names)
+        shown = ["".join(output["text"]) for output in cell["outputs"]]
+        assert capsys.readouterr().out == "".join(shown), cell["id"]
+        assert cell["execution_count"] == count
+
+
+def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    page = DOCS / "guide" / "getting-started.md"
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(block, names)
+    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert shown is not None
+    assert capsys.readouterr().out == shown[1]
+
+
+@pytest.mark.parametrize("page", ["docs/install.md", "README.md"])
+def test_compilers_that_are_supported_are_named(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert re.search(rf"NVRTC,? {re.escape(OLDEST)}\b[^.]* {re.escape(NEWEST)}\b", text)
+
+
+def test_every_extra_is_told_and_no_other() -> None:
+    read = configparser.ConfigParser()
+    read.read(ROOT / "setup.cfg")
+    page = (DOCS / "install.md").read_text()
+    table = page[page.index("## Extras") : page.index("## Without a network")]
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split("`")[1::2]
+    }
+    assert named == {*read["options.extras_require"]}
+    asked = {name for actual in re.findall(r"\[([\w,]+)\]'", page) for name in actual.split(",")}
+    assert asked <= named
+
+
+def test_performance_lists_every_kernel() -> None:
+    """It has the GPU results of the file next to the page, or says that there are none."""
+    page = DOCS / "performance.md"
+    listed = re.findall(r"^\| `(\w+)` \| (.*?) \|", page.read_text(), re.M)
+    kernels = {name for name, op in OPS.items() if op.launch is not None}
+    cure = "python -m tests.code.budget --write renews the table"
+    assert {name for name, _ in listed} == kernels, cure
+    kept = page.with_suffix(".json")
+    confirmed = json.loads(kept.read_text()) if kept.exists() else {}
+    said = {name for name, where in listed if where != "not yet confirmed on a GPU"}
+    assert said == confirmed.keys(), cure
+
+
+def lost(folder: Path) -> list[str]:
+    """Return the broken links of built pages: without a file, or without an anchor in it."""
+    made = (path.relative_to(folder) for path in folder.rglob("*.html"))
+    own = [folder / path for path in made if path.parts[0] not in ("_static", "benchmarks")]
+    texts = {path.resolve(): path.read_text(encoding="utf-8") for path in own}
+    places = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in texts.items()}
+    dead = []
+    for path, text in texts.items():
+        for link in {*re.findall(r'\b(?:href|src)="([^"]+)"', text)}:
+            file, _, place = unquote(html.unescape(link)).partition("#")
+            if re.match(r"[a-z]+:|//", file):
+                continue
+            there = (path.parent / file.partition("?")[0]).resolve() if file else path
+            if not there.exists() or (place and there in places and place not in places[there]):
+                dead.append(f"{path.relative_to(folder.resolve())}: {link}")
+    return dead
+
+
+@pytest.mark.slow
+def test_pages_build(collect: Any, tmp_path: Path) -> None:
+    """With ``-W``, a docstring that numpydoc cannot parse, or a broken link, is an error."""
+    for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
+        pytest.importorskip(package, reason="needs the extra `docs`")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lost(tmp_path / "html") == []
+    pages = "".join(path.read_text() for path in (tmp_path / "html" / "api").glob("*.html"))
+    assert "x(*rows, hidden)" in pages, "an op shows its signature"
+    spaces = (unsloth_cupy, unsloth_cupy.models)
+    public = [
+        f"{space.__name__}.{name}"
+        for space in spaces
+        for name in dir(space)
+        if not name.startswith("_") and callable(getattr(space, name))
+    ]
+    assert [name for name in public if f'id="{name}"' not in pages] == []
+    text = html.unescape(re.sub("<.*?>", "", pages))
+    lines = {line for block in collect.examples().values() for line in block.splitlines()}
+    assert sorted(line for line in lines if line not in text) == [], "an example is not shown"
+    kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
+    assert kernels > {path.stem for path in tracked("kernels_cu/*.cu")}
+    page = (tmp_path / "html" / "history" / "index.html").read_text()
+    if (reason := loaded("history").missing()) is not None:
+        assert reason.replace("`", "") in re.sub("<.*?>", "", page)
+        return
+    site = json.loads((tmp_path / "html" / "benchmarks" / "index.json").read_text())
+    assert "costs.Costs.track_instructions" in site["benchmarks"]
+    assert len(site["revision_to_hash"]) > 10
+    assert 'href="../benchmarks/index.html"' in page
+
+
+def test_a_site_of_all_commits_or_a_word_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shallow clone has the branch, but not the commits of the results."""
+    for package in ("sphinx", "asv"):
+        pytest.importorskip(package, reason="needs the extra `docs`")
+    history = loaded("history")
+    monkeypatch.setattr(history, "GIT", tmp_path)
+    assert "no branch" in history.missing()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (("init", "-q", "-b", "main"), ("commit", "-q", "--allow-empty", "-m", "a")):
+        subprocess.run([*git, *words], check=True)
+    assert history.missing() == "git lacks commits that results name"
+    assert f"benchmarks: {history.missing()}." in history.page()
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Any:
+    """The module that draws the pictures of the pages."""
+    return loaded("pictures")
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn(pictures: Any, tmp_path: Path) -> None:
+    """A function of the same name draws each file; measurements have their facts."""
+    drawn = {path.stem for path in tracked("docs/pictures/*.svg")}
+    assert drawn == pictures.PICTURES.keys()
+    for name in ("attention", "beside-transformers", "trace"):
+        pictures.PICTURES[name](tmp_path / f"{name}.svg")
+        pictures.shorten(tmp_path / f"{name}.svg")
+        assert (tmp_path / f"{name}.svg").stat().st_size > 4096
+    for path in tracked("docs/pictures/*.json"):
+        facts = json.loads(path.read_text())
+        assert all(facts[fact] for fact in ("machine", "date", "versions", "method")), path
+    assert sum(path.stat().st_size for path in tracked("docs/pictures/*")) < 700 << 10
+
+
+def test_what_was_measured_is_what_the_page_says(pictures: Any) -> None:
+    assert pictures.page() == pictures.PAGE.read_text(), "run python docs/pictures.py"
+
+
+DIAGRAMS = {"floors": ("floors.svg",), "one_op": ("one-op.svg", "one-op-narrow.svg")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", DIAGRAMS)
+def test_diagrams_are_drawn_as_the_code_is(module: str) -> None:
+    every = "(made.drawn(n) for n in made.FILES)" if module == "one_op" else "[made.drawn()]"
+    command = [sys.executable, "-c", f"import {module} as made; print(*{every}, sep='', end='')"]
+    done = subprocess.run(command, cwd=DOCS, capture_output=True, text=True, check=True)
+    drawn = "".join((DOCS / file).read_text() for file in DIAGRAMS[module])
+    assert done.stdout == drawn, f"run python docs/{module}.py"

@@ -1,0 +1,4 @@
+from ...code.compiled.cases import main
+
+if __name__ == "__main__":
+    main()

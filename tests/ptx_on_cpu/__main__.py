@@ -1,4 +1,0 @@
-from ..compiled.cases import main
-
-if __name__ == "__main__":
-    main()

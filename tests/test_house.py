@@ -25,7 +25,6 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
 HEADERS = sorted((ROOT / "kernels_cu").rglob("*.cuh"))
 MACHINE_ROOM = sorted((ROOT / "unsloth_cupy" / "core").glob("*.py"))
-MACHINE_ROOM_LINES = 1600
 # Everything that is written by hand or committed; caches and builds are not.
 TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
 TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}
@@ -96,17 +95,6 @@ def text_files() -> Iterator[Path]:
 
 
 # ---- modules ----------------------------------------------------------------------------------
-def test_modules_have_at_most_300_lines() -> None:
-    """A longer module is split by variant, never by layer."""
-    lengths = {named(path): len(text_of(path).splitlines()) for path in PACKAGE}
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
-
-
-def test_machine_room_is_small() -> None:
-    lines = sum(len(text_of(path).splitlines()) for path in MACHINE_ROOM)
-    assert lines <= MACHINE_ROOM_LINES
-
-
 def test_functions_of_the_machine_room_are_short() -> None:
     """No body is longer than 40 lines."""
     nodes = [node for path in MACHINE_ROOM for node in nodes_of(path)]

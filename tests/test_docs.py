@@ -31,7 +31,7 @@ PAGES = [
     page for folder in (".", "guide", "tutorials") for page in sorted((DOCS / folder).glob("*.md"))
 ]
 
-LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py runs what they need
+LARGE = {"numba"}  # tests/interop/test_stacks.py runs what needs it
 
 
 def blocks(page: Path) -> list[str]:

@@ -44,5 +44,5 @@ def test_libraries_that_would_lose_their_gradient_are_refused(module):
         assert relu2(array).tolist() == [1, 1, 1]
         return
     library = module.partition(".")[0]
-    with pytest.raises(FrameworkError, match=rf"relu2: x would lose its gradient: {library} "):
+    with pytest.raises(FrameworkError, match=rf"relu2: x would lose its {library} gr"):
         relu2(array)

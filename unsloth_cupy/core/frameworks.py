@@ -33,9 +33,7 @@ def _plain(array: Any) -> Any:
 
 def _dlpack_adopt(array: Any) -> Any:
     if (library := type(array).__module__.partition(".")[0]) in REFUSED:
-        raise FrameworkError(
-            f"would lose its gradient: {library} does not see this call; pass numpy.asarray of it"
-        )
+        raise FrameworkError(f"would lose its {library} gradient; pass numpy.asarray of it")
     if not hasattr(array, "__dlpack__"):
         return cupy().asarray(array)  # by __cuda_array_interface__
     on_gpu = array.__dlpack_device__()[0] == 2

@@ -191,6 +191,7 @@ def write(why: str, names: Iterable[str] = ()) -> None:
 
 def add() -> None:
     """Add lines for the kernels and ops that have none yet."""
+    sass.nvdisasm()  # if it is missing, nothing is written
     if kernels := {*declared()} - budget.read()[1].keys():
         budget.write(kernels)
     if ops := {*with_kernels()} - read()[1].keys():

@@ -1,6 +1,7 @@
 """The costs of a call of every op equal those in ``costs.toml``, exactly."""
 
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from unsloth_cupy import softmax
 from unsloth_cupy.core.op import OPS
 
-from . import budget, costs, table
+from . import budget, costs, sass, table
 from .budget import compiler_version
 from .cuda_on_cpu import missing
 from .sample import Sample
@@ -135,6 +136,21 @@ def test_a_write_that_stops_leaves_the_table(copy: Path, monkeypatch: pytest.Mon
         table.replace("calls", ["x = 1"])
     assert copy.read_bytes() == before
     assert [*copy.parent.iterdir()] == [copy]
+
+
+def test_a_new_line_without_a_disassembler(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is named before anything is written."""
+
+    def none(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    sass.wheel.cache_clear()
+    monkeypatch.setattr("importlib.metadata.distribution", none)
+    table.replace("calls", costs.text(HEAD, {n: x for n, x in LINES.items() if n != "relu2"}))
+    before = copy.read_bytes()
+    with pytest.raises(LookupError, match="needs nvidia-cuda-nvdisasm, of the extra `test`"):
+        costs.add()
+    assert copy.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The costs of a call of every op equal those in ``costs.toml``, exactly."""
+"""The costs of a call of every op equal those in ``costs.toml``; opcodes are an upper bound."""
 
 import re
 from importlib.metadata import PackageNotFoundError
@@ -49,7 +49,7 @@ def test_launches_and_allocations(name: str) -> None:
 @pytest.mark.skipif(HEAD["python"] != costs.PYTHON, reason="another Python has other opcodes")
 @pytest.mark.parametrize("name", NAMES)
 def test_opcodes_of_a_replayed_call(name: str) -> None:
-    assert costs.opcodes(name) == LINES[name]["opcodes"], CURE
+    assert costs.opcodes(name) <= (1 + costs.SLACK) * LINES[name]["opcodes"], CURE
 
 
 @pytest.mark.slow

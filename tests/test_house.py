@@ -185,6 +185,14 @@ def test_import_is_light() -> None:
     assert done.stdout.split() == []
 
 
+def test_star_import_replaces_no_builtin() -> None:
+    names: dict[str, Any] = {}
+    exec("from unsloth_cupy import *", names)
+    assert {"rms_norm", "rms_norm_forward", "KVCache", "explain"} <= names.keys()
+    assert [n for n, v in names.items() if inspect.ismodule(v) or hasattr(builtins, n)] == []
+    assert {name for name in API if "." not in name} - names.keys() == {"sum"}
+
+
 # ---- ops and public names ---------------------------------------------------------------------
 def without_gradient(name: str) -> str | None:
     """Return the reason why an op has no gradient, or None."""

@@ -17,14 +17,13 @@ from ..core.call import check_options, is_integer
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..machine import array_bytes, check_bytes
-from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
+from ..placement import array_on_device, check_library, full_like
 from .codes import STORED, check_new, scale_bytes, scales_like
 from .storage import Storage
 
 MOST_LAYERS = 10_000
 
 
-@on_gpu_of_attribute("real")
 @check_options
 class KVCache(Storage):
     """Keys and values of every layer, filled from the left.
@@ -208,27 +207,8 @@ class KVCache(Storage):
         if not is_integer(queries) or queries > self.filled[layer]:
             held = f"layer {layer} holds {self.filled[layer]} tokens"
             raise RangeError(f"KVCache.mask: queries={queries!r} were not appended; {held}")
-        window, stop = self.windows[layer], self.filled[layer]
-        if window is None or queries == 1 or stop <= self.sinks + window:
-            return None
-        key, query = (
-            np.arange(stop, like=self.real),
-            np.arange(stop - queries, stop, like=self.real),
-        )
-        query = query[:, None]
-        seen = (key <= query) & ((key < self.sinks) | (key > query - window))
-        return self.held(layer, queries, seen)
-
-    def held(self, layer: int, queries: int, every: Array) -> Array:
-        """Return, from ``every`` (..., tokens), the columns of the keys of the last append."""
-        window, tokens = self.windows[layer], every.shape[-1]
-        first = self.sinks if window is None else tokens - queries - window + 1
-        if first <= self.sinks:
-            return every
-        parts = (
-            [every[..., : self.sinks], every[..., first:]] if self.sinks else [every[..., first:]]
-        )
-        return np.concatenate(parts, axis=-1) if self.sinks else parts[0]
+        window = self.windows[layer]
+        return None if window is None else self.seen(layer, queries, window)
 
     def note(self, real: Array | None, new: int) -> Array | None:
         """Record which of the last tokens, including the ``new`` next ones, are not padding.

@@ -15,7 +15,7 @@ from unsloth_cupy import (
 )
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
-from unsloth_cupy.inference import storage
+from unsloth_cupy.inference import kv_cache
 from unsloth_cupy.models import block
 
 from .parity import emulator
@@ -144,7 +144,7 @@ def test_a_padded_model_decodes_from_codes(kind: str, monkeypatch: pytest.Monkey
         assert within_a_percent(found[0, real], wanted[0, real])
         assert within_a_percent(found[1], wanted[1])
         # after the prompt codes are read as they lie
-        monkeypatch.setattr(storage, "read", refuse)
+        monkeypatch.setattr(kv_cache, "read", refuse)
 
 
 def test_rows_and_pages_move_with_their_scales() -> None:
@@ -200,7 +200,7 @@ def test_a_layer_gives_what_a_block_gives(kind: str, monkeypatch: pytest.MonkeyP
                 window=None if window is None else (window - 1, 0),
             )  # fmt: skip
             np.testing.assert_array_equal(actual, expected)
-        monkeypatch.setattr(storage, "read", refuse)
+        monkeypatch.setattr(kv_cache, "read", refuse)
 
 
 def test_a_mask_of_the_call_is_applied_to_codes() -> None:

@@ -26,8 +26,10 @@ KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
 HEADERS = sorted((ROOT / "kernels_cu").rglob("*.cuh"))
 MACHINE_ROOM = sorted((ROOT / "unsloth_cupy" / "core").glob("*.py"))
 # Everything that is written by hand or committed; caches and builds are not.
-TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
-TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}
+TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks")
+TRACKED += (".ci", ".github", ".devcontainer")
+TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ""}
+TEXT |= {".cfg", ".toml", ".yaml", ".yml", ".json", ".cff"}
 
 # The public names as other people's programs call them: parameters, their order and defaults.
 API = {

@@ -16,12 +16,12 @@ sys.path.insert(0, str(ROOT))
 
 from tests.house.test_floors import FLOORS, MODULES, PACKAGE, imports  # noqa: E402
 
-WIDE, HIGH, GAP, STEP = 270, 54, 22, 88  # a box's size; between boxes; from floor to floor
+WIDE, HIGH, GAP, STEP = 270, 46, 22, 80  # a box's size; between boxes; from floor to floor
 LEFT_OUT = ("_version", "__main__")
 INK, SOFT, PAPER = "#22272e", "#8b95a1", "#f4f6f8"
 STYLE = f"""
 <style>text{{font-family:sans-serif;fill:{INK};text-anchor:middle}}.name{{font-size:14px;font-weight:600}}
-.size,.what{{font-size:10px}}.size{{fill:{SOFT}}}rect{{fill:{PAPER};stroke:{SOFT}}}
+.what{{font-size:10px}}rect{{fill:{PAPER};stroke:{SOFT}}}
 path{{fill:none;stroke:{SOFT};marker-end:url(#tip)}}</style>
 <defs><marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6"
 orient="auto"><polygon points="0 0,6 3,0 6" fill="{SOFT}"/></marker></defs>
@@ -50,12 +50,12 @@ def arrows() -> dict[str, set[str]]:
 
 
 def about(room: str) -> tuple[str, str]:
-    """Return a room's number of files, or its file name, and its docstring's first line."""
-    files = [path for module, path in MODULES.items() if room_of(module) == room]
+    """Return the name of a room, with .py if it is a file, and what its docstring says it holds."""
     front = PACKAGE / room / "__init__.py"
+    name = "unsloth_cupy" if room == "__init__" else room if front.exists() else f"{room}.py"
     front = front if front.exists() else PACKAGE / f"{room}.py"
     first = (ast.get_docstring(ast.parse(front.read_text())) or "").split("\n")[0]
-    return f"{len(files)} files" if len(files) > 1 else f"{room}.py", first
+    return name, first.partition(":")[0].partition(",")[0].rstrip(".").replace("`", "")
 
 
 def drawn() -> str:
@@ -87,14 +87,11 @@ def drawn() -> str:
         *paths,
     ]
     for room, (x, y) in at.items():
-        size, first = about(room)
-        name = "unsloth_cupy" if room == "__init__" else room
+        name, what = about(room)
         lines.append(f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="5"/>')
-        lines.append(f'<text class="name" x="{x + WIDE / 2:g}" y="{y + 18:g}">{name}</text>')
-        lines.append(f'<text class="size" x="{x + WIDE / 2:g}" y="{y + 32:g}">{size}</text>')
-        words = first.partition(":")[0].partition(",")[0].rstrip(".").replace("`", "")
+        lines.append(f'<text class="name" x="{x + WIDE / 2:g}" y="{y + 19:g}">{name}</text>')
         lines.append(
-            f'<text class="what" x="{x + WIDE / 2:g}" y="{y + 46:g}">{escape(words)}</text>'
+            f'<text class="what" x="{x + WIDE / 2:g}" y="{y + 35:g}">{escape(what)}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
 

@@ -167,3 +167,9 @@ from .training.schedules import cosine_schedule as cosine_schedule
 from .training.schedules import linear_schedule as linear_schedule
 from .training.tape import Tape as Tape
 from .training.variable import Var as Var
+
+__all__ = [  # ops, functions and classes, but not sum: import * would replace Python's
+    name
+    for name, value in [*globals().items()]
+    if callable(value) and name[0] != "_" and name != "sum"
+]

@@ -6,7 +6,8 @@
 There is one line for each op with a kernel, called with bfloat16 arrays of some hundreds of rows:
 
     80, 90    launches, allocations and bytes allocated, by architecture
-    opcodes   Python bytecode instructions that the library runs in a replayed call
+    opcodes   Python bytecode instructions that the library runs in a replayed call: an upper bound,
+              which may be exceeded by a share SLACK
     moved     of smaller arrays, on the emulator: sectors of global memory read and written, passes
               over shared memory for reads and for writes
     loops     SASS instructions of each kernel's hot loop, by architecture
@@ -44,6 +45,7 @@ PYTHON = "{}.{}".format(*sys.version_info)  # opcodes differ between versions
 LIBRARY = str(Path(unsloth_cupy.__file__).parent)
 SCALE = Scale(tokens=256, hidden=512, inner=1024, vocab=2048, heads=8, kv_heads=2, dim=64)
 TINY = Scale(tokens=32, hidden=128, inner=256, vocab=512, heads=4, kv_heads=2, dim=64)
+SLACK = 0.02
 REPLAYED = 5  # the fifth call is counted; the second is recorded, later ones are replayed
 HEAD = """\
 # The costs of a call of every op: launches, allocations and bytes, by architecture; Python opcodes;
@@ -191,6 +193,7 @@ def write(why: str, names: Iterable[str] = ()) -> None:
 
 def add() -> None:
     """Add lines for the kernels and ops that have none yet."""
+    sass.nvdisasm()  # if it is missing, nothing is written
     if kernels := {*declared()} - budget.read()[1].keys():
         budget.write(kernels)
     if ops := {*with_kernels()} - read()[1].keys():

@@ -1,6 +1,6 @@
 """What each optimization of a kernel gains: the tables of docs/ladders.md.
 
-    python -m tests.code.ladder --write      rewrites them (needs the extras ``test`` and ``sass``)
+    python -m tests.code.ladder --write      rewrites them (needs the extra ``test``)
 
 A rung is a kernel of the library with only some of its optimizations: the same source, launched
 with other constants.  Registers and instructions are those of the code that NVRTC compiles; memory

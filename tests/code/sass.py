@@ -1,4 +1,4 @@
-"""Count the SASS instructions of compiled kernels with nvdisasm (from the extra ``sass``).
+"""Count the SASS instructions of compiled kernels with nvdisasm.
 
 python -m tests.code.sass --write    rewrites the table of attention's loops in docs/performance.md
 """
@@ -57,12 +57,17 @@ def alignment(variant: Variant) -> int:
 
 
 @functools.cache
-def nvdisasm() -> Path:
-    """Return the disassembler of the wheel; raise LookupError without it."""
+def wheel() -> importlib.metadata.Distribution:
+    """Return the wheel with the disassembler; raise LookupError without it."""
     try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+        return importlib.metadata.distribution("nvidia-cuda-nvdisasm")
     except importlib.metadata.PackageNotFoundError:
-        raise LookupError("needs the extra `sass` (nvidia-cuda-nvdisasm)") from None
+        raise LookupError("needs nvidia-cuda-nvdisasm, of the extra `test`") from None
+
+
+def nvdisasm() -> Path:
+    """Return the path of the disassembler; raise LookupError without it."""
+    files = wheel().files or []
     return Path(str(next(f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))))
 
 
@@ -84,8 +89,7 @@ def text_of(kernel: str, source: str, options: tuple[str, ...], arch: str) -> st
             subprocess.run(command, stdout=file, stderr=subprocess.PIPE, check=True)
         return text
 
-    version = importlib.metadata.version("nvidia-cuda-nvdisasm")
-    key = budget.cache_key(source, options, arch, version)
+    key = budget.cache_key(source, options, arch, wheel().version)
     text = kept_file("sass", key, build, ".txt").read_text(encoding="utf-8")
     section = re.search(rf"\.text\.{kernel}:\n(.*?)(?=^\.text\.|\Z)", text, re.M | re.S)
     assert section is not None, text[:1000]

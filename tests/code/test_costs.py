@@ -1,6 +1,7 @@
-"""The costs of a call of every op equal those in ``costs.toml``, exactly."""
+"""The costs of a call of every op equal those in ``costs.toml``; opcodes are an upper bound."""
 
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from unsloth_cupy.core.op import OPS
 from ..harness.sampling import Sample
 from ..harness.tracked import tracked
 from ..machines.cuda_on_cpu import missing
-from . import budget, costs, costs_file
+from . import budget, costs, costs_file, sass
 from .budget import compiler_version
 from .sass import nvdisasm
 
@@ -49,7 +50,7 @@ def test_launches_and_allocations(name: str) -> None:
 @pytest.mark.skipif(HEAD["python"] != costs.PYTHON, reason="another Python has other opcodes")
 @pytest.mark.parametrize("name", NAMES)
 def test_opcodes_of_a_replayed_call(name: str) -> None:
-    assert costs.opcodes(name) == LINES[name]["opcodes"], CURE
+    assert costs.opcodes(name) <= (1 + costs.SLACK) * LINES[name]["opcodes"], CURE
 
 
 @pytest.mark.slow
@@ -136,6 +137,21 @@ def test_a_write_that_stops_leaves_the_table(copy: Path, monkeypatch: pytest.Mon
         costs_file.replace("calls", ["x = 1"])
     assert copy.read_bytes() == before
     assert [*copy.parent.iterdir()] == [copy]
+
+
+def test_a_new_line_without_a_disassembler(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is named before anything is written."""
+
+    def none(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    sass.wheel.cache_clear()
+    monkeypatch.setattr("importlib.metadata.distribution", none)
+    costs_file.replace("calls", costs.text(HEAD, {n: x for n, x in LINES.items() if n != "relu2"}))
+    before = copy.read_bytes()
+    with pytest.raises(LookupError, match="needs nvidia-cuda-nvdisasm, of the extra `test`"):
+        costs.add()
+    assert copy.read_bytes() == before
 
 
 @pytest.mark.slow

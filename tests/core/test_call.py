@@ -1,6 +1,8 @@
 """What an option may be: every op refuses what is not such a number, before any work."""
 
+import inspect
 import math
+import traceback
 from collections.abc import Callable
 
 import numpy as np
@@ -152,3 +154,27 @@ def test_a_backward_op_refuses_tables_too_wide() -> None:
     ):
         with pytest.raises(ShapeError, match="rotates 6 columns"):
             call()
+
+
+def test_generated_functions_have_a_source() -> None:
+    """Tracebacks show it, also of two functions that have the same name."""
+    arguments = "x=arrays[0]", "x=arrays[0], bits=options['bits']"
+    for function, expected in zip((same, renamed()), arguments, strict=True):
+        made = op("x(*axes) -> y(*axes)")(function)
+        assert inspect.getsource(made.compute).endswith(f"return function({expected})\n")
+        assert inspect.getsource(type(made).__call__).startswith("def same(self, x=None, *more")
+    with pytest.raises(ShapeError) as raised:
+        uc.rms_norm_forward(np.ones((2, 3)), np.ones(4))
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "run = plan([x, weight, residual, bias])" in shown
+
+
+def same(x):
+    return x
+
+
+def renamed():
+    def same(x, *, bits: int = 0):
+        return x
+
+    return same

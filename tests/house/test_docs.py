@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ipynb")
 PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
 
-LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py runs what they need
+LARGE = {"numba"}  # tests/interop/test_stacks.py runs what needs it
 
 
 def blocks(page: Path) -> list[str]:

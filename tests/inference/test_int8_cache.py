@@ -5,10 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import KVCache, PagedKVCache, attention, attention_paged, models
+from unsloth_cupy import (
+    KVCache,
+    PagedKVCache,
+    attention,
+    attention_layer,
+    attention_paged,
+    models,
+)
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
-from unsloth_cupy.inference import storage
+from unsloth_cupy.inference import kv_cache
+from unsloth_cupy.models import block
 
 from ..harness.parity import emulator
 
@@ -138,7 +146,7 @@ def test_a_padded_model_decodes_from_codes(kind: str, monkeypatch: pytest.Monkey
         assert within_a_percent(actual[0, real], expected[0, real])
         assert within_a_percent(actual[1], expected[1])
         # after the prompt codes are read as they lie
-        monkeypatch.setattr(storage, "read", refuse)
+        monkeypatch.setattr(kv_cache, "read", refuse)
 
 
 def test_rows_and_pages_move_with_their_scales() -> None:
@@ -173,6 +181,39 @@ def test_a_model_decodes_from_codes() -> None:
     prompt = model.logits(tokens[:, :19], cache=pages, sequences=own)
     last = model.logits(tokens[:, 19:], cache=pages, sequences=own)
     assert within_a_percent(np.concatenate([prompt, last], axis=1), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_layer_gives_what_a_block_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bits, and after the prompt neither converts codes to floats."""
+    config = CONFIG | {"model_type": kind} | ({"sliding_window": 8} if kind == "mistral" else {})
+    model, rng = models.create(config, seed=0), np.random.default_rng(0)
+    window, tables = 8 if kind == "mistral" else None, next(iter(model.tables.values()))
+    caches = [KVCache(2, 2, 24, 2, 16, dtype="int8", window=window) for _ in "ab"]
+    for tokens in (17, *[1] * 7):
+        call = model.call(model.parameters, np.zeros((2, tokens), int), cache=caches[0])
+        for layer in range(2):
+            x = rng.standard_normal((2, tokens, 64), np.float32)
+            prefix = f"model.layers.{layer}."
+            weights = [model.parameters[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkvo"]
+            expected = block._attention(call, layer, prefix, x)
+            actual = attention_layer(
+                x, *weights, *tables(24), heads=4, cache=caches[1], layer=layer,
+                window=None if window is None else (window - 1, 0),
+            )  # fmt: skip
+            np.testing.assert_array_equal(actual, expected)
+        monkeypatch.setattr(kv_cache, "read", refuse)
+
+
+def test_a_mask_of_the_call_is_applied_to_codes() -> None:
+    rng = np.random.default_rng(0)
+    caches = [KVCache(*SHAPE, dtype=dtype) for dtype in ("float32", "int8")]
+    for tokens in (9, 1, 2):
+        (k, v), q = new_tokens(rng, tokens), rng.standard_normal((2, tokens, 4, 64), np.float32)
+        mask = rng.random((2, 1, tokens, caches[0].length + tokens)) < 0.5
+        mask[..., 0] = True
+        expected, actual = (cache.attend(0, q, k, v, mask=mask) for cache in caches)
+        assert within_a_percent(actual, expected)
 
 
 def test_wrong_calls() -> None:

@@ -96,6 +96,38 @@ def test_window_keeps_the_first_and_the_last(chunks, sinks):
         cache.append(1, *draw(9, dtype=np.float64))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reach", [None, 3, 9])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_attend_applies_both_windows_and_the_padding(sinks, reach, padded):
+    """The narrower window hides keys, except sinks, which every query sees."""
+    cache = KVCache(1, 2, 8, 3, 4, dtype="float64", window=5, sinks=sinks)
+    keys, values = draw(16, dtype=np.float64)
+    queries = draw(16, dtype=np.float64, seed=1)[0]
+    real = np.ones((2, 4), bool)
+    real[0, :1] = not padded
+    cache.note(real if padded else None, 4)
+    seen = np.ones((2, 16), bool)
+    seen[:, :4] = real
+    width = 5 if reach is None else min(reach, 5)
+    key, query = np.arange(16), np.arange(16)[:, None]
+    mask = (key <= query) & ((key > query - width) | (key < sinks)) & seen[:, None, None]
+    expected = attention(queries, keys, values, mask=mask)
+    window = None if reach is None else (reach - 1, 0)
+    for start, stop in ((0, 4), (4, 5), (5, 12), (12, 13), (13, 16)):
+        new = slice(start, stop)
+        actual = cache.attend(0, queries[:, new], keys[:, new], values[:, new], window=window)
+        np.testing.assert_allclose(actual, expected[:, new], rtol=1e-12, atol=1e-12)
+
+
+def test_attend_refuses_a_window_that_attention_refuses():
+    cache = KVCache(1, 2, 8, 3, 4, dtype="float32", window=5)
+    keys, values = draw(2)
+    for window in (5, (1, 2, 3), (-1, 0)):
+        with pytest.raises(ConfigError, match="window="):
+            cache.attend(0, keys, keys, values, window=window)
+
+
 def test_a_window_that_capacity_does_not_reach_is_none():
     cache = KVCache(1, 2, 6, 3, 4, dtype="float32", window=5, sinks=2)
     drawn = draw(6)

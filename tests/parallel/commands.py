@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import saving
+from unsloth_cupy.finetune import trainer
 from unsloth_cupy.finetune.trainer import Trainer
 
 
@@ -38,11 +38,11 @@ def full() -> None:
     def write(path: Any, tensors: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    saving.write_tensors = write
+    trainer.write_tensors = write
 
 
 def torn() -> None:
-    whole = saving.write_tensors
+    whole = trainer.write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         whole(path, tensors)
@@ -50,7 +50,7 @@ def torn() -> None:
             path.write_bytes(path.read_bytes()[:99])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.write_tensors = write
+    trainer.write_tensors = write
 
 
 FAULTS = {"killed": killed, "full": full, "torn": torn}

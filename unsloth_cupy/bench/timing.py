@@ -1,6 +1,6 @@
 """Times ops, forward and backward, and compares them with the limits of the machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,19 @@ def operations(call: Call, outputs: dict[str, Any]) -> int:
     """Return the operations of a call's matrix products: a multiply-add counts as two."""
     count: Callable[[dict[str, Any]], int] | None = call.op.facts.get("operations")
     return 0 if count is None else int(count(call.options | call.arrays | outputs))
+
+
+def counts(op: Any, operands: Mapping[str, Any], options: Any, result: Any) -> tuple[int, int]:
+    """Return bytes and operations of a call; an array updated in place is moved twice."""
+    results = result if type(result) is tuple else (result,)
+    pairs = zip(op.contract.outputs, results, strict=True)
+    outputs = {operand.name: array for operand, array in pairs if array is not None}
+    arrays = {name: a for name, a in operands.items() if hasattr(a, "nbytes")}
+    call = Call(op, arrays, options)
+    moved = traffic(call, outputs)
+    if not moved and op.__name__.endswith("_") and "traffic" not in op.facts:
+        moved = sum(a.nbytes for a in (*arrays.values(), *outputs.values()))
+    return moved, operations(call, outputs)
 
 
 def _address(array: Any) -> int:

@@ -12,14 +12,13 @@ import click
 
 from ..errors import ConfigError
 from ..finetune.curve import draw_curve
-from ..finetune.fingerprint import fingerprints
 from ..finetune.interrupt import Interrupted, Stop, stop_request
 from ..finetune.new_model import SIZES
 from ..finetune.preparation import Request, prepare
 from ..finetune.ranks import start
 from ..finetune.records import SUFFIX, Records, read_records
 from ..finetune.results import report, sample
-from ..finetune.run_folder import RunFolder, model_folder
+from ..finetune.run_folder import RunFolder, fingerprints, model_folder
 from ..finetune.settings import Settings, read_settings, settings_of
 from ..finetune.text import Text, read_text
 from ..finetune.trainer import Trainer

@@ -26,12 +26,14 @@ The op itself checks bounds and other options.  ``check_options`` is for functio
 
 import functools
 import inspect
+import linecache
 import math
 import numbers
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +61,7 @@ KINDS: Mapping[type[Any], tuple[str, tuple[type[Any], ...]]] = {
 
 SOURCE = """
 def key({arrays}):
-    return targets.targets, {key}
+    return (targets.targets,{key})
 
 def {name}({parameters}):
     if more:
@@ -67,7 +69,7 @@ def {name}({parameters}):
     if {lead}.__class__ is not ndarray and (door := door_of({lead})):
         return door(self, [{arrays}], {{{options}}})
     try:
-        run = routes[targets.targets, {key}]
+        run = routes[targets.targets,{key}]
     except (AttributeError, KeyError, TypeError):
         run = plan([{arrays}])
 {checks}
@@ -88,7 +90,7 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         name=op.__name__,
         lead=next(operand.name for operand in op.contract.inputs if not operand.optional),
         arrays=", ".join(op.names),
-        key="".join(_form_of(operand) + ", " for operand in op.contract.inputs),
+        key="".join(f"\n        {_form_of(operand)}," for operand in op.contract.inputs),
         parameters=", ".join(header),
         checks="".join(_check_of(o.name, option_of(o)) for o in options),
         options=", ".join(f"{o.name!r}: {o.name}" for o in options),
@@ -108,9 +110,18 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return scope[op.__name__], scope["key"]
 
 
-def write(title: str, source: str, scope: dict[str, Any]) -> None:
-    """Define the functions of a source text in a scope; tracebacks show the title as their file."""
-    exec(compile(source, f"<{title}>", "exec"), scope)
+def write(title: str, source: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Define the functions of a source text in a scope, and return the scope.
+
+    The title names their file, which is in linecache: tracebacks and debuggers show the source.
+    """
+    for number in count():
+        file = f"<{title}{number or ''}>"
+        entry = (len(source), None, source.splitlines(keepends=True), file)
+        if linecache.cache.setdefault(file, entry) == entry:
+            exec(compile(source, file, "exec"), scope)
+            break
+    return scope
 
 
 def bind(op: Any, function: Any, also: Iterable[str] = ()) -> Callable[[Any, Any], Any]:
@@ -129,8 +140,9 @@ def bind(op: Any, function: Any, also: Iterable[str] = ()) -> Callable[[Any, Any
     if len(named) < len(parameters):
         named += [name for name in [*places][1:] if name not in named]
     text = ", ".join(f"{name}={places[name]}" for name in named)
-    run: Any = eval(f"lambda arrays, options: function({text})", {"function": function})
-    return run
+    title = f"arguments of {function.__name__} in {op.__name__}"
+    source = f"def run(arrays, options):\n    return function({text})\n"
+    return write(title, source, {"function": function})["run"]
 
 
 def _form_of(operand: Any) -> str:

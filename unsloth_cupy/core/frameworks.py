@@ -32,6 +32,8 @@ def _plain(array: Any) -> Any:
 
 
 def _dlpack_adopt(array: Any) -> Any:
+    if (library := type(array).__module__.partition(".")[0]) in REFUSED:
+        raise FrameworkError(f"would lose its {library} gradient; pass numpy.asarray of it")
     if not hasattr(array, "__dlpack__"):
         return cupy().asarray(array)  # by __cuda_array_interface__
     on_gpu = array.__dlpack_device__()[0] == 2
@@ -46,6 +48,7 @@ def _dlpack_give_back(array: Any, operand: Any) -> Any:
 
 FRAMEWORKS = {"numpy": Framework(_plain, lambda array, operand: array)}  # subclasses, scalars
 DLPACK = Framework(_dlpack_adopt, _dlpack_give_back)
+REFUSED = ("tensorflow", "paddle", "mlx")  # libraries that differentiate, and have no handler here
 OWN = ("numpy", "cupy", "unsloth_cupy")  # ops take their arrays without adopting them
 
 

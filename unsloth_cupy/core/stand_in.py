@@ -4,7 +4,8 @@ They have a layout and allocate further stand-ins.  ``Recorded`` stands for an a
 is recorded for replay; ``Planned`` for an array that was never allocated.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -29,3 +30,8 @@ class StandIn:
 def is_planned(array: Any) -> bool:
     """Return whether an array is a stand-in without elements."""
     return isinstance(array, StandIn) and array.planned
+
+
+def representative_steps(like: Any, steps: Iterable[Any]) -> Iterable[Any]:
+    """Return the steps of a loop; for a planned array only the first, as all use equal memory."""
+    return itertools.islice(steps, 1) if is_planned(like) else steps

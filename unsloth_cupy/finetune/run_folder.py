@@ -13,8 +13,9 @@ Everything is written to a temporary name and renamed, so that a file or folder 
 always complete.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,11 +24,15 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, remove
 from ..models.adapter_base import ADAPTER, base_of
+from .progress import reading
 from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
+
+HASHED = ("config.json", "*.safetensors")  # files of a model whose fingerprints a run keeps
+BLOCK = 2**22  # bytes read at a time
 
 
 class RunFolder:
@@ -191,3 +196,31 @@ def model_folder(path: Path) -> Path:
     if inside is None:
         raise ConfigError(f"{path} holds no config.json; name a Hugging Face model folder")
     return inside
+
+
+def fingerprints(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the fingerprint of each config.json and safetensors file of a model, by file name.
+
+    They show whether the base model of an adapter has changed.  If size, change time and inode of
+    a file are those of its known fingerprint, the digest is taken from there: the file is not read.
+    """
+    paths = sorted(path for pattern in HASHED for path in folder.glob(pattern))
+    result: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        stat = path.stat()
+        state = {"bytes": stat.st_size, "changed": stat.st_ctime_ns, "inode": stat.st_ino}
+        before = known.get(path.name, {})
+        if any(before.get(key) != value for key, value in state.items()):
+            digest = hashlib.sha256()
+            for (data,) in reading(_blocks(path), stat.st_size, f"reading {path.name}"):
+                digest.update(data)
+            before = {"sha256": digest.hexdigest()}
+        result[path.name] = {"sha256": before["sha256"], **state}
+    return result
+
+
+def _blocks(path: Path) -> Iterator[tuple[bytes]]:
+    """Yield the bytes of a file in blocks."""
+    with path.open("rb") as file:
+        while data := file.read(BLOCK):
+            yield (data,)

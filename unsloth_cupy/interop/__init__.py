@@ -1,4 +1,4 @@
-"""Support for arrays of other libraries: torch, JAX, TensorFlow, PaddlePaddle and MLX.
+"""Support for arrays of torch and JAX.
 
 Each library is registered here by name; its module is imported with its first array.
 """
@@ -37,5 +37,3 @@ def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
 
 _register("torch", "._torch_memory", _torch)
 _register("jax", "._jax_arrays", _jax)
-for _name in ("tensorflow", "paddle", "mlx"):
-    _register(_name, f"._{_name}")

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ..core.call import write
-from ..core.dtypes import Stored
 from ..core.op import Op
 from ._jax_gpu import OnGpu
 from ._wiring import SEED, may_be_number
@@ -68,12 +67,6 @@ def on_buffers(
     scope["on_gpu"] = OnGpu(scope["call"])
     run: Callable[..., None] = scope["run"]
     return run
-
-
-def holds_weight(run: Any) -> bool:
-    """Return whether a callback holds a quantized weight."""
-    fixed = run.__globals__.get("fixed", {})
-    return any(isinstance(value, Stored) for value in fixed.values())
 
 
 def _number(array: Any) -> Any:

@@ -132,11 +132,9 @@ def copied(array: Any) -> Any:
 def array_of(buffer: Any, device: int) -> Any:
     """Return an array of CuPy over a buffer of XLA."""
     cp = cupy()
-    address = getattr(buffer, "pointer", None)  # buffers of ffi_callback have it
-    if address is None:
-        if buffer.dtype == BFLOAT16:  # __cuda_array_interface__ does not know it
-            return cp.from_dlpack(buffer)
-        address = buffer.__cuda_array_interface__["data"][0]
+    if buffer.dtype == BFLOAT16:  # __cuda_array_interface__ does not know it
+        return cp.from_dlpack(buffer)
+    address = buffer.__cuda_array_interface__["data"][0]
     size = buffer.dtype.itemsize
     for extent in buffer.shape:
         size *= extent

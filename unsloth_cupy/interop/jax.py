@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.buffer_callback import buffer_callback
 
 from ..core.call import coerce_option, option_of
 from ..core.dtypes import Stored
@@ -42,14 +43,6 @@ from ._wiring import (
     same,
     table_gradient,
 )
-
-buffer_callback: Callable[..., Callable[..., Any]]
-try:
-    from jax.experimental import buffer_callback as experimental
-except ImportError:  # JAX before 0.6.1, or a version that removed this experimental function
-    from ._jax_ffi import ffi_callback as buffer_callback
-else:
-    buffer_callback = experimental.buffer_callback
 
 KEPT = 4096  # functions of calls that are cached; when there are more, the cache is cleared
 functions: dict[Any, Callable[..., Any]] = {}

@@ -17,7 +17,7 @@ import numpy as np
 from ..core.call import check_options
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
-from ..ops.common.choices import check_choice
+from ..ops.common.checks import check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan

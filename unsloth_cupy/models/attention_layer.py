@@ -10,7 +10,6 @@ from typing import Any
 from ..core.arrays import common, framework_of
 from ..core.call import is_integer
 from ..core.dtypes import Array
-from ..core.gpu import device_of
 from ..errors import ConfigError, GradientError, ShapeError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
@@ -134,15 +133,10 @@ def attention_layer(
             rows_of_tables = slice(start, start + x.shape[1]) if positions is None else slice(None)
             cos, sin = cos[rows_of_tables], sin[rows_of_tables]
         q, k = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
-    if isinstance(held, PagedRows):
-        out = held.attend(layer, q, k, v, causal=causal, **options)
-    else:
-        if held is not None:
-            k, v = held.append(layer, k, v)
-            seen, mask = held.mask(layer, x.shape[1]), options.get("mask")
-            with device_of(k):
-                options["mask"] = seen if mask is None else mask if seen is None else mask & seen
+    if held is None:
         out = attention(q, k, v, causal=causal, **options)
+    else:
+        out = held.attend(layer, q, k, v, causal=causal, **options)
     return PROJECTIONS["o"](out.reshape(*x.shape[:2], rows), o_weight, o_bias)
 
 

@@ -7,7 +7,7 @@ A residual sum and the norm after it are one op, so a block returns (branch, str
 the sum.  Parameters are looked up by Hugging Face names; a bias only where there is one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,17 +15,12 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError, naming
-from ..inference.kv_cache import KVCache
-from ..inference.paged_rows import PagedRows
 from ..ops.activations.geglu import geglu
 from ..ops.activations.relu2 import relu2
 from ..ops.activations.swiglu import swiglu
 from ..ops.activations.swiglu_mlp import swiglu_mlp
-from ..ops.attention.attention import attention
-from ..ops.attention.attention_varlen import attention_varlen
 from ..ops.elements.arithmetic import add, multiply, scale
 from ..ops.linear.embedding import embedding
-from ..ops.linear.linear import linear
 from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
@@ -35,10 +30,10 @@ from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
-from .context import Context
-from .division import Division, bits, entered, joined
+from .division import Division, entered, joined
 
-Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention)
+Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
+Project = Callable[[Mapping[str, Any], Sequence[str], Any], list[Any]]  # (parameters, names, x)
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -46,18 +41,13 @@ class Call(NamedTuple):
     """The inputs that all blocks of one call share; cos and sin are by layer type."""
 
     config: Config
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # also those of an adapter
     tables: Mapping[str, tuple[Any, Any]]
+    attend: Attend  # the attention of these tokens: to each other, or to a cache as well
+    project: Project  # the outputs of linear layers: plain, adapted or rounded
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
-    mask: Any = None  # (batch, 1, 1, keys)
-    offsets: Any = None  # (texts + 1,) starts of packed texts, in a batch of one
-    cache: KVCache | PagedRows | None = None
-    adapter: Adapter | None = None  # its arrays are in parameters too
-    seed: int | None = None  # seed of the adapter's dropout; None: no dropout
     chunked_mlp: bool = False
-    attend: Attend | None = None  # attention of a generation step, instead of the cache
     division: Division | None = None  # among ranks; config and parameters are this rank's part
-    context: Context | None = None  # where ranks divide the tokens; they are this rank's
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
 
 
@@ -103,7 +93,7 @@ def blocks(
     run: Callable[..., tuple[Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
-        if call.offsets is not None and "attention_forward" in keep:
+        if "attention_forward" in keep:
             keep = (*keep, "attention_varlen_forward")  # attention of packed texts
         run = partial(checkpoint, _part, keep=keep, offload=offload)
     for first in range(layers.start, layers.stop, size):
@@ -163,32 +153,21 @@ def _divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
     return call.division.norm(name, x, call.parameters[name])
 
 
-def _project(call: Call, x: Any, *names: str) -> list[Any]:
-    """Return the outputs of the linear layers of these names, all for the input x."""
-    parameters = call.parameters
-    if call.adapter is not None:
-        return call.adapter.linears(parameters, names, x, call.seed)
-    layers = [(parameters[f"{name}.weight"], parameters.get(f"{name}.bias")) for name in names]
-    if call.config.bit_layers:
-        named = zip(names, layers, strict=True)
-        return [bits(call.division, f"{name}.weight", x, *layer) for name, layer in named]
-    return [linear(x, weight, bias) for weight, bias in layers]
-
-
 def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     """Return the attention branch of normalised x."""
     config, module = call.config, prefix + "self_attn."
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
     if config.fused:
-        (fused,) = _project(call, x, module + "qkv_proj")
+        (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
         q, k, v = (
             fused[..., :queries],
             fused[..., queries : queries + keys],
             fused[..., queries + keys :],
         )
     else:
-        q, k, v = _project(call, x, *(f"{module}{name}_proj" for name in "qkv"))
+        names = [f"{module}{name}_proj" for name in "qkv"]
+        q, k, v = call.project(call.parameters, names, x)
     all_heads = config.query_key_norm == "projection"
     if all_heads:
         q, k = (_divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
@@ -210,39 +189,14 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         )
     else:
         q, k = rope_qk(q, k, cos, sin, call.positions)
-    window, mask = config.window_of(layer), call.mask
-    cache = call.cache
-    in_codes = isinstance(cache, KVCache) and cache.reads_codes(layer, tokens, window)
-    if isinstance(cache, KVCache) and not in_codes:
-        k, v = cache.append(layer, k, v)
-        window, mask = _cached_window(cache, layer, tokens, window, mask)
+    window = config.window_of(layer)  # it counts the query itself
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
-    options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
-    if call.attend is not None:
-        out = call.attend(layer, q, k, v, **options)
-    elif cache is not None and (isinstance(cache, PagedRows) or in_codes):
-        out = cache.attend(layer, q, k, v, **options)
-    elif call.context is not None:
-        out = call.context.attend(q, k, v, **options)
-    elif call.offsets is not None:
-        q, k, v = (each.reshape(batch * tokens, *each.shape[2:]) for each in (q, k, v))
-        out = attention_varlen(q, k, v, call.offsets, call.offsets, **options)
-    else:
-        out = attention(q, k, v, mask=mask, **options)
+    options["window"] = None if window is None else (window - 1, 0)
+    out = call.attend(layer, q, k, v, **options)
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
         out = _divided_norm(call, module, "attn_sub_norm", out)
-    return _project(call, out, module + "o_proj")[0]
-
-
-def _cached_window(cache: KVCache, layer: int, new: int, window: int | None, mask: Any) -> Any:
-    """Return window and mask over the keys that a cache returned for new tokens."""
-    mask = None if mask is None else cache.held(layer, new, mask)
-    kept = cache.windows[layer]
-    if kept is None or not cache.sinks:
-        return min((n for n in (window, kept) if n is not None), default=None), mask
-    cache_mask = cache.mask(layer, new)  # every query sees the sinks, whatever the window
-    return None, cache_mask if mask is None else mask if cache_mask is None else mask & cache_mask
+    return call.project(call.parameters, [module + "o_proj"], out)[0]
 
 
 def _mlp(call: Call, prefix: str, x: Any) -> Any:
@@ -251,10 +205,11 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
     if call.chunked_mlp:
         return swiglu_mlp(x, *_mlp_weights(call, module))
     if config.fused:
-        (fused,) = _project(call, x, module + "gate_up_proj")
+        (fused,) = call.project(call.parameters, [module + "gate_up_proj"], x)
         gate, up = fused[..., : config.inner], fused[..., config.inner :]
     else:
-        gate, up = _project(call, x, module + "gate_proj", module + "up_proj")
+        names = [module + "gate_proj", module + "up_proj"]
+        gate, up = call.project(call.parameters, names, x)
     match config.activation:
         case "silu":
             y = swiglu(gate, up)
@@ -264,7 +219,7 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
             y = geglu(gate, up, approximate=name == "gelu_tanh")
     if config.sub_norms:
         y = _divided_norm(call, module, "ffn_sub_norm", y)
-    return _project(call, y, module + "down_proj")[0]
+    return call.project(call.parameters, [module + "down_proj"], y)[0]
 
 
 def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:

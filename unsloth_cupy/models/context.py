@@ -72,7 +72,7 @@ class Context(NamedTuple):
             positions = to_device_of(np.arange(self.length)[None], like)
         return all_places._replace(positions=self.own(positions), offsets=None)
 
-    def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Return the attention of this rank's queries over the keys of all ranks."""
         return KINDS[self.kind](q, k, v, self.comm, offsets=self.offsets, **options)
 

@@ -15,6 +15,7 @@ from ..parallel.zero3 import Parts
 from ..placement import on_gpu_of_attribute
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
+from .attending import attend_of, project_of
 from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
 from .context import Context, own_tokens
@@ -116,7 +117,7 @@ class Network:
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
         call = self.call(parameters, tokens, checkpoints=checkpoints, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
-        own = own_tokens(call.context, rows)
+        own = own_tokens(arguments.get("context"), rows)
         branch = embedded(self.config, parameters, own, self.division)
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
@@ -146,9 +147,11 @@ class Network:
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
+        attend = attend_of(rows, where.mask, where.offsets, context)
+        project = project_of(self.config, self.adapter, seed, self.division)
         return Call(
-            self.config, used, *where, rows, self.adapter, seed, self.chunked_mlp,
-            division=self.division, context=context, gather=self.gather,
+            self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
+            self.division, self.gather,
         )  # fmt: skip
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..parallel.nccl import NcclCommunicator
 from ..placement import on_gpu_of_attribute, to_device_of
+from .attending import project_of
 from .block import Call, blocks, embedded, join
 from .network import Network
 
@@ -90,9 +91,9 @@ class Step:
             model.config,
             model.used(model.parameters, None),
             self.tables,
+            self.attend,
+            project_of(model.config, model.adapter, None, model.division),
             self.positions,
-            adapter=model.adapter,
-            attend=self.attend,
             division=model.division,
         )
         branch, stream = blocks(call, branch, None)

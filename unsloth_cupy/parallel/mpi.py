@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommunicationError, DeviceError
-from ._killed import FAILED, farewell, watched
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
 
@@ -30,7 +29,8 @@ class MpiCommunicator(Exchanges):
 
     Elements of any dtype travel as raw bytes, bfloat16 too.  Sums of 16-bit floats are computed in
     float32 and rounded once; all sums are computed in the order of the ranks.  If a process ends
-    with an error or is killed, all processes end at once, and the rank of the first is printed.
+    with an error, all processes end at once, and its rank is printed.  If one is killed, mpiexec
+    ends the others and names the process and its machine.
 
     Parameters
     ----------
@@ -64,8 +64,6 @@ class MpiCommunicator(Exchanges):
         self._sent: list[tuple[Any, Any]] = []  # requests of pending messages, and their arrays
         if world > 1:
             _end_all_on_error(self._mpi)
-            if comm is None:
-                watched(self._mpi)
 
     def split(self, color: int) -> "MpiCommunicator":
         """Return a communicator of the ranks that passed the same color, in their order."""
@@ -167,7 +165,6 @@ def _end_all_on_error(mpi: Any) -> None:
                 before(*error)
             time.sleep(PRINTED)
         finally:
-            farewell(FAILED)
             mpi.COMM_WORLD.Abort(1)
 
     hook.ends_all = True  # type: ignore[attr-defined]

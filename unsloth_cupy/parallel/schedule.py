@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..core.call import is_integer
 from ..errors import ConfigError
 from ..machine import check_bytes
-from ..ops.common.choices import check_choice
+from ..ops.common.checks import check_choice
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 

@@ -195,7 +195,7 @@ class Recorder:
         self, op: Any, operands: dict[str, Any], options: Any, result: Any, sizes: list[int]
     ) -> Step:
         """Return the step of a finished call; ``sizes`` are the bytes of each allocated array."""
-        from .counts import counts
+        from ..bench.timing import counts
 
         arrays = {name: a for name, a in operands.items() if hasattr(a, "nbytes")}
         moved, count = counts(op, operands, options, result)

@@ -61,7 +61,7 @@ class Profile:
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
         """Return a function that times a call, or notes the definition inside one, and runs it."""
-        from .counts import counts
+        from ..bench.timing import counts
 
         name = op.__name__
 

@@ -198,6 +198,8 @@ def main() -> None:
     every = [[job] for of_class in jobs(archs) for job in of_class]
     chosen = every if args.all or args.only else sample(turn, archs)
     chosen = [tries for tries in chosen if all(word in str(tries[0]) for word in args.only)]
+    if not chosen:
+        parser.error(f"no case has {' and '.join(args.only)} in its name")
     if args.bits:
         chosen = [[job._replace(bits=True) for job in tries] for tries in chosen]
     CHOSEN[:] = chosen[day % args.every :: args.every]

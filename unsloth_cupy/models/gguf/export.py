@@ -15,7 +15,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, missing_folder_advice, path_of
 from ...machine import format_bytes
-from ...ops.common.choices import check_choice
+from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapter import Adapter

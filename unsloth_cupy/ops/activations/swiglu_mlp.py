@@ -16,11 +16,11 @@ import numpy as np
 from ...core.arrays import empty, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
+from ...core.stand_in import representative_steps
 from ...errors import ConfigError
+from ..common.checks import check_wanted, requested_gradients
 from ..common.elementwise import launch_rows
-from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
-from ..common.steps import representative_steps
 from ..linear.linear import flat
 from .swiglu import swiglu, swiglu_backward
 

@@ -20,9 +20,8 @@ import numpy as np
 from ...core import gpu
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, FLOATS, Array, Stored
-from ...core.stand_in import is_planned
+from ...core.stand_in import is_planned, representative_steps
 from ...errors import DTypeError, KernelError, ShapeError
-from .steps import representative_steps
 
 BLOCK_BYTES = 8 * 2**20  # NumPy: size of the part of a 16-bit operand that is widened at a time
 SUM_BYTES = 2**20  # NumPy: size of the part of a product that is computed, then added to out

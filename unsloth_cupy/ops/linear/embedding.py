@@ -15,7 +15,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...placement import scipy_of
 from ..common import faults
-from ..common.numbers import refuse_number
+from ..common.checks import refuse_number
 
 REPORTER = faults.reporter("embedding", "tokens", "vocab")
 

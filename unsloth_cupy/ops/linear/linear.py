@@ -11,8 +11,8 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
+from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
-from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 
 

@@ -15,8 +15,8 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import naming
 from ..common import philox
+from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
-from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 from ._lora_gradients import rank_gradients
 from .linear import flat

@@ -15,7 +15,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, naming
-from ..common.frozen import requested_gradients
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from .linear import flat
 from .lora import adapted, adapted_gradients

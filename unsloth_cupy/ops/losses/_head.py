@@ -10,9 +10,9 @@ import numpy as np
 
 from ...core.arrays import empty, rounded
 from ...core.dtypes import FLOAT32, Array
+from ...core.stand_in import representative_steps
 from ...errors import ConfigError
 from ..common.gemm import gemm
-from ..common.steps import representative_steps
 from ..linear.linear import flat
 
 # Adding a chunk to dweight moves 8 bytes per element for 2 operations per row.  With 6 bytes per

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.dtypes import Array
+from ...core.stand_in import representative_steps
 from ...errors import ConfigError, RangeError
 from ..activations.softmax import finite
-from ..common.numbers import refuse_number
-from ..common.steps import representative_steps
+from ..common.checks import refuse_number
 
 CACHED = 2**15  # logits at a time: 128 KiB in float32, and as much for each temporary
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
-from ..common.frozen import check_wanted
+from ..common.checks import check_wanted
 from ._head import check_max_bytes, chunks, gradients
 from ._launch import launch_gradients, launch_losses
 from ._rows import Options, check_labels, check_options, logit_gradients, losses

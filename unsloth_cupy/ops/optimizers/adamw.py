@@ -17,9 +17,9 @@ from ...core.arrays import lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
+from ...core.stand_in import representative_steps
 from ..common.elementwise import constants
 from ..common.no_kernel import no_kernel
-from ..common.steps import representative_steps
 
 BLOCK = 32768  # elements: blocks of the four arrays and a float32 temporary fit a core's cache
 

@@ -18,10 +18,10 @@ from ...core.arrays import contiguous
 from ...core.dtypes import KERNEL_DTYPES, Array, allowed
 from ...core.gpu import device_of
 from ...core.kernel import load
+from ...core.stand_in import representative_steps
 from ...placement import full_like, stream, synchronize_stream, to_device_of
 from ..common import many
 from ..common.dynamic_codes import BLOCK, decode, encode, tables
-from ..common.steps import representative_steps
 from .adamw import adamw_
 
 PART = 1 << 16  # values decoded at a time on the host, so that they stay in its cache

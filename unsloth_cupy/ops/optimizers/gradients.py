@@ -15,11 +15,11 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
+from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...placement import stream
 from ..common import many
 from ..common.counters import counters
-from ..common.steps import representative_steps
 
 PART = 65536  # elements widened at a time on the host, so that they stay in its cache
 KEPT_TABLES = 16

@@ -15,8 +15,8 @@ import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
+from ...core.stand_in import representative_steps
 from ...placement import to_device_of
-from ..common.steps import representative_steps
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -12,10 +12,9 @@ import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
-from ...core.stand_in import is_planned
+from ...core.stand_in import is_planned, representative_steps
 from ...errors import ConfigError, RangeError
 from ...placement import to_device_of
-from ..common.steps import representative_steps
 
 WORD = 32  # columns of a word
 MARKED_BYTES = 32  # bytes of a plane covered by one mark: the smallest memory transaction

@@ -21,7 +21,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import to_device_of, to_numpy
-from ..common.choices import check_choice
+from ..common.checks import check_choice
 from ._planes import codes_of, planes_of, row_bytes
 
 GGUF = 256  # columns of a block in the gguf layouts

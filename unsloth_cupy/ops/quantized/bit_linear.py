@@ -17,14 +17,14 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
+from ...core.stand_in import representative_steps
+from ..common.checks import check_wanted, requested_gradients
 from ..common.codes import INT8
 from ..common.columns import row_sum
 from ..common.counters import counters
 from ..common.elementwise import THREADS, Walk, constants, walk
-from ..common.frozen import check_wanted, requested_gradients
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
-from ..common.steps import representative_steps
 from ..linear.linear import flat
 from ._int8_rows import launch_quantize
 from ._int8_tiles import launch_product

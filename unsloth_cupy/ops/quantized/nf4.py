@@ -19,7 +19,7 @@ from ...core.gpu import device_of
 from ...errors import ConfigError, DTypeError, naming
 from ...placement import to_device_of
 from ..common import dynamic_codes
-from ..common.choices import check_choice
+from ..common.checks import check_choice
 from ..linear.linear import linear
 from . import _four_bits
 from ._state import array_of, check_table, json_of, stored_shape

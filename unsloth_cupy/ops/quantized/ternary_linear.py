@@ -18,12 +18,12 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import Traced, op
 from ...core.source import Constants
+from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError, naming
 from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
-from ..common.steps import representative_steps
 from ..linear.linear import linear
 from ._int8_rows import launch_quantize
 from ._planes import row_blocks, row_bytes, scales_by_row

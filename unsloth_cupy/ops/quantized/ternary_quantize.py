@@ -21,7 +21,7 @@ from ...core.dtypes import FLOATS, Array
 from ...core.gpu import device_of
 from ...errors import ConfigError, DTypeError, ShapeError
 from ...placement import check_library
-from ..common.choices import check_choice
+from ..common.checks import check_choice
 from ._planes import check_group
 from ._ternary_rules import parts_of
 from .ternary import Ternary

@@ -16,12 +16,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_dtype
-from ...core.stand_in import is_planned
+from ...core.stand_in import is_planned, representative_steps
 from ...core.target import target_of
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ...placement import check_library, on_gpu_of_attribute
 from ..common.gemm import gemm
-from ..common.steps import representative_steps
 
 CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of a dense chunk: on the host, on a GPU
 CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has more

@@ -1,10 +1,22 @@
-"""Which gradients a backward op computes; a quantized weight is frozen and has none."""
+"""Checks of arguments that several ops share."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 from ...core.dtypes import Stored
-from ...errors import ConfigError, GradientError
+from ...errors import ConfigError, DTypeError, GradientError
+
+
+def refuse_number(call: str, name: str, value: Any) -> None:
+    """Raise DTypeError for a Python int: a kernel needs an array, and a backward op its shape."""
+    if isinstance(value, int):
+        raise DTypeError(f"{call}: {name} is the number {value}; pass np.array({value})")
+
+
+def check_choice(call: str, name: str, value: Any, known: Iterable[str]) -> None:
+    """Raise ConfigError unless the value of an option is one of the known names."""
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{call}: {name}={value!r}; choose from {', '.join(known)}")
 
 
 def check_wanted(call: str, wanted: Any) -> None:
@@ -17,7 +29,8 @@ def check_wanted(call: str, wanted: Any) -> None:
 def requested_gradients(call: str, wanted: Set[str] | None, **operands: Any) -> set[str]:
     """Return the names of the operands whose gradients a call is to compute.
 
-    ``wanted`` names them; None stands for every operand that is present and not quantized.
+    ``wanted`` names them; None stands for every operand that is present and not quantized: a
+    quantized weight is frozen.
 
     Raises
     ------

@@ -98,7 +98,8 @@ def test_a_preference_loss_of_an_adapter(label: str) -> None:
     function = partial(preference, **BATCH, reference=reference)
     check(function, model)
     check(function, model, seed=3)
-    _, expected = model.value_and_gradients(function, seed=3)
+    value, expected = model.value_and_gradients(function, seed=3)
+    assert value != model.value_and_gradients(function)[0], "dropout is on"
     for config in (CheckpointConfig(), CheckpointConfig(keep=("attention_forward",))):
         _, actual = model.value_and_gradients(function, seed=3, checkpoint=config)
         for name, gradient in expected.items():
@@ -147,6 +148,16 @@ def test_the_loss_may_be_a_term(dtype: str, scaler: LossScaler | None) -> None:
         expected = 1.5 * of_loss[name].astype(float) + 3 * of_other[name].astype(float)
         most = np.abs(expected).max()
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=error * most, err_msg=name)
+
+
+def test_arrays_of_torch_inside() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    model, (tokens, labels) = model_of("llama"), map(torch.from_numpy, (TOKENS, LABELS))
+    loss, expected = model.loss_and_gradients(TOKENS, LABELS)
+    value, actual = model.value_and_gradients(lambda m: m.loss(tokens, labels))
+    assert value == loss
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(actual[name], gradient)
 
 
 def test_wrong_functions() -> None:

@@ -12,9 +12,10 @@ import io
 import sys
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "unsloth_cupy"
+from ..harness.tracked import ROOT, tracked
+
+PACKAGE = ROOT / "unsloth_cupy"
 LONG = 300  # lines of a module, everything counted
 LIMITS = {
     "core": 800,
@@ -61,7 +62,7 @@ def not_counted(node: ast.AST) -> Iterator[tuple[int, int]]:
 def sizes() -> dict[str, int]:
     """Return the lines of code of each room."""
     counts = dict.fromkeys(LIMITS, 0)
-    for path in PACKAGE.rglob("*.py"):
+    for path in tracked("unsloth_cupy/**/*.py"):
         room = path.relative_to(PACKAGE).parts[0]
         room = "modules" if room.endswith(".py") else room
         counts[room] = counts.get(room, 0) + lines_of_code(path.read_text(encoding="utf-8"))
@@ -83,7 +84,7 @@ def main() -> None:
     for room, count in counts.items():
         print(f"{room:10}{count:7,} of {LIMITS.get(room, 0):6,} lines of code")
     print(f"{'all':10}{sum(counts.values()):7,} of {sum(LIMITS.values()):6,} lines of code")
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in tracked("unsloth_cupy/**/*.py"):
         length = len(path.read_text(encoding="utf-8").splitlines())
         if length > LONG:
             print(f"long: {path.relative_to(PACKAGE.parent)} has {length} lines")

@@ -29,7 +29,7 @@ TEXT |= {".cfg", ".toml", ".yaml", ".yml", ".json", ".cff"}
 
 # The public names as other people's programs call them: parameters, their order and defaults.
 API = {
-    "AttentionConfig": "tile=128, block=256, head_dim=64, warpgroups=False",
+    "AttentionConfig": "tile=128, block=256, head_dim=64, warpgroups=True",
     "check_errors": "",
     "Tape": "",
     "AdamW": "parameters, *, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01,"

@@ -18,6 +18,7 @@ from unsloth_cupy import (
     MemoryPlan,
     attention_forward,
     compute_copies,
+    cross_entropy,
     measure_gradients,
     memory_pool,
     models,
@@ -36,6 +37,7 @@ from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.memory.planned_functions import reshaped
+from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 from unsloth_cupy.training import tape
@@ -65,6 +67,7 @@ def training(
     accumulate: int = 1,
     chunked_mlp: bool = False,
     batch: int = BATCH,
+    objective: Any = next_token,
     **adapter: Any,
 ) -> Callable[[], None]:
     """Return a function that makes a training step."""
@@ -82,7 +85,8 @@ def training(
 
     def passes() -> Iterator[Any]:
         for _ in range(accumulate):
-            yield model.loss_and_gradients(rows, rows, checkpoint=parts)
+            function = functools.partial(objective, tokens=rows, labels=rows, count=1)
+            yield model.value_and_gradients(function, checkpoint=parts)
 
     def step() -> None:
         _, gradients = sum_gradients(passes(), accumulate)
@@ -174,6 +178,31 @@ def test_adapters_are_planned_as_they_are(dora: bool) -> None:
     assert planned.total == pytest.approx(peak, rel=0.02)  # what plans promise
     every = plan_memory(LLAMA, batch=BATCH, tokens=TOKENS, dtype="float32", device="cpu", rank=4)
     assert planned.optimizer < every.optimizer
+
+
+def squares(model: Any, tokens: Any, labels: Any, count: int) -> Any:
+    """Return a loss of whole rows, from all logits."""
+    losses = cross_entropy(model.logits(tokens)[:, :-1], labels[:, 1:]).sum(axis=1)
+    return (losses * losses).sum() * (1 / count)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("more", [{}, {"rank": 4, "checkpoint_every": 1}], ids=["plain", "all"])
+def test_the_objective_that_trains_is_planned(more: dict[str, Any]) -> None:
+    """Its logits are whole, and take more than all else."""
+    config = LLAMA | {"vocab_size": 8000}
+    options: dict[str, Any] = {"batch": BATCH, "tokens": TOKENS, "dtype": "float32"}
+    options |= {"device": "cpu", **more}
+    planned = plan_memory(config, **options, objective=squares)
+    peak, _ = measured(config, **more, objective=squares)
+    assert planned.total == pytest.approx(peak, rel=0.02)  # what plans promise
+    for stages in (1, 2):
+        whole, chunked = (
+            plan_memory(config, **options, objective=each, pipeline_parallel=stages).total
+            for each in (squares, None)
+        )
+        assert whole > 1.2 * chunked
 
 
 @pytest.fixture

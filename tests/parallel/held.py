@@ -9,6 +9,7 @@ from unsloth_cupy import AdamW
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import create, quantize
+from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.ops.quantized.weight import held_arrays
 from unsloth_cupy.parallel import Communicator, DataParallel, Zero1, Zero3, grid
@@ -81,14 +82,14 @@ def peak(
     if layout.zero == 1:
         optimizer = many = Zero1(optimizer, alike)
     tokens = np.zeros(ROWS, np.int64)
-    batches = [{"tokens": tokens, "labels": tokens}] * PARTS
+    batches = [{"tokens": tokens, "labels": tokens, "count": 100}] * PARTS
 
     def step() -> None:
         if layout.pipeline > 1:
-            stage = ModelStage(model, model.trainable, 100)
+            stage = ModelStage(model, model.trainable, TrainingStep())
             _, sums = pipeline_gradients(stage, schedule_of(stage.stages, PARTS), batches)
         else:
-            passes = (learns.loss_and_gradients(**each, count=100) for each in batches)
+            passes = (learns.loss_and_gradients(**each) for each in batches)
             _, sums = sum_gradients(passes, PARTS)
         optimizer.step(sums if many is None else many.sums(sums), factor=0.5)
 

@@ -1,12 +1,14 @@
 """Pipelines of small layers, in each schedule, and of models equal one device."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unsloth_cupy import Tape, linear
+from unsloth_cupy import CheckpointConfig, Tape, cross_entropy, linear, reshape
 from unsloth_cupy.models import load
+from unsloth_cupy.models.objective import TrainingStep, next_token
 from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from unsloth_cupy.parallel import Communicator, Step, grid, pipeline_schedule, run_pipeline
 
@@ -74,6 +76,12 @@ def written(model: Any, whole: Any, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(actual, expected)
 
 
+def margin(model: Any, tokens: Any, labels: Any, count: int) -> Any:
+    """Return an objective of pairs: by how much the first row is less likely than the second."""
+    losses = cross_entropy(model.logits(tokens)[:, :-1], labels[:, 1:]).sum(axis=1)
+    return cross_entropy(reshape(losses, shape=(1, 2)), np.zeros(1, int)).sum() / count
+
+
 def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None) -> None:
     """Pipeline stages equal one device; with 4 ranks, two ranks divide the weights of a stage."""
     place = grid(comm, pipeline=2, tensor=comm.size // 2)
@@ -88,20 +96,22 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
         }
     rng = np.random.default_rng(3)
     batches = [{"tokens": rng.integers(3, 97, (2, size))} for size in (7, 7, 5)]
-    batches = [each | {"labels": each["tokens"]} for each in batches]
     count = sum(each["tokens"].shape[0] * (each["tokens"].shape[1] - 1) for each in batches)
-    expected = [whole.loss_and_gradients(**each, count=count) for each in batches]
-    stage = ModelStage(model, model.trainable, count)
-    schedule = schedule_of(stage.stages, len(batches))
-    loss, sums = pipeline_gradients(stage, schedule, batches)
-    close(loss, sum(loss for loss, _ in expected))
-    assert sums.keys() == model.trainable.keys()
-    for name, gradient in sums.items():
-        total = np.sum([gradients[name] for _, gradients in expected], axis=0)
-        close(model.division.gathered(name, gradient), total)
+    batches = [each | {"labels": each["tokens"], "count": count} for each in batches]
+    for objective in (next_token, margin):
+        step = TrainingStep(CheckpointConfig(enabled=objective is margin))
+        expected = [whole.value_and_gradients(partial(objective, **each)) for each in batches]
+        stage = ModelStage(model, model.trainable, step, objective)
+        schedule = schedule_of(stage.stages, len(batches))
+        loss, sums = pipeline_gradients(stage, schedule, batches)
+        close(loss, sum(loss for loss, _ in expected))
+        assert sums.keys() == model.trainable.keys()
+        for name, gradient in sums.items():
+            total = np.sum([gradients[name] for _, gradients in expected], axis=0)
+            close(model.division.gathered(name, gradient), total)
+        stage = ModelStage(model, model.trainable, step, objective)
+        close(pipeline_loss(stage, batches[0]), objective(whole, **batches[0]))
     written(model, whole, rng)
-    stage = ModelStage(model, model.trainable, 12)
-    close(pipeline_loss(stage, batches[0]), whole.loss(**batches[0]))
     (model.save if lora is None else model.save_adapter)(out)
     again = load(folder if lora else out, lora=out if lora else None)
     named = again.trainable
@@ -123,7 +133,7 @@ def narrow(folder: Path, comm: Communicator) -> None:
     whole, model = load(folder, quantize="int8"), load(folder, quantize="int8", pipeline=comm)
     assert model.table.dtype == (np.float32 if comm.rank else whole.table.dtype)
     tokens = np.random.default_rng(4).integers(3, 97, (2, 5))
-    stage = ModelStage(model, {}, tokens.size - len(tokens))
+    stage = ModelStage(model, {}, TrainingStep())
     batch = {"tokens": tokens, "labels": tokens}
     close(pipeline_loss(stage, batch), whole.loss(**batch), 2**-8)
     assert model.generate(tokens, max_new_tokens=2, stop=()).shape == (2, 7)

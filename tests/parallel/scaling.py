@@ -12,6 +12,7 @@ import numpy as np
 
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import create
+from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.parallel import DataParallel, MpiCommunicator, SingleCommunicator
 from unsloth_cupy.profiling.scale import plan_ranks
@@ -83,8 +84,9 @@ def ways(comm: Any) -> dict[str, tuple[Layout, int, Callable[[], Any]]]:
         many.sums(sums)
 
     def pipeline() -> None:
-        stage = ModelStage(staged, staged.trainable, count)
-        pipeline_gradients(stage, schedule_of(stage.stages, PARTS), parts)
+        stage = ModelStage(staged, staged.trainable, TrainingStep())
+        counted = [each | {"count": count} for each in parts]
+        pipeline_gradients(stage, schedule_of(stage.stages, PARTS), counted)
 
     return passes_by_name | {
         "--data-parallel 2": (Layout(data=2), 1, data),

@@ -1,11 +1,12 @@
 """Training with a batch in parts equals that of one device, in 1e-5; ZeRO equals AdamW in bits."""
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from unsloth_cupy import AdamW, clip_gradients, measure_gradients, models
+from unsloth_cupy import AdamW, clip_gradients, cross_entropy, measure_gradients, models
 from unsloth_cupy.parallel import (
     Communicator,
     DataParallel,
@@ -54,6 +55,12 @@ def batches(steps: int = 1) -> Any:
         yield tokens, labels
 
 
+def squares(tokens: Any, model: Any) -> Any:
+    """Return a loss of whole rows: the sum of the squares of their losses, over all rows."""
+    losses = cross_entropy(model.logits(tokens)[:, :-1], tokens[:, 1:]).sum(axis=1)
+    return (losses * losses).sum() * (1 / ROWS)
+
+
 def parts_equal_the_whole(comm: Communicator) -> None:
     """Losses, all gradients of a step, and parameters after several, with clipped gradients."""
     # eps above what sums in another order differ by, which Adam would make as large as lr
@@ -78,6 +85,13 @@ def parts_equal_the_whole(comm: Communicator) -> None:
                 for name, array in zero3.gathered(parts).items():
                     close(array, grads[name])
                     close(sums[name], grads[name])
+                value, expected = whole.value_and_gradients(partial(squares, tokens))
+                actual, of_data = data.value_and_gradients(partial(squares, tokens[own]))
+                also, parts_too = zero3.value_and_gradients(partial(squares, tokens[own]))
+                close([actual, also], [value] * 2)
+                for name, array in zero3.gathered(parts_too).items():
+                    close(array, expected[name])
+                    close(of_data[name], expected[name])
             measured, actual = measure_gradients(grads, 0.1), zero3.measure_gradients(parts, 0.1)
             close(actual, measured)
             one.step(grads, factor=measured.factor)

@@ -88,7 +88,6 @@ def lanes(row: int, *arrays: Any) -> int:
 
 def between_elements(array: Any) -> bool:
     """Return whether some address is not a multiple of the element size: a GPU cannot read it."""
-    size = array.itemsize
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-    steps = zip(array.shape, array.strides, strict=True)
-    return array.size > 0 and (address % size > 0 or any(n > 1 and s % size for n, s in steps))
+    steps = [step for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
+    return array.size > 0 and any(step % array.itemsize for step in (address, *steps))

@@ -5,9 +5,7 @@ are.  So ``on_current_gpu`` starts a kernel on the GPU where it was loaded, and 
 arrays or computes with them does so inside ``device_of(array)``.  With one GPU both do nothing.
 """
 
-import ctypes
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -23,8 +21,6 @@ from .source import source_root
 from .target import Limits
 
 NO_SWITCH: AbstractContextManager[Any] = nullcontext()
-_seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPUs
-CLUSTER_LAUNCH = 120  # in cudaDeviceAttr; CuPy has no name for it
 
 
 def cupy() -> Any:
@@ -33,15 +29,6 @@ def cupy() -> Any:
     import cupy
 
     return cupy
-
-
-@functools.cache
-def driver() -> Any:
-    """Return the library of NVIDIA's driver; None without one."""
-    try:
-        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return None
 
 
 class CupyTarget:
@@ -93,7 +80,7 @@ def limits_of(device: int) -> Limits:
     runtime, gpu = cupy().cuda.runtime, cupy().cuda.Device(device)
     shared = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
     processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
-    clusters = bool(runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))
+    clusters = bool(runtime.deviceGetAttribute(120, device))  # cudaDevAttrClusterLaunch
     return Limits(int(gpu.compute_capability), shared, processors, clusters)
 
 
@@ -138,11 +125,13 @@ def count() -> int:
 
 def several_gpus() -> bool:
     """Return whether CuPy sees more than one GPU."""
-    global _seen  # noqa: PLW0603 -- so that the driver is asked once
-    known = sys.modules.get("cupy")
-    if known is not _seen[0]:
-        _seen = known, count() > 1
-    return _seen[1]
+    return _several(sys.modules.get("cupy"))
+
+
+@functools.lru_cache(1)
+def _several(known: Any) -> bool:
+    """Ask the driver once for each CuPy: tests have several."""
+    return count() > 1
 
 
 def number(array: Any) -> int:

@@ -151,8 +151,7 @@ class Op(Generic[P, R]):
         if len(self.routes) >= KEPT_ROUTES:
             self.routes.clear()
         run = target.watch(self, arrays, self._prepare(library, arrays), False)
-        run = self._checking_homes(arrays, run)
-        self.routes[self.key(*arrays)] = run
+        self.routes[self.key(*arrays)] = run = self._checking_homes(arrays, run)
         return run
 
     def _checking_homes(self, arrays: Sequence[Any], run: Run) -> Run:
@@ -160,10 +159,8 @@ class Op(Generic[P, R]):
         homes = [(i, type(a.home)) for i, a in enumerate(arrays) if isinstance(a, Stored)]
 
         def checked(arrays: list[Any], options: dict[str, Any]) -> Any:
-            for index, kind in homes:
-                if type(arrays[index].home) is not kind:
-                    run_again = self._prepare(self.library_of(arrays), arrays)
-                    return run_again(arrays, options)
+            if any(type(arrays[index].home) is not kind for index, kind in homes):
+                return self._prepare(self.library_of(arrays), arrays)(arrays, options)
             return run(arrays, options)
 
         return checked if homes else run

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..models.objective import Objective, TrainingStep, next_token
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ..models.whole import whole_parameters
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
@@ -35,8 +37,10 @@ class Engine:
         that would otherwise hold the same weights (``Ranks.alike``).
     """
 
-    def __init__(self, ranks: "Ranks", model: "Transformer") -> None:
-        self.ranks, self.model = ranks, model
+    def __init__(
+        self, ranks: "Ranks", model: "Transformer", objective: Objective = next_token
+    ) -> None:
+        self.ranks, self.model, self.objective = ranks, model, objective
         self.data, self.alike = ranks.groups.data, ranks.alike
         trained: Any = model
         model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
@@ -67,15 +71,16 @@ class Engine:
         return divided
 
     def gradients(
-        self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
+        self, passes: Sequence[Mapping[str, Any]], step: TrainingStep
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield losses and gradients whose sums over passes and data ranks are those of a step."""
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
-            for each in passes:
-                yield trained.loss_and_gradients(**each, count=count, **options)
+            for batch in passes:
+                function = partial(self.objective, **batch)
+                yield trained.value_and_gradients(function, **step._asdict())
             return
-        stage = ModelStage(self.model, self.model.trainable, count, **options)
+        stage = ModelStage(self.model, self.model.trainable, step, self.objective)
         schedule = schedule_of(self.stages, len(passes), self.ranks.schedule or "1f1b")
         yield pipeline_gradients(stage, schedule, passes)
 
@@ -89,25 +94,22 @@ class Engine:
         sum_ranks = self.many.sums if self.states is None else self.states.sums
         return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
-    def held_out(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> list[float]:
-        """Return the loss of each batch; data ranks compute different batches.
-
-        ``counts`` are the numbers of labels that count in each batch.
-        """
+    def held_out(self, batches: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Return the loss of each batch; data ranks compute different batches."""
         losses, data = np.zeros(len(batches)), self.data
         for first in range(0, len(batches), data.size):
             number = first + data.rank
             if number < len(batches):
-                losses[number] = self._loss(batches[number], counts[number])
+                losses[number] = self._loss(batches[number])
             elif self.parts is not None:  # take part when others gather weights from this rank
-                self._loss(batches[first], counts[first])
+                self._loss(batches[first])
         return [float(loss) for loss in self.alike.all_reduce(losses)]
 
-    def _loss(self, batch: Mapping[str, Any], count: int) -> float:
-        """Return the loss of a batch in which ``count`` labels count."""
+    def _loss(self, batch: Mapping[str, Any]) -> float:
+        """Return the loss of a batch, without a backward pass."""
         if self.stages is None:
-            return float(self.model.loss(**batch))
-        return pipeline_loss(ModelStage(self.model, {}, max(1, count)), batch)
+            return float(self.objective(self.model, **batch))
+        return pipeline_loss(ModelStage(self.model, {}, TrainingStep(), self.objective), batch)
 
     def measured(
         self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"

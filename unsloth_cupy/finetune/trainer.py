@@ -21,6 +21,7 @@ from ..files import atomic_path, check_room
 from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
+from ..models.objective import TrainingStep
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import STATES, Zero1
@@ -187,9 +188,8 @@ class Trainer:
         batches = [self.training_data.batches.at(number) for number in numbers]
         count = max(1, sum(batch.label_count for batch in batches))
 
-        own = [self._placed(self.ranks.rows(batch)) for batch in batches]
-        options: dict[str, Any] = {"scaler": self.scaler, "checkpoint": self.plan.checkpoint}
-        pairs = self.engine.gradients(own, count, **options)
+        own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
+        pairs = self.engine.gradients(own, TrainingStep(self.plan.checkpoint, self.scaler))
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:
@@ -206,13 +206,13 @@ class Trainer:
     def _evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text, in nats per token."""
         batches = self.training_data.held_out
-        counts = [batch.label_count for batch in batches]
-        losses = self.engine.held_out([self._placed(batch) for batch in batches], counts)
+        placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
+        losses = self.engine.held_out(placed)
         total, count = 0.0, 0
         for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
-                    self.model.loss_and_gradients(**self._placed(batch))
+                    next(self.engine.gradients([placed[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total, count = total + loss * batch.label_count, count + batch.label_count
         line = {
@@ -224,11 +224,12 @@ class Trainer:
         self._log(line)
         progress.evaluated(line)
 
-    def _placed(self, batch: Batch) -> dict[str, Any]:
-        """Return the arrays of a batch on the model's device, by the names of loss arguments."""
+    def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
+        """Return what the objective takes: arrays on the model's device, and a number of labels."""
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
         table = self.model.table
-        return {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
+        placed = {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
+        return placed | {"count": count}
 
     @property
     def _scale_may_shrink(self) -> bool:

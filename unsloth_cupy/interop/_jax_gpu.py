@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.dtypes import BFLOAT16
 from ..core.frameworks import cupy
-from ..core.gpu import driver
+from ..ops.common.tensor_map import driver
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 ALIGNED = 16  # bytes: the alignment that kernels require of new arrays

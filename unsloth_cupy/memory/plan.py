@@ -8,8 +8,9 @@ a shape (``planned.py``), and a ledger records what they allocate and free.
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,7 @@ def plan_memory(
     quantization: str | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    objective: Callable[..., Any] | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Return the memory of a step of training, op by op, from a step on shapes alone.
@@ -87,6 +89,9 @@ def plan_memory(
     tensor_parallel, pipeline_parallel : int
         Ranks that divide each weight, and ranks that divide the blocks (``pipeline_schedule``'s
         1f1b, of accumulate microbatches): the plan of the rank that holds most.
+    objective : callable, optional
+        The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
+        that of the next tokens.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
 
@@ -103,10 +108,12 @@ def plan_memory(
         An array cannot have such sizes.
     """
     from ..models.config import Config
+    from ..models.objective import next_token
     from ..models.parse import parse
     from ..models.quantized import Quantizer
     from .stage_plan import Job, Layout
 
+    objective = next_token if objective is None else objective
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
     sizes |= {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
@@ -127,8 +134,9 @@ def plan_memory(
     layout = Layout(tensor_parallel, pipeline_parallel)
     if layout.ranks > 1:
         job = Job(
-            batch, tokens, kind, state_bits, parts, device, rank, adapter, quantization, chunked_mlp
-        )
+            batch, tokens, kind, state_bits, parts, device, rank, adapter, quantization,
+            chunked_mlp, objective=objective,
+        )  # fmt: skip
         return _of_ranks(parsed, layout, job, accumulate, optimizer)
     alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
@@ -144,7 +152,9 @@ def plan_memory(
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
             for _ in range(alike):
                 rows = arrays.of((batch, tokens), np.int64)
-                loss, gradients = model.loss_and_gradients(rows, rows, checkpoint=parts)
+                loss, gradients = model.value_and_gradients(
+                    partial(objective, tokens=rows, labels=rows, count=1), checkpoint=parts
+                )
                 ledger.enter(GRADIENTS, gradients)
                 yield loss, gradients
                 del loss, gradients

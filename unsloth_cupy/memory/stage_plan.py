@@ -4,6 +4,7 @@ The steps of the schedule run in order on planned arrays, with the collectives o
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..models.adapter import Adapter
 from ..models.config import Config
 from ..models.division import Division, divided_adapter
 from ..models.layers import Stages
+from ..models.objective import Objective, TrainingStep, next_token
 from ..models.quantized import Quantizer
 from ..models.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
@@ -79,6 +81,7 @@ class Job(NamedTuple):
     chunked_mlp: bool = False
     chunks: int = 1
     context_attention: str = "ring"
+    objective: Objective = next_token
 
 
 class StagePlan(NamedTuple):
@@ -170,7 +173,7 @@ def plan_stage(
         _place(model, division, context, job.dtype)
         states = _divided(ledger, adamw, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
-        runs = _Runs(model, {"tokens": tokens, "labels": tokens}, job)
+        runs = _Runs(model, {"tokens": tokens, "labels": tokens, "count": 1}, job)
         if zero == 3:
             runs.learn_the_order()
         begin = ledger.since(0)[1]
@@ -243,26 +246,27 @@ class _Runs:
     """Runs the steps of a stage, and sums their gradients."""
 
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.objective = model, batch, job.objective
         every = job.checkpoint_every
-        self.parts = CheckpointConfig(True, every) if isinstance(every, int) else every
+        every = CheckpointConfig(True, every) if isinstance(every, int) else every
+        self.how = TrainingStep(checkpoint=every)
         self.learns = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None
-        self.stage = ModelStage(model, model.trainable, 1, None, self.parts) if staged else None
+        stage = ModelStage(model, model.trainable, self.how, job.objective) if staged else None
+        self.stage = stage
         self.sums: dict[str, Any] = {} if self.stage is None else self.stage.sums
 
     def learn_the_order(self) -> None:
         """Run a step from which Zero3 learns the order of blocks, as in the first step of a run."""
-        self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
+        self._gradients()
 
     def run(self, step: Step) -> None:
         """Run a step forward or backward; with a single stage the backward step does both."""
         stage = self.stage
         if stage is None:
             if step.backward:
-                pair = self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
-                self._add(pair[1])
+                self._add(self._gradients())
             return
         of = stage.stages
         if step.backward:
@@ -271,6 +275,13 @@ class _Runs:
             stage.forward(
                 step, self.batch, None if of.first and not step.chunk else stage.like(self.batch)
             )
+
+    def _gradients(self) -> dict[str, Any]:
+        """Return the gradients of a single stage."""
+        function = partial(self.objective, **self.batch)
+        gradients: dict[str, Any]
+        _, gradients = self.learns.value_and_gradients(function, **self.how._asdict())
+        return gradients
 
     def _add(self, gradients: dict[str, Any]) -> None:
         for name in [*gradients]:

@@ -1,7 +1,6 @@
 """The next-token loss: labels shifted by one, their mean loss, and its gradient on a tape."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -9,16 +8,18 @@ from ..core import arrays
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError, naming
-from ..ops.linear.linear import linear
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
 from ..parallel.vocabulary import vocab_parallel_linear_cross_entropy
 from ..placement import full_like
-from ..training.loss_scaler import LossScaler
-from ..training.tape import Gradients, Tape, add_up, take_gradients
+from ..training.tape import Tape, take_gradients
 from ..training.variable import Var
 from .config import Config
+from .context import Context, own_tokens
 from .division import Division
+from .head import head_weight
+from .network import Network
+from .objective import LossRecord, as_array
 
 IGNORE = -100  # the label of a token that does not count
 LOSSES = (  # functions that check labels
@@ -45,43 +46,6 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     return shifted
 
 
-def count_labels(shifted: Array) -> Any:
-    """Return how many labels count, at least 1, without synchronising a GPU."""
-    return (shifted != IGNORE).sum().clip(1)
-
-
-class LossRecord(NamedTuple):
-    """A tape entry of a loss computed together with its gradients: logits are computed once."""
-
-    values: dict[str, Any]
-    inputs: dict[str, int]
-    outputs: dict[str, int]
-    gradients: dict[str, Any]  # of the inputs, for a gradient of 1 of the loss
-
-    def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add the stored gradients to those of these inputs."""
-        for name, index in inputs.items():
-            grads[index] = add_up(grads.get(index), self.gradients[name])
-
-
-def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
-    """Return the weight of the output head, which some models share with the embedding."""
-    return parameters["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
-
-
-def logits_of(
-    config: Config, parameters: Mapping[str, Any], x: Array, division: Division | None = None
-) -> Array:
-    """Return the logits of normalised hidden states, for the whole vocabulary."""
-    logits, cap = linear(x, head_weight(config, parameters)), config.logit_softcap
-    if division is not None:
-        logits = division.comm.all_gather(logits, -1)
-    if cap is None:
-        return logits
-    float_logits = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
-    return (np.tanh(float_logits / cap) * cap).astype(logits.dtype, copy=False)
-
-
 @naming("Transformer", *LOSSES)
 def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Division | None) -> Any:
     """Return the loss of every label, from normalised hidden states and the head's weight."""
@@ -94,26 +58,40 @@ def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Divis
 
 
 @naming("Transformer", *LOSSES)
-def loss_on_tape(
-    config: Config,
-    parameters: Mapping[str, Any],
-    x: Var,
-    shifted: Array,
+def mean_loss(
+    model: Network,
+    tokens: Array,
+    labels: Array,
+    mask: Array | None,
+    offsets: Array | None,
     count: Any,
-    scaler: LossScaler | None,
-    division: Division | None = None,
-) -> tuple[Var, Any]:
-    """Return (Var to differentiate, loss): the sum of losses / count; the Var's is scaled.
+) -> Any:
+    """Return the sum of the losses of labels / count; on a tape a float32 Var, else float64.
 
-    The gradient of a mean does not depend on the losses, so loss and gradients are computed in one
-    pass, which saves one matrix product.
+    ``count`` is by default the number of labels that count.
     """
-    if scaler is not None and not isinstance(scaler, LossScaler):
-        raise ConfigError(f"loss_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
-    if not hasattr(count, "dtype") and not (is_number(count) and count > 0):
-        raise ConfigError(f"loss_and_gradients(count={count!r}): pass how many labels, 1 or more")
-    tape, head = x.tape, head_weight(config, parameters)
-    values = {"x": x.value, "weight": getattr(head, "value", head)}
+    if not (count is None or hasattr(count, "dtype") or (is_number(count) and count > 0)):
+        raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
+    parameters = model.entered(model.parameters)
+    context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
+    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
+    shifted = next_labels(tokens, labels, offsets)
+    if count is None:  # at least 1, without synchronising a GPU
+        count = (shifted != IGNORE).sum().clip(1)
+    shifted, head = own_tokens(context, shifted), head_weight(model.config, parameters)
+    if type(x) is Var:
+        return _on_tape(model, x, head, shifted, count)
+    losses = losses_of(model.config, x, head, shifted, model.division)
+    return losses.sum(dtype=np.float64) / count
+
+
+def _on_tape(model: Network, x: Var, head: Any, shifted: Array, count: Any) -> Var:
+    """Return the sum of losses / count, whose gradients are computed in the same pass.
+
+    They do not depend on the losses but for a factor, which saves one matrix product.
+    """
+    config, division, scaler = model.config, model.division, model.step.scaler
+    tape, values = x.tape, {"x": x.value, "weight": getattr(head, "value", head)}
     sum_type = np.promote_types(x.dtype, FLOAT32)
     dloss = (np.ones_like(x.value, sum_type, shape=shifted.shape) / count).astype(sum_type)
     dloss = dloss if scaler is None else scaler.scale(dloss)
@@ -135,6 +113,8 @@ def loss_on_tape(
             take_gradients.reset(token)
         by_name = dict(zip(inputs, own_gradients, strict=True))
         losses, dx, dweight = losses_var.value, by_name.get("x"), by_name.get("weight")
-    root = Var(full_like(losses, 0, shape=()), tape)  # only its place on the tape is used
-    tape.note(LossRecord(values, inputs, {"loss": root.index}, {"x": dx, "weight": dweight}))
-    return root, losses.sum(dtype=np.float64) / count
+    loss = losses.sum(dtype=np.float64) / count
+    root = Var(as_array(loss.astype(losses.dtype)), tape)
+    gradients, one = {"x": dx, "weight": dweight}, full_like(root.value, 1)
+    tape.note(LossRecord(values, inputs, {"loss": root.index}, gradients, one, scaler, loss))
+    return root

@@ -1,8 +1,10 @@
 """The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from ..core import arrays
 from ..core.call import is_integer
@@ -14,15 +16,20 @@ from ..parallel.communicator import Communicator
 from ..parallel.zero3 import Parts
 from ..placement import on_gpu_of_attribute
 from ..training.checkpoint import CheckpointConfig
+from ..training.loss_scaler import LossScaler
+from ..training.tape import Tape
+from ..training.variable import Var
 from .adapter import Adapter
 from .attending import attend_of, project_of
 from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
 from .context import Context, own_tokens
 from .division import Division
+from .head import logits_of
 from .inputs import Angles, check, places
-from .loss import logits_of
+from .objective import TrainingStep, start_of_backward
 from .other_libraries import to_torch
+from .quantized_weights import trainable
 
 
 @on_gpu_of_attribute("table")
@@ -59,6 +66,8 @@ class Network:
 
     texts: Mapping[str, Mapping[str, Any]]  # JSON files of its folder: config.json and others
     folder: Path | None = None  # where load read it
+    step = TrainingStep()  # of the model on a tape
+    reached: Any = None  # hidden states that the stages of a pipeline have computed
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
@@ -92,7 +101,13 @@ class Network:
         """The embedding table, (vocab, hidden); another weight if this rank has no embedding."""
         values = [*self.parameters.values()]
         first = next((value for value in values if not isinstance(value, Stored)), values[0])
-        return self.parameters.get("model.embed_tokens.weight", first)
+        table: Any = self.parameters.get("model.embed_tokens.weight", first)
+        return table.value if type(table) is Var else table
+
+    @property
+    def trainable(self) -> dict[str, Array]:
+        """The parameters that have gradients: the adapter's if there is one, else all."""
+        return trainable(self.parameters) if self.adapter is None else self.adapter.parameters
 
     @property
     def dtype(self) -> Any:
@@ -100,26 +115,103 @@ class Network:
         stages = None if self.division is None else self.division.stages
         return self.table.dtype if stages is None else stages.dtype
 
-    def hidden(
+    def on_tape(
+        self, parameters: Mapping[str, Any], step: TrainingStep, reached: Any = None
+    ) -> Self:
+        """Return this model with parameters that are Vars of a tape, for one step."""
+        model = object.__new__(type(self))
+        model.__dict__ |= self.__dict__
+        model.parameters, model.step, model.reached = {**parameters}, step, reached
+        return model
+
+    def value_and_gradients(
         self,
-        parameters: Mapping[str, Any],
-        tokens: Array,
-        checkpoints: CheckpointConfig | None = None,
-        **arguments: Any,
-    ) -> Any:
+        function: Callable[[Any], Any],
+        *,
+        checkpoint: CheckpointConfig | None = None,
+        scaler: LossScaler | None = None,
+        seed: int | None = None,
+    ) -> tuple[Any, dict[str, Array]]:
+        """Return ``function(model)`` and its gradient with respect to every ``trainable`` array.
+
+        Parameters
+        ----------
+        function : callable
+            Takes this model on a tape, whose ``logits`` and ``loss`` are Vars; returns a Var of
+            shape ().
+        checkpoint : CheckpointConfig, optional
+            If enabled, the tape keeps the input of each group of blocks, and backward computes
+            them again: less memory, more time, the same bits.
+        scaler : LossScaler, optional
+            Scales the gradients, not the value; overflow becomes infinite without a warning.
+        seed : int, optional
+            Turns the adapter's dropout on; each step should pass a new one.
+
+        Returns
+        -------
+        value : scalar
+            In the dtype of the Var; float64 if function returns ``model.loss`` itself.
+        gradients : {name: array}
+
+        Raises
+        ------
+        ConfigError
+            An option is invalid.
+        GradientError
+            function returned something else than a scalar of this tape, or used an op that has no
+            gradient.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from unsloth_cupy import cross_entropy
+        >>> from unsloth_cupy.models import create
+        >>> model = create(
+        ...     {
+        ...         "model_type": "llama",
+        ...         "vocab_size": 99,
+        ...         "hidden_size": 32,
+        ...         "intermediate_size": 64,
+        ...         "num_hidden_layers": 1,
+        ...         "num_attention_heads": 2,
+        ...     },
+        ...     seed=0,
+        ... )
+        >>> tokens = np.arange(12).reshape(2, 6)
+        >>> def last_token(model):
+        ...     return cross_entropy(model.logits(tokens[:, :-1])[:, -1], tokens[:, -1]).mean()
+        >>> loss, gradients = model.value_and_gradients(last_token)
+        >>> assert gradients.keys() == model.trainable.keys()
+        """
+        if scaler is not None and not isinstance(scaler, LossScaler):
+            raise ConfigError(f"value_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
+        if not callable(function):
+            raise ConfigError(f"value_and_gradients({function!r}): pass a function of a model")
+        tape, step = Tape(), TrainingStep(checkpoint, scaler, seed)
+        watched = {name: tape.watch(array) for name, array in self.trainable.items()}
+        quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
+        with np.errstate(**quiet):
+            loss = function(self.on_tape({**self.parameters, **watched}, step))
+            dloss, value = start_of_backward(loss, scaler)
+            gradients = tape.gradients(loss, [*watched.values()], dloss, release=True)
+        return value, dict(zip(watched, gradients, strict=True))
+
+    def hidden(self, parameters: Mapping[str, Any], tokens: Array, **arguments: Any) -> Any:
         """Return the normalised output of the last block; parameters are arrays or a tape's Vars.
 
         Further arguments are those of ``call``.  For packed texts the output is one row:
         (1, tokens, hidden).  With a context it holds only this rank's tokens.
         """
+        if self.reached is not None:
+            return self.reached
         if self.division is not None and self.division.stages is not None:
             cure = "models.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
-        call = self.call(parameters, tokens, checkpoints=checkpoints, **arguments)
+        call = self.call(parameters, tokens, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(arguments.get("context"), rows)
         branch = embedded(self.config, parameters, own, self.division)
-        branch, stream = blocks(call, branch, checkpoints)
+        branch, stream = blocks(call, branch, self.step.checkpoint)
         return join(call, "model.", "norm", branch, stream)[0]
 
     def call(
@@ -128,14 +220,13 @@ class Network:
         tokens: Array,
         mask: Array | None = None,
         cache: KVCache | PagedKVCache | None = None,
-        checkpoints: CheckpointConfig | None = None,
-        seed: int | None = None,
         offsets: Array | None = None,
         sequences: Sequence[int] | None = None,
         context: Context | None = None,
     ) -> Call:
         """Return the inputs that all blocks of a call share; raise if arguments do not fit."""
-        rows = check(tokens, mask, cache, offsets, checkpoints, sequences)
+        seed = self.step.seed
+        rows = check(tokens, mask, cache, offsets, self.step.checkpoint, sequences)
         if cache is not None and len(cache.keys) != self.config.layers:
             layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
             problem = f"Transformer: the cache has {layers}; make one for this model"

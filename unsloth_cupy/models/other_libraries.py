@@ -10,6 +10,7 @@ import numpy as np
 from ..core.arrays import common, native
 from ..core.dtypes import Array
 from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopt_all
+from ..training.variable import Var
 
 ARRAYS = ("tokens", "labels", "mask", "offsets")
 P = ParamSpec("P")
@@ -48,7 +49,9 @@ def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def _back(result: Any, framework: Framework, operand: Any) -> Any:
-    """Return a result in the library of operand."""
+    """Return a result in the library of operand; a Var stays on its tape."""
+    if type(result) is Var:
+        return result
     return framework.give_back(np.asarray(result) if np.isscalar(result) else result, operand)
 
 

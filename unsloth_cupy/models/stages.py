@@ -12,14 +12,13 @@ from ..ops.elements.cast import accumulate_, cast
 from ..parallel.pipeline import run_pipeline
 from ..parallel.schedule import Schedule, Step, consumer, pipeline_schedule, producer
 from ..training.checkpoint import CheckpointConfig
-from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
 from .adapter import PREFIX
 from .block import Call, blocks, embedded, join
 from .context import Context, own_tokens
 from .layers import EMBEDDING, Stages
-from .loss import head_weight, loss_on_tape, losses_of, next_labels
+from .objective import Objective, TrainingStep, next_token, start_of_backward
 
 if TYPE_CHECKING:
     from .network import Network
@@ -32,25 +31,28 @@ class _Saved(NamedTuple):
     x: Var | None
     y: Var
     watched: Mapping[str, Var]
+    dy: Array | None  # of the loss; None before the last block
 
 
 class ModelStage:
-    """The ``Stage`` of ``run_pipeline``: one training step of the blocks that this rank holds."""
+    """The ``Stage`` of ``run_pipeline``: one training step of the blocks that this rank holds.
+
+    A microbatch holds the arguments of the objective by name, ``tokens`` among them.
+    """
 
     def __init__(
         self,
         model: "Network",
         trainable: Mapping[str, Array],
-        count: int,
-        scaler: LossScaler | None = None,
-        checkpoint: CheckpointConfig | None = None,
+        step: TrainingStep,
+        objective: Objective = next_token,
     ) -> None:
         stages = None if model.division is None else model.division.stages
         if stages is None:
             cure = "load it with load(folder, pipeline=comm)"
             raise ConfigError(f"ModelStage: the model is not divided into stages; {cure}")
         self.model, self.trainable, self.stages = model, trainable, stages
-        self.count, self.scaler, self.checkpoint = count, scaler, checkpoint
+        self.step, self.objective = step, objective
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.sums: dict[str, Array] = {}
 
@@ -68,15 +70,18 @@ class ModelStage:
         own = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
         watched = {name: tape.watch(array) for name, array in own.items()}
         x_var = None if x is None else tape.watch(x)
-        y, loss = self._run(step.chunk, microbatch, x_var, watched)
-        self.saved[step.microbatch, step.chunk] = _Saved(tape, x_var, y, watched)
-        return y.value if loss is None else loss
+        y = self.run(step.chunk, microbatch, x_var, watched)
+        dy, value = None, y.value
+        if self.stages.ends_with(step.chunk):
+            dy, value = start_of_backward(y, self.step.scaler)
+        self.saved[step.microbatch, step.chunk] = _Saved(tape, x_var, y, watched, dy)
+        return value
 
     def backward(self, step: Step, dy: Any) -> Any:
         """Add the gradients of the weights to the sums; return that of the chunk's input."""
-        tape, x, y, watched = self.saved.pop((step.microbatch, step.chunk))
+        tape, x, y, watched, dloss = self.saved.pop((step.microbatch, step.chunk))
         wanted = [*watched.values(), *([] if x is None else [x])]
-        gradients = tape.gradients(y, wanted, dy, release=True)
+        gradients = tape.gradients(y, wanted, dy if dloss is None else dloss, release=True)
         for name, gradient in zip(watched, gradients, strict=False):
             if name in self.sums:
                 accumulate_(self.sums[name], gradient)
@@ -86,30 +91,23 @@ class ModelStage:
 
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
         """Return this rank's tokens of a microbatch; None if ranks do not divide them."""
-        model, offsets = self.model, microbatch.get("offsets")
-        kind = model.context_attention
-        return Context.of(model.context, microbatch["tokens"], None, offsets, kind)
+        model, kind = self.model, self.model.context_attention
+        tokens, mask, offsets = (microbatch.get(n) for n in ("tokens", "mask", "offsets"))
+        return Context.of(model.context, tokens, mask, offsets, kind)
 
-    def _run(
+    def run(
         self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        """Return (output of a chunk, None); of the last chunk, (Var to differentiate, loss)."""
-        model, stages = self.model, self.stages
+    ) -> Any:
+        """Return the output of a chunk; of the last one, the loss."""
         tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
-        config, division = model.config, model.division
-        context = self._context(microbatch)
-        call = model.call({**model.parameters, **watched}, tokens, offsets=offsets, context=context)
+        model = self.model.on_tape({**self.model.parameters, **watched}, self.step)
+        context, mask = self._context(microbatch), microbatch.get("mask")
+        call = model.call(model.parameters, tokens, mask, offsets=offsets, context=context)
         rows = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
-        y = chunk_of_blocks(call, stages, chunk, rows, x, self.checkpoint)
-        if not stages.ends_with(chunk):
-            return y, None
-        normed, used = y, call.parameters
-        shifted = own_tokens(context, next_labels(tokens, microbatch["labels"], offsets))
-        if not isinstance(normed, Var):
-            head = head_weight(config, used)
-            losses = losses_of(config, normed, head, shifted, division)
-            return None, losses.sum(dtype=np.float64) / self.count
-        return loss_on_tape(config, used, normed, shifted, self.count, self.scaler, division)
+        y = chunk_of_blocks(call, self.stages, chunk, rows, x, self.step.checkpoint)
+        if not self.stages.ends_with(chunk):
+            return y
+        return self.objective(model.on_tape(call.parameters, self.step, y), **microbatch)
 
 
 def pipeline_gradients(
@@ -128,12 +126,9 @@ def pipeline_gradients(
 def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
     """Return the loss of a microbatch, equal in all ranks, without a backward pass."""
     stages = stage.stages
-
-    def run(chunk: int, x: Any) -> Any:
-        y, loss = stage._run(chunk, microbatch, x, {})
-        return y if loss is None else loss
-
-    result = through(stages, lambda: stage.like(microbatch), run)
+    result = through(
+        stages, lambda: stage.like(microbatch), lambda chunk, x: stage.run(chunk, microbatch, x, {})
+    )
     loss = np.array(float(result) if stages.last else 0.0)
     return float(stages.comm.broadcast(loss, stages.comm.size - 1))
 

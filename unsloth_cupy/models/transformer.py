@@ -6,6 +6,7 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -22,10 +23,11 @@ from .adapter import Adapter, create_adapter
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter
-from .learning import loss_and_gradients, mean_loss
+from .loss import mean_loss
 from .network import Network
+from .objective import next_token
 from .other_libraries import from_any_library
-from .quantized_weights import saved_config, trainable
+from .quantized_weights import saved_config
 from .whole import whole_parameters
 
 
@@ -51,11 +53,6 @@ class Transformer(Network):
     ) -> None:
         super().__init__(config, parameters)
         self.texts, self.layout = texts, layout
-
-    @property
-    def trainable(self) -> dict[str, Array]:
-        """The parameters that have gradients: the adapter's if there is one, else all."""
-        return trainable(self.parameters) if self.adapter is None else self.adapter.parameters
 
     def add_adapter(self, rank: int, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
@@ -140,6 +137,7 @@ class Transformer(Network):
         *,
         mask: Array | None = None,
         offsets: Array | None = None,
+        count: int | None = None,
     ) -> Any:
         """Return the mean negative log probability of the labels, in nats.
 
@@ -153,15 +151,19 @@ class Transformer(Network):
             As in ``logits``; padding counts in the loss unless its label is -100.
         offsets : (texts + 1,) int, optional
             As in ``logits``; a text does not predict the first token of the next one.
+        count : int, optional
+            Divides the sum; pass the labels of the whole batch if this is a part of it, so that
+            losses of the parts add up.  None: the labels that count here.
 
         Returns
         -------
-        loss : float64 scalar
+        loss : float64 scalar, or float32 Var inside ``value_and_gradients``
             0 if no label counts.
         """
-        return mean_loss(self, tokens, labels, mask, offsets)
+        return mean_loss(self, tokens, labels, mask, offsets, count)
 
     @from_any_library
+    @naming("loss_and_gradients", "value_and_gradients", "loss")
     def loss_and_gradients(
         self,
         tokens: Array,
@@ -176,15 +178,12 @@ class Transformer(Network):
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
-        With a seed, the adapter's dropout is on; each step should pass a new seed.  With an enabled
-        ``checkpoint``, the tape keeps the input of each group of blocks and backward computes them
-        again: less memory, more time, the same bits.  With a ``scaler``, the gradients are scaled,
-        the loss is not, and overflow becomes infinite without a warning.  ``count`` divides the
-        sums; pass the labels of the whole batch if this is a part of it, so that losses and
-        gradients of the parts add up.  None: the labels that count here.
+        The arrays and ``count`` are those of ``loss``, the other options those of
+        ``value_and_gradients``.
         """
-        options = checkpoint, scaler, seed, count
-        return loss_and_gradients(self, self.trainable, tokens, labels, mask, offsets, *options)
+        batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
+        function = partial(next_token, **batch, count=count)
+        return self.value_and_gradients(function, checkpoint=checkpoint, scaler=scaler, seed=seed)
 
     @from_any_library
     def generate(

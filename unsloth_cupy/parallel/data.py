@@ -3,7 +3,7 @@
 loss = sum over ranks of (sum of the losses of the rank's labels) / labels of all ranks
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,14 +71,30 @@ class DataParallel:
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
+        method = self.model.loss_and_gradients
+        return self._summed(lambda: method(tokens, labels, count=count, **options))
+
+    def value_and_gradients(
+        self, function: Callable[[Any], Any], **options: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the sum over ranks of ``function(model)``, and its gradients, equal in all ranks.
+
+        The function computes this rank's term of the sum.  Options are those of
+        ``Transformer.value_and_gradients``.
+        """
+        model: Any = self.model
+        return self._summed(lambda: model.value_and_gradients(function, **options))
+
+    def _summed(self, own: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
+        """Return the sums over ranks of a value and of gradients, which backward sums."""
         buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes, self.concurrent)
         token = take_gradients.set(buckets.take)
         try:
-            loss, _ = self.model.loss_and_gradients(tokens, labels, count=count, **options)
+            value, _ = own()
         finally:
             take_gradients.reset(token)
         sums = buckets.sums()
-        return self.comm.all_reduce(loss), sums
+        return self.comm.all_reduce(value), sums
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sums over ranks of gradients by name, such as sums of several batches."""

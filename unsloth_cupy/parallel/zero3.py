@@ -203,13 +203,7 @@ class Zero3:
         return result
 
     def loss_and_gradients(
-        self,
-        tokens: Any,
-        labels: Any,
-        *,
-        count: Any = None,
-        checkpoint: CheckpointConfig | None = None,
-        **options: Any,
+        self, tokens: Any, labels: Any, *, count: Any = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Return the mean loss over the labels of all ranks, and this rank's part of its gradients.
 
@@ -218,12 +212,30 @@ class Zero3:
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
+        arrays = {name: options.pop(name) for name in ("mask", "offsets") if name in options}
+        return self.value_and_gradients(
+            lambda model: model.loss(tokens, labels, count=count, **arrays), **options
+        )
+
+    def value_and_gradients(
+        self,
+        function: Callable[[Any], Any],
+        *,
+        checkpoint: CheckpointConfig | None = None,
+        **options: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the sum over ranks of ``function(model)``, and this rank's part of its gradients.
+
+        The function computes this rank's term of the sum.  Options are those of
+        ``Transformer.value_and_gradients``; ``checkpoint`` sets how many blocks are whole at a
+        time; None: one.
+        """
         self.ahead.begin()
         checkpoint = CheckpointConfig() if checkpoint is None else checkpoint
-        loss, gradients = self.model.loss_and_gradients(
-            tokens, labels, count=count, checkpoint=checkpoint, **options
+        value, gradients = self.model.value_and_gradients(
+            function, checkpoint=checkpoint, **options
         )
-        return self.comm.all_reduce(loss), gradients
+        return self.comm.all_reduce(value), gradients
 
     def measure_gradients(
         self, gradients: Mapping[str, Any], max_norm: float = math.inf, *, scaler: Any = None

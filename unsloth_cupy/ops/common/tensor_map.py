@@ -11,6 +11,7 @@ replayed launch looks the address up, and a captured graph holds the map, as it 
 import copy
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,9 +37,18 @@ KEPT = 4096  # entries of each cache; a process has far fewer such arrays alive
 
 
 @functools.cache
+def driver() -> Any:
+    """Return the library of NVIDIA's driver; None without one."""
+    try:
+        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return None
+
+
+@functools.cache
 def encoder() -> Callable[..., int] | None:
     """Return the driver's cuTensorMapEncodeTiled; None without a driver, or with one too old."""
-    return getattr(gpu.driver(), "cuTensorMapEncodeTiled", None)  # Form passes ctypes objects
+    return getattr(driver(), "cuTensorMapEncodeTiled", None)  # Form passes ctypes objects
 
 
 def available(like: Any) -> bool:

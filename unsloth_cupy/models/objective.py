@@ -1,0 +1,80 @@
+"""What training minimises: an objective, and the gradients of a step.
+
+    objective(model, **batch) -> loss        a scalar; a Var of shape () if the model is on a tape
+
+An objective is a function of a model and a batch, and computes the loss from ``model.logits`` or
+``model.loss``.  Training, evaluation and the plan of memory call the same one.  In a pipeline it
+runs in the last stage, and makes one forward pass, of the batch's tokens, mask and offsets.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..errors import GradientError
+from ..ops.elements.arithmetic import scale_by
+from ..placement import full_like
+from ..training.checkpoint import CheckpointConfig
+from ..training.loss_scaler import LossScaler
+from ..training.tape import Gradients, add_up
+from ..training.variable import Var
+
+Objective = Callable[..., Any]
+
+
+def next_token(model: Any, **batch: Any) -> Any:
+    """Return the mean loss of the next tokens; the batch holds the arguments of ``loss``."""
+    return model.loss(**batch)
+
+
+class TrainingStep(NamedTuple):
+    """How a step runs a model on a tape, whatever its objective."""
+
+    checkpoint: CheckpointConfig | None = None
+    scaler: LossScaler | None = None
+    seed: int | None = None  # of an adapter's dropout; None: no dropout
+
+
+class LossRecord(NamedTuple):
+    """A tape entry of a loss computed together with its gradients: logits are computed once."""
+
+    values: dict[str, Any]
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    gradients: dict[str, Any]  # of the inputs, for a gradient of the loss of 1 times the scale
+    one: Array  # starts a backward pass that begins at this loss
+    scaler: LossScaler | None
+    loss: Any  # in float64
+
+    def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
+        """Add the stored gradients to those of these inputs."""
+        dloss, share = take["loss"], None
+        if dloss is not self.one:  # the loss is a term of what is differentiated
+            one = self.one if self.scaler is None else self.scaler.scale(self.one)
+            share = as_array(dloss / one)
+        for name, index in inputs.items():
+            gradient = self.gradients[name]
+            gradient = gradient if share is None else scale_by(gradient, share)
+            grads[index] = add_up(grads.get(index), gradient)
+
+
+def as_array(number: Any) -> Array:
+    """Return a scalar of NumPy as an array; others are arrays already."""
+    array: Array = np.asarray(number) if isinstance(number, np.generic) else number
+    return array
+
+
+def start_of_backward(loss: Any, scaler: LossScaler | None) -> tuple[Array, Any]:
+    """Return the gradient of a step's loss, which is 1 times the scale, and the loss to report."""
+    if type(loss) is not Var or loss.shape != ():
+        shown = repr(loss) if type(loss) is Var else type(loss).__name__
+        cure = "return a Var of shape (), computed from the model that it is called with"
+        raise GradientError(f"value_and_gradients: function returned {shown}; {cure}")
+    last = loss.tape.entries[-1] if loss.tape.entries else None
+    if isinstance(last, LossRecord) and last.outputs["loss"] == loss.index:
+        return last.one, last.loss
+    one, value = full_like(loss.value, 1), loss.value
+    value = value[()] if isinstance(value, np.ndarray) else value
+    return one if scaler is None else scaler.scale(one), value

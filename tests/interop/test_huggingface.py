@@ -111,7 +111,7 @@ def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family):
     for module in model.modules():  # who waits for a norm sees it
         if _qk_norm.norms_of(module):
             norm = module.get_submodule(_qk_norm.norms_of(module)[1])
-            norm.register_forward_hook(lambda norm, args, actual: actual * 1)
+            norm.register_forward_hook(lambda norm, args, output: output * 1)
     with profile() as seen:
         actual = step(model)
     assert turns_alone(seen) == turns

@@ -1,4 +1,4 @@
-"""Whose memory results lie in, and on which stream they are made: stand-ins, then a GPU."""
+"""Ownership of results' memory, and the stream that computes them."""
 
 import contextlib
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What frameworks are told of a call before it is made is what it gives."""
+"""The predicted shapes and dtypes of a call equal its results."""
 
 import numpy as np
 import pytest

@@ -49,9 +49,9 @@ def test_loss_and_gradients_are_those_of_the_whole(
     plain_loss, plain = model.loss_and_gradients(TOKENS, TOKENS)
     wide = widened(model_of(label, dtype, None))
     exact_loss, exact = wide.loss_and_gradients(TOKENS, TOKENS)
-    found_loss, actual = chunked(wide).loss_and_gradients(TOKENS, TOKENS)
+    actual_loss, actual = chunked(wide).loss_and_gradients(TOKENS, TOKENS)
     assert called == [84] * wide.config.layers
-    assert float(found_loss) == pytest.approx(float(exact_loss), rel=1e-12)
+    assert float(actual_loss) == pytest.approx(float(exact_loss), rel=1e-12)
     assert largest_error(actual, exact) < 1e-12
     first, gradients = chunked(model).loss_and_gradients(TOKENS, TOKENS)
     assert chunked(model).loss(TOKENS, TOKENS) == first

@@ -72,8 +72,8 @@ def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: 
     loss, alone = one_by_one(model)
     wide = widened(model_of(label, "float32", rank))
     exact_loss, exact = one_by_one(wide)
-    found_loss, actual = wide.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
-    assert float(found_loss) == pytest.approx(exact_loss, rel=1e-12)
+    actual_loss, actual = wide.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
+    assert float(actual_loss) == pytest.approx(exact_loss, rel=1e-12)
     assert largest_error(actual, exact) < 1e-12
     assert float(model.loss(TOKENS, LABELS, offsets=OFFSETS)) == pytest.approx(loss, rel=1e-6)
     allowed = 2 * largest_error(alone, exact) + 4 * np.finfo(np.float32).eps

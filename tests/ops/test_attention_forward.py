@@ -438,7 +438,7 @@ def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
     k[0, 40:], v[0, 40:] = 9 * k[0, 40:], -7
     after = _within(lambda: attention_forward(q, k, v, causal=True, **options))
     for actual, same, rows in zip(after, before, (0, 1), strict=True):
-        found_rows, same_rows = (np.moveaxis(a, 1 + rows, 1) for a in (actual, same))
+        actual_rows, same_rows = (np.moveaxis(a, 1 + rows, 1) for a in (actual, same))
         assert actual[1].tobytes() == same[1].tobytes()
-        assert found_rows[0, :40].tobytes() == same_rows[0, :40].tobytes()
-        assert (found_rows[0, 40:] != same_rows[0, 40:]).reshape(50, -1).any(axis=1).all()
+        assert actual_rows[0, :40].tobytes() == same_rows[0, :40].tobytes()
+        assert (actual_rows[0, 40:] != same_rows[0, 40:]).reshape(50, -1).any(axis=1).all()

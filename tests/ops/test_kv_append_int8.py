@@ -70,10 +70,10 @@ def test_equals_quantized_rows_in_their_slots(dtype: Any, gaps: bool) -> None:
         both[:, :, :2], both[:, :, 2:] = k, v
         k, v = both[:, :, :2], both[:, :, 2:]
     expected = [np.zeros((2, 7, 2, 24), np.int8) for _ in "kv"]
-    wanted_scales = np.zeros((2, 2, 7, 2), np.float32)
+    expected_scales = np.zeros((2, 2, 7, 2), np.float32)
     (k_codes, k_scales), (v_codes, v_scales) = uc.int8_quantize(k), uc.int8_quantize(v)
     kv_append_.definition(k_codes, v_codes, *expected, start=6, sinks=1)
-    scales = [each[..., None] for each in wanted_scales]
+    scales = [each[..., None] for each in expected_scales]
     kv_append_.definition(k_scales[..., None], v_scales[..., None], *scales, start=6, sinks=1)
 
     def run() -> None:
@@ -82,7 +82,7 @@ def test_equals_quantized_rows_in_their_slots(dtype: Any, gaps: bool) -> None:
         kv_append_int8_(k, v, keys, values, actual, start=6, sinks=1)
         np.testing.assert_array_equal(keys, expected[0])
         np.testing.assert_array_equal(values, expected[1])
-        np.testing.assert_array_equal(actual, wanted_scales)
+        np.testing.assert_array_equal(actual, expected_scales)
 
     run()
     with emulator():

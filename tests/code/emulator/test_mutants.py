@@ -136,11 +136,11 @@ def provers(file: str) -> tuple[str, ...]:
         judged = {user: provers(str(user.relative_to(SOURCES))) for user in users}
         # a kernel that few modules prove is soon done: attention's cases come last
         nearest = sorted(users, key=lambda path: (path.suffix == ".cuh", len(judged[path]), path))
-        modules_of = [prover for user in nearest for prover in judged[user]]
+        listed = [prover for user in nearest for prover in judged[user]]
     else:
         names = [Path(file).stem, *modules(file)]
-        modules_of = [name for name in names if (TESTS / f"ops/test_{name}.py").exists()]
-    return tuple(dict.fromkeys(modules_of))
+        listed = [name for name in names if (TESTS / f"ops/test_{name}.py").exists()]
+    return tuple(dict.fromkeys(listed))
 
 
 def proofs(file: str) -> Iterator[list[type[KernelParity]]]:

@@ -367,7 +367,7 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
         (ConfigError, "one_pass=1", lambda: AttentionConfig(warpgroups=True, one_pass=1)),  # type: ignore[arg-type]
         (
             ConfigError,
-            "pass AttentionConfig.warpgroups=True, one",
+            "pass AttentionConfig.one_pass=True",
             lambda: AttentionConfig(warpgroups=False, one_pass=True),
         ),
         (ConfigError, "tile=8", lambda: AttentionConfig().with_tile_size(8)),

@@ -203,29 +203,28 @@ def _confirmed(page: Path) -> dict[str, Any]:
 
 
 def _block(confirmed: dict[str, Any]) -> str:
-    """Return the table: the last results of every op that has a kernel."""
+    """Return the table: of every op that has a kernel the last results at the largest size."""
     lines = [
-        "| kernel | last confirmed | dtype | size | time | GB/s | fraction of the roofline |"
-        " times as fast as the best peer |",
-        "|---|---|---|---|---|---|---|---|",
+        "| kernel | size | dtype | time | GB/s | fraction of the roofline |"
+        " times as fast as the best peer | run |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
     ]
-    runs: dict[str, None] = {}
+    runs: dict[str, int] = {}
     for op in sorted(name for name, op in OPS.items() if op.launch is not None):
         if op not in confirmed:
             lines.append(f"| `{op}` | not yet confirmed on a GPU | - | - | - | - | - | - |")
             continue
         facts = confirmed[op]["facts"]
-        where = _where(facts)
-        runs[f"{where}: {_about(facts)}"] = None
-        for row in confirmed[op]["rows"]:
-            faster = "-"
+        run = runs.setdefault(f"{_where(facts)}: {_about(facts)}", len(runs) + 1)
+        largest = {row["dtype"]: row for row in confirmed[op]["rows"]}  # sizes ascend
+        for dtype in [name for name in ("bfloat16", "float32") if name in largest] or largest:
+            row, faster = largest[dtype], "-"
             if row["peers"]:
                 best = min(row["peers"], key=row["peers"].get)
                 faster = f"{ratio(row['peers'][best], row['microseconds'])} ({best})"
             lines.append(
-                f"| `{op}` | {where} | {row['dtype']} | {_size(row)} |"
-                f" {_time(row['microseconds'])} | {_number(row['gb_per_s'])} |"
-                f" {_share(row['of_roofline'])} | {faster} |"
+                f"| `{op}` | {_size(row)} | {dtype} | {_time(row['microseconds'])} |"
+                f" {_number(row['gb_per_s'])} | {_share(row['of_roofline'])} | {faster} | {run} |"
             )
     if not confirmed:
         return "\n".join(
@@ -234,7 +233,7 @@ def _block(confirmed: dict[str, Any]) -> str:
     lines += ["", "The roofline is the longer of two times: that of a copy of as many bytes, and"]
     lines += ["that of a matrix product of as many operations, both on the device in the same"]
     lines += ["run. 2.00x: the peer takes twice as long."]
-    return "\n".join([*lines, *(line for about in runs for line in ("", about))])
+    return "\n".join([*lines, *(f"\nRun {number}: {about}" for about, number in runs.items())])
 
 
 def _where(facts: dict[str, Any]) -> str:

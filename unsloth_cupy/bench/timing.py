@@ -7,7 +7,7 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_DTYPES
 from ..core.gpu import cupy
-from ..core.op import Op
+from ..core.op import OPS, Op
 from .cases import Call, Scale, draw
 
 HOST_SCALES = (
@@ -24,11 +24,13 @@ def shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str,
     """Return the speed of a row as a share of a copy of as many bytes, and of its roofline.
 
     The roofline is the longer of two times: that of such a copy, and that of a matrix product of as
-    many operations.
+    many operations.  It is None for products of integers, whose rate is not measured.
     """
     if not (report["copy_gb_per_s"] and row["bytes"]):
         return {"of_copy": None, "of_roofline": None}
     of_copy = row["gb_per_s"] / report["copy_gb_per_s"]
+    if OPS[row["op"]].facts.get("integers"):
+        return {"of_copy": of_copy, "of_roofline": None}
     of_product, products = 0.0, report["product_tflop_per_s"]
     if row["operations"]:
         if row["dtype"] not in products:

@@ -70,7 +70,7 @@ class AttentionConfig:
         if self.one_pass is not None and not self.warpgroups:
             argument = f"one_pass={self.one_pass}"
             problem = f"AttentionConfig({argument}): only the warpgroup kernels have this option"
-            raise ConfigError(f"{problem}; pass AttentionConfig(warpgroups=True, {argument})")
+            raise ConfigError(f"{problem}; pass AttentionConfig({argument})")
 
     @classmethod
     def for_rtx_5080(cls) -> "AttentionConfig":

@@ -80,7 +80,9 @@ def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
     back.__doc__ = "Return the gradient of x: dy, rounded to the dtype of x."
     cast_to = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
     cast_to.kernel(lambda x: _cast(x, dtype))
-    cast_to.gradient(back).kernel(lambda dy, x: _cast(dy, x.dtype))
+    cast_back = cast_to.gradient(back)
+    cast_back.kernel(lambda dy, x: _cast(dy, x.dtype))
+    cast_back.facts["traffic"] = lambda a: a["dy"].nbytes + a["dx"].nbytes  # x has only its dtype
     return cast_to
 
 

@@ -78,6 +78,7 @@ def cross_entropy_(
     "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat -> loss(*rows): stat",
     widen=False,  # the gradient would go to the widened copy, not to the logits
     no_gradient="it returns a gradient, and changes arrays that a tape would save",
+    traffic=lambda a: 2 * a["logits"].nbytes + a["labels"].nbytes + a["loss"].nbytes,
 )
 def cross_entropy_over_(
     logits: Array,

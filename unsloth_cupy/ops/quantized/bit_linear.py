@@ -86,6 +86,7 @@ def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
     " -> y(*rows, outputs), w_scale(1): stat",
     widen=False,
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+    integers=True,  # products of codes
 )
 def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Array]:
     """Return y of bit_linear, and the scale of the weight."""

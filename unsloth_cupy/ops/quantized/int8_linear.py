@@ -80,6 +80,7 @@ def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Ar
 @op(
     "x(*rows, inputs), codes(outputs, inputs): code, absmax(outputs): table -> y(*rows, outputs)",
     operations=lambda a: 2 * a["x"].size * a["codes"].shape[0],
+    integers=True,  # products of codes
 )
 def int8_linear_forward(
     x: Array, codes: Array, absmax: Array, *, threshold: float | None = None

@@ -85,6 +85,7 @@ def ternary_linear(
     " marks?(outputs, mark_bytes): byte -> y(*rows, outputs)",
     traffic=lambda a: a["x"].nbytes + a["planes"].nbytes + a["scale"].nbytes,
     operations=lambda a: 2 * a["x"].size * len(a["planes"]),
+    integers=True,  # products of codes
 )
 def ternary_linear_forward(
     x: Array,

@@ -79,6 +79,7 @@ def ternary_scores(q: Any, k: Any) -> Array:
     " k_scale(k_rows|1) -> scores(q_rows, k_rows)",
     no_gradient="codes are integers",
     operations=lambda a: 16 * a["q"].size // 2 * len(a["k"]),
+    integers=True,  # products of codes
 )
 def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Array:
     """Return the scores of two pairs of planes, with one scale per row or a single one."""

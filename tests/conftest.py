@@ -83,10 +83,14 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True)
 def _isolated() -> Iterator[None]:
-    """Undo every test's changes, so that no test depends on those that ran before it."""
-    from .harness.isolation import isolated  # it imports NumPy
+    """Undo every test's changes, so that no test depends on those that ran before it.
 
-    with isolated():
+    Attention runs its general kernels, which all architectures have, unless a test asks for others.
+    """
+    from .harness.isolation import isolated  # it imports NumPy
+    from .harness.parity import general_attention
+
+    with isolated(), general_attention():
         yield
 
 

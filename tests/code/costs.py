@@ -33,6 +33,7 @@ from unsloth_cupy.core.target import using
 from unsloth_cupy.profiling.explanation import Step
 from unsloth_cupy.profiling.shapes import DTYPES
 
+from ..harness.parity import general_attention
 from ..machines.cuda_on_cpu import Emulator
 from ..machines.cuda_on_cpu.traffic import counted
 from ..machines.stand_in import gpu
@@ -202,7 +203,9 @@ def add() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--new"]:
-        sys.exit(add())
+        with general_attention():
+            sys.exit(add())
     if sys.argv[1:2] != ["--write"] or len(sys.argv) < 3 or sys.argv[2] in OPS:
         sys.exit(__doc__)
-    write(sys.argv[2], sys.argv[3:])
+    with general_attention():
+        write(sys.argv[2], sys.argv[3:])

@@ -25,6 +25,7 @@ from unsloth_cupy.ops.attention import _tiles
 from unsloth_cupy.ops.attention._tiles import Start, Tiles
 from unsloth_cupy.ops.norms import rows
 
+from ..harness.parity import general_attention
 from ..machines.cuda_on_cpu import Emulator
 from ..machines.cuda_on_cpu.traffic import Traffic, counted
 from ..machines.stand_in import gpu
@@ -180,4 +181,5 @@ def write() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
-    write()
+    with general_attention():
+        write()

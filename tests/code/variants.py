@@ -39,7 +39,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
-from ..harness.parity import proofs
+from ..harness.parity import general_attention, proofs
 from ..harness.sampling import Sample
 from ..harness.tracked import tracked
 from ..machines.cuda_on_cpu.build import kept_file
@@ -216,13 +216,14 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
 
 def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
     """Yield the launches of calls of every form, with the name of the callee and the form."""
-    yield from _launches(arch, forward_ops())
+    with general_attention():
+        yield from _launches(arch, forward_ops())
     for name, words, program in programs():
         with gpu(arch) as machine:
             machine.strict = False
             program(machine)
             yield from ((launch, name, words) for launch in machine.launches)
-    if arch == "90":  # kernels on warpgroups, which run only on request
+    if arch == "90":  # kernels on warpgroups
         square = {"dim": 128, "value_dim": 128}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_hopper, "requested", True)

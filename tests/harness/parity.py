@@ -18,8 +18,8 @@ import importlib
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES, al
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.target import using
+from unsloth_cupy.ops.attention import _hopper
 
 from .tracked import tracked
 
@@ -173,6 +174,14 @@ def emulator(**machine: Any) -> AbstractContextManager[None]:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     return using((other_target or Emulator)(**machine))
+
+
+@contextmanager
+def general_attention() -> Iterator[None]:
+    """Let attention run the kernels that all architectures have, on Hopper too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_hopper, "requested", False)
+        yield
 
 
 def on_schedules(*seeds: int, **machine: Any) -> Callable[[Callable[[], Arrays]], Arrays]:

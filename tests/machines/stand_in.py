@@ -533,6 +533,7 @@ def gpu(
         op.routes.clear()  # they were recorded on another machine
     gradients.tables.clear()
     counters._kept.clear()
+    core_gpu._several.cache_clear()
     if devices > 1:
         _forget_devices()
     try:
@@ -544,6 +545,7 @@ def gpu(
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
         counters._kept.clear()
+        core_gpu._several.cache_clear()
         faults._records.clear()  # of devices that are gone
         faults._records.update(records)
         for name, module in before.items():

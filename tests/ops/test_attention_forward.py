@@ -11,6 +11,7 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelError
+from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops.attention._tiles import FORWARD, OWN, Start, fitting, resolve
 
@@ -338,13 +339,14 @@ def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
-def test_a_config_is_asked_for_and_forgotten() -> None:
+def test_a_config_is_asked_for_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked() -> tuple[str, tuple[int, ...]]:
         with gpu("90") as machine:
             q = machine.array((1, 512, 1, 64), "float16")
             attention_forward(q, q, q)
             return machine.launches[0].kernel, machine.launches[0].block
 
+    monkeypatch.setattr(_hopper, "requested", True)  # as without tests
     before = asked()
     other = AttentionConfig(256, warpgroups=False)
     with AttentionConfig(tile=64, block=128).use(), other.use():

@@ -125,12 +125,12 @@ def count() -> int:
 
 def several_gpus() -> bool:
     """Return whether CuPy sees more than one GPU."""
-    return _several(sys.modules.get("cupy"))
+    return _several(id(sys.modules.get("cupy")))
 
 
 @functools.lru_cache(1)
-def _several(known: Any) -> bool:
-    """Ask the driver once for each CuPy: tests have several."""
+def _several(of: int) -> bool:
+    """Ask the driver once, and again after CuPy has been imported."""
     return count() > 1
 
 

@@ -204,7 +204,8 @@ def main() -> None:
         chosen = [[job._replace(bits=True) for job in tries] for tries in chosen]
     CHOSEN[:] = chosen[day % args.every :: args.every]
     start, outcomes = time.monotonic(), []
-    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+    forked = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
+    with parity.general_attention(), forked as pool:
         for outcome in pool.map(run_number, range(len(CHOSEN))):
             outcomes.append(outcome)
             if outcome.error:

@@ -55,6 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
     },
+    "llama ignores a share": {"model_type": "llama", "partial_rotary_factor": 0.5},
     "mistral": {"model_type": "mistral", "sliding_window": 5, "head_dim": 16},
     "mistral full": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},

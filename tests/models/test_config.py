@@ -51,6 +51,30 @@ def test_what_transformers_4_leaves_out(family):
     assert parse(nothing | {"sliding_window": settings.get("sliding_window")}) == config
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention_dropout": 0.1},
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+        {"clip_qkv": 8.0},
+        {"no_rope_layers": [1, 0, 1]},
+        {"num_hidden_layer": 2},  # one letter is missing
+        {"a key of tomorrow": {"of": "any form"}},
+    ],
+    ids=", ".join,
+)
+def test_keys_that_are_not_read_are_named(keys):
+    with pytest.raises(ConfigError, match=".*".join(f"{key}=" for key in sorted(keys))):
+        parse(SIZES | {"model_type": "llama"} | keys)
+
+
+def test_keys_without_an_effect_are_taken():
+    keys = {"attention_dropout": 0.0, "embedding_multiplier": 1.0, "clip_qkv": None}
+    keys |= {"no_rope_layers": [], "use_cache": False, "torch_dtype": "bfloat16", "_anything": 1}
+    config = SIZES | {"model_type": "llama"}
+    assert parse(config | keys) == parse(config)
+
+
 def test_windows():
     def kinds(**given):
         return [t == SLIDING for t in parse(SIZES | {"num_hidden_layers": 8} | given).layer_types]

@@ -407,7 +407,10 @@ REFUSED = {
     "no head of its own": {"model_type": "bitnet"},
     "always caps": CONFIGS["gemma2"] | {"attn_logit_softcapping": None},
     "of type llama3": {"model_type": "qwen2", "rope_parameters": LLAMA3},
-    "rotates whole heads": {"model_type": "llama", "partial_rotary_factor": 0.5},
+    "rotates whole heads": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    },
     "rounds yarn's": {"model_type": "llama", "rope_parameters": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
         "truncate": False}},

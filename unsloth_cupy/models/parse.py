@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..ops.position.rope_tables import scaled_frequencies
 from .config import FULL, SLIDING, Config, Rope
-from .families import COMMON, FAMILIES, Family
+from .families import COMMON, FAMILIES, NEUTRAL, READ, WITHOUT_EFFECT, Family
 from .quantized_weights import inverse_scales
 
 ACTIVATIONS = {
@@ -77,7 +77,8 @@ def parse(values: Mapping[str, Any]) -> Config:
     Raises
     ------
     ConfigError
-        The model type is unknown, a key is missing or invalid, or sizes contradict each other.
+        The model type is unknown, a key is missing, invalid or not read, though its value may
+        change what the model computes, or sizes contradict each other.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
@@ -87,6 +88,7 @@ def parse(values: Mapping[str, Any]) -> Config:
         known = ", ".join(sorted({*FAMILIES, "gemma3"}))
         raise ConfigError(f"config: model_type is {model_type!r}; choose from {known}")
     family = FAMILIES[model_type]
+    _check_keys(values)
     read = Reader(values, family)
     facts = values.get("quantization_config")
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in QUANTIZED):
@@ -148,6 +150,21 @@ def parse(values: Mapping[str, Any]) -> Config:
         end_tokens=token_ids("eos_token_id", values),
         pad_token=next(iter(token_ids("pad_token_id", values)), None),
     )
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    """Raise for keys that nothing reads, unless they or their values change nothing."""
+    unread = {
+        key: value
+        for key, value in values.items()
+        if not (key in READ or key in NEUTRAL or str(key).startswith("_"))
+        if not any(value is one for one in (None, False)) and value not in ([], {})
+        if key not in WITHOUT_EFFECT or value != WITHOUT_EFFECT[key]
+    }
+    if unread:
+        listed = ", ".join(f"{key}={str(value)[:40]}" for key, value in sorted(unread.items()))
+        problem = f"config: {listed}: not read, and may change what the model computes"
+        raise ConfigError(f"{problem}; remove what does not, other models are not known")
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -251,6 +268,8 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
     if name not in ROPES:
         raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
     share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1
+    if name == "default" and not read.family.fused:
+        share = 1  # only Phi-3's class in transformers reads it there
     if type(share) not in (int, float) or not 0 < share <= 1 or int(dim * share) % 2:
         raise ConfigError(
             f"config: partial_rotary_factor={share!r} of a head of {dim} must be an even number"

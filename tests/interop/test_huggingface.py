@@ -278,6 +278,32 @@ def test_warnings_stay_away():
         patch(model_of("llama"))
 
 
+@pytest.mark.parametrize("scale", [1 / 64, 1.0, 64.0])
+def test_gradients_in_float16_are_those_of_a_mean(scale):
+    """A sum over 6 rows of 1000 labels is beyond float16, its mean is not."""
+    torch.manual_seed(0)
+    model = model_of("llama").train()
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(30.0)
+        model.model.embed_tokens.weight.add_(1.0)  # hidden states share a direction
+        head.weight.mul_(0.01)
+    tokens = torch.randint(3, 97, (6, 1001))
+    labels = torch.where(torch.arange(1001) % 3 == 0, tokens, 7)
+    gradients = []
+    for patched in (False, True):
+        model.zero_grad()
+        if patched:
+            patch(model, parts=["loss"])
+        with torch.autocast("cpu", torch.float16, enabled=patched):
+            loss = model(input_ids=tokens, labels=labels).loss
+        (loss * scale).backward()
+        gradients.append(head.weight.grad)
+    expected, actual = gradients
+    assert 6000 * expected.abs().max() / scale > 65504, "this case tests nothing"
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3 * expected.abs().max().item())
+
+
 def test_a_loss_has_its_gradients_once():
     from unsloth_cupy.errors import GradientError
 

@@ -149,11 +149,20 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, labels: Any, softcap: Any, max_bytes: Any) -> Any:
-        """Return the sum; save the gradients, which the backward pass scales in place."""
+        """Return the sum; save the gradients, which the backward pass scales in place.
+
+        They are those of about the mean, as gradients of a sum may be beyond float16.  The divisor
+        is a power of two, so that no digit is lost.
+        """
         needs = zip(("x", "weight"), ctx.needs_input_grad, strict=False)
         wanted = frozenset(name for name, need in needs if need)
+        counted = (labels != IGNORE).sum().clamp(min=1)
+        ctx.divisor = torch.exp2(torch.frexp(counted.float()).exponent.float())
         rows, *ctx.gradients = linear_cross_entropy_gradients(
-            x, weight, labels, softcap=softcap, max_bytes=max_bytes, wanted=wanted
+            *(x, weight, labels, (1 / ctx.divisor).expand(labels.shape)),
+            softcap=softcap,
+            max_bytes=max_bytes,
+            wanted=wanted,
         )
         return rows.sum()
 
@@ -164,8 +173,16 @@ class Summed(torch.autograd.Function):
             cure = "compute the loss anew instead of retain_graph=True"
             raise GradientError(f"the gradients of this loss were taken already; {cure}")
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [None if each is None else each.mul_(dtotal) for each in gradients]
-        return *scaled, None, None, None
+        factor = dtotal * ctx.divisor
+        mantissa, exponent = torch.frexp(factor)
+        half = (
+            exponent // 2
+        )  # the scale of a loss in float16 is beyond it: two powers of two are not
+        parts = mantissa, torch.exp2(half.float()), torch.exp2((exponent - half).float())
+        for each in filter(torch.is_tensor, gradients):
+            for part in parts if each.dtype is torch.float16 else (factor,):
+                each.mul_(part.to(each.dtype))
+        return *gradients, None, None, None
 
 
 def _model(plain: Any) -> Any:

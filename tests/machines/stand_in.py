@@ -56,7 +56,20 @@ GRAIN = 512  # bytes: CuPy's pool rounds sizes up to a multiple of it
 # Functions whose result has a size that depends on values, for which the host waits.
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}
 METHODS = {
-    *("all", "argmax", "astype", "clip", "copy", "cumsum", "fill", "max", "mean", "min", "ravel"),
+    *(
+        "all",
+        "any",
+        "argmax",
+        "astype",
+        "clip",
+        "copy",
+        "cumsum",
+        "fill",
+        "max",
+        "mean",
+        "min",
+        "ravel",
+    ),
     *("reshape", "sum", "swapaxes", "transpose", "view"),
 }
 

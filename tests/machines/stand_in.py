@@ -504,6 +504,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             "RawModule": RawModule,
             **dict.fromkeys(("empty", "zeros"), empty),
             "ones": ones,
+            "add": np.add,
             **dict.fromkeys(("empty_like", "zeros_like"), like),
             "asarray": asarray,
             "asnumpy": _waits,

@@ -517,7 +517,14 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy.lib.stride_tricks": {"as_strided": strided},
         "cupy.cuda.function": {"CNumpyArray": lambda array: array[()]},
         "cupy.cuda.compiler": {"CompileException": CompileException},
-        "cupy.cuda.nvrtc": {"getVersion": lambda: machine.compiler},
+        "cupy.cuda.nvrtc": {
+            "getVersion": lambda: machine.compiler,
+            "getSupportedArchs": lambda: [
+                *(75, 80, 86, 87, 89, 90),
+                *(100, 101, 120) * (machine.compiler >= (12, 8)),
+                *(103, 121) * (machine.compiler >= (12, 9)),
+            ],
+        },
         "cupyx": {},
         "cupyx.scipy": {},
         "cupyx.scipy.special": {"erfc": scipy.special.erfc},

@@ -408,6 +408,11 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
 
     runtime, cores = cupy.cuda.runtime, len(os.sched_getaffinity(0))
     about, version = runtime.getDeviceProperties(0), cupy.cuda.nvrtc.getVersion()
+    if not lacking["tests"]:
+        from unsloth_cupy.compiled.cache import refusal
+
+        if refused := refusal(10 * about["major"] + about["minor"], cupy.cuda.nvrtc):
+            sys.exit(refused)
     workers = max(1, min(cores, about["totalGlobalMem"] >> 32))  # 4 GiB for each
     results = Results(folder, state())
     session = Session(results, minutes * 60, workers)

@@ -309,7 +309,7 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cupy = pytest.importorskip("cupy", reason="what it can be asked is not an invention")
-    about = {"name": b"GPU", "totalGlobalMem": 80 << 30, "major": 9}
+    about = {"name": b"GPU", "totalGlobalMem": 80 << 30, "major": 9, "minor": 0}
     done: list[Any] = []
 
     def noted(name: str) -> Any:
@@ -344,6 +344,10 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
         assert options[:2] == ["--write", str(folder / "performance.md")]
         assert options[2:] == ([] if lacks else ["--peers"])
         assert check_markers(folder / "performance.md") is None
+    if not lacks:
+        about["major"] = 7
+        with pytest.raises(SystemExit, match="kernels need a GPU of sm_80 or newer"):
+            session.everything(folder, 1)
     for major in (8, 9):
         done.clear()
         about["major"] = major

@@ -137,8 +137,8 @@ def test_many_processes_write_one_entry(tmp_path: Path) -> None:
 def cupy_of(architecture: str) -> Any:
     """Return what the cache asks of CuPy, which makes modules that say what they are made of."""
     device = SimpleNamespace(compute_capability=architecture)
-    cuda = SimpleNamespace(Device=lambda: device, nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)))
-    return SimpleNamespace(cuda=cuda)
+    nvrtc = SimpleNamespace(getVersion=lambda: (12, 9), getSupportedArchs=lambda: (80, 86, 90))
+    return SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device, nvrtc=nvrtc))
 
 
 def test_the_library_reads_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unsloth_cupy import rms_norm
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core import source as core_source
 from unsloth_cupy.core import target
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import KernelError
+
+from ..machines.stand_in import gpu
 
 SOURCE = """
 KERNEL(256) plain(const T *__restrict__ x, float *y, const int *lengths, int rows, float eps) {}
@@ -210,3 +213,31 @@ def test_a_target_is_used_inside_its_block_only() -> None:
             raise ZeroDivisionError
         assert target.target_of(array) is outer
     assert target.target_of(array) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "says"),
+    [
+        ("75", (12, 9), "kernels need a GPU of sm_80 or newer; this one is sm_75"),
+        ("100", (12, 7), "NVRTC 12.7 does not compile for sm_100, this GPU; install a newer one"),
+        ("103", (12, 8), "NVRTC 12.8 does not compile for sm_103, this GPU; install a newer one"),
+        ("103", (12, 9), None),
+        ("90", (12, 0), None),
+    ],
+)
+def test_what_no_compiler_serves_is_refused_in_a_sentence(
+    capability: str, compiler: tuple[int, int], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise CuPy compiles for sm_90, which another GPU does not load."""
+    monkeypatch.undo()  # the real sources
+    core_kernel._kernel.cache_clear()
+    with gpu("90", devices=1) as machine:
+        machine.gpus.capability, machine.compiler = capability, compiler
+        x, weight = machine.array((2, 64), "float32"), machine.array((64,), "float32")
+        if says is None:
+            rms_norm(x, weight)
+            assert machine.launches
+        else:
+            with pytest.raises(KernelError) as error:
+                rms_norm(x, weight)
+            assert str(error.value).endswith(says)

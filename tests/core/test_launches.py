@@ -6,6 +6,7 @@ on other data, and allocates the memory that the stand-in predicts.
 
 import functools
 import inspect
+import math
 import re
 import sys
 import timeit
@@ -562,16 +563,22 @@ def test_peak_memory_is_what_the_stand_in_says(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_small_call_takes_the_host_8_microseconds_at_most() -> None:
+def test_a_small_call_takes_the_host_little_more_than_cupys_add(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The time depends on the host, so that of a call of CuPy's own is measured beside it."""
     import cupy
 
     x, weight = cupy.ones((4, 256), np.float16), cupy.ones(256, np.float16)
-    rms_norm(x, weight)
-    rounds = []
+    calls = {"rms_norm": lambda: rms_norm(x, weight), "cupy.add": lambda: cupy.add(x, weight)}
+    best = dict.fromkeys(calls, math.inf)
     for _ in range(50):
-        cupy.cuda.Device().synchronize()
-        rounds.append(timeit.timeit(lambda: rms_norm(x, weight), number=200) / 200 * 1e6)
-    assert min(rounds) <= 8
+        for name, call in calls.items():
+            cupy.cuda.Device().synchronize()
+            best[name] = min(best[name], timeit.timeit(call, number=200) / 200 * 1e6)
+    for name, microseconds in best.items():
+        record_property(name, f"{microseconds:.1f} us")
+    assert best["rms_norm"] <= 1.3 * best["cupy.add"], best
 
 
 @pytest.mark.gpu

@@ -336,13 +336,11 @@ def judge_kernels(
 def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays) -> None:
     """Raise if a kernel's error exceeds the bound that the module's docstring gives."""
     for name, array in kernel.items():
-        actual = np.asarray(array.get() if hasattr(array, "get") else array)
+        actual, expected = np.asarray(array.get() if hasattr(array, "get") else array), exact[name]
         assert actual.dtype == plain[name].dtype, name
         eps = EPS[actual.dtype.name]
-        budget = 2 * _error(plain[name], exact[name]) + 4 * eps * _size(exact[name])
-        assert _error(actual, exact[name]) <= budget, (
-            f"{name}: {_worst(actual, exact[name], budget)}"
-        )
+        budget = 2 * _error(plain[name], expected) + 4 * eps * _size(expected)
+        assert _error(actual, expected) <= budget, f"{name}: {_worst(actual, expected, budget)}"
 
 
 def _equal_bits(first: Arrays, second: Arrays) -> None:

@@ -56,7 +56,20 @@ GRAIN = 512  # bytes: CuPy's pool rounds sizes up to a multiple of it
 # Functions whose result has a size that depends on values, for which the host waits.
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}
 METHODS = {
-    *("all", "argmax", "astype", "clip", "copy", "cumsum", "fill", "max", "mean", "min", "ravel"),
+    *(
+        "all",
+        "any",
+        "argmax",
+        "astype",
+        "clip",
+        "copy",
+        "cumsum",
+        "fill",
+        "max",
+        "mean",
+        "min",
+        "ravel",
+    ),
     *("reshape", "sum", "swapaxes", "transpose", "view"),
 }
 
@@ -119,9 +132,9 @@ class Launch(NamedTuple):
 class Machine:
     """One GPU or several, and a record of the work that they are asked to do."""
 
-    def __init__(self, capability: str, clusters: bool, devices: int = 1) -> None:
+    def __init__(self, capability: str, clusters: bool, devices: int | None) -> None:
         self.capability, self.clusters = capability, clusters
-        numbers = [int(capability)] if devices == 1 else [*range(devices)]
+        numbers = [int(capability)] if devices is None else [*range(devices)]
         self.gpus, self.room = Gpus(numbers, capability), 1 << 40  # bytes
         self.launches: list[Launch] = []
         self.functions: list[str] = []  # CuPy's functions that computed a new array
@@ -171,7 +184,7 @@ class Memory:
         size = _count(shape) * np.dtype(dtype).itemsize
         self.machine, self.size = machine, -(-size // GRAIN) * GRAIN
         if machine.held + self.size > machine.room:
-            self.size = 0  # nothing is allocated, so that __del__ frees nothing
+            self.size, self.hooks = 0, []  # nothing is allocated, so that __del__ frees nothing
             raise OutOfMemoryError(
                 f"Out of memory allocating {size:,} bytes (allocated so far: {machine.held:,}"
                 " bytes)."
@@ -179,9 +192,35 @@ class Memory:
         self.device, self.written = machine.gpus.current, machine.gpus.work("an allocation", ())
         machine.held += self.size
         machine.peak = max(machine.peak, machine.held)
+        self.hooks = [*machine.gpus.hooks]
+        for hook in self.hooks:
+            hook.malloc_postprocess(device_id=self.device, mem_size=self.size)
 
     def __del__(self) -> None:
         self.machine.held -= self.size
+        for hook in self.hooks:
+            hook.free_postprocess(device_id=self.device, mem_size=self.size)
+
+
+class Pointer:
+    """An address inside of an allocation: CuPy's ``MemoryPointer``."""
+
+    def __init__(self, memory: Memory, root: np.ndarray, offset: int) -> None:
+        self.memory, self.root, self.offset = memory, root, offset
+        self.device_id = memory.device
+
+    @property
+    def ptr(self) -> int:
+        """The address, of which the first of an allocation is aligned."""
+        return self.root.ctypes.data // 16 * 16 + self.offset
+
+    def __add__(self, size: int) -> "Pointer":
+        return Pointer(self.memory, self.root, self.offset + size)
+
+    def view(self, shape: Any, dtype: Any, strides: Any) -> np.ndarray:
+        """Return the values of an array that starts here."""
+        room = self.root.ravel(order="K").view(np.uint8)
+        return np.ndarray(shape, dtype, room, self.offset, strides)
 
 
 def _waits(*_: Any, **__: Any) -> NoReturn:
@@ -211,11 +250,19 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     base = None
 
     def __init__(
-        self, shape: Any, dtype: Any = float, *, of: Any = None, memory: Any = None
+        self,
+        shape: Any,
+        dtype: Any = float,
+        memptr: Pointer | None = None,
+        strides: Any = None,
+        *,
+        of: Any = None,
+        memory: Any = None,
     ) -> None:
-        machine = None if memory else sys.modules["cupy"].machine
+        if memptr is not None:
+            of, memory = memptr.view(shape, dtype, strides), memptr.memory
         self.values = np.zeros(shape, dtype) if of is None else of
-        self.memory = memory or Memory(machine, shape, dtype)
+        self.memory = memory or Memory(sys.modules["cupy"].machine, shape, dtype)
 
     def __repr__(self) -> str:
         return f"<{self.values.dtype} {self.values.shape}>"
@@ -254,13 +301,11 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return sys.modules["cupy"].cuda.Device(self.memory.device)
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Pointer:
         base = self.values  # what CuPy allocates starts at a multiple of 512 bytes
         while isinstance(base.base, np.ndarray):
             base = base.base
-        first = self.values.ctypes.data
-        address = first // 16 * 16 + (first - base.ctypes.data) % 16
-        return types.SimpleNamespace(ptr=address, device_id=self.memory.device)
+        return Pointer(self.memory, base, self.values.ctypes.data - base.ctypes.data)
 
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
@@ -354,7 +399,12 @@ def static_memory() -> dict[str, int]:
 
 
 class Function:
-    """A kernel of a module; calling it records the launch."""
+    """A kernel of a module; calling it records the launch.
+
+    Arrays and scalars of NumPy and Python are arguments where the host may send values.
+    """
+
+    max_threads_per_block = 1024
 
     def __init__(
         self, name: str, source: str, options: tuple[str, ...], limit: int, device: int = 0
@@ -383,12 +433,14 @@ class Function:
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
         self._check(shared_mem, self._allowed)
-        if any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
+        machine, kinds = sys.modules["cupy"].machine, (Array, np.generic)
+        if machine.strict and any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
             raise HostWriteError(f"{self.about[0]}: an argument is an array of the host")
-        if not all(type(arg) is Array or isinstance(arg, np.generic) for arg in args):
+        one = [isinstance(arg, np.ndarray) and arg.size == 1 for arg in args]
+        kinds = kinds if machine.strict else (*kinds, int, float)
+        if not all(isinstance(arg, kinds) or o for arg, o in zip(args, one, strict=True)):
             raise TypeError(f"{self.about[0]}: a kernel cannot take the arguments {args}")
         launch = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
-        machine = sys.modules["cupy"].machine
         if self._device != machine.gpus.current:
             raise WrongDeviceError(f"{self.about[0]}: the kernel was loaded on GPU {self._device}")
         machine.gpus.work(self.about[0], [arg.memory for arg in args if type(arg) is Array])
@@ -399,7 +451,9 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
     """Return stand-ins for CuPy's modules, with those of its names that the library uses."""
 
     class RawModule:
-        def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
+        def __init__(
+            self, code: str, options: tuple[str, ...] = (), name_expressions: Any = None
+        ) -> None:
             self.code, self.options = code, options
 
         def get_function(self, name: str) -> Function:
@@ -420,14 +474,27 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             int(machine.clusters) if name == CLUSTER_LAUNCH else attributes[name]
         ),
         "getDeviceCount": lambda: len(machine.gpus.numbers),
+        "getDeviceProperties": lambda device: {
+            "name": b"a GPU",
+            "major": int(machine.capability) // 10,
+            "minor": int(machine.capability) % 10,
+            "totalGlobalMem": machine.room,
+        },
+        "CUDARuntimeError": type("CUDARuntimeError", (RuntimeError,), {}),
         "memGetInfo": lambda: (machine.room - machine.held, machine.room),
         "getDevice": lambda: machine.gpus.current,
         "memcpyAsync": machine.gpus.copy,
         "streamIsCapturing": machine.gpus.captures,
     }
     empty = lambda shape, dtype=float: machine.new(shape, dtype)  # noqa: E731
+
+    def ones(shape: Any, dtype: Any = float) -> Array:
+        array = machine.new(shape, dtype)
+        array.values[...] = 1
+        return array
+
     like = lambda array, dtype=None: machine.new(array.shape, dtype or array.dtype)  # noqa: E731
-    asarray = lambda values: values if type(values) is Array else machine.sent(values)  # noqa: E731
+    asarray = lambda a: a if type(a) is Array else machine.sent(np.asarray(a))  # noqa: E731
     view = np.lib.stride_tricks.as_strided
     strided = lambda array, *args: array._wrapped(view(array.values, *args))  # noqa: E731
     contents = {
@@ -436,6 +503,8 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             "ndarray": Array,
             "RawModule": RawModule,
             **dict.fromkeys(("empty", "zeros"), empty),
+            "ones": ones,
+            "add": np.add,
             **dict.fromkeys(("empty_like", "zeros_like"), like),
             "asarray": asarray,
             "asnumpy": _waits,
@@ -448,7 +517,14 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy.lib.stride_tricks": {"as_strided": strided},
         "cupy.cuda.function": {"CNumpyArray": lambda array: array[()]},
         "cupy.cuda.compiler": {"CompileException": CompileException},
-        "cupy.cuda.nvrtc": {"getVersion": lambda: machine.compiler},
+        "cupy.cuda.nvrtc": {
+            "getVersion": lambda: machine.compiler,
+            "getSupportedArchs": lambda: [
+                *(75, 80, 86, 87, 89, 90),
+                *(100, 101, 120) * (machine.compiler >= (12, 8)),
+                *(103, 121) * (machine.compiler >= (12, 9)),
+            ],
+        },
         "cupyx": {},
         "cupyx.scipy": {},
         "cupyx.scipy.special": {"erfc": scipy.special.erfc},
@@ -511,12 +587,13 @@ class Driver:
 
 @contextmanager
 def gpu(
-    capability: str = "90", clusters: bool | None = None, devices: int = 1
+    capability: str = "90", clusters: bool | None = None, devices: int | None = None
 ) -> Iterator[Machine]:
     """Replace CuPy by a stand-in inside a ``with`` block; from sm_90 on it has clusters by default.
 
     A single GPU has its compute capability as its number, so that what the library caches by
-    device is not shared between capabilities or with real GPUs.  Several are numbered from 0.
+    device is not shared between capabilities or with real GPUs.  So many devices as are asked for
+    are numbered from 0.
     """
     machine = Machine(capability, int(capability) >= 90 if clusters is None else clusters, devices)
     modules = _modules(machine)
@@ -534,14 +611,16 @@ def gpu(
     gradients.tables.clear()
     counters._kept.clear()
     core_gpu._several.cache_clear()
-    if devices > 1:
+    if devices is not None:
         _forget_devices()
     try:
         yield machine
     finally:
-        if devices > 1:
+        if devices is not None:
             _forget_devices()
         gemm.cublas, tensor_map.encoder, cache.folder = cublas, encoder, folder
+        for op in OPS.values():
+            op.routes.clear()  # of a machine that is gone
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
         counters._kept.clear()

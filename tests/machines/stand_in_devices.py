@@ -36,6 +36,7 @@ class Gpus:
         self.host: Clock = {}  # the work that the host has waited for
         self.addresses = iter(range(1 << 12, 1 << 40, 16))
         self.by_address: dict[int, Stream] = {}
+        self.hooks: list[Any] = []  # those of memory that are entered
         self.pool = Pool(self)
         self.null = {number: Stream(self, number, 0) for number in numbers}
 
@@ -98,6 +99,8 @@ class Pool:
 
     def set_limit(self, *, size: int) -> None:
         self.limits[self.gpus.current] = size
+
+    def free_all_blocks(self) -> None: ...
 
     def used_bytes(self) -> int:
         return 0
@@ -213,9 +216,16 @@ def cuda_names(gpus: Gpus) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None: ...
 
     class MemoryHook:
-        def __enter__(self) -> None: ...
+        def __enter__(self) -> "MemoryHook":
+            gpus.hooks.append(self)
+            return self
 
-        def __exit__(self, *_: object) -> None: ...
+        def __exit__(self, *_: object) -> None:
+            gpus.hooks.remove(self)
+
+        def malloc_postprocess(self, **told: Any) -> None: ...
+
+        def free_postprocess(self, **told: Any) -> None: ...
 
     class Pinned:
         ptr = 0

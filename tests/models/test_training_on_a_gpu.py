@@ -76,7 +76,8 @@ def test_finetune_learns(options: list[Any], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(lines))
     sizes = ["--layers", 2, "--hidden", 64, "--vocabulary", 300, "--tokens", 32, "--steps", 60]
     given = ["--text", tmp_path / "text.txt", "--out", tmp_path / "run", *sizes, *options]
-    done = testing.CliRunner().invoke(group, [*map(str, ["finetune", "--device", "cuda", *given])])
+    command = [*map(str, ["finetune", "--device", "cuda", *given])]
+    done = testing.CliRunner().invoke(group, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     losses = [line["held_out_loss"] for line in log if "held_out_loss" in line]

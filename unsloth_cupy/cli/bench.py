@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ def bench(
         "rows": [],
         "notes": [],
     }
+    _write_report(report, numbers, None)
     for each in track(ops, "timing", console=Console(stderr=True), transient=True):
         rows = []
         for row, notes in timed(each, clock, gpu, peers):
@@ -163,7 +165,12 @@ def _machine(gpu: str | None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with "-dirty" if files differ from it; else None."""
+    """Return the commit of the checkout, with "-dirty" if files differ from it; else None.
+
+    In a copy without its history, ``UNSLOTH_CUPY_COMMIT`` says it.
+    """
+    if named := os.environ.get("UNSLOTH_CUPY_COMMIT"):
+        return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude", "*"]
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

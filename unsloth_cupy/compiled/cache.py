@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, KernelError
 from ..files import CACHE, cache_folder
 
 IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
+OLDEST = 80  # the architecture that the kernels need
 Version = tuple[int, int]
 
 
@@ -98,15 +99,33 @@ def prepare() -> None:
 
 
 def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of ``cupy.RawModule``: a cached binary, or the source and options."""
-    root = folder()
+    """Return the arguments of ``cupy.RawModule``: a cached binary, or the source and options.
+
+    Raises
+    ------
+    KernelError
+        The GPU is too old for the kernels, or too new for NVRTC.
+    """
+    root, nvrtc = folder(), cupy.cuda.nvrtc
+    architecture = str(cupy.cuda.Device().compute_capability)
     if root.is_dir():
-        architecture = str(cupy.cuda.Device().compute_capability)
-        key = key_of(source, options, tuple(cupy.cuda.nvrtc.getVersion()), architecture)
+        key = key_of(source, options, tuple(nvrtc.getVersion()), architecture)
         entry = find(root, key)
         if entry is not None:
             return {"path": str(entry)}
+    if refused := refusal(int(architecture), nvrtc):
+        raise KernelError(refused)
     return {"code": source, "options": tuple(options)}
+
+
+def refusal(architecture: int, nvrtc: Any) -> str:
+    """Return why kernels cannot be compiled for an architecture, such as 90; "" if they can."""
+    if architecture < OLDEST:
+        return f"kernels need a GPU of sm_{OLDEST} or newer; this one is sm_{architecture}"
+    if architecture in nvrtc.getSupportedArchs():
+        return ""
+    version = ".".join(map(str, nvrtc.getVersion()))
+    return f"NVRTC {version} does not compile for sm_{architecture}, this GPU; install a newer one"
 
 
 def _writable(place: Path) -> bool:

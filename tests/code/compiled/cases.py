@@ -25,6 +25,7 @@ from unsloth_cupy.core.target import using
 
 from ...harness import parity
 from ...harness.sampling import commits
+from ...machines import ptx_on_cpu
 from ...machines.cuda_on_cpu import Emulator
 from ..budget import compiler_version
 from ..compilers import run_with_nvrtc, supported
@@ -128,8 +129,6 @@ def run_number(number: int) -> Outcome:
 
 def watched(seen: set[str]) -> Any:
     """Return a patch that adds the names of the kernels that are compiled to a set."""
-    from ...machines import ptx_on_cpu
-
     original = ptx_on_cpu.PtxEmulator.compile
 
     def compiled(self: Any, name: str, source: str) -> Any:
@@ -185,6 +184,8 @@ def main() -> None:
     parser.add_argument("--arch", action="append", help="sm_80, sm_90, sm_100, sm_120; all four")
     parser.add_argument("--day", type=int, help="number of the sample; default: number of commits")
     parser.add_argument("--bits", action="store_true", help="compare the bits of every case")
+    text = "approximate instructions are off by so many times what PTX documents; default: 1"
+    parser.add_argument("--jitter", type=float, nargs="?", const=1.0, default=0.0, help=text)
     parser.add_argument("--every", type=int, default=1, help="run one in this many chosen cases")
     parser.add_argument("--nvrtc", help="12.0, 13.5, ...: the version to use")
     parser.add_argument("only", nargs="*", help="run cases whose names contain these words")
@@ -200,8 +201,10 @@ def main() -> None:
     chosen = [tries for tries in chosen if all(word in str(tries[0]) for word in args.only)]
     if not chosen:
         parser.error(f"no case has {' and '.join(args.only)} in its name")
-    if args.bits:
-        chosen = [[job._replace(bits=True) for job in tries] for tries in chosen]
+    if args.bits or args.jitter:  # which the source has not
+        bits = args.bits and not args.jitter
+        chosen = [[job._replace(bits=bits) for job in tries] for tries in chosen]
+    ptx_on_cpu.jitter(args.jitter)
     CHOSEN[:] = chosen[day % args.every :: args.every]
     start, outcomes = time.monotonic(), []
     forked = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))

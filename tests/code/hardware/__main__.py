@@ -1,7 +1,7 @@
 """Run every primitive on the GPU at hand: ``python -m tests.code.hardware [NAME ...]``.
 
-With ``--all FOLDER``, it runs all tests that need a GPU and then times ops: see ``session``.  With
-``--attention FOLDER``, it only measures attention on Hopper: see ``attention``.
+With ``--all FOLDER``, it runs all that needs a GPU, in the steps of ``session``, or the steps that
+``--only`` names; README.md says in which order to ask for them.
 
 A bare checkout with NumPy and CuPy is enough.  Each primitive runs in its own process, so that a
 fault or a hang is one line of the output.  The GPU's result must equal that of plain arithmetic bit
@@ -11,7 +11,6 @@ Primitives that agree are written to fixtures.json, with date, device and a dige
 
 import argparse
 import ctypes
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -21,7 +20,8 @@ import numpy as np
 
 from .fixtures import ROOT, Fixture, digest, read, write
 from .primitives import PRIMITIVES, Launch, Tile, launch, runs_on
-from .session import everything
+from .processes import finished
+from .session import STEPS, everything
 
 SECONDS = 120  # for one primitive, including its compilation
 
@@ -131,9 +131,9 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help="run it in this process")
     text = "run all tests that need a GPU, then time the ops; write results to FOLDER"
     parser.add_argument("--all", type=Path, metavar="FOLDER", help=text)
-    text = "measure attention on Hopper and its peers, which is a part of --all"
-    parser.add_argument("--attention", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--minutes", type=float, default=60, help="time limit of these two (60)")
+    text = "steps of --all to run; default: all of them"
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS, help=text)
+    parser.add_argument("--minutes", type=float, default=60, help="time limit of --all (60)")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(PRIMITIVES):
         sys.exit(f"no primitive is called {sorted(unknown)}; there are: {', '.join(PRIMITIVES)}")
@@ -145,22 +145,17 @@ def main() -> None:
         capability = int(cupy.cuda.Device().compute_capability)
     except (ImportError, RuntimeError) as error:
         sys.exit(f"tests.code.hardware needs a GPU and CuPy: {error}")
-    if folder := arguments.all or arguments.attention:
-        return everything(folder.resolve(), arguments.minutes, arguments.all is None)
+    if arguments.all:
+        return everything(arguments.all.resolve(), arguments.minutes, arguments.only)
     failed = 0
     for name in arguments.names or PRIMITIVES:
         if not runs_on(name, capability):
             print(f"{name}: needs compute capability {PRIMITIVES[name][0]}, skipped", flush=True)
             continue
         command = [sys.executable, "-m", "tests.code.hardware", "--one", name]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS
-            )
-            lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-            outcome = lines[-1] if lines else f"ended with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            outcome = f"no end in {SECONDS} s"
+        status, text = finished(command, SECONDS, cwd=ROOT)
+        lines = text.strip().splitlines() or [f"ended with {status}"]
+        outcome = f"no end in {SECONDS} s" if status is None else lines[-1]
         failed += not outcome.startswith("agrees")
         print(f"{name}: {outcome}", flush=True)
     sys.exit(bool(failed))

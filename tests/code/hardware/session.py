@@ -1,14 +1,17 @@
 """All checks that need a GPU, within a time limit: ``python -m tests.code.hardware --all FOLDER``.
 
-First come the tests marked ``gpu``: primitives, then one test of each kind and dtype, then the
-rest; then tests that broke their process run again under compute-sanitizer; then ops and their
-peers are timed.  Several processes share the GPU, as compilation takes CPU time, but not while ops
-are timed.
+    first      the environment, the rates of the GPU, and the primitives
+    tests      the tests marked ``gpu``: one of each kind and dtype, then the rest; several
+               processes share the GPU, as compilation takes CPU time.  Those that broke their
+               process run again under compute-sanitizer
+    host       the time that the host takes for a call, with nothing beside it
+    attention  on Hopper: see ``attention``
+    checks     large arrays, many launches, all kernels under tools: see ``checks``
+    times      the ops and their peers
 
 Each result is written to FOLDER/results.jsonl at once and shown in report.md, so that an
-interrupted run keeps its results.  With the same folder, a session continues: tests that passed are
-not run again unless the kernels or the library have changed; then tests that failed before come
-first.
+interrupted run keeps its results.  With the same folder, a session continues: what passed is not
+run again unless the kernels or the library have changed; then tests that failed before come first.
 """
 
 import contextlib
@@ -18,27 +21,32 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from itertools import takewhile
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import IO, Any
 
+from . import kept_cases
 from .fixtures import FILE, ROOT, Fixture, digest, read, write
 from .primitives import PRIMITIVES, launch
+from .processes import end, end_all, finished, start
 
 Line = dict[str, Any]
 
 START = 120  # seconds for a process to collect the tests
 SECONDS = 60  # for one test, including compilation, which takes a second or two
 BREAKS = 3  # after this many broken processes, other tests of the same kind are left out
-QUIET = 300  # seconds for the times of one op
+QUIET = 90  # seconds for a step of attention or of the checks
+QUIET_OP = 300  # for the times of one op
+CALM = 20  # for other processes to leave the GPU
 LOOKS = 4  # tests to run under compute-sanitizer, which is slow
 LIBRARY = ("numpy", "scipy", "ml_dtypes", "safetensors", "cupy")
 NEEDS = {
@@ -49,8 +57,11 @@ NEEDS = {
 DONE = ("passed", "skipped")
 DTYPES = ("float16", "bfloat16", "float32")
 HERE = "tests/code/hardware/test_hardware.py::test_on_a_gpu"  # primitives
+ALONE = "test_a_small_call_takes_the_host_little_more_than_cupys_add"
+STEPS = ("first", "tests", "host", "attention", "checks", "times")
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
 ATTENTION = (sys.executable, "-m", "tests.code.hardware.attention")
+CHECKS = (sys.executable, "-m", "tests.code.hardware.checks")
 FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
 OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
 ENVIRONMENT = os.environ | {
@@ -149,6 +160,8 @@ def report(lines: dict[str, Line]) -> str:
         text.append(f"| {group} | {' | '.join(str(count[c]) for c in columns)} |")
     for error, names in sorted(errors.items(), key=lambda pair: -len(pair[1])):
         text += ["", f"## {len(names)} x {names[0]}", "", "```text", error, "```", *names[1:6]]
+    told = [f"{n}: {line['said']}" for n, line in tried.items() if line["outcome"] == "passed"]
+    text += ["", "## Measured", "", *(words for words in told if not words.endswith(": "))]
     text += ["", "## Warnings", "", *(f"{n} x {words}" for words, n in warned.most_common(20))]
     slowest = sorted(tried, key=lambda name: -tried[name]["seconds"])[:10]
     text += ["", "## Slowest", "", *(f"{tried[name]['seconds']:.1f} s {name}" for name in slowest)]
@@ -158,17 +171,12 @@ def report(lines: dict[str, Line]) -> str:
 class Worker:
     """A process of ``worker``, which runs one test after another until it breaks."""
 
-    def __init__(self, root: Path, paths: Sequence[str]) -> None:
+    def __init__(self, root: Path, paths: Sequence[str], cases: Path | None = None) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by end()
-        self.process: Any = subprocess.Popen(
-            [sys.executable, "-m", "tests.code.hardware.worker", *paths, *OPTIONS],
-            cwd=root,
-            env=ENVIRONMENT,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-        )
+        command = [sys.executable, "-m", "tests.code.hardware.worker", *paths, *OPTIONS]
+        own: Any = {"cwd": root, "env": ENVIRONMENT, "text": True, "stderr": self.errors}
+        own["env"] |= {kept_cases.FOLDER: str(cases)} if cases else {}
+        self.process = start(command, stdin=PIPE, stdout=PIPE, **own)
 
     def answer(self, seconds: float) -> Line:
         """Return the next line; without one, the outcome is "hung" or "crashed"."""
@@ -178,7 +186,7 @@ class Worker:
             late.set()
             self.process.send_signal(signal.SIGUSR1)  # it prints its stack
             time.sleep(0.3)
-            self.process.kill()
+            end(self.process)
 
         timer = threading.Timer(seconds, stop)
         timer.start()
@@ -187,8 +195,7 @@ class Worker:
         if text and not late.is_set():
             line: Line = json.loads(text)
             return line
-        self.process.kill()
-        status, hung = self.process.wait(), late.is_set()
+        status, hung = end(self.process), late.is_set()
         why = f"no end in {seconds:.0f} s" if hung else f"ended with {status}"
         line = {"outcome": "hung" if hung else "crashed", "lost": True}
         return line | {"said": "\n".join([why, *tail(self.errors)]), "seconds": hung * seconds}
@@ -201,8 +208,7 @@ class Worker:
 
     def end(self) -> None:
         """Kill the process."""
-        self.process.kill()
-        self.process.wait()
+        end(self.process)
         for file in (self.process.stdin, self.process.stdout, self.errors):
             with contextlib.suppress(BrokenPipeError):
                 file.close()
@@ -229,15 +235,43 @@ class Session:
         """Return the remaining seconds."""
         return max(0.0, self.end - time.monotonic())
 
-    def tests(self, *paths: str) -> None:
-        """Run the tests under these paths in several processes, each one test after another."""
-        first = Worker(self.root, paths)
+    def stop(self, *_: Any) -> None:
+        """End the session now: what runs is killed, and is no failure."""
+        self.end = 0
+        end_all()
+
+    def rates(self) -> None:
+        """Say the clocks of the GPU, and the rates of a copy and of a product."""
+        query = "clocks.sm,clocks.mem,clocks.max.sm,clocks_throttle_reasons.active,power.limit"
+        smi = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
+        clocks = finished(smi, 20)[1].splitlines() if shutil.which(smi[0]) else ["no nvidia-smi"]
+        rates: Any = {"cwd": self.root, "env": ENVIRONMENT}
+        status, text = finished([*CHECKS, "--rates"], min(QUIET, self.left()), **rates)
+        outcome = "hung" if status is None else "failed" if status else "passed"
+        self.results.add("rates", outcome, 0, "\n".join([*text.splitlines()[-4:], *clocks]))
+
+    def quiet(self) -> None:
+        """Wait until no process computes on the GPU, as it would share the time of the next one."""
+        smi = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+        until = time.monotonic() + min(CALM, self.left())
+        while others := finished(smi, 20)[1].strip() if shutil.which(smi[0]) else "":
+            if time.monotonic() > until:
+                break
+            time.sleep(0.5)
+        outcome = "failed" if others else "passed"
+        self.results.add("quiet", outcome, 0, others and f"others use the GPU: {others}")
+
+    def tests(self, *paths: str, chosen: Callable[[str], bool] = lambda name: True) -> None:
+        """Run chosen tests under these paths in several processes, each one after another."""
+        cases = self.results.folder / "cases"
+        first = Worker(self.root, paths, cases)
         collected = first.answer(min(START, self.left()))
         for path, error in collected.get("errors", {}).items():
             self.results.add(path, "failed", 0, f"its tests are not collected: {error}")
         if "said" in collected and self.left():
             self.results.add("collecting", collected["outcome"], 0, collected["said"])
-        names = self.results.waiting(collected.get("tests", ()))
+        names = [name for name in collected.get("tests", ()) if chosen(name)]
+        names = self.results.waiting(names)
         ordered = in_order(names, self.results.lines, self.results.failed_before)
         files = [*dict.fromkeys(name.split("::")[0] for name in ordered)]
         waiting, lock, broke = iter(ordered), threading.Lock(), Counter[str]()
@@ -253,11 +287,11 @@ class Session:
                     self.results.add(name, "left out", 0, f"{BREAKS} like it broke their process")
                     continue
                 if worker is None:
-                    worker = Worker(self.root, files)
+                    worker = Worker(self.root, files, cases)
                     line = worker.answer(min(START, self.left()))
                 if "said" not in line:
                     line = worker.ask(name, min(SECONDS, self.left()))
-                if line["outcome"] == "hung" and not self.left():
+                if line["outcome"] in ("hung", "crashed") and not self.left():
                     break  # interrupted by the time limit
                 self.results.add(name, **line)
                 broke[kind] += line["lost"]
@@ -278,58 +312,69 @@ class Session:
 
         def look(name: str) -> None:
             command = [str(tool), "--print-limit", "2", sys.executable, "-m", "pytest", *OPTIONS]
-            with tempfile.TemporaryFile() as out, contextlib.suppress(subprocess.TimeoutExpired):
-                options: Any = {"cwd": self.root, "env": ENVIRONMENT, "stdout": out, "stderr": out}
-                options["timeout"] = min(2 * SECONDS, self.left())
-                subprocess.run([*command, name], check=False, **options)
-                out.seek(0)
-                output = [text.decode() for text in out if text.startswith(b"=========")]
-                self.results.add(f"compute-sanitizer {name}", "told", 0, "".join(output[:12]))
+            own: Any = {"cwd": self.root, "env": ENVIRONMENT}
+            status, text = finished([*command, name], min(2 * SECONDS, self.left()), **own)
+            output = [line for line in text.splitlines() if line.startswith("=========")][:12]
+            outcome = "hung" if status is None else "told"
+            self.results.add(f"compute-sanitizer {name}", outcome, 0, "\n".join(output))
 
         with ThreadPoolExecutor(LOOKS) as pool:
             list(pool.map(look, names[:LOOKS] if tool else ()))
 
     def times(
-        self, ops: Sequence[str], *options: str, what: str = "time", command: Sequence[str] = ()
+        self,
+        ops: Sequence[str],
+        *options: str,
+        what: str = "time",
+        command: Sequence[Any] = (),
+        quiet: float = QUIET_OP,
+        process_of: Callable[[str], str] = str,
+        after: Callable[[str], list[str]] = lambda op: [],
     ) -> None:
-        """Time ops, with one process on the GPU; an op that ends it is left out of the next one.
+        """Run steps of a program, one process at a time; one that ends it is left out of the next.
 
-        With ``command``, that program runs instead of the benchmark; `what` is the first word of
-        the names of its results.
+        `what` is the first word of the names of the results.  Steps in succession run in one
+        process if ``process_of`` says the same of them; ``after`` returns those that come next
+        where one failed.  Only a program that does not even begin twice ends this.
         """
         waiting = self.results.waiting([f"{what} {op}" for op in ops])
         waiting = [name.partition(" ")[2] for name in waiting]
-        numbers, idle = self.results.folder / f"{what if command else 'bench'}.json", 0
+        numbers, idle = self.results.folder / f"{what}.json", 0
         while waiting and self.left() and idle < 2:
+            mine = process_of(waiting[0])
+            batch = [*takewhile(lambda op: process_of(op) == mine, waiting)]  # noqa: B023
             numbers.unlink(missing_ok=True)
             with tempfile.TemporaryFile() as errors:
-                process = subprocess.Popen(
-                    [*(command or BENCH), *waiting, "--json", str(numbers), *options],
-                    **{"cwd": self.root, "stdout": subprocess.DEVNULL, "stderr": errors},
-                )
-                count, outcome = self._watched(process, len(waiting), numbers, what)
-                process.kill()
-                process.wait()
-                if outcome and count < len(waiting):
-                    error = "\n".join(tail(errors))
-                    self.results.add(f"{what} {waiting[count]}", outcome, 0, error)
+                files: Any = {"stdout": DEVNULL, "stderr": errors, "env": ENVIRONMENT}
+                given = [*(command or BENCH), *batch, "--json", numbers, *options]
+                process = start(given, cwd=self.root, **files)
+                count, outcome = self._watched(process, len(batch), numbers, what, quiet)
+                end(process)
+                waiting = waiting[count:]
+                if outcome and count < len(batch):
+                    self.results.add(f"{what} {waiting[0]}", outcome, 0, "\n".join(tail(errors)))
+                    first = [op for op in after(waiting.pop(0)) if op in waiting]
+                    waiting = first + [op for op in waiting if op not in first]
+            idle = 0 if numbers.exists() else idle + 1
             if numbers.exists() and '"attention"' in numbers.read_text():  # the known shapes
-                shutil.copy(numbers, numbers.with_name("attention.json"))
-            idle, waiting = 0 if count else idle + 1, waiting[count + 1 :]
+                shutil.copy(numbers, numbers.with_name("attention_shapes.json"))
 
-    def _watched(self, process: Any, ops: int, numbers: Path, what: str) -> tuple[int, str]:
-        """Return the number of timed ops, and the outcome: failed, hung, or "" if time was over."""
+    def _watched(
+        self, process: Any, ops: int, numbers: Path, what: str, quiet: float
+    ) -> tuple[int, str]:
+        """Return the number of finished steps, and failed, hung, or "" if time was over."""
         count, last = 0, time.monotonic()
         while self.left():
             ended = process.poll() is not None
-            done = json.loads(numbers.read_text())["ops"] if numbers.exists() else []
-            for op in done[count:]:
-                self.results.add(f"{what} {op}", "passed", time.monotonic() - last)
+            told = json.loads(numbers.read_text()) if numbers.exists() else {"ops": []}
+            for op in told["ops"][count:]:
+                said = told.get("said", {}).get(op, "")
+                self.results.add(f"{what} {op}", "passed", time.monotonic() - last, said)
                 last = time.monotonic()
-            count = len(done)
+            count = len(told["ops"])
             if ended:
                 return count, "failed"
-            if count < ops and time.monotonic() > last + QUIET:
+            if count < ops and time.monotonic() > last + quiet:
                 return count, "hung"
             time.sleep(0.1)
         return count, ""
@@ -343,50 +388,113 @@ def keep_fixtures(lines: dict[str, Line], device: str) -> None:
         write(read() | {n: Fixture(today, device, digest(launch(n))) for n in passed})
 
 
-def everything(folder: Path, minutes: float, attention_alone: bool = False) -> None:
-    """Run all steps whose packages are installed; print first which packages are missing.
-
-    On a Hopper GPU, attention is measured after the tests, or as the only step.
-    """
+def missing_packages() -> dict[str, list[str]]:
+    """Return the packages of NEEDS that are not installed; print what cannot run without them."""
     specs = {name: importlib.util.find_spec(name) for names in NEEDS.values() for name in names}
     lacking = {what: [n for n in names if not specs[n]] for what, names in NEEDS.items()}
-    missing = [f"no {what} without {', '.join(names)}" for what, names in lacking.items() if names]
-    for line in missing:
-        print(line, flush=True)
+    for what, names in lacking.items():
+        if names:
+            print(f"no {what} without {', '.join(names)}", flush=True)
+    return lacking
+
+
+def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> None:
+    """Run the steps whose packages are installed; print first which packages are missing.
+
+    On a Hopper GPU, attention is measured too.  What SIGTERM ends keeps its results.
+    """
+    lacking = missing_packages()
     import cupy
 
     runtime, cores = cupy.cuda.runtime, len(os.sched_getaffinity(0))
     about, version = runtime.getDeviceProperties(0), cupy.cuda.nvrtc.getVersion()
+    if not lacking["tests"]:
+        from unsloth_cupy.compiled.cache import refusal
+
+        if refused := refusal(10 * about["major"] + about["minor"], cupy.cuda.nvrtc):
+            sys.exit(refused)
     workers = max(1, min(cores, about["totalGlobalMem"] >> 32))  # 4 GiB for each
     results = Results(folder, state())
     session = Session(results, minutes * 60, workers)
     device = about["name"].decode()
     parts = [device, f"driver {runtime.driverGetVersion()}", f"CuPy {cupy.__version__}"]
     parts += [f"NVRTC {version}", f"Python {sys.version.split()[0]}", f"{workers} processes"]
-    results.add("machine", "passed", 0, "; ".join([*parts, f"state {results.now}", *missing]))
+    parts += [f"no {what} without {', '.join(names)}" for what, names in lacking.items() if names]
+    results.add("machine", "passed", 0, "; ".join([*parts, f"state {results.now}"]))
+    for page in (ROOT / "docs").glob("performance.*"):
+        if not (folder / page.name).exists():
+            shutil.copy(page, folder)
+    kinds = {step: "times" if step in ("attention", "times") else "tests" for step in STEPS}
+    wanted = [step for step in STEPS if step in steps and not lacking[kinds[step]]]
+    if about["major"] != 9:
+        wanted = [step for step in wanted if step != "attention"]
+    before = signal.signal(signal.SIGTERM, session.stop)
     try:
-        for page in (ROOT / "docs").glob("performance.*"):
-            if not (folder / page.name).exists():
-                shutil.copy(page, folder)
-        if not lacking["tests"] and not attention_alone:
-            session.tests("tests")
+        for step in wanted:
+            if step in ("host", "attention", "checks", "times"):
+                session.quiet()
+            if step == "times":
+                time_ops(session, bool(lacking["peers"]))
+            else:
+                RUN[step](session)
             keep_fixtures(results.lines, device)
-            session.closer()
-        if not lacking["times"] and about["major"] == 9:
-            from . import attention
-
-            command = [*ATTENTION, str(folder / "performance.md")]
-            session.times(attention.names(), what="attention", command=command)
-        if not lacking["times"] and not attention_alone:
-            from unsloth_cupy.bench.cases import chosen
-            from unsloth_cupy.bench.timing import launches
-
-            ops = [op for op in (*chosen(*FIRST), *chosen()) if launches(op)]
-            options = ["--write", str(folder / "performance.md")]
-            options += [] if lacking["peers"] else ["--peers"]
-            session.times([*dict.fromkeys(op.__name__ for op in ops)], *options)
     finally:
+        end_all()
+        signal.signal(signal.SIGTERM, before)
         results.show()
         if FILE.exists():
             shutil.copy(FILE, folder)
         print(f"{folder / 'report.md'}; {session.left():.0f} s were left", flush=True)
+
+
+def first(session: Session) -> None:
+    """Say what the GPU can do, and run the primitives."""
+    session.rates()
+    session.tests(HERE.partition("::")[0])
+
+
+def tests(session: Session) -> None:
+    """Run all tests but the one that must be alone; look closer at what broke its process."""
+    session.tests("tests", chosen=lambda name: not name.endswith(ALONE))
+    session.closer()
+
+
+def host(session: Session) -> None:
+    """Run the test that must be alone."""
+    session.tests("tests/core/test_launches.py", chosen=lambda name: name.endswith(ALONE))
+
+
+def attention(session: Session) -> None:
+    """Judge and time attention on Hopper."""
+    from . import attention
+
+    command = (*ATTENTION, session.results.folder / "performance.md")
+    how: Any = {"process_of": attention.process_of, "after": attention.after, "quiet": QUIET}
+    session.times(attention.names(), what="attention", command=command, **how)
+
+
+def checks(session: Session) -> None:
+    """Check all ops in other ways than tests do."""
+    from . import checks
+
+    how: Any = {"process_of": checks.process_of, "quiet": QUIET}
+    session.times(checks.names(), what="check", command=(*CHECKS, session.results.folder), **how)
+
+
+def time_ops(session: Session, alone: bool) -> None:
+    """Time the ops, those first on which a model's time depends, beside peers or alone."""
+    from unsloth_cupy.bench.cases import chosen
+    from unsloth_cupy.bench.timing import launches
+
+    ops = [op.__name__ for op in (*chosen(*FIRST), *chosen()) if launches(op)]
+    options = [
+        "--write",
+        str(session.results.folder / "performance.md"),
+        *["--peers"] * (not alone),
+    ]
+    session.times([*dict.fromkeys(ops)], *options, process_of=lambda op: "bench")
+
+
+RUN: dict[str, Callable[[Session], None]] = {
+    **{"first": first, "tests": tests, "host": host, "attention": attention, "checks": checks},
+}

@@ -12,6 +12,7 @@ import pytest
 
 from unsloth_cupy import attention_backward
 from unsloth_cupy.bench.attention_shapes import Shape, torch_calls
+from unsloth_cupy.core.dtypes import BFLOAT16
 
 from . import attention
 from .attention import BEGIN, END, METRICS, Here, do, kept_at, names, table
@@ -25,7 +26,7 @@ echo '"0","attention_forward_sm90","70.5","40","13","30","52","88"'
 """
 SANITIZER = """#!/bin/sh
 echo ========= COMPUTE-SANITIZER
-[ "$2" = {broken} ] && echo "========= Race reported" && exit 9
+[ "$2" = {broken} ] && echo "========= Error: {broken}" && exit 9
 echo ========= ERROR SUMMARY: 0 errors
 """
 
@@ -67,13 +68,17 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) ->
 
 
 def test_steps_are_of_every_head_dim_and_mask_and_begin_with_bits() -> None:
+    """Each way has a process of its own, as has each tool."""
     found = [step.split() for step in names()]
     wanted = set(itertools.product(("64", "128", "256"), ("causal", "full")))
-    for what in ("bits", "speed"):
+    for what in (*attention.WAYS, "speed"):
         assert {
             (dim, mask) for name, dim, *mask in found if name == what for mask in mask
         } == wanted
-    assert [name for name, *_ in found[:6]] == ["bits"] * 6
+    assert [name for name, *_ in found[:18]] == [way for way in attention.WAYS for _ in range(6)]
+    processes = [*dict.fromkeys(map(attention.process_of, names()))]
+    assert processes[:5] == ["forward", "two", "one", "speed", "pipes 128"]
+    assert processes[5:] == names()[25:]
     assert attention.TOKENS == (1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -110,8 +115,8 @@ def test_speed_is_a_table_beside_peers(page: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_bits_that_change_end_the_step(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    do("bits 64 full", page, Rehearsed())
-    assert "bits 64 full: out the same twice, 0.0e+00 of its largest away" in page.read_text()
+    do("forward 64 full", page, Rehearsed())
+    assert "forward 64 full: out the same twice, 0.0e+00 of a row away" in page.read_text()
     changes: list[int] = []
 
     def restless(*given: Any, **options: Any) -> Any:
@@ -119,10 +124,39 @@ def test_bits_that_change_end_the_step(page: Path, monkeypatch: pytest.MonkeyPat
         return [dq * np.float32(1 + changes.pop(0)), *others]
 
     monkeypatch.setattr(attention, "attention_backward", restless)
-    for by, says in (([0, 1, 0], r"dq: .* differ in two runs"), ([1, 1, 0], r"dq is 1.00e.00 of")):
-        changes[:] = by
-        with pytest.raises(SystemExit, match=says):
-            do("bits 64 full", page, Rehearsed())
+    for by, says in (
+        ([0, 1, 0], r"dq: .* differ in two runs"),
+        ([1, 1, 0], r"dq: a row is 1.00e.00"),
+    ):
+        for way in ("one", "two"):
+            changes[:] = by
+            with pytest.raises(SystemExit, match=says):
+                do(f"{way} 64 full", page, Rehearsed())
+    assert attention.after("two 64 full") == [
+        "memcheck 64",
+        "synccheck 64",
+        "initcheck 64",
+        "racecheck 64",
+    ]
+    assert attention.after("speed 64 full") == []
+
+
+@pytest.mark.parametrize("lost", [128, 16])
+def test_a_lost_tile_is_seen_in_each_row(lost: int) -> None:
+    """Beside the largest value of a long sequence it is small, beside the row it is not."""
+    rng = np.random.default_rng(0)
+    tokens, dim, queries = 8192, 128, 256
+    q, k, v = (rng.standard_normal((n, dim), np.float32) for n in (queries, tokens, tokens))
+    q[: queries // 2] *= 0
+    scores = np.exp(q @ k.T / np.sqrt(dim))
+    scores[: queries // 2, 1:] = 0  # the first rows of a causal call have the largest values
+    expected = scores @ v / scores.sum(1, keepdims=True)
+    assert attention.away(expected.astype(BFLOAT16), expected) < attention.NEAR / 4
+    scores[queries // 2 :, 1024 : 1024 + lost] = 0
+    actual = scores @ v / scores.sum(1, keepdims=True)
+    assert abs(actual - expected).max() / abs(expected).max() < attention.NEAR
+    assert attention.away(actual, expected) > attention.NEAR
+    assert np.isnan(attention.away(actual * np.nan, expected))
 
 
 def test_pipes_stand_beside_the_model(
@@ -139,14 +173,21 @@ def test_pipes_stand_beside_the_model(
         do("pipes 128", page, Rehearsed())
 
 
-def test_races_end_the_step(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER.format(broken="none"))
-    do("races 256", page, Rehearsed())
-    said = "; ".join(f"{name}: ERROR SUMMARY: 0 errors" for name in attention.TOOLS)
-    assert f"races 256: {said}." in page.read_text()
-    tool(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER.format(broken="racecheck"))
-    with pytest.raises(SystemExit, match=r"racecheck: ended with 9\n.*\n.*Race reported"):
-        do("races 256", page, Rehearsed())
+def test_tools_end_their_step_but_for_races(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for broken in attention.TOOLS:
+        tool(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER.format(broken=broken))
+        if broken == "racecheck":
+            do(f"{broken} 256", page, Rehearsed())
+        else:
+            with pytest.raises(SystemExit, match=rf"{broken}: ended with 9\n.*\n.*Error: {broken}"):
+                do(f"{broken} 256", page, Rehearsed())
+        assert f"Error: {broken}" in (page.parent / f"{broken}-256.txt").read_text()
+    do("memcheck 256", page, Rehearsed())
+    text = page.read_text()
+    assert "racecheck 256: Error: racecheck (not judged)." in text
+    assert "memcheck 256: ERROR SUMMARY: 0 errors." in text
 
 
 def test_the_page_says_what_was_measured() -> None:
@@ -162,7 +203,7 @@ def test_a_step_must_be_known(
     monkeypatch.setattr(sys, "argv", ["attention", str(page), "speed 65 causal"])
     with pytest.raises(SystemExit):
         attention.main()
-    said = "no step is called ['speed 65 causal']; there are: bits 128 causal"
+    said = "no step is called ['speed 65 causal']; there are: forward 128 causal"
     assert said in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from . import fixtures
 from .__main__ import KINDS, emulated, run
 from .fixtures import FILE, ROOT, Fixture, digest, read, table, write
 from .primitives import PRIMITIVES, Tile, launch, runs_on
+from .session import STEPS
 
 
 def test_fixtures_are_of_primitives_that_exist() -> None:
@@ -48,6 +50,16 @@ def test_the_script_says_what_it_needs(names: list[str], says: str) -> None:
     )
     assert done.returncode != 0
     assert says in done.stderr
+
+
+def test_the_recipe_asks_for_every_step_in_calls_of_nine_minutes() -> None:
+    text = (ROOT / "tests/code/hardware/README.md").read_text(encoding="utf-8")
+    calls = re.findall(r"hardware --all found --only (.*) --minutes (\d+)\n", text)
+    assert tuple(" ".join(steps for steps, _ in calls).split()) == STEPS
+    assert all(int(minutes) <= 9 for _, minutes in calls)
+    assert calls[0][1] == "2"
+    rows = re.findall(r"^\| (\w+) \| (?!seconds)[^|]{20}", text, re.MULTILINE)
+    assert tuple(rows[: len(STEPS)]) == STEPS
 
 
 def test_the_script_runs_the_emulator_beside_a_gpu() -> None:

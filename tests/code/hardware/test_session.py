@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,8 @@ import pytest
 
 from unsloth_cupy.bench.report import check_markers
 
-from . import attention, fixtures, session
+from ...core import test_launches
+from . import attention, fixtures, processes, session
 from .fixtures import read
 from .session import HERE, Results, Session, in_order, keep_fixtures, report
 
@@ -35,7 +40,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("case", "abc")
-def test_passes(case, dtype):
+def test_passes(case, dtype, record_property):
+    record_property("took", "3 us")
     assert not cupy.lost, "the process should not be used again"
     warnings.warn("an old name")
 
@@ -65,17 +71,25 @@ filterwarnings = error
 addopts = -n auto
 """
 BENCH = """
-import json, sys, time
+import json, os, subprocess, sys, time
 at = sys.argv.index("--json")
 ops, done = sys.argv[1:at], []
+
+def tell():
+    with open(sys.argv[at + 1] + ".partial", "w") as file:
+        json.dump({"ops": done, "said": {"two": "twice"}}, file)
+    os.replace(file.name, sys.argv[at + 1])
+
+tell()
+with open("processes", "a") as file:
+    print(*ops, file=file)
 for op in ops:
-    if op == "breaks":
+    if op.startswith("breaks"):
         sys.exit("it broke")
     if op == "waits":
-        time.sleep(60)
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
     done.append(op)
-    with open(sys.argv[at + 1], "w") as file:
-        json.dump({"ops": done}, file)
+    tell()
 """
 
 
@@ -123,6 +137,7 @@ def test_every_end_is_told_and_the_rest_goes_on(
         "cudaErrorIllegalAddress: an illegal memory access",
         "not collected: ModuleNotFoundError: No module named 'no_such_package'",
         "6 x UserWarning: an old name",
+        "test_passes[a-float16]: took 3 us",
     ):
         assert said in text, text
     assert "test_one.py::test_fails: failed: AssertionError: sums" in capsys.readouterr().out
@@ -177,10 +192,19 @@ def test_what_failed_before_a_change_is_told_from_what_fails_now(tmp_path: Path)
 
 
 def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUIET", 2)
+    """What a hung step started is killed with it, as its pipes and the GPU would be kept busy."""
+    ended: list[int] = []
+    original = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda *of: (ended.append(of[0]), original(*of)))
     results = Results(root, "now")
     results.add("time known", "passed")
-    Session(results, 300, 1, root).times(["one", "breaks", "two", "known", "waits", "three"])
+    ops = ["one", "breaks", "two", "known", "waits", "three"]
+    Session(results, 300, 1, root).times(ops, quiet=8, process_of=lambda op: "same")
+    left = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True, check=True)
+    groups = {int(line.split()[0]) for line in left.stdout.splitlines()[1:] if "sleep(60)" in line}
+    assert len(ended) == 3
+    assert not groups & {*ended}
+    assert results.lines["time two"]["said"] == "twice"
     found = {name.partition(" ")[2]: line["outcome"] for name, line in results.lines.items()}
     assert found == {
         **dict.fromkeys(("known", "one", "two", "three"), "passed"),
@@ -189,13 +213,23 @@ def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.Mon
     assert results.lines["time breaks"]["said"] == "it broke"
 
 
-def test_another_command_is_watched_as_the_times_are(root: Path) -> None:
+def test_steps_have_processes_and_those_after_a_failure_come_next(root: Path) -> None:
+    """However many fail one after another: each had its turn."""
     results, command = Results(root, "now"), (sys.executable, str(root / "bench.py"))
-    Session(results, 300, 1, root).times(["a b", "breaks", "c"], what="attention", command=command)
-    found = {name: line["outcome"] for name, line in results.lines.items()}
-    assert found == {
-        **{"attention a b": "passed", "attention c": "passed", "attention breaks": "failed"}
+    steps = ["a b", "breaks 1", "breaks 2", "breaks 3", "a d", "look 2"]
+    Session(results, 300, 1, root).times(
+        steps,
+        what="attention",
+        command=command,
+        process_of=lambda step: step.split()[0],
+        after=lambda step: ["look 2"] if step == "breaks 2" else [],
+    )
+    assert {name: line["outcome"] for name, line in results.lines.items()} == {
+        f"attention {step}": "failed" if "breaks" in step else "passed" for step in steps
     }
+    assert (root / "processes").read_text().splitlines() == [
+        *("a b", "breaks 1 breaks 2 breaks 3", "breaks 2 breaks 3", "look 2", "breaks 3", "a d"),
+    ]
 
 
 def test_times_end_where_nothing_can_be_timed(root: Path) -> None:
@@ -205,17 +239,55 @@ def test_times_end_where_nothing_can_be_timed(root: Path) -> None:
     assert [*results.lines] == ["time one", "time two"]
 
 
+def test_a_session_that_is_stopped_leaves_no_process_and_no_failure(root: Path) -> None:
+    results = Results(root, "now")
+    begun = Session(results, 300, 1, root)
+
+    def stop_after_the_first() -> None:
+        while not results.lines:
+            time.sleep(0.1)
+        begun.stop()
+
+    threading.Thread(target=stop_after_the_first).start()
+    begun.times(["one", "waits"], process_of=lambda op: "same")
+    assert [*results.lines] == ["time one"]
+    assert not processes.RUNNING
+
+
+@pytest.mark.parametrize("others", ["", "12, python"])
+def test_others_on_the_gpu_are_told_before_times(
+    others: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "CALM", 0)
+    tool(root, monkeypatch, "nvidia-smi", f"echo '{others}'")
+    results = Results(root, "now")
+    begun = Session(results, 300, 1, root)
+    begun.quiet()
+    begun.rates()
+    assert results.lines["quiet"]["outcome"] == ("failed" if others else "passed")
+    assert others in results.lines["quiet"]["said"]
+    assert results.lines["rates"]["outcome"] == "failed", "there is no GPU"
+
+
+def test_one_test_is_alone() -> None:
+    assert hasattr(test_launches, session.ALONE)
+
+
+def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
 def test_lost_devices_are_looked_at_closer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = root / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\necho noise\necho ========= Invalid __global__ write of size 2\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(root), prepend=":")
+    said = "echo noise\necho ========= Invalid __global__ write of size 2"
+    tool(root, monkeypatch, "compute-sanitizer", said)
     results = Results(root, "now")
     for name, lost in (("t::a[1]", True), ("t::a[2]", True), ("t::b", False)):
         results.add(name, "failed", 0, "wrong", lost=lost)
     Session(results, 300, 1, root).closer()
     assert {n: line["said"] for n, line in results.lines.items() if " " in n} == {
-        "compute-sanitizer t::a[1]": "========= Invalid __global__ write of size 2\n"
+        "compute-sanitizer t::a[1]": "========= Invalid __global__ write of size 2"
     }
     assert "========= Invalid" in report(results.lines)
 
@@ -237,11 +309,11 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cupy = pytest.importorskip("cupy", reason="what it can be asked is not an invention")
-    about = {"name": b"GPU", "totalGlobalMem": 80 << 30, "major": 9}
+    about = {"name": b"GPU", "totalGlobalMem": 80 << 30, "major": 9, "minor": 0}
     done: list[Any] = []
 
     def noted(name: str) -> Any:
-        return lambda self, *given, what="", command=(): done.append((what or name, *given))
+        return lambda self, *given, what="", **more: done.append((what or name, *given))
 
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda number: about)
     monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: 13000)
@@ -249,7 +321,7 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in lacks else importlib.util
     )
-    for step in ("tests", "closer", "times"):
+    for step in ("rates", "tests", "closer", "quiet", "times"):
         monkeypatch.setattr(Session, step, noted(step))
     folder = tmp_path / "found"
     session.everything(folder, 1)
@@ -260,18 +332,25 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     assert ("no times without" in printed) == ("times" not in steps) == untimed
     assert "GPU; driver 13000; CuPy 1" in (folder / "report.md").read_text()
     assert ("attention" in steps) == ("times" in steps)
+    assert ("check" in steps) == ("tests" in steps)
+    if not lacks:
+        wanted = ["rates", "tests", "tests", "closer", "quiet", "tests", "quiet", "attention"]
+        assert steps == [*wanted, "quiet", "check", "quiet", "times"]
     if "times" in steps:
-        assert done[-2] == ("attention", attention.names())
-        assert sys.executable in session.ATTENTION
+        assert ("attention", attention.names()) in done
         ops, *options = done[-1][1:]
         assert ops[:2] == ["attention_forward", "cross_entropy_forward"]
         assert len(ops) == len({*ops}) > 20
         assert options[:2] == ["--write", str(folder / "performance.md")]
         assert options[2:] == ([] if lacks else ["--peers"])
         assert check_markers(folder / "performance.md") is None
-    for major, alone in ((8, False), (9, True)):
+    if not lacks:
+        about["major"] = 7
+        with pytest.raises(SystemExit, match="kernels need a GPU of sm_80 or newer"):
+            session.everything(folder, 1)
+    for major in (8, 9):
         done.clear()
         about["major"] = major
-        session.everything(tmp_path / f"{major}", 1, attention_alone=alone)
+        session.everything(tmp_path / f"{major}", 1, ["attention"])
         found = [name for name, *_ in done]
-        assert found == [] + ["attention"] * (not untimed) if alone else "attention" not in found
+        assert found == (["quiet", "attention"] if major == 9 and not untimed else [])

@@ -11,9 +11,12 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
+
+from . import kept_cases
 
 LINES, CHARACTERS = 8, 160  # the most lines of an error message, and characters in a line
 
@@ -34,6 +37,10 @@ class RunByName:
         if report.failed:
             self.errors[report.nodeid] = message_of(report)
 
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> None:
+        if call.excinfo is not None and (folder := os.environ.get(kept_cases.FOLDER)):
+            kept_cases.keep(Path(folder), item.nodeid, call.excinfo.value)
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.reports.append(report)
 
@@ -51,7 +58,7 @@ class RunByName:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             reports = {report.outcome: report for report in self.reports}
             outcome = next(name for name in ("failed", "skipped", "passed") if name in reports)
-            message = "" if outcome == "passed" else message_of(reports[outcome])
+            message = message_of(reports[outcome])
             if problem := lost():
                 outcome, message = "failed", f"{message}\n{problem}".strip()
             seconds = round(time.monotonic() - began, 2)
@@ -63,7 +70,9 @@ class RunByName:
 
 
 def message_of(report: Any) -> str:
-    """Return the first lines of a report's error, or the reason of a skip."""
+    """Return the first lines of a report's error, the reason of a skip, or what a test recorded."""
+    if report.passed:
+        return ", ".join(f"{name} {value}" for name, value in report.user_properties)
     if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
         return str(report.longrepr[2])
     lines = report.longreprtext.splitlines()

@@ -18,8 +18,9 @@ A message names both lines: ``PTX 287, ptx.cuh:61 in tile.cuh:113``.  Traffic is
 of the source.  An unsupported instruction raises ``UnknownError``: the tables have all that NVRTC
 12.0, 12.9 and 13.5 emit for the kernels and the primitives, and carries and pairs of float32.
 
-Limits: ptxas may still change the code.  Approximations are glibc's, and NaN has the CPU's bits.
-Floats flush denormals only with .ftz.  Bounds are checked of shared memory, not of static arrays.
+Limits: ptxas may still change the code.  Approximations are glibc's; within ``jitter(1)`` ex2, rcp,
+rsqrt and div have the errors that PTX documents.  NaN has the CPU's bits.  Floats flush denormals
+only with .ftz.  Bounds are checked of shared memory, not of static arrays.
 """
 
 import functools
@@ -68,6 +69,14 @@ def unit(text: str, name: str) -> str:
     ]
     buffers = [line.split()[-1].rstrip("[];") for line in lines if line.startswith("extern thread")]
     return "\n".join([*lines, build.frame(buffers, ", ".join(map(str, chosen[-1].cluster)))])
+
+
+def jitter(times: float) -> None:
+    """Let approximations have so many times the errors that PTX documents, in this process."""
+    FLAGS[:] = [flag for flag in FLAGS if "JITTER" not in flag]
+    FLAGS.extend([f"-DJITTER={times}"] * bool(times))
+    header.cache_clear()
+    _module.cache_clear()
 
 
 @functools.cache

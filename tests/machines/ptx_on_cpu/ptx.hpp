@@ -107,6 +107,14 @@ template <class T> inline T flushed(T x) { return x; }
 template <> inline f32 flushed(f32 x) {
   return AS(u32, x) & 0x7f800000 ? x : AS(f32, AS(u32, x) & 0x80000000);
 }
+// An approximation, with JITTER times the error that PTX documents, up or down by a hash of its bits;
+// the values that are documented to be exact are 1, zeros and infinities.
+inline f32 off(f32 r, [[maybe_unused]] double error) {
+#ifdef JITTER
+    if (r != 1) r = f32(r * (1 + (AS(u32, r) * 0x9e3779b1u >> 31 ? error : -error) * JITTER));
+#endif
+    return r;
+}
 template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
   return f(a, b, c) | u64(f(a >> 32, b >> 32, c >> 32)) << 32;
 }

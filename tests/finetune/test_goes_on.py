@@ -18,9 +18,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.finetune import interrupt
+from unsloth_cupy.finetune.loop import Loop
 from unsloth_cupy.finetune.run_folder import RunFolder, model_without_weights
 from unsloth_cupy.finetune.settings import differences
-from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
 
@@ -100,17 +100,17 @@ def test_an_evaluation_is_left_and_made_up_for(
     finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL, "--steps", 6)
-    held_out = Trainer._evaluate
+    held_out = Loop._evaluate
     calls: list[int] = []
 
-    def stopping(self: Trainer, progress: Any) -> None:
+    def stopping(self: Loop, progress: Any) -> None:
         calls.append(self.step)
         if calls == [0, 3]:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
         held_out(self, progress)
 
-    monkeypatch.setattr(Trainer, "_evaluate", stopping)
+    monkeypatch.setattr(Loop, "_evaluate", stopping)
     result = run(*command)
     assert result.exit_code == 130
     assert "leaves the held-out loss after step 3" in result.stderr

@@ -18,7 +18,7 @@ import numpy as np
 from unsloth_cupy import AdamW
 from unsloth_cupy.cli import finetune as command
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import ranks, trainer
+from unsloth_cupy.finetune import loop, ranks
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
@@ -138,9 +138,9 @@ def sample(trainer: Any, _: int) -> None:
 
 def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     """Run all grids."""
-    whole = trainer.Trainer._gradients
-    trainer.Trainer._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
-    trainer.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
+    whole = loop.Loop._gradients
+    loop.Loop._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
+    loop.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
     command.draw_curve = lambda *_: None  # type: ignore[assignment]
     command.import_module = lambda _: None  # type: ignore[assignment]
     command.sample = sample  # type: ignore[assignment]

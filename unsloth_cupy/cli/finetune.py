@@ -13,6 +13,7 @@ import click
 from ..errors import ConfigError
 from ..finetune.curve import draw_curve
 from ..finetune.interrupt import Interrupted, Stop, stop_request
+from ..finetune.loop import Loop
 from ..finetune.new_model import SIZES
 from ..finetune.preparation import Request, prepare
 from ..finetune.ranks import start
@@ -21,7 +22,6 @@ from ..finetune.results import report, sample
 from ..finetune.run_folder import RunFolder, fingerprints, model_folder
 from ..finetune.settings import Settings, read_settings, settings_of
 from ..finetune.text import Text, read_text
-from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from .options import (
@@ -228,7 +228,7 @@ def requested_settings(
     return settings_of(plan, text, source, base, **more)
 
 
-def train(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
+def train(trainer: Loop, name: str, stop: Stop, save_dtype: str) -> None:
     """Train to the end and draw the loss curve, even after an error; save the model and sample."""
     run = trainer.run
     if trainer.ranks.first:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..files import atomic_path
-from ..finetune.trainer import Trainer
+from ..finetune.loop import Loop
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
 
@@ -15,7 +15,7 @@ FIRST = 2  # first steps, not profiled: they count array memory, and on a GPU co
 
 
 @contextmanager
-def profiled(trainer: Trainer, count: int | None) -> Iterator[None]:
+def profiled(trainer: Loop, count: int | None) -> Iterator[None]:
     """Profile ``count`` training steps inside a ``with`` block, then report them; None: none."""
     if count is None or not trainer.ranks.first:
         yield
@@ -34,7 +34,7 @@ class Steps:
     The first steps are not profiled, as far as enough steps remain after them.
     """
 
-    def __init__(self, trainer: Trainer, count: int) -> None:
+    def __init__(self, trainer: Loop, count: int) -> None:
         self.trainer, self.count, self.done = trainer, count, 0
         self.profile = Profile(trainer.model.parameters | trainer.model.trainable, nvtx=False)
         self.waiting = max(0, min(FIRST, trainer.plan.steps - trainer.step - count))

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, quantized_kind
+from .loop import Loop
 from .new_model import ONLINE, SIZES, small_llama
 from .progress import reading
 from .ranks import Ranks
@@ -21,7 +22,6 @@ from .run_folder import RunFolder, model_without_weights
 from .settings import Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
-from .trainer import Trainer
 from .training_data import Shape, from_records, from_text
 
 
@@ -51,7 +51,7 @@ def prepare(
     text: Text | Records,
     source: Path | None,
     ranks: Ranks,
-) -> Trainer:
+) -> Loop:
     """Return a trainer with model and tokenizer, loaded from the newest checkpoint if any."""
     checkpoint = run.newest_checkpoint()
     folder, chat = checkpoint or source, Chat(checkpoint or source)
@@ -97,7 +97,7 @@ def prepare(
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
     plan = with_steps(plan, request, training_data)
     files = chat.keep() if has_chats else chat.files
-    trainer = Trainer(
+    trainer = Loop(
         run,
         model,
         tokenizer,

@@ -8,14 +8,14 @@ import numpy as np
 
 from ..machine import console, format_bytes
 from ..models.transformer import Transformer
+from .loop import Loop
 from .run_folder import RunFolder
 from .streaming import stream_text
-from .trainer import Trainer
 
 SAMPLE_TOKENS = 120
 
 
-def announce(trainer: Trainer) -> None:
+def announce(trainer: Loop) -> None:
     """Print the model, the number of tokens and the folder of a run to standard error."""
     model, training_data = trainer.model, trainer.training_data
     whole = model.config if model.division is None else model.division.whole
@@ -81,7 +81,7 @@ def is_timed(line: dict[str, Any]) -> bool:
     return line["tokens_per_second"] is not None
 
 
-def sample(trainer: Trainer, seed: int) -> None:
+def sample(trainer: Loop, seed: int) -> None:
     """Print the model's continuation of the beginning of the held-out text."""
     tokens = trainer.training_data.prompt[: trainer.model.config.positions - 1]  # room for one more
     click.echo("\nsampled text:\n")

@@ -48,7 +48,7 @@ WARMUP_SHARE = 0.05  # of the steps
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
 
-class Trainer:
+class Loop:
     """Trains a model: its optimizer, data, settings, and the number of steps done."""
 
     def __init__(

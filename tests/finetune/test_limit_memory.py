@@ -62,19 +62,19 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
     assert first is not None
     assert "layer " in str(first)
     message = str(error.value)
-    for said in (f"do not fit in {first} already", "activations", "--checkpoint-every 1 saves"):
+    for said in (f"do not fit in {first} already", "activations", "checkpoint_every=1 saves"):
         assert said in message
     assert "and fits" in message
 
 
 @pytest.mark.slow
 def test_cures_are_named_together_where_none_is_enough() -> None:
-    with pytest.raises(DeviceMemoryError, match=r"--lora 8 --\S.* saves .* MiB"):
+    with pytest.raises(DeviceMemoryError, match=r"lora=8, \S.* saves .* MiB"):
         checked_plan(sizes(), PLAN, 5 * MIB)
     with pytest.raises(DeviceMemoryError) as error:
         checked_plan(sizes(exists=False), PLAN._replace(checkpoint_every=1), 5 * MIB)
-    assert "--lora" not in str(error.value)
-    assert "--checkpoint-every" not in str(error.value)
+    assert "lora" not in str(error.value)
+    assert "checkpoint_every" not in str(error.value)
 
 
 @pytest.mark.parametrize("limit", [1, 256 << 10, MIB, 3 * MIB])
@@ -97,11 +97,11 @@ def test_a_cure_saves_what_it_says() -> None:
     with pytest.raises(DeviceMemoryError) as error:
         checked_plan(sizes(), PLAN, whole - 1)
     for switch, change in {
-        "--checkpoint-every 1": {"checkpoint_every": 1},
-        "--chunked-mlp": {"chunked_mlp": True},
-        "--dtype bfloat16": {"dtype": "bfloat16"},
-        "--lora 8": {"rank": 8},
-        "--state-bits 8": {"state_bits": 8},
+        "checkpoint_every=1": {"checkpoint_every": 1},
+        "chunked_mlp=True": {"chunked_mlp": True},
+        "dtype=bfloat16": {"dtype": "bfloat16"},
+        "lora=8": {"rank": 8},
+        "state_bits=8": {"state_bits": 8},
     }.items():
         less = plan_memory(LLAMA, **(options | change))
         assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
@@ -116,20 +116,20 @@ def cures(plan: Settings, **changes: Any) -> str:
 
 @pytest.mark.slow
 def test_a_switch_that_is_on_is_no_cure() -> None:
-    assert "--state-bits" not in cures(PLAN._replace(state_bits=8))
-    assert "--chunked-mlp" not in cures(PLAN._replace(chunked_mlp=True))
+    assert "state_bits" not in cures(PLAN._replace(state_bits=8))
+    assert "chunked_mlp" not in cures(PLAN._replace(chunked_mlp=True))
 
 
 @pytest.mark.slow
 def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
     *single, together, _ = cures(PLAN).split("; ")
-    assert any(cure.startswith("--chunked-mlp saves") for cure in single)
-    assert "--lora 8" in together
-    assert "--chunked-mlp" not in together, "adapters are on MLPs"
-    assert "--chunked-mlp" in cures(PLAN, exists=False).split("; ")[-2]
-    assert "--lora" not in cures(PLAN._replace(chunked_mlp=True))
-    assert "--chunked-mlp" not in cures(PLAN._replace(lora=8))
-    assert "--chunked-mlp" not in cures(PLAN, config=parse(GEMMA))
+    assert any(cure.startswith("chunked_mlp=True saves") for cure in single)
+    assert "lora=8" in together
+    assert "chunked_mlp" not in together, "adapters are on MLPs"
+    assert "chunked_mlp" in cures(PLAN, exists=False).split("; ")[-2]
+    assert "lora" not in cures(PLAN._replace(chunked_mlp=True))
+    assert "chunked_mlp" not in cures(PLAN._replace(lora=8))
+    assert "chunked_mlp" not in cures(PLAN, config=parse(GEMMA))
 
 
 @pytest.mark.parametrize("device", [None, "cuda:1"])
@@ -150,7 +150,7 @@ def test_the_machine_is_the_limit_where_none_is_given(
     checked_plan(sizes(device=device), PLAN, None)
     assert "are free now, of 931.32 GiB" in capsys.readouterr().err
     memory[0] = plan.total - 1
-    with pytest.raises(DeviceMemoryError, match=f"--device {device or 'cpu'} has .*: a step") as e:
+    with pytest.raises(DeviceMemoryError, match=f"device={device or 'cpu'} has .*: a step") as e:
         checked_plan(sizes(device=device), PLAN, None)
     assert (e.value.required, e.value.available) == (plan.total, plan.total - 1)
     assert "--checkpoint-every 1 saves" in str(e.value)

@@ -582,7 +582,7 @@ class TestPacking:
             "2 of 3 texts are longer than --tokens 16 and lose their end; 1 lose their answer: left"
             " out"
         )
-        with pytest.raises(ConfigError, match="gets to its answer in --tokens 3; give more"):
+        with pytest.raises(ConfigError, match="gets to its answer in tokens=3; give more"):
             from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
 
 

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,15 @@ METAVARS: dict[type, str] = {
     Words: "TEXT",
     Size: "SIZE",
 }
+
+
+def as_flags(settings: Mapping[str, Any]) -> str:
+    """Return settings as they are written on the command line: --tokens 128."""
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = "MODEL_FOLDER" if name == "model" else f"--{name.replace('_', '-')}"
+        words += [flag] if value is None or value is True else [flag, str(value)]
+    return " ".join(words)
 
 
 def option(name: str, kind: Any, text: str, default: Any = None) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from ..training.schedules import cosine_schedule
 from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
+from .naming import named
 from .progress import Progress
 from .ranks import Ranks, alone
 from .run_folder import RunFolder
@@ -238,7 +239,7 @@ class Loop:
 
     @contextmanager
     def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
-        """With --find-nan, stop at the first value that is not finite in a ``with`` block."""
+        """With ``find_nan``, stop at the first value that is not finite in a ``with`` block."""
         if not self.find_nan:
             yield
             return
@@ -256,10 +257,11 @@ class Loop:
         when = f"after step {self.step}" if after else f"step {self.step + 1}"
         good = [path for path in self.run.checkpoints() if path.name != self.unproven]
         kept = f"; the last good state is {good[-1]}" if good else ""
-        cure = f"try a smaller --lr than {self.plan.lr:g}"
+        cure = f"try a smaller {named('lr')} than {self.plan.lr:g}"
         if self.step == 0:  # no step has changed a weight: the model itself is at fault
-            cure = "copy the model again" + ", or try --dtype bfloat16" * self.scaler.dynamic
-        more = "" if self.find_nan else "; --find-nan names the layer where it begins"
+            other = f", or try {named(dtype='bfloat16')}"
+            cure = "copy the model again" + other * self.scaler.dynamic
+        more = "" if self.find_nan else f"; {named('find_nan')} names the layer where it begins"
         raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
 
     def save(self) -> Path:
@@ -327,7 +329,8 @@ class Loop:
             written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
             broken = [name for name, array in written.items() if not fine(name, array)]
             if broken:
-                raise ConfigError(f"{dtype} does not hold {broken[0]}; give another --save-dtype")
+                cure = f"give another {named('save_dtype')}"
+                raise ConfigError(f"{dtype} does not hold {broken[0]}; {cure}")
         whole = self.engine.gathered(written)
         if folder is None or whole is None:
             return

@@ -13,6 +13,7 @@ from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, quantized_kind
 from .loop import Loop
+from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .progress import reading
 from .ranks import Ranks
@@ -71,7 +72,7 @@ def prepare(
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             raise ConfigError(
-                f"{source} holds adapters, which are trained further; leave --lora out"
+                f"{source} holds adapters, which are trained further; leave {named('lora')} out"
             )
     check_tokens(request.tokens, config.positions)
     pad = config.pad_token
@@ -118,7 +119,7 @@ def prepare(
 
 
 def with_steps(plan: Settings, request: Request, training_data: TrainingData) -> Settings:
-    """Return the settings with the steps of --epochs, and the default of --evaluate-every."""
+    """Return the settings with the steps of its epochs, and the default of ``evaluate_every``."""
     if request.epochs is not None:
         batches = training_data.batches.count(request.epochs)
         plan = plan._replace(steps=max(1, math.ceil(batches / plan.accumulate)))

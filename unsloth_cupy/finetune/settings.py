@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import ConfigError
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
+from .naming import named
 
 if TYPE_CHECKING:
     from .records import Records
@@ -131,5 +132,5 @@ def read_settings(path: Any) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
         settings.keys()
     except (OSError, ValueError, AttributeError):
-        raise ConfigError(f"{path} is broken; name a new folder with --out") from None
+        raise ConfigError(f"{path} is broken; name a new folder with {named('out')}") from None
     return dict(settings)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig, TrainingConfig
+from .naming import named
 
 PARTS: Mapping[str, Any] = {"mixed_precision": MixedPrecisionConfig, "checkpoint": CheckpointConfig}
 
@@ -37,11 +38,11 @@ def read_training_config(path: Path) -> Settings:
         text = path.read_bytes().decode()
         values = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}; name a readable file") from None
+        raise ConfigError(f"{named(config=path)}: {error.strerror}; name a readable file") from None
     except (ValueError, RecursionError) as error:
         syntax = "TOML" if path.suffix.lower() == ".toml" else "JSON"
         raise ConfigError(
-            f"--config {path} cannot be read as {syntax}: {error}; correct it"
+            f"{named(config=path)} cannot be read as {syntax}: {error}; correct it"
         ) from None
     try:
         values = _known("", values, TrainingConfig)
@@ -50,7 +51,7 @@ def read_training_config(path: Path) -> Settings:
                 values[part] = kind(**_known(f"{part}.", values[part], kind))
         config = TrainingConfig(**values)
     except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        raise ConfigError(f"{named(config=path)}: {error}") from None
     precision, checkpoint = config.mixed_precision, config.checkpoint
     every = checkpoint.checkpoint_every if checkpoint.enabled else None
     options = {

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -103,12 +104,12 @@ def test_an_evaluation_is_left_and_made_up_for(
     held_out = Loop._evaluate
     calls: list[int] = []
 
-    def stopping(self: Loop, progress: Any) -> None:
+    def stopping(self: Loop) -> None:
         calls.append(self.step)
         if calls == [0, 3]:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
-        held_out(self, progress)
+        held_out(self)
 
     monkeypatch.setattr(Loop, "_evaluate", stopping)
     result = run(*command)
@@ -137,6 +138,10 @@ def test_nothing_is_left_behind_before_the_first_evaluation(
 
 
 @pytest.mark.slow
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def test_a_request_is_answered_while_python_runs_no_handler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,12 +150,12 @@ def test_a_request_is_answered_while_python_runs_no_handler(
     monkeypatch.setattr(
         interrupt.Stop, "request", lambda *_: times.setdefault("handled", time.monotonic())
     )
-    with interrupt.stop_request() as stop:
+    with interrupt.stop_request(say) as stop:
         stop.uninterruptible("the update of step 7")
 
         def ask() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            if stop.printed.wait(60):
+            if stop.told.wait(60):
                 times["told"] = time.monotonic()
 
         asking = threading.Timer(0.05, ask)
@@ -164,7 +169,7 @@ def test_a_request_is_answered_while_python_runs_no_handler(
 
 def test_a_request_waits_for_no_more_than_it_must() -> None:
     before = [signal.getsignal(number) for number in interrupt.SIGNALS]
-    with interrupt.stop_request() as stop:
+    with interrupt.stop_request(say) as stop:
         stop.uninterruptible("the update of step 7")
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == signal.SIGINT

@@ -579,7 +579,7 @@ class TestPacking:
         packed: Any = training_data.batches
         assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
         assert training_data.note == (
-            "2 of 3 texts are longer than --tokens 16 and lose their end; 1 lose their answer: left"
+            "2 of 3 texts are longer than tokens=16 and lose their end; 1 lose their answer: left"
             " out"
         )
         with pytest.raises(ConfigError, match="gets to its answer in tokens=3; give more"):

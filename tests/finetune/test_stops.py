@@ -122,8 +122,8 @@ def test_weights_that_are_not_finite_are_not_saved(
 ) -> None:
     step = Loop._one_step
 
-    def overflowing(self: Loop, progress: Any) -> None:
-        step(self, progress)
+    def overflowing(self: Loop) -> None:
+        step(self)
         if self.step == 4:
             next(iter(self.masters.values()))[0, 0] = np.inf
 
@@ -141,8 +141,8 @@ def test_one_checkpoint_is_left_once_it_is_known_to_be_good(
     seen: list[list[str]] = []
     step = Loop._one_step
 
-    def looking(self: Loop, progress: Any) -> None:
-        step(self, progress)
+    def looking(self: Loop) -> None:
+        step(self)
         seen.append([path.name[-1] for path in self.run.checkpoints()])
 
     monkeypatch.setattr(Loop, "_one_step", looking)

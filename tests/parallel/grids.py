@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from unsloth_cupy import AdamW
-from unsloth_cupy.cli import finetune as command
+from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import loop, ranks
 from unsloth_cupy.parallel import Communicator
@@ -128,11 +128,11 @@ def gradients(self: Any, before: Any) -> Any:
     return loss, count, sums
 
 
-def sample(trainer: Any, _: int) -> None:
+def sample(loop: Any) -> None:
     """Generate a few tokens in all ranks; rank 0 writes them to a file."""
-    model, folder = trainer.model, trainer.run.folder
-    tokens = model.generate(np.array([trainer.training_data.prompt[:5]]), max_new_tokens=4, stop=())
-    if trainer.ranks.first:
+    model, folder = loop.model, loop.run.folder
+    tokens = model.generate(np.array([loop.training_data.prompt[:5]]), max_new_tokens=4, stop=())
+    if loop.ranks.first:
         np.savez(folder.parent / f"{folder.name}-sample.npz", tokens)
 
 
@@ -141,9 +141,9 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     whole = loop.Loop._gradients
     loop.Loop._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
     loop.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
-    command.draw_curve = lambda *_: None  # type: ignore[assignment]
-    command.import_module = lambda _: None  # type: ignore[assignment]
-    command.sample = sample  # type: ignore[assignment]
+    printer.draw_curve = lambda *_: None  # type: ignore[assignment]
+    printer.import_module = lambda _: None  # type: ignore[assignment]
+    printer.sample = sample  # type: ignore[assignment]
     for runs in rounds(world.size):
         names = [name for name, run in runs.items() for _ in range(run.ranks)]
         name = names[world.rank] if world.rank < len(names) else ""

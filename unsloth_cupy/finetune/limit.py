@@ -6,19 +6,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
-
 from ..errors import ConfigError, DeviceMemoryError
 from ..machine import device_memory, format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import plan_memory
 from ..memory.pool import memory_pool
+from ..models.objective import Objective, next_token
+from .listener import announce
 from .naming import named
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
-    from .settings import Settings
+    from .settings import Plan
 
 # Steps measured if there is no limit: all steps take the same, and counting slows small ops down.
 COUNTED = 2
@@ -38,8 +38,9 @@ class Sizes(NamedTuple):
     exists: bool  # whether adapters may be proposed: not for a new model, nor for BitNet's layers
     adapter: "Adapter | None" = None  # the adapter that the model has
     quantized: str | None = None  # the quantization of its weights
+    objective: Objective = next_token
 
-    def planned(self, plan: "Settings", **changes: Any) -> MemoryPlan:
+    def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
         options: dict[str, Any] = {
             "batch": self.batch,
@@ -53,6 +54,7 @@ class Sizes(NamedTuple):
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
+            "objective": self.objective,
         }
         options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
         return plan_memory(self.config, **options)
@@ -88,7 +90,7 @@ def quantized_kind(
     return kind
 
 
-def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:
+def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     """Return the memory plan of a step; raise if it exceeds the limit.
 
     The error names the op at which memory runs out, and options that would save memory.  Without a
@@ -107,7 +109,7 @@ def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPla
             message = (
                 f"a step holds {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
             )
-            click.echo(f"{message}, of {format_bytes(whole or 0)}", err=True)
+            announce(f"{message}, of {format_bytes(whole or 0)}")
         return step_plan
     held = sorted(first.held.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
@@ -128,7 +130,7 @@ def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPla
     )
 
 
-def _cures(sizes: Sizes, plan: "Settings", step_plan: MemoryPlan, limit: int) -> str:
+def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:
     """Return what each change would save, the largest first; then all of them if none is enough."""
     from ..models.block import check_chunked
 

@@ -21,7 +21,7 @@ from ..files import atomic_path, check_room
 from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
-from ..models.objective import TrainingStep
+from ..models.objective import Objective, TrainingStep, next_token
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import STATES, Zero1
@@ -33,11 +33,11 @@ from ..training.schedules import cosine_schedule
 from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
+from .listener import Listener
 from .naming import named
-from .progress import Progress
-from .ranks import Ranks, alone
+from .ranks import Ranks
 from .run_folder import RunFolder
-from .settings import Settings
+from .settings import Plan
 from .text import Batch, TrainingData
 
 if TYPE_CHECKING:
@@ -58,17 +58,16 @@ class Loop:
         model: "Transformer",
         tokenizer: Any,
         training_data: TrainingData,
-        plan: Settings,
+        plan: Plan,
         files: Mapping[str, str],
         memory: Memory,
-        *,
-        find_nan: bool = False,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
+        objective: Objective = next_token,
     ) -> None:
-        self.memory, self.ranks = memory, alone() if ranks is None else ranks
+        self.memory, self.ranks = memory, ranks
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
-        self.training_data, self.plan, self.find_nan = training_data, plan, find_nan
-        self.engine = Engine(self.ranks, model)
+        self.training_data, self.plan, self.listener = training_data, plan, Listener()
+        self.engine = Engine(ranks, model, objective)
         self.masters = dict(model.trainable)
         optimizer = AdamW(
             self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
@@ -88,7 +87,7 @@ class Loop:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
 
-    def train(self, stop: Stop) -> None:
+    def train(self, stop: Stop, listener: Listener) -> None:
         """Run the remaining steps, and write the log and the checkpoints.
 
         Raises
@@ -98,7 +97,7 @@ class Loop:
         ConfigError
             The disk has no room for the checkpoints.
         """
-        self.stop, steps, ranks = stop, self.plan.steps, self.ranks
+        self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
         if ranks.first:
             self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
@@ -109,19 +108,19 @@ class Loop:
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, learned, states)
         held = [array for named in arrays for _, array in held_arrays(named)]
+        listener.began(self.step, steps)
         with (
-            Progress(self.step, steps) as progress,
             self.memory.watched(held),
             np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
         ):
             try:
-                self._evaluate_if_due(progress)
+                self._evaluate_if_due()
                 while self.step < steps:
                     ranks.agree(stop)
                     with self.around():
-                        self._one_step(progress)
+                        self._one_step()
                     self.seconds = time.perf_counter() - started
-                    self._evaluate_if_due(progress)
+                    self._evaluate_if_due()
                     self.seconds = time.perf_counter() - started
                     if self.step % self.plan.save_every == 0 or self.step == steps:
                         self.save()
@@ -130,14 +129,14 @@ class Loop:
                     self.save()
                 raise
 
-    def _evaluate_if_due(self, progress: Progress) -> None:
+    def _evaluate_if_due(self) -> None:
         """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
         if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
-                self._evaluate(progress)
+                self._evaluate()
 
-    def _one_step(self, progress: Progress) -> None:
+    def _one_step(self) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
         slowed = self.memory.begin_step()
@@ -174,8 +173,9 @@ class Loop:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        self._log(line | self.memory.end_step())
-        progress.step(line)
+        line |= self.memory.end_step()
+        self._log(line)
+        self.listener.step(line)
 
     def _log(self, line: dict[str, Any]) -> None:
         """Append a line to the log, on rank 0."""
@@ -204,7 +204,7 @@ class Loop:
         loss, sums = self.engine.summed(passes(), len(batches))
         return loss, sum(batch.real for batch in batches), sums
 
-    def _evaluate(self, progress: Progress) -> None:
+    def _evaluate(self) -> None:
         """Log the loss on the held-out text, in nats per token."""
         batches = self.training_data.held_out
         placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
@@ -223,7 +223,7 @@ class Loop:
             "unigram_baseline": self.training_data.baseline,
         }
         self._log(line)
-        progress.evaluated(line)
+        self.listener.evaluated(line)
 
     def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
         """Return what the objective takes: arrays on the model's device, and a number of labels."""
@@ -240,7 +240,7 @@ class Loop:
     @contextmanager
     def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
         """With ``find_nan``, stop at the first value that is not finite in a ``with`` block."""
-        if not self.find_nan:
+        if not self.plan.find_nan:
             yield
             return
         named = self.model.parameters | self.model.trainable
@@ -261,7 +261,9 @@ class Loop:
         if self.step == 0:  # no step has changed a weight: the model itself is at fault
             other = f", or try {named(dtype='bfloat16')}"
             cure = "copy the model again" + other * self.scaler.dynamic
-        more = "" if self.find_nan else f"; {named('find_nan')} names the layer where it begins"
+        more = (
+            "" if self.plan.find_nan else f"; {named('find_nan')} names the layer where it begins"
+        )
         raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
 
     def save(self) -> Path:

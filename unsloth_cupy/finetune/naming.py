@@ -1,7 +1,10 @@
-"""How messages name the settings of a run: as fields of ``Settings``, or as the flags of a command.
+"""How messages name the settings of a run: as fields of ``Settings``, or as a command's flags.
 
-named("lora")                        lora                          --lora
-named(batch=2, accumulate=4)         batch=2, accumulate=4         --batch 2 --accumulate 4
+    named("lora")                        lora
+    named(batch=2, accumulate=4)         batch=2, accumulate=4
+
+Inside ``naming(style)`` they are written in another style.  Messages are not translated afterwards:
+a path in them may look like a setting.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from ..core import gpu
@@ -127,11 +126,11 @@ class Ranks:
             raise Interrupted
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def ending(self, *others: type[Exception]) -> Iterator[None]:
         """End all ranks if an error is raised on one; only rank 0 prints anything else.
 
         An error that the user can correct is one line, and only rank 0 prints it if all ranks
-        raise it.
+        raise it.  ``others`` are such errors, beside this package's and those of the system.
         """
         if self.alone:
             yield
@@ -143,8 +142,7 @@ class Ranks:
             try:
                 yield
             except Exception as error:
-                correctable = isinstance(error, UnslothCupyError | OSError | MemoryError)
-                correctable = correctable or isinstance(error, click.ClickException)
+                correctable = isinstance(error, (UnslothCupyError, OSError, MemoryError, *others))
                 of_another = error if isinstance(error, CommunicationError) else None
                 on_all = correctable and of_another is None and self._all_fail()
                 if of_another is None or not of_another.told:

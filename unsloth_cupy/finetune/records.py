@@ -18,8 +18,8 @@ import numpy as np
 
 from ..errors import ConfigError
 from .chat import Chat, Message, Span
+from .listener import reading
 from .naming import named
-from .progress import reading
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 SUFFIX = ".jsonl"

@@ -24,8 +24,8 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, remove
 from ..models.adapter_base import ADAPTER, base_of
+from .listener import reading
 from .naming import named
-from .progress import reading
 from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:

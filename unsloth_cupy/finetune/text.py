@@ -14,8 +14,8 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
+from .listener import reading
 from .naming import named
-from .progress import reading
 
 HELD_OUT_SHARE = 0.1
 HELD_OUT_CHARACTERS = 50_000  # enough for a loss exact to 0.02 nats; evaluation stays cheap

@@ -11,14 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import click
 import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import CACHE, cache_folder, check_room
+from .listener import announce, reading
 from .naming import named
-from .progress import reading
 from .text import PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
 
@@ -101,7 +100,7 @@ def _lock(file: BinaryIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            click.echo("another run tokenises this text: waiting for it", err=True)
+            announce("another run tokenises this text: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
 
 

@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ConfigError
 from ..training.checkpoint import CheckpointConfig
@@ -19,15 +19,8 @@ from .naming import named
 PARTS: Mapping[str, Any] = {"mixed_precision": MixedPrecisionConfig, "checkpoint": CheckpointConfig}
 
 
-class Settings(NamedTuple):
-    """The values of a TrainingConfig as ``finetune`` uses them."""
-
-    options: dict[str, Any]  # new defaults of command-line options, by name
-    rest: dict[str, Any]  # values without an option, by the names of ``settings.Settings``
-
-
-def read_training_config(path: Path) -> Settings:
-    """Return the values of a file; names that it omits have the defaults of ``TrainingConfig``.
+def read_training_config(path: Path) -> dict[str, Any]:
+    """Return the settings in a file; names that it omits have the defaults of ``TrainingConfig``.
 
     Raises
     ------
@@ -54,16 +47,12 @@ def read_training_config(path: Path) -> Settings:
         raise ConfigError(f"{named(config=path)}: {error}") from None
     precision, checkpoint = config.mixed_precision, config.checkpoint
     every = checkpoint.checkpoint_every if checkpoint.enabled else None
-    options = {
+    return {
         "batch": config.batch_size, "tokens": config.max_seq_len,
         "accumulate": config.gradient_accumulation_steps, "dtype": precision.compute_dtype,
-        "checkpoint_every": every,
-    }  # fmt: skip
-    rest = {
-        "keep": tuple(checkpoint.keep), "offload": checkpoint.offload,
+        "checkpoint_every": every, "keep": tuple(checkpoint.keep), "offload": checkpoint.offload,
         "loss_scale": precision.loss_scale, "dynamic_scaling": precision.dynamic_scaling,
     }  # fmt: skip
-    return Settings(options, rest)
 
 
 def _known(part: str, values: Any, config: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from .chat import Chat, Span
+from .listener import reading
 from .naming import named
-from .progress import reading
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
 from .tokenizer import check_tokens, encode, token_kind

@@ -1,0 +1,177 @@
+"""Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
+
+run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16, out="runs/chat")).train()
+run.model.generate(tokens, max_new_tokens=20)
+"""
+
+from contextlib import ExitStack
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..machine import blas_threads
+from ..models.adapter_base import base_of
+from ..models.folder import load, on_device
+from ..models.objective import Objective, next_token
+from .interrupt import Stop
+from .listener import Listener, hearing
+from .loop import Loop
+from .preparation import prepare
+from .ranks import start
+from .records import SUFFIX, Records, read_records
+from .run_folder import RunFolder, fingerprints, model_folder
+from .settings import Settings, kept, read_settings
+from .text import Text, read_text
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+
+
+class Run:
+    """A run: its folder, and the model that it trains or has trained.
+
+    Attributes
+    ----------
+    name : str
+        The names of model and text.
+    files : RunFolder
+        The files in its folder: settings, log, checkpoints, model.
+    loop : Loop or None
+        The training loop; None if an earlier run in this folder was finished.
+    """
+
+    def __init__(self, name: str, files: RunFolder, loop: Loop | None, **place: Any) -> None:
+        self.name, self.files, self.loop, self.place = name, files, loop, place
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.files.folder
+
+    @cached_property
+    def model(self) -> "Transformer":
+        """The trained model; loaded from the folder if an earlier run was finished."""
+        return load(self.files.model, **self.place) if self.loop is None else self.loop.model
+
+
+class Trainer:
+    """Trains a model on a text, and saves it in the folder of a run.
+
+    The same arguments resume a run that was stopped, with the bits of one that was not.
+
+    Parameters
+    ----------
+    model : path, optional
+        The folder of a model, an adapter or a run; None: a new small Llama.
+    text : path, optional
+        A UTF-8 file, or a .jsonl file of texts, instructions or chats; None: Python's
+        documentation.
+    settings : Settings, optional
+        All other settings, with their defaults.
+    objective : callable, optional
+        The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
+        over labels divided by ``count``.  By default that of the next token.
+    listener : Listener, optional
+        Hears words, steps and evaluations.
+
+    Raises
+    ------
+    ConfigError
+        The settings exclude each other, the model or the text; the message names the fields.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        text: str | PathLike[str] | None = None,
+        settings: Settings | None = None,
+        *,
+        objective: Objective = next_token,
+        listener: Listener | None = None,
+    ) -> None:
+        self.settings = each = Settings() if settings is None else settings
+        self.objective, self.listener = objective, Listener() if listener is None else listener
+        self.text = None if text is None else Path(text)
+        self.lines = self.text is not None and self.text.suffix.lower() == SUFFIX
+        self.files: RunFolder | None = None  # known when the text is read
+        self.ranks = start(
+            tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
+            context=each.context_parallel, device=None if each.device == "cpu" else each.device,
+            zero=each.zero, schedule=each.schedule, chunks=each.chunks,
+            context_attention=each.context_attention,
+        )  # fmt: skip
+        with self.ranks.ending():
+            self.source = None if model is None else model_folder(Path(model))
+            each.check(self.source, lines=self.lines)
+            self.ranks.check(
+                each.batch, each.accumulate, limited=bool(each.limit_memory),
+                offload=each.offload, find_nan=each.find_nan,
+                packed=self.lines and each.pack is not False,
+            )  # fmt: skip
+        new = "small-bitnet" if each.train_weights else "small-llama"
+        self.base_name = new if model is None else Path(model).resolve().name
+
+    def train(self, stop: Stop | None = None) -> Run:
+        """Train to the end, save the model, and return the run.
+
+        Parameters
+        ----------
+        stop : Stop, optional
+            Requests the run to stop, as ``interrupt.stop_request`` does on Ctrl-C.
+
+        Raises
+        ------
+        ConfigError
+            Model, text or settings do not fit together, a loss is not finite, or the folder holds
+            another run.
+        DeviceMemoryError
+            A step does not fit in memory.
+        Interrupted
+            The run was requested to stop; its last complete step is saved.
+        """
+        stop, ranks = Stop() if stop is None else stop, self.ranks
+        stop.together, stop.interruptible = not ranks.alone, ranks.alone
+        with hearing(self.listener), ranks.ending():
+            text = read_records(self.text) if self.text and self.lines else read_text(self.text)
+            name = f"{self.base_name}-{text.name}"
+            self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
+            with on_device("finetune", ranks.device), ExitStack() as stack:
+                if ranks.first:
+                    stack.enter_context(files.claimed(self._kept(text)))
+                ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
+                if ranks.broadcast(files.finished):
+                    kind = None if self.settings.train_weights else self.settings.quantize
+                    place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
+                    run = Run(name, files, None, quantize=kind, **place)
+                    self.listener.finished(run)
+                    return run
+                loop = prepare(files, self.settings, text, self.source, ranks, self.objective)
+                run = Run(name, files, loop)
+                stack.enter_context(blas_threads(loop.model.config.hidden))
+                self._train(run, loop, stop)
+                return run
+
+    def _train(self, run: Run, loop: Loop, stop: Stop) -> None:
+        """Run the remaining steps, and save the model."""
+        self.listener.prepared(run)
+        try:
+            loop.train(stop, self.listener)
+        finally:
+            self.listener.ended(run)
+        stop.uninterruptible("the saving of the model")
+        loop.save_result(run.files.model, self.settings.save_dtype)
+        newest = loop.save().name
+        if self.ranks.first:
+            run.files.drop_checkpoints(before=newest)
+        self.listener.finished(run)
+
+    def _kept(self, text: Text | Records) -> dict[str, Any]:
+        """Return the settings to keep, with digests of the base model's files if it is adapted."""
+        adapted, base = self.settings.lora is not None, dict[str, Any]()
+        folder = self.source if adapted else self.source and base_of(self.source)
+        if folder is not None and self.files is not None:
+            path = self.files.settings
+            known = read_settings(path) if path.is_file() else {}
+            base = fingerprints(folder, known.get("base") or {})
+        return kept(self.settings, text, self.source, base)

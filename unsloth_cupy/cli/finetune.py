@@ -46,13 +46,14 @@ def finetune(
     different grid of ranks may resume a run.
     """
     settings = Settings(**(config or {}) | options)
-    with closing(Printer(profile)) as printer:
-        trainer = Trainer(model, text, settings, listener=printer)
-        with stop_request(printer.announce) as stop:
-            try:
+    printer = Printer(profile)
+    trainer = Trainer(model, text, settings, listener=printer)
+    with stop_request(printer.announce) as stop:
+        try:
+            with closing(printer):
                 trainer.train(stop)
-            except Interrupted:
-                exit_stopped(trainer, stop)
+        except Interrupted:
+            exit_stopped(trainer, stop)
 
 
 def exit_stopped(trainer: Trainer, stop: Stop) -> NoReturn:

@@ -167,7 +167,10 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     for name, value in settings.items():
         flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
         flag = "MODEL_FOLDER" if name == "model" else flag
-        words += [flag] if value is None or isinstance(value, bool) else [flag, str(value)]
+        shown = str(value)
+        if name == "limit_memory" and isinstance(value, int):
+            shown = f"{value >> 20}MiB"
+        words += [flag] if value is None or isinstance(value, bool) else [flag, shown]
     return " ".join(words)
 
 

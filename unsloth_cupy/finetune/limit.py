@@ -114,15 +114,14 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     held = sorted(first.held.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
     peak, over = f"{format_bytes(step_plan.total)} at its peak", format_bytes(first.total - whole)
-    where = f"{named(device=sizes.device or 'cpu')} has {format_bytes(whole)}"
-    if limit is not None:
-        where = named(limit_memory=format_bytes(whole))
-    enough = f"{step_plan.total / 2**20 * 1.02:.0f}MiB"  # plans are exact to 2 %
+    device = f"{named(device=sizes.device or 'cpu')} has"
+    where = device if limit is None else named("limit_memory")
+    enough = round(step_plan.total / 2**20 * 1.02) * 2**20  # plans are exact to 2 %
     raised = named(limit_memory=enough)
     raised += " tries anyway" if limit is None else " would be enough"
     cures = _cures(sizes, plan, step_plan, whole)
     raise DeviceMemoryError(
-        f"{where}: a step holds {peak},"
+        f"{where} {format_bytes(whole)}: a step holds {peak},"
         f" in {step_plan.moments[step_plan.peak]}; {over} do not fit in {first} already"
         f" ({listed}). {cures}{'; ' * bool(cures)}{raised}",
         step_plan.total,

@@ -1,7 +1,9 @@
 """Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
 
-run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16, out="runs/chat")).train()
-run.model.generate(tokens, max_new_tokens=20)
+    run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16, out="runs/chat")).train()
+    run.model.generate(tokens, max_new_tokens=20)
+
+A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 """
 
 from contextlib import ExitStack

@@ -161,6 +161,27 @@ def test_an_objective_is_minimised_planned_and_held_out(text: Path, tmp_path: Pa
     assert len(models) == 2, "arrays, and the shapes of the plan"
 
 
+def test_defaults_depend_on_the_model() -> None:
+    new, whole = (Settings().decided(new=new) for new in (True, False))
+    adapter = Settings(lora=8, epochs=2).decided(new=False, steps=15)
+    assert [each.lr for each in (new, whole, adapter)] == [4e-3, 1e-4, 1e-3]
+    assert [each.steps for each in (new, whole, adapter)] == [1200, 1200, 15]
+    assert [each.evaluate_every for each in (new, whole, adapter)] == [120, 120, 2]
+    chosen = Settings(lr=0.5, steps=3, evaluate_every=7).decided(new=True)
+    assert (chosen.lr, chosen.steps, chosen.evaluate_every) == (0.5, 3, 7)
+
+
+def test_a_run_is_named_after_model_and_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = Trainer(None, text, Settings(**TINY, steps=1)).train()
+    assert (first.name, first.folder) == ("small-llama-sums", Path("runs/small-llama-sums"))
+    adapted = Trainer(first.folder, text, Settings(steps=1, tokens=16, lora=2)).train()
+    assert adapted.folder == Path("runs/small-llama-sums-sums")
+    assert json.loads((adapted.folder / "settings.json").read_text())["lr"] == 1e-3
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

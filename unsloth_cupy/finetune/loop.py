@@ -107,7 +107,7 @@ class Loop:
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, learned, states)
-        held = [array for named in arrays for _, array in held_arrays(named)]
+        held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
             self.memory.watched(held),
@@ -243,9 +243,9 @@ class Loop:
         if not self.plan.find_nan:
             yield
             return
-        named = self.model.parameters | self.model.trainable
+        parameters = self.model.parameters | self.model.trainable
         try:
-            with find_nan(named, gradients=not self._scale_may_shrink):
+            with find_nan(parameters, gradients=not self._scale_may_shrink):
                 yield
         except NonFiniteError as error:
             name = f"batch {batch} ({self.training_data.batches.where(batch)})"
@@ -286,8 +286,8 @@ class Loop:
         with self._beside(path) as partial:
             self.save_model(partial)
             if partial is not None and averages is not None:
-                named = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
-                write_tensors(partial / "optimizer.safetensors", named)
+                arrays = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
+                write_tensors(partial / "optimizer.safetensors", arrays)
                 progress = {
                     "step": self.step,
                     "seed": self.plan.seed,

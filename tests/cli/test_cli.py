@@ -23,17 +23,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from unsloth_cupy import machine
-from unsloth_cupy.cli import finetune as finetune_command
-from unsloth_cupy.cli import plan_tables
+from unsloth_cupy.cli import plan_tables, printer, results
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import results
 from unsloth_cupy.finetune.chat import Chat
+from unsloth_cupy.finetune.loop import Loop
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.streaming import StopStrings, TextStream
 from unsloth_cupy.finetune.text import Batches, Text, held_out_rows, split, unigram_baseline
 from unsloth_cupy.finetune.tokenizer import encode, load_tokenizer, train_tokenizer
-from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import load, next_logits
@@ -55,7 +53,7 @@ def run(*arguments: object, given: str | bytes = "") -> click.testing.Result:
     They take longer than a small run.  ``start`` runs it as it is, in a process of its own.
     """
     with (
-        mock.patch.object(finetune_command, "draw_curve"),
+        mock.patch.object(printer, "draw_curve"),
         mock.patch.object(results, "SAMPLE_TOKENS", 8),
     ):
         return click.testing.CliRunner().invoke(group, [str(a) for a in arguments], input=given)
@@ -98,15 +96,15 @@ def killed_and_ended(folder: Path, moments: list[int], *arguments: object) -> No
 @contextmanager
 def stumbling(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
     """Runs end with an error after so many steps, inside a ``with`` block."""
-    step = Trainer._one_step
+    step = Loop._one_step
 
-    def stumble(self: Trainer, progress: Any) -> None:
+    def stumble(self: Loop) -> None:
         if self.step == after:
             raise ConfigError("stumbled")
-        step(self, progress)
+        step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_one_step", stumble)
+        patch.setattr(Loop, "_one_step", stumble)
         yield
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.finetune import interrupt
+from unsloth_cupy.finetune.loop import Loop
 from unsloth_cupy.finetune.run_folder import RunFolder, model_without_weights
 from unsloth_cupy.finetune.settings import differences
-from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
 
@@ -100,17 +101,17 @@ def test_an_evaluation_is_left_and_made_up_for(
     finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL, "--steps", 6)
-    held_out = Trainer._evaluate
+    held_out = Loop._evaluate
     calls: list[int] = []
 
-    def stopping(self: Trainer, progress: Any) -> None:
+    def stopping(self: Loop) -> None:
         calls.append(self.step)
         if calls == [0, 3]:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
-        held_out(self, progress)
+        held_out(self)
 
-    monkeypatch.setattr(Trainer, "_evaluate", stopping)
+    monkeypatch.setattr(Loop, "_evaluate", stopping)
     result = run(*command)
     assert result.exit_code == 130
     assert "leaves the held-out loss after step 3" in result.stderr
@@ -137,6 +138,10 @@ def test_nothing_is_left_behind_before_the_first_evaluation(
 
 
 @pytest.mark.slow
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def test_a_request_is_answered_while_python_runs_no_handler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,12 +150,12 @@ def test_a_request_is_answered_while_python_runs_no_handler(
     monkeypatch.setattr(
         interrupt.Stop, "request", lambda *_: times.setdefault("handled", time.monotonic())
     )
-    with interrupt.stop_request() as stop:
+    with interrupt.stop_request(say) as stop:
         stop.uninterruptible("the update of step 7")
 
         def ask() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            if stop.printed.wait(60):
+            if stop.told.wait(60):
                 times["told"] = time.monotonic()
 
         asking = threading.Timer(0.05, ask)
@@ -164,7 +169,7 @@ def test_a_request_is_answered_while_python_runs_no_handler(
 
 def test_a_request_waits_for_no_more_than_it_must() -> None:
     before = [signal.getsignal(number) for number in interrupt.SIGNALS]
-    with interrupt.stop_request() as stop:
+    with interrupt.stop_request(say) as stop:
         stop.uninterruptible("the update of step 7")
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == signal.SIGINT

@@ -1,6 +1,7 @@
 """``finetune --limit-memory``: what does not fit is known before training, and kept to in it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from unsloth_cupy import DeviceMemoryError, machine, plan_memory
 from unsloth_cupy.cli.options import Size
 from unsloth_cupy.finetune import limit, preparation
 from unsloth_cupy.finetune.limit import Memory, Sizes, checked_plan
-from unsloth_cupy.finetune.settings import Settings
+from unsloth_cupy.finetune.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.models.parse import parse
 
@@ -21,7 +22,7 @@ from ..memory.test_memory import SIZES, SMALL
 MIB = 2**20
 LLAMA = SMALL | SIZES | {"num_hidden_layers": 2}
 GEMMA = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 32}
-PLAN = Settings(3, 1e-3, 0.1, 1.0, 0, 3, 100)
+PLAN = Settings(steps=3).decided(new=True)
 TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
 
 
@@ -62,19 +63,19 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
     assert first is not None
     assert "layer " in str(first)
     message = str(error.value)
-    for said in (f"do not fit in {first} already", "activations", "--checkpoint-every 1 saves"):
+    for said in (f"do not fit in {first} already", "activations", "checkpoint_every=1 saves"):
         assert said in message
     assert "and fits" in message
 
 
 @pytest.mark.slow
 def test_cures_are_named_together_where_none_is_enough() -> None:
-    with pytest.raises(DeviceMemoryError, match=r"--lora 8 --\S.* saves .* MiB"):
+    with pytest.raises(DeviceMemoryError, match=r"lora=8, \S.* saves .* MiB"):
         checked_plan(sizes(), PLAN, 5 * MIB)
     with pytest.raises(DeviceMemoryError) as error:
-        checked_plan(sizes(exists=False), PLAN._replace(checkpoint_every=1), 5 * MIB)
-    assert "--lora" not in str(error.value)
-    assert "--checkpoint-every" not in str(error.value)
+        checked_plan(sizes(exists=False), replace(PLAN, checkpoint_every=1), 5 * MIB)
+    assert "lora" not in str(error.value)
+    assert "checkpoint_every" not in str(error.value)
 
 
 @pytest.mark.parametrize("limit", [1, 256 << 10, MIB, 3 * MIB])
@@ -84,7 +85,7 @@ def test_each_cure_is_named_once_and_saves(limit: int, batch: int, parts: int | 
     small = parse(LLAMA | {"num_hidden_layers": 1, "vocab_size": 32})
     facts = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
     with pytest.raises(DeviceMemoryError) as error:
-        checked_plan(facts, PLAN._replace(checkpoint_every=parts), limit)
+        checked_plan(facts, replace(PLAN, checkpoint_every=parts), limit)
     cures = str(error.value).partition("). ")[2].split("; ")[:-1]
     named = [cure.partition(" saves ")[0] for cure in cures]
     assert len(set(named)) == len(named)
@@ -97,17 +98,17 @@ def test_a_cure_saves_what_it_says() -> None:
     with pytest.raises(DeviceMemoryError) as error:
         checked_plan(sizes(), PLAN, whole - 1)
     for switch, change in {
-        "--checkpoint-every 1": {"checkpoint_every": 1},
-        "--chunked-mlp": {"chunked_mlp": True},
-        "--dtype bfloat16": {"dtype": "bfloat16"},
-        "--lora 8": {"rank": 8},
-        "--state-bits 8": {"state_bits": 8},
+        "checkpoint_every=1": {"checkpoint_every": 1},
+        "chunked_mlp=True": {"chunked_mlp": True},
+        "dtype=bfloat16": {"dtype": "bfloat16"},
+        "lora=8": {"rank": 8},
+        "state_bits=8": {"state_bits": 8},
     }.items():
         less = plan_memory(LLAMA, **(options | change))
         assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
 
 
-def cures(plan: Settings, **changes: Any) -> str:
+def cures(plan: Plan, **changes: Any) -> str:
     """Return what is said of a limit for which all switches together are not enough."""
     with pytest.raises(DeviceMemoryError) as error:
         checked_plan(sizes(**changes), plan, 5 * MIB)
@@ -116,25 +117,25 @@ def cures(plan: Settings, **changes: Any) -> str:
 
 @pytest.mark.slow
 def test_a_switch_that_is_on_is_no_cure() -> None:
-    assert "--state-bits" not in cures(PLAN._replace(state_bits=8))
-    assert "--chunked-mlp" not in cures(PLAN._replace(chunked_mlp=True))
+    assert "state_bits" not in cures(replace(PLAN, state_bits=8))
+    assert "chunked_mlp" not in cures(replace(PLAN, chunked_mlp=True))
 
 
 @pytest.mark.slow
 def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
     *single, together, _ = cures(PLAN).split("; ")
-    assert any(cure.startswith("--chunked-mlp saves") for cure in single)
-    assert "--lora 8" in together
-    assert "--chunked-mlp" not in together, "adapters are on MLPs"
-    assert "--chunked-mlp" in cures(PLAN, exists=False).split("; ")[-2]
-    assert "--lora" not in cures(PLAN._replace(chunked_mlp=True))
-    assert "--chunked-mlp" not in cures(PLAN._replace(lora=8))
-    assert "--chunked-mlp" not in cures(PLAN, config=parse(GEMMA))
+    assert any(cure.startswith("chunked_mlp=True saves") for cure in single)
+    assert "lora=8" in together
+    assert "chunked_mlp" not in together, "adapters are on MLPs"
+    assert "chunked_mlp" in cures(PLAN, exists=False).split("; ")[-2]
+    assert "lora" not in cures(replace(PLAN, chunked_mlp=True))
+    assert "chunked_mlp" not in cures(replace(PLAN, lora=8))
+    assert "chunked_mlp" not in cures(PLAN, config=parse(GEMMA))
 
 
 @pytest.mark.parametrize("device", [None, "cuda:1"])
 def test_the_machine_is_the_limit_where_none_is_given(
-    device: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []
     memory = [10**12, 10**12]
@@ -144,16 +145,18 @@ def test_the_machine_is_the_limit_where_none_is_given(
         return memory[0], memory[1]
 
     monkeypatch.setattr(limit, "device_memory", here)
+    messages: list[str] = []
+    monkeypatch.setattr(limit, "announce", messages.append)
     plan = checked_plan(sizes(device=device), PLAN, None)
-    assert not capsys.readouterr().err
+    assert not messages
     memory[1] = plan.total - 1
     checked_plan(sizes(device=device), PLAN, None)
-    assert "are free now, of 931.32 GiB" in capsys.readouterr().err
+    assert "are free now, of 931.32 GiB" in messages[0]
     memory[0] = plan.total - 1
-    with pytest.raises(DeviceMemoryError, match=f"--device {device or 'cpu'} has .*: a step") as e:
+    with pytest.raises(DeviceMemoryError, match=f"device={device or 'cpu'} has .*: a step") as e:
         checked_plan(sizes(device=device), PLAN, None)
     assert (e.value.required, e.value.available) == (plan.total, plan.total - 1)
-    assert "--checkpoint-every 1 saves" in str(e.value)
+    assert "checkpoint_every=1 saves" in str(e.value)
     assert str(e.value).endswith("MiB tries anyway")
     assert asked == [device] * 3
     assert checked_plan(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"
@@ -186,7 +189,7 @@ def test_what_fits_is_planned() -> None:
     plan = checked_plan(sizes(), PLAN, 2**30)
     assert plan == checked_plan(sizes(), PLAN, None)
     assert (
-        plan.total < checked_plan(sizes(device="cuda:0"), PLAN._replace(accumulate=3), None).total
+        plan.total < checked_plan(sizes(device="cuda:0"), replace(PLAN, accumulate=3), None).total
     )
 
 

@@ -579,10 +579,10 @@ class TestPacking:
         packed: Any = training_data.batches
         assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
         assert training_data.note == (
-            "2 of 3 texts are longer than --tokens 16 and lose their end; 1 lose their answer: left"
+            "2 of 3 texts are longer than tokens=16 and lose their end; 1 lose their answer: left"
             " out"
         )
-        with pytest.raises(ConfigError, match="gets to its answer in --tokens 3; give more"):
+        with pytest.raises(ConfigError, match="gets to its answer in tokens=3; give more"):
             from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
 
 
@@ -616,17 +616,17 @@ class TestFinetune:
     @pytest.mark.slow
     def test_accumulated_batches_are_one_large_batch(self, file: Path, tmp_path: Path) -> None:
         """Packed batches hold unequal numbers of labels: the mean is over all of them."""
-        from unsloth_cupy.finetune.trainer import Trainer
+        from unsloth_cupy.finetune.loop import Loop
 
         actual = []
-        step = Trainer._gradients
+        step = Loop._gradients
 
-        def kept(self: Trainer) -> Any:
+        def kept(self: Loop) -> Any:
             actual.append((self, result := step(self)))
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "_gradients", kept)
+            patch.setattr(Loop, "_gradients", kept)
             options = (*SMALL, "--steps", 1, "--accumulate", 3, "--out", tmp_path / "run")
             assert run("finetune", "--text", file, *options).exit_code == 0
         trainer, (loss, count, gradients) = actual[0]

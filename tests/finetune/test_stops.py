@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy import cosine_schedule
-from unsloth_cupy.finetune import trainer
+from unsloth_cupy.finetune import loop
+from unsloth_cupy.finetune.loop import Loop
 from unsloth_cupy.finetune.run_folder import RunFolder
-from unsloth_cupy.finetune.trainer import Trainer
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
 
@@ -45,7 +45,7 @@ def explode(patch: pytest.MonkeyPatch, at: int) -> None:
     """Let the rate of one step be far too large."""
     rate = cosine_schedule
     patch.setattr(
-        trainer, "cosine_schedule", lambda step, **o: 1e25 if step == at else rate(step, **o)
+        loop, "cosine_schedule", lambda step, **o: 1e25 if step == at else rate(step, **o)
     )
 
 
@@ -71,7 +71,7 @@ def test_a_broken_weight_is_named(
     save_file(tensors, tmp_path / "model.safetensors")
     options = (tmp_path, "--text", text, "--steps", 2, "--batch", 2, "--tokens", 16)
     if every == 9:  # as if nothing were held out
-        monkeypatch.setattr(Trainer, "_evaluate", lambda *_: None)
+        monkeypatch.setattr(Loop, "_evaluate", lambda *_: None)
     where = "after step 0: held-out batch 0" if every == 1 else "step 1: batch 0 (rows from tokens"
     result = stopped(*options, "--out", tmp_path / "run", "--find-nan")
     assert_one_clear_error(
@@ -120,14 +120,14 @@ def test_the_last_good_state_is_kept(
 def test_weights_that_are_not_finite_are_not_saved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Trainer._one_step
+    step = Loop._one_step
 
-    def overflowing(self: Trainer, progress: Any) -> None:
-        step(self, progress)
+    def overflowing(self: Loop) -> None:
+        step(self)
         if self.step == 4:
             next(iter(self.masters.values()))[0, 0] = np.inf
 
-    monkeypatch.setattr(Trainer, "_one_step", overflowing)
+    monkeypatch.setattr(Loop, "_one_step", overflowing)
     folder = tmp_path / "run"
     result = stopped("--text", text, "--out", folder, *SMALL, "--save-every", 2)
     assert_one_clear_error(result, "after step 4: the weight model.embed_tokens.weight is not")
@@ -139,13 +139,13 @@ def test_one_checkpoint_is_left_once_it_is_known_to_be_good(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    step = Trainer._one_step
+    step = Loop._one_step
 
-    def looking(self: Trainer, progress: Any) -> None:
-        step(self, progress)
+    def looking(self: Loop) -> None:
+        step(self)
         seen.append([path.name[-1] for path in self.run.checkpoints()])
 
-    monkeypatch.setattr(Trainer, "_one_step", looking)
+    monkeypatch.setattr(Loop, "_one_step", looking)
     options = (*SMALL, "--save-every", 2)
     assert run("finetune", "--text", text, "--out", tmp_path / "run", *options).exit_code == 0
     assert seen == [[], [], ["2"], ["2"], ["4"], ["4"], ["6"], ["6"]]

@@ -208,7 +208,7 @@ def test_a_run_that_waited_for_another_gets_the_same_tokens(
     partial, whole = path.with_name(path.name + ".partial"), path.read_bytes()
     path.unlink()
     waits = threading.Event()
-    monkeypatch.setattr(tokens.click, "echo", lambda *_, **__: waits.set())
+    monkeypatch.setattr(tokens, "announce", lambda _: waits.set())
     with partial.open("wb") as file, ThreadPoolExecutor() as threads:
         fcntl.flock(file, fcntl.LOCK_EX)
         actual = threads.submit(tokens_of, text, tokenizer)

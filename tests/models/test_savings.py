@@ -13,7 +13,7 @@ import click.testing
 import pytest
 
 from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
-from unsloth_cupy.cli import finetune
+from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import training_data
 from unsloth_cupy.finetune.text import held_out_rows
@@ -73,8 +73,8 @@ SAVINGS: dict[str, tuple[str, ...]] = {
 def prepare(patch: pytest.MonkeyPatch) -> None:
     used.clear()
     patch.setattr(block, "swiglu_mlp", watched_mlp)
-    patch.setattr(finetune, "draw_curve", lambda *_: None)
-    patch.setattr(finetune, "sample", lambda *_: None)
+    patch.setattr(printer, "draw_curve", lambda *_: None)
+    patch.setattr(printer, "sample", lambda *_: None)
     patch.setattr(training_data, "held_out_rows", some_rows)
 
 

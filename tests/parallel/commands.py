@@ -18,31 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import trainer
-from unsloth_cupy.finetune.trainer import Trainer
+from unsloth_cupy.finetune import loop
+from unsloth_cupy.finetune.loop import Loop
 
 
 def killed() -> None:
-    whole = Trainer._gradients
+    whole = Loop._gradients
 
-    def gradients(self: Trainer) -> Any:
+    def gradients(self: Loop) -> Any:
         result = whole(self)
         if self.step == 2 and self.ranks.comm.rank == self.ranks.comm.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    Trainer._gradients = gradients  # type: ignore[method-assign]
+    Loop._gradients = gradients  # type: ignore[method-assign]
 
 
 def full() -> None:
     def write(path: Any, tensors: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    trainer.write_tensors = write
+    loop.write_tensors = write
 
 
 def torn() -> None:
-    whole = trainer.write_tensors
+    whole = loop.write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         whole(path, tensors)
@@ -50,7 +50,7 @@ def torn() -> None:
             path.write_bytes(path.read_bytes()[:99])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer.write_tensors = write
+    loop.write_tensors = write
 
 
 FAULTS = {"killed": killed, "full": full, "torn": torn}

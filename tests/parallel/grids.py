@@ -16,9 +16,9 @@ import click
 import numpy as np
 
 from unsloth_cupy import AdamW
-from unsloth_cupy.cli import finetune as command
+from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import ranks, trainer
+from unsloth_cupy.finetune import loop, ranks
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
@@ -128,22 +128,22 @@ def gradients(self: Any, before: Any) -> Any:
     return loss, count, sums
 
 
-def sample(trainer: Any, _: int) -> None:
+def sample(loop: Any) -> None:
     """Generate a few tokens in all ranks; rank 0 writes them to a file."""
-    model, folder = trainer.model, trainer.run.folder
-    tokens = model.generate(np.array([trainer.training_data.prompt[:5]]), max_new_tokens=4, stop=())
-    if trainer.ranks.first:
+    model, folder = loop.model, loop.run.folder
+    tokens = model.generate(np.array([loop.training_data.prompt[:5]]), max_new_tokens=4, stop=())
+    if loop.ranks.first:
         np.savez(folder.parent / f"{folder.name}-sample.npz", tokens)
 
 
 def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     """Run all grids."""
-    whole = trainer.Trainer._gradients
-    trainer.Trainer._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
-    trainer.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
-    command.draw_curve = lambda *_: None  # type: ignore[assignment]
-    command.import_module = lambda _: None  # type: ignore[assignment]
-    command.sample = sample  # type: ignore[assignment]
+    whole = loop.Loop._gradients
+    loop.Loop._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
+    loop.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
+    printer.draw_curve = lambda *_: None  # type: ignore[assignment]
+    printer.import_module = lambda _: None  # type: ignore[assignment]
+    printer.sample = sample  # type: ignore[assignment]
     for runs in rounds(world.size):
         names = [name for name, run in runs.items() for _ in range(run.ranks)]
         name = names[world.rank] if world.rank < len(names) else ""

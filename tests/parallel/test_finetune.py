@@ -231,21 +231,21 @@ def test_rows_are_divided_at_the_ends_of_texts() -> None:
 def test_what_ranks_do_not_do_is_refused() -> None:
     fine: dict[str, Any] = {"limited": False, "offload": False, "find_nan": False}
     two_of(0).check(2, 1, **fine)
-    with pytest.raises(ConfigError, match="--batch 1 is not enough for 2 ranks"):
+    with pytest.raises(ConfigError, match="batch=1 is not enough for 2 ranks"):
         two_of(0).check(1, 1, **fine)
     two_of(0).check(1, 1, **fine, packed=True)
-    with pytest.raises(ConfigError, match="--limit-memory is not for"):
+    with pytest.raises(ConfigError, match="limit_memory is not for"):
         two_of(0).check(2, 1, **fine | {"limited": True})
     ranks = two_of(0)
     ranks.schedule, ranks.groups = "interleaved", ranks.groups._replace(pipeline=ranks.groups.data)
-    with pytest.raises(ConfigError, match=r"--accumulate 3 is not a multiple of 2.*--accumulate 4"):
+    with pytest.raises(ConfigError, match=r"accumulate=3 is not a multiple of 2.*accumulate=4"):
         ranks.check(2, 3, **fine)
     ranks = two_of(0)
     ranks.zero = 3
-    with pytest.raises(ConfigError, match="--zero 3 is not for --find-nan"):
+    with pytest.raises(ConfigError, match="zero=3 is not for find_nan"):
         ranks.check(2, 1, **fine | {"find_nan": True})
     ranks.groups = ranks.groups._replace(pipeline=ranks.groups.data)
-    with pytest.raises(ConfigError, match="--zero 3 is not for --pipeline-parallel: the weights"):
+    with pytest.raises(ConfigError, match="zero=3 is not for pipeline_parallel: the weights"):
         ranks.check(2, 1, **fine)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import linear, ternary_quantize
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.results import trainable_count
+from unsloth_cupy.finetune.preparation import trainable_count
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division, check_divides
 from unsloth_cupy.models.lazy_parameter import LazyParameter

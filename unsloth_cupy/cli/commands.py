@@ -8,6 +8,7 @@ import click
 
 from .._version import __version__
 from ..errors import UnslothCupyError
+from ..finetune.naming import naming
 from ..finetune.ranks import prints_errors
 from .bench import bench
 from .check import check
@@ -17,6 +18,7 @@ from .finetune import finetune
 from .generate import generate
 from .info import info
 from .missing import missing
+from .options import as_flags
 from .plan import plan
 from .precompile import precompile
 
@@ -30,7 +32,8 @@ class Commands(click.Group):
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         os.environ["MPLBACKEND"] = "agg"  # a notebook may have set a backend that is missing here
         try:
-            return super().invoke(ctx)
+            with naming(as_flags):
+                return super().invoke(ctx)
         except click.UsageError as error:
             if prints_errors(parallel=any("-parallel" in word for word in sys.argv)):
                 raise

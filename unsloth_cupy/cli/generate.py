@@ -16,10 +16,10 @@ from ..errors import ConfigError
 from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
 from ..finetune.run_folder import model_folder
-from ..finetune.streaming import stream_text
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
 from .options import FILE, QUANTIZE, Device, Number, Words, option, utf8
+from .streaming import stream_text
 
 Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
 
@@ -72,7 +72,7 @@ def generate(
     from ..models.folder import on_device
 
     ranks = start(tensor=tensor_parallel, pipeline=pipeline_parallel, data=1, device=device)
-    with ranks.ending():
+    with ranks.ending(click.ClickException):
         if system is not None and not chat:
             raise click.UsageError("--system is for questions; add --chat.")
         interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()

@@ -1,9 +1,10 @@
 """Types of the command-line options, and the function that declares an option."""
 
+import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from ..finetune.settings import Settings, kind_of
 from ..finetune.training_config import read_training_config
 from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS
@@ -108,11 +110,11 @@ class ConfigFile(click.Path):
     """A file with a TrainingConfig, which other options override."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the settings in the file; its options become defaults of the other options."""
+        """Return the settings in the file, which become defaults of the other options."""
         path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
         settings = read_training_config(path)
         if ctx is not None:
-            ctx.default_map = {**(ctx.default_map or {}), **settings.options}
+            ctx.default_map = {**(ctx.default_map or {}), **settings}
         return settings
 
 
@@ -133,6 +135,19 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return size
 
 
+class Choice(click.Choice):  # type: ignore[type-arg]
+    """One of some texts or numbers."""
+
+    def __init__(self, choices: Sequence[Any]) -> None:
+        super().__init__([*map(str, choices)])
+        self.values = {str(each): each for each in choices}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the chosen text or number, or fail with all of them."""
+        return self.values[super().convert(str(value), param, ctx)]
+
+
+KINDS_BY_NAME = {"device": Device(), "limit_memory": Size(), "out": FILE}  # of some settings
 METAVARS: dict[type, str] = {
     click.IntRange: "N",
     Number: "X",
@@ -146,11 +161,86 @@ METAVARS: dict[type, str] = {
 }
 
 
-def option(name: str, kind: Any, text: str, default: Any = None) -> Callable[..., Any]:
+def as_flags(settings: Mapping[str, Any]) -> str:
+    """Return settings as they are written on the command line: --tokens 128."""
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+        flag = "MODEL_FOLDER" if name == "model" else flag
+        shown = str(value)
+        if name == "limit_memory" and isinstance(value, int):
+            shown = f"{value >> 20}MiB"
+        words += [flag] if value is None or isinstance(value, bool) else [flag, shown]
+    return " ".join(words)
+
+
+OTHERS = "other options"  # name of the last group
+
+
+class Option(click.Option):
+    """An option in a group of the help page."""
+
+    def __init__(self, *names: Any, group: str | None = None, **options: Any) -> None:
+        super().__init__(*names, **options)
+        self.group = group
+
+
+class Grouped(click.Command):
+    """A command whose help lists the options in their groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups in the order of their first options, then options without a group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups.setdefault(getattr(parameter, "group", None) or OTHERS, []).append(record)
+        for group in sorted(groups, key=OTHERS.__eq__):
+            with formatter.section(group.capitalize()):
+                formatter.write_dl(groups[group])
+
+
+def option(
+    name: str, kind: Any, text: str, default: Any = None, group: str | None = None
+) -> Callable[..., Any]:
     """Return a click option whose help shows its default, if it has one."""
     metavar = METAVARS.get(type(kind))
     has_default = default is not None
     return click.option(
         name, type=kind, default=default, show_default=has_default, metavar=metavar, help=text,
-        is_eager=isinstance(kind, ConfigFile),
+        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group,
     )  # fmt: skip
+
+
+def options_of(settings: type[Settings]) -> Callable[..., Any]:
+    """Return a decorator that adds an option for each setting that has a group."""
+    every = [each for each in dataclasses.fields(settings) if each.metadata]
+
+    def decorated(function: Any) -> Any:
+        for each in reversed(every):  # decorators are listed from the last one to the first
+            function = _option_of(each, {other.name for other in every})(function)
+        return function
+
+    return decorated
+
+
+def _option_of(setting: "dataclasses.Field[Any]", names: Iterable[str]) -> Callable[..., Any]:
+    """Return the option of a setting: its flag, type, default, and help."""
+    limits, group = setting.metadata, setting.metadata["group"]
+    flag = as_flags({setting.name: None})
+    text = limits["text"].format_map({name: as_flags({name: None}) for name in names})
+    number, least = kind_of(setting), limits.get("least")
+    if number is bool:
+        flag += f"/{as_flags({setting.name: False})}" * (setting.default is None)
+        return click.option(
+            flag, is_flag=True, default=setting.default, help=text, cls=Option, group=group
+        )
+    kind = KINDS_BY_NAME.get(setting.name)
+    if "choices" in limits:
+        kind = Choice(limits["choices"])
+    elif number is int and kind is None:
+        kind = click.IntRange(least)
+    elif number is float:
+        above = limits.get("above")
+        kind = Number(least if above is None else above, min_open=above is not None)
+    return option(flag, kind, text, setting.default, group)

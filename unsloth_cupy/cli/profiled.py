@@ -1,31 +1,16 @@
 """Profiles some steps of a training run op by op, for ``finetune --profile``."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import click
 
 from ..files import atomic_path
-from ..finetune.trainer import Trainer
+from ..finetune.loop import Loop
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
 
 FIRST = 2  # first steps, not profiled: they count array memory, and on a GPU compile kernels
-
-
-@contextmanager
-def profiled(trainer: Trainer, count: int | None) -> Iterator[None]:
-    """Profile ``count`` training steps inside a ``with`` block, then report them; None: none."""
-    if count is None or not trainer.ranks.first:
-        yield
-        return
-    steps = Steps(trainer, count)
-    trainer.around = steps
-    try:
-        yield
-    finally:
-        steps.report()
 
 
 class Steps:
@@ -34,11 +19,11 @@ class Steps:
     The first steps are not profiled, as far as enough steps remain after them.
     """
 
-    def __init__(self, trainer: Trainer, count: int) -> None:
-        self.trainer, self.count, self.done = trainer, count, 0
-        self.profile = Profile(trainer.model.parameters | trainer.model.trainable, nvtx=False)
-        self.waiting = max(0, min(FIRST, trainer.plan.steps - trainer.step - count))
-        self.first = trainer.step + self.waiting + 1
+    def __init__(self, loop: Loop, count: int) -> None:
+        self.loop, self.count, self.done = loop, count, 0
+        self.profile = Profile(loop.model.parameters | loop.model.trainable, nvtx=False)
+        self.waiting = max(0, min(FIRST, loop.plan.steps - loop.step - count))
+        self.first = loop.step + self.waiting + 1
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Return the context of the next step."""
@@ -53,7 +38,7 @@ class Steps:
         """Print the table of the steps; save it and a trace in the folder of the run."""
         if not self.profile.records:
             return
-        folder, last = self.trainer.run.folder, self.first + self.done - 1
+        folder, last = self.loop.run.folder, self.first + self.done - 1
         table = f"steps {self.first} to {last}\n{self.profile.report()}"
         with atomic_path(folder / "profile.txt") as partial:
             partial.write_text(table, encoding="utf-8")

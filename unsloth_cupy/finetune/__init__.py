@@ -1,1 +1,9 @@
-"""Fine-tuning of a model on a text: training data, trainer, run folder."""
+"""Fine-tuning of a model on a text: training data, trainer, run folder.
+
+run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16)).train()
+"""
+
+from .listener import Listener as Listener
+from .settings import Settings as Settings
+from .trainer import Run as Run
+from .trainer import Trainer as Trainer

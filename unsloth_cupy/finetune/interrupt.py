@@ -1,19 +1,18 @@
-"""Stops a run on Ctrl-C or SIGTERM, and prints at once what the run is waiting for.
+"""Stops a run on Ctrl-C or SIGTERM, and says at once what the run is waiting for.
 
-A separate thread prints the message: Python calls a signal handler only when the running call has
+A separate thread says it: Python calls a signal handler only when the running call has
 returned, and a product of large matrices takes long.  Work that changes no weights or files is
 abandoned at once; an update of weights or the writing of a file is finished first.
 """
 
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# The handler waits no longer for the message: the thread that prints may need a lock that the
+# The handler waits no longer for the message: the thread that says it may need a lock that the
 # interrupted code holds.
 SECONDS_TO_SAY = 1.0
 
@@ -29,8 +28,8 @@ class Stop:
     ----------
     signal : int or None
         The signal of the request; None: there was none.
-    printed : threading.Event
-        Set when the message about the request is printed.
+    told : threading.Event
+        Set when the message about the request is told.
     doing : str
         The current work, which a request abandons or waits for.
     interruptible : bool
@@ -41,7 +40,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.printed = threading.Event()
+        self.told = threading.Event()
         self.doing, self.interruptible, self.together = "the preparation", True, False
 
     def check(self) -> None:
@@ -77,10 +76,11 @@ class Stop:
 
 
 @contextmanager
-def stop_request() -> Iterator[Stop]:
+def stop_request(announce: Callable[[str], None]) -> Iterator[Stop]:
     """Yield a Stop, on which the first Ctrl-C or SIGTERM is a request; a second ends the program.
 
-    In a thread other than the main thread, signals are not handled.
+    ``announce`` is called in another thread with what the run does on a request.  In a thread other
+    than the main thread, signals are not handled.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -91,19 +91,19 @@ def stop_request() -> Iterator[Stop]:
     def handle(number: int, _: object) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
-        stop.printed.wait(SECONDS_TO_SAY)
+        stop.told.wait(SECONDS_TO_SAY)
         stop.request(number)
 
-    def print_message() -> None:
+    def tell() -> None:
         while data := receiver.recv(1):
             if data[0] in SIGNALS:
-                print(stop.message(data[0]), file=sys.stderr, flush=True)
-                stop.printed.set()
+                announce(stop.message(data[0]))
+                stop.told.set()
                 return
 
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    watcher = threading.Thread(target=print_message, daemon=True)
+    watcher = threading.Thread(target=tell, daemon=True)
     watcher.start()
     previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:

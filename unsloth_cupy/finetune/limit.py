@@ -1,28 +1,31 @@
 """Checks the planned memory of a run against a limit, and measures it during training."""
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import click
 
 from ..errors import ConfigError, DeviceMemoryError
 from ..machine import device_memory, format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import plan_memory
 from ..memory.pool import memory_pool
+from ..models.objective import Objective, next_token
+from .listener import announce
+from .naming import named
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
-    from .settings import Settings
+    from .settings import Plan
 
 # Steps measured if there is no limit: all steps take the same, and counting slows small ops down.
 COUNTED = 2
 ADAPTER_RANK = 8  # rank of the adapters that an error message proposes
 TOKENS = 2048  # default tokens in a row, if the model has as many positions
-ADAPTERS, CHUNKED = f"--lora {ADAPTER_RANK}", "--chunked-mlp"
+ADAPTERS: Mapping[str, Any] = {"lora": ADAPTER_RANK}  # changes of settings that save memory
+CHUNKED: Mapping[str, Any] = {"chunked_mlp": True}
 
 
 class Sizes(NamedTuple):
@@ -32,13 +35,14 @@ class Sizes(NamedTuple):
     batch: int
     tokens: int
     device: str | None
-    exists: bool  # whether --lora may be proposed: not for a new model, nor for BitNet's layers
+    exists: bool  # whether adapters may be proposed: not for a new model, nor for BitNet's layers
     adapter: "Adapter | None" = None  # the adapter that the model has
     quantized: str | None = None  # the quantization of its weights
+    objective: Objective = next_token
 
-    def planned(self, plan: "Settings", **changes: Any) -> MemoryPlan:
-        """Return the memory plan of a step, with some options changed."""
-        options = {
+    def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
+        """Return the memory plan of a step, with some settings changed."""
+        options: dict[str, Any] = {
             "batch": self.batch,
             "tokens": self.tokens,
             "dtype": plan.dtype,
@@ -50,8 +54,10 @@ class Sizes(NamedTuple):
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
+            "objective": self.objective,
         }
-        return plan_memory(self.config, **{**options, **changes})
+        options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
+        return plan_memory(self.config, **options)
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:
@@ -65,7 +71,8 @@ def tokens_of(tokens: int | None, positions: int) -> int:
 def check_tokens(tokens: int, positions: int) -> None:
     """Raise a ConfigError for rows of more tokens than the model has positions."""
     if tokens > positions:
-        raise ConfigError(f"--tokens {tokens} is more than the {positions} positions of the model")
+        most = f"the {positions} positions of the model"
+        raise ConfigError(f"{named(tokens=tokens)} is more than {most}")
 
 
 def quantized_kind(
@@ -73,15 +80,17 @@ def quantized_kind(
 ) -> str | None:
     """Return the quantization of the model's weights; raise if no weight could be trained."""
     if wanted is not None and stored is not None:
-        raise ConfigError(f"{source} is quantized already, as {stored}; leave --quantize out")
+        cure = f"leave {named('quantize')} out"
+        raise ConfigError(f"{source} is quantized already, as {stored}; {cure}")
     kind = stored or wanted
     if kind is not None and adapter is None and lora is None:
-        why = "--quantize" if stored is None else f"{source} is quantized, which"
-        raise ConfigError(f"{why} freezes the weights: add --lora, as in --lora 16")
+        why = named("quantize") if stored is None else f"{source} is quantized, which"
+        cure = f"add {named('lora')}, as in {named(lora=16)}"
+        raise ConfigError(f"{why} freezes the weights: {cure}")
     return kind
 
 
-def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:
+def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     """Return the memory plan of a step; raise if it exceeds the limit.
 
     The error names the op at which memory runs out, and options that would save memory.  Without a
@@ -100,13 +109,15 @@ def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPla
             message = (
                 f"a step holds {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
             )
-            click.echo(f"{message}, of {format_bytes(whole or 0)}", err=True)
+            announce(f"{message}, of {format_bytes(whole or 0)}")
         return step_plan
     held = sorted(first.held.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
     peak, over = f"{format_bytes(step_plan.total)} at its peak", format_bytes(first.total - whole)
-    where = f"--device {sizes.device or 'cpu'} has" if limit is None else "--limit-memory"
-    raised = f"--limit-memory {step_plan.total / 2**20 * 1.02:.0f}MiB"  # plans are exact to 2 %
+    device = f"{named(device=sizes.device or 'cpu')} has"
+    where = device if limit is None else named("limit_memory")
+    enough = round(step_plan.total / 2**20 * 1.02) * 2**20  # plans are exact to 2 %
+    raised = named(limit_memory=enough)
     raised += " tries anyway" if limit is None else " would be enough"
     cures = _cures(sizes, plan, step_plan, whole)
     raise DeviceMemoryError(
@@ -118,44 +129,43 @@ def checked_plan(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPla
     )
 
 
-def _cures(sizes: Sizes, plan: "Settings", step_plan: MemoryPlan, limit: int) -> str:
-    """Return what each option would save, the largest first; then all of them if none is enough."""
+def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:
+    """Return what each change would save, the largest first; then all of them if none is enough."""
     from ..models.block import check_chunked
 
-    changes: dict[str, dict[str, Any]] = {}
+    changes: list[Mapping[str, Any]] = []
     if plan.checkpoint_every != 1:
-        changes["--checkpoint-every 1"] = {"checkpoint_every": 1}
+        changes.append({"checkpoint_every": 1})
     if plan.dtype == "float32":
-        changes["--dtype bfloat16"] = {"dtype": "bfloat16"}
+        changes.append({"dtype": "bfloat16"})
     if sizes.batch > 1:
-        batch, parts = -(-sizes.batch // 2), 2 * plan.accumulate
-        changes[f"--batch {batch} --accumulate {parts}"] = {"batch": batch, "accumulate": parts}
+        changes.append({"batch": -(-sizes.batch // 2), "accumulate": 2 * plan.accumulate})
     if sizes.tokens > 2:
-        changes[f"--tokens {sizes.tokens // 2}"] = {"tokens": sizes.tokens // 2}
+        changes.append({"tokens": sizes.tokens // 2})
     if plan.state_bits == 32:
-        changes["--state-bits 8"] = {"state_bits": 8}
+        changes.append({"state_bits": 8})
     adapted = plan.lora is not None or sizes.adapter is not None
     if not (adapted or plan.chunked_mlp):
         with suppress(ConfigError):  # this kind of MLP has no chunked form
             check_chunked(sizes.config, None)
-            changes[CHUNKED] = {"chunked_mlp": True}
+            changes.append(CHUNKED)
     if sizes.exists and not (adapted or plan.chunked_mlp):
-        changes[ADAPTERS] = {"rank": ADAPTER_RANK}
-    totals = {switch: sizes.planned(plan, **change).total for switch, change in changes.items()}
-    useful = sorted((total, switch) for switch, total in totals.items() if total < step_plan.total)
-    if useful and useful[0][0] > limit:  # no option alone is enough
-        chosen = [switch for _, switch in useful]
+        changes.append(ADAPTERS)
+    totals = [(sizes.planned(plan, **change).total, named(**change), change) for change in changes]
+    useful = sorted((each for each in totals if each[0] < step_plan.total), key=itemgetter(0, 1))
+    if useful and useful[0][0] > limit:  # no change alone is enough
+        chosen = [change for _, _, change in useful]
         if ADAPTERS in chosen and CHUNKED in chosen:  # not both: adapters are on MLPs
             chosen.remove(CHUNKED)
         together: dict[str, Any] = {}
-        for switch in chosen:
-            together |= changes[switch]
+        for change in chosen:
+            together |= change
         most = sizes.planned(plan, **together).total
         # together they may save less than one alone
-        useful += [(most, " ".join(chosen))] * (most < useful[0][0])
+        useful += [(most, named(**together), together)] * (most < useful[0][0])
     savings = [
-        f"{switch} saves {format_bytes(step_plan.total - total)}" + " and fits" * (total <= limit)
-        for total, switch in useful
+        f"{words} saves {format_bytes(step_plan.total - total)}" + " and fits" * (total <= limit)
+        for total, words, _ in useful
     ]
     return "; ".join(savings)
 

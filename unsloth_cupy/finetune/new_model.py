@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import ConfigError
+from .naming import named
 from .tokenizer import END
 
 # tokenizer_config.json: tells other libraries which token ends a text and which one pads a row
@@ -35,7 +36,8 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
         ``hidden`` is odd.
     """
     if hidden % 2:
-        raise ConfigError(f"--hidden {hidden} is odd; rotary positions turn pairs: make it even")
+        cure = "rotary positions turn pairs: make it even"
+        raise ConfigError(f"{named(hidden=hidden)} is odd; {cure}")
     head = 32 if hidden % 32 == 0 else hidden
     end = tokenizer.token_to_id(END)
     return {

@@ -3,127 +3,132 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import click
+import numpy as np
 
 from .. import models
 from ..errors import ConfigError
+from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, quantized_kind
+from .listener import announce, reading
+from .loop import Loop
+from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
-from .progress import reading
 from .ranks import Ranks
 from .records import Records
-from .results import announce
 from .run_folder import RunFolder, model_without_weights
-from .settings import Settings
+from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
-from .trainer import Trainer
 from .training_data import Shape, from_records, from_text
-
-
-class Request(NamedTuple):
-    """The options of the command line that are not part of Settings."""
-
-    model: Path | None
-    text: Path | None
-    batch: int
-    tokens: int
-    layers: int | None
-    hidden: int | None
-    vocabulary: int | None
-    pack: bool | None
-    find_nan: bool
-    device: str | None
-    limit: int | None
-    epochs: float | None = None
-    evaluate_every: int | None = None
-    train_weights: bool = False  # the new model's layers round their weights, as in BitNet
 
 
 def prepare(
     run: RunFolder,
-    request: Request,
-    plan: Settings,
+    settings: Settings,
     text: Text | Records,
     source: Path | None,
     ranks: Ranks,
-) -> Trainer:
-    """Return a trainer with model and tokenizer, loaded from the newest checkpoint if any."""
+    objective: Objective = next_token,
+) -> Loop:
+    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any."""
+    plan, device = settings.decided(new=source is None), ranks.device
     checkpoint = run.newest_checkpoint()
     folder, chat = checkpoint or source, Chat(checkpoint or source)
     has_chats = isinstance(text, Records) and text.chats
     new_adapter = plan.lora is not None and folder == source
     values: dict[str, Any] = {}
     if folder is None:
-        size = {key: getattr(request, key) or SIZES[key] for key in SIZES}
+        size = {key: getattr(plan, key) or SIZES[key] for key in SIZES}
         special = CHATML_TOKENS if has_chats else ()
         tokenizer = new_tokenizer(text, size["vocabulary"], special, ranks)
-        values = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
-        values |= {"quantization_config": ONLINE} if request.train_weights else {}
+        values = small_llama(tokenizer, plan.tokens, size["layers"], size["hidden"])
+        values |= {"quantization_config": ONLINE} if plan.train_weights else {}
         config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(folder)
         config, adapter, kind = model_without_weights(folder)
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
-            raise ConfigError(
-                f"{source} holds adapters, which are trained further; leave --lora out"
-            )
-    check_tokens(request.tokens, config.positions)
+            cure = f"leave {named('lora')} out"
+            raise ConfigError(f"{source} holds adapters, which are trained further; {cure}")
+    check_tokens(plan.tokens, config.positions)
     pad = config.pad_token
     shape = Shape(
-        request.batch, request.tokens, bool(request.pack),
+        plan.batch, plan.tokens, isinstance(text, Records) and plan.pack is not False,
         pad if pad is not None and pad < config.vocab else 0,
     )  # fmt: skip
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
         training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
-    exists, device = source is not None and not config.bit_layers, request.device
+    exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
-    sizes = Sizes(config, *rows, device, exists, adapter, kind)
-    step_plan = checked_plan(sizes, plan, request.limit) if ranks.whole else sizes.planned(plan)
-    memory = Memory(step_plan, request.limit, device, counts=ranks.alone)
-    where: dict[str, Any] = {"dtype": "float32", "device": device, **ranks.placing}
-    if folder is None:
-        model = models.create(values, seed=plan.seed, **where)
-    else:
-        model = models.load(folder, quantize=plan.quantize, **where)
-        if new_adapter and plan.lora is not None:
-            model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
+    sizes = Sizes(config, *rows, device, exists, adapter, kind, objective)
+    limit = plan.limit_memory
+    step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
+    memory = Memory(step_plan, limit, device, counts=ranks.alone)
+    model = new_or_loaded(folder, values, plan, ranks)
+    if new_adapter and folder is not None and plan.lora is not None:
+        model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
-    plan = with_steps(plan, request, training_data)
+    if settings.epochs is not None:
+        steps = steps_of(settings.epochs, training_data, plan.accumulate)
+        plan = settings.decided(new=source is None, steps=steps)
     files = chat.keep() if has_chats else chat.files
-    trainer = Trainer(
-        run,
-        model,
-        tokenizer,
-        training_data,
-        plan,
-        files,
-        memory,
-        find_nan=request.find_nan,
-        ranks=ranks,
-    )
+    loop = Loop(run, model, tokenizer, training_data, plan, files, memory, ranks, objective)
     if checkpoint is not None:
-        trainer.resume(checkpoint)
-        click.echo(f"resuming from {checkpoint}", err=True)
+        loop.resume(checkpoint)
+        announce(f"resuming from {checkpoint}")
     # shuffle now, before memory is measured
-    training_data.batches.where(trainer.step * plan.accumulate)
-    announce(trainer)
-    return trainer
+    training_data.batches.where(loop.step * plan.accumulate)
+    if training_data.note:
+        announce(training_data.note)
+    announce(summary(loop))
+    return loop
 
 
-def with_steps(plan: Settings, request: Request, training_data: TrainingData) -> Settings:
-    """Return the settings with the steps of --epochs, and the default of --evaluate-every."""
-    if request.epochs is not None:
-        batches = training_data.batches.count(request.epochs)
-        plan = plan._replace(steps=max(1, math.ceil(batches / plan.accumulate)))
-        click.echo(f"{request.epochs:g} epochs are {plan.steps} steps", err=True)
-    return plan._replace(evaluate_every=request.evaluate_every or math.ceil(plan.steps / 10))
+def new_or_loaded(
+    folder: Path | None, values: dict[str, Any], plan: Plan, ranks: Ranks
+) -> models.Transformer:
+    """Return the model in a folder, or a new one of the config ``values``."""
+    where: dict[str, Any] = {"dtype": "float32", "device": ranks.device, **ranks.placing}
+    if folder is None:
+        return models.create(values, seed=plan.seed, **where)
+    return models.load(folder, quantize=plan.quantize, **where)
+
+
+def steps_of(epochs: float, training_data: TrainingData, accumulate: int) -> int:
+    """Return the number of steps in passes through the text, and say it."""
+    steps = max(1, math.ceil(training_data.batches.count(epochs) / accumulate))
+    announce(f"{epochs:g} epochs are {steps} steps")
+    return steps
+
+
+def summary(loop: Loop) -> str:
+    """Return the model, the number of tokens and the folder of a run in words."""
+    model, training_data = loop.model, loop.training_data
+    whole = model.config if model.division is None else model.division.whole
+    count = sum(map(math.prod, whole.shapes().values()))
+    adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
+    return (
+        f"{model.config.model_type} of {count:,} parameters{adapted};"
+        f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
+        f" {loop.run.folder}"
+    )
+
+
+def trainable_count(model: models.Transformer) -> int:
+    """Return the number of trained parameters over all ranks."""
+    trained, division = model.trainable, model.division
+    if division is None:
+        return sum(array.size for array in trained.values())
+    learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in trained.items())
+    if division.stages is None:
+        return learned
+    return int(division.stages.comm.all_reduce(np.array([learned]))[0])
 
 
 def new_tokenizer(

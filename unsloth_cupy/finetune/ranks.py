@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from ..core import gpu
@@ -26,6 +25,7 @@ from ..parallel.mpi import MpiCommunicator
 from ..parallel.nccl import NcclCommunicator
 from ..parallel.sockets import SocketCommunicator, first_of
 from .interrupt import Interrupted, Stop
+from .naming import named
 from .text import Batch
 
 MOMENT = 1.0  # seconds within which all ranks raise an error that all of them meet
@@ -89,20 +89,20 @@ class Ranks:
     ) -> None:
         """Raise a ConfigError for options that these ranks do not support."""
         if batch < self.groups.data.size and not packed:  # of packed rows, texts are divided
-            cure = f"give --batch {self.groups.data.size} or more"
-            problem = f"--batch {batch} is not enough for {self.groups.data.size} ranks"
-            raise ConfigError(f"{problem} of --data-parallel; {cure}")
+            cure = f"give {named(batch=self.groups.data.size)} or more"
+            problem = f"{named(batch=batch)} is not enough for {self.groups.data.size} ranks"
+            raise ConfigError(f"{problem} of {named('data_parallel')}; {cure}")
         groups = self.groups
         check_options(
             groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
             self.context_attention, accumulate,
         )  # fmt: skip
         if self.zero == 3 and find_nan:
-            cure = "use --zero 1, which computes the same numbers"
+            cure = f"use {named(zero=1)}, which computes the same numbers"
             problem = "the whole weights of a block exist only briefly, and have no names"
-            raise ConfigError(f"--zero 3 is not for --find-nan: {problem}; {cure}")
+            raise ConfigError(f"{named(zero=3)} is not for {named('find_nan')}: {problem}; {cure}")
         if not self.alone and (limited or offload):
-            name = "--limit-memory" if limited else "offload"
+            name = named("limit_memory") if limited else "offload"
             raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
 
     def broadcast(self, value: Any) -> Any:
@@ -126,11 +126,11 @@ class Ranks:
             raise Interrupted
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def ending(self, *others: type[Exception]) -> Iterator[None]:
         """End all ranks if an error is raised on one; only rank 0 prints anything else.
 
         An error that the user can correct is one line, and only rank 0 prints it if all ranks
-        raise it.
+        raise it.  ``others`` are such errors, beside this package's and those of the system.
         """
         if self.alone:
             yield
@@ -142,8 +142,7 @@ class Ranks:
             try:
                 yield
             except Exception as error:
-                correctable = isinstance(error, UnslothCupyError | OSError | MemoryError)
-                correctable = correctable or isinstance(error, click.ClickException)
+                correctable = isinstance(error, (UnslothCupyError, OSError, MemoryError, *others))
                 of_another = error if isinstance(error, CommunicationError) else None
                 on_all = correctable and of_another is None and self._all_fail()
                 if of_another is None or not of_another.told:
@@ -233,13 +232,13 @@ def _ranks(
     wanted = math.prod(sizes.values()) * (data or 1)
     if comm.size % wanted or (data is not None and comm.size != wanted):
         every = {**sizes, "data": data or 1}
-        listed = " ".join(f"--{name}-parallel {size}" for name, size in every.items())
+        listed = named(**{f"{name}_parallel": size for name, size in every.items()})
         cure = f"start it with mpiexec -n {wanted} unsloth-cupy, torchrun or srun"
         raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
     groups = grid(comm, data=data, **sizes)
     if zero and groups.data.size * groups.context.size == 1:
-        cure = "start more ranks, with --data-parallel"
-        raise ConfigError(f"--zero {zero} is not for one data rank; {cure}")
+        cure = f"start more ranks, with {named('data_parallel')}"
+        raise ConfigError(f"{named(zero=zero)} is not for one data rank; {cure}")
     return Ranks(comm, groups, device, zero, **options)
 
 
@@ -259,23 +258,26 @@ def check_options(
 ) -> None:
     """Raise a ConfigError for options of a command that its ranks do not support."""
     if schedule is not None and stages == 1:
-        cure = "give --pipeline-parallel 2 or more"
-        raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
+        cure = f"give {named(pipeline_parallel=2)} or more"
+        raise ConfigError(f"{named(schedule=schedule)} is not for one stage; {cure}")
     if chunks is not None and schedule != "interleaved":
-        cure = "give --schedule interleaved too"
-        raise ConfigError(f"--chunks {chunks} is not for a stage that is whole; {cure}")
+        cure = f"give {named(schedule='interleaved')} too"
+        raise ConfigError(f"{named(chunks=chunks)} is not for a stage that is whole; {cure}")
     if schedule == "interleaved" and accumulate % stages:
-        cure = f"give --accumulate {-(-accumulate // stages) * stages}"
-        problem = f"--accumulate {accumulate} is not a multiple of {stages} ranks"
-        raise ConfigError(f"{problem} of --pipeline-parallel, as interleaved asks; {cure}")
+        cure = f"give {named(accumulate=-(-accumulate // stages) * stages)}"
+        problem = f"{named(accumulate=accumulate)} is not a multiple of {stages} ranks"
+        raise ConfigError(f"{problem} of {named('pipeline_parallel')}, as interleaved asks; {cure}")
     if context_attention is not None and contexts == 1:
-        cure = "give --context-parallel 2 or more"
-        problem = f"--context-attention {context_attention} is not for tokens that are whole"
+        cure = f"give {named(context_parallel=2)} or more"
+        option = named(context_attention=context_attention)
+        problem = f"{option} is not for tokens that are whole"
         raise ConfigError(f"{problem}; {cure}")
     if zero == 3 and stages > 1:
-        cure = "use --zero 1, which divides the averages"
+        cure = f"use {named(zero=1)}, which divides the averages"
         problem = "the weights of a stage would be gathered for each microbatch"
-        raise ConfigError(f"--zero 3 is not for --pipeline-parallel: {problem}; {cure}")
+        raise ConfigError(
+            f"{named(zero=3)} is not for {named('pipeline_parallel')}: {problem}; {cure}"
+        )
 
 
 def prints_errors(*, parallel: bool) -> bool:

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..errors import ConfigError
 from .chat import Chat, Message, Span
-from .progress import reading
+from .listener import reading
+from .naming import named
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 SUFFIX = ".jsonl"
@@ -97,10 +98,10 @@ def read_records(path: Path) -> Records:
                     records.append(_record(path, number, line.removesuffix(b"\n")))
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"--text {path}: {reason}; name a readable file") from None
+        raise ConfigError(f"{named(text=path)}: {reason}; name a readable file") from None
     if len(records) < 2:
         problem = "is empty" if not records else "holds one record"
-        raise ConfigError(f"--text {path} {problem}; write two lines or more: one is held out")
+        raise ConfigError(f"{named(text=path)} {problem}; write two lines or more: one is held out")
     return Records(path, path.stem, digest.hexdigest(), size, *_split(path, records))
 
 
@@ -121,7 +122,7 @@ def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record
         characters += sizes[index]
     train = [record for record, digest in zip(records, digests, strict=True) if digest not in held]
     if not train:
-        raise ConfigError(f"--text {path} holds only equal lines; write lines that differ")
+        raise ConfigError(f"{named(text=path)} holds only equal lines; write lines that differ")
     return train, [records[index] for index in sorted(first[digest] for digest in held)]
 
 

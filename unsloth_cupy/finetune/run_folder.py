@@ -24,7 +24,8 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, remove
 from ..models.adapter_base import ADAPTER, base_of
-from .progress import reading
+from .listener import reading
+from .naming import named
 from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
@@ -47,19 +48,19 @@ class RunFolder:
     def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
         """Reserve the folder for this run inside a ``with`` block; raise if it holds another."""
         if self.folder.is_file():
-            raise ConfigError(f"--out {self.folder} is a file; name a folder")
+            raise ConfigError(f"{named(out=self.folder)} is a file; name a folder")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not self.settings.is_file():
             raise ConfigError(
-                f"--out {self.folder} is not empty and holds no run; name a new folder"
+                f"{named(out=self.folder)} is not empty and holds no run; name a new folder"
             )
         created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--out {self.folder}: {error.strerror}; name another folder"
+                f"{named(out=self.folder)}: {error.strerror}; name another folder"
             ) from None
-        busy = f"--out {self.folder} is in use by a run that is going on; name a new folder"
+        busy = f"{named(out=self.folder)} is in use by a run that is going on; name a new folder"
         with folder_lock(self.folder, busy):
             if self.finished or self.newest_checkpoint():
                 self._compare(settings)
@@ -88,16 +89,16 @@ class RunFolder:
         last = int(newest.name.rpartition("-")[2]) if newest else 0
         ended = self.finished or last == before.get("steps")
         if changed := differences(before, settings, ended=ended):
-            more = ", for more --steps or --epochs" if ended else ""
+            more = f", for more {named('steps')} or {named('epochs')}" if ended else ""
             raise ConfigError(
-                f"--out {self.folder} holds a run with {'; '.join(changed)}; use the same options"
-                f" to resume it{more}, or name a new folder with --out"
+                f"{named(out=self.folder)} holds a run with {'; '.join(changed)}; use the same"
+                f" options to resume it{more}, or name a new folder with {named('out')}"
             )
         if ended and asks_for_more(before, settings):
             if newest is None:
                 raise ConfigError(
-                    f"--out {self.folder} holds no checkpoint, from which more steps would go on;"
-                    " name a new folder with --out"
+                    f"{named(out=self.folder)} holds no checkpoint, from which more steps would"
+                    f" go on; name a new folder with {named('out')}"
                 )
             if self.finished:
                 remove(self.model)

@@ -1,43 +1,143 @@
-"""The settings of a run, and their comparison when it is resumed."""
+"""The settings of a run, in groups, and their comparison when it is resumed."""
 
+import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, get_args
 
 from ..errors import ConfigError
+from ..models.context import KINDS as CONTEXTS
+from ..models.quantized import KINDS as QUANTIZED
+from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
+from .naming import named
+from .new_model import SIZES
+from .records import SUFFIX, Records
+from .text import Text
 
-if TYPE_CHECKING:
-    from .records import Records
-    from .text import Text
-
+STEPS = 1200  # if neither steps nor epochs are given
+NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
+EVALUATIONS = 10  # by default, of a run
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
+DTYPES = ("float32", "bfloat16", "float16")
+KEPT = (  # in settings.json, in this order: a run of other ones is another run
+    *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
+    *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
+    *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens"),
+)
 
 
-class Settings(NamedTuple):
-    """Hyperparameters and options of a training run."""
+def setting(group: str, text: str, default: Any = None, **limits: Any) -> Any:
+    """Return a field with its group and its meaning; a command makes an option of it.
 
-    steps: int
-    lr: float
-    weight_decay: float
-    max_norm: float
-    seed: int
-    evaluate_every: int
-    save_every: int
-    dtype: str = "float32"
-    lora: int | None = None
-    accumulate: int = 1
-    checkpoint_every: int | None = None
-    state_bits: int = 32
-    chunked_mlp: bool = False
-    keep: tuple[str, ...] = ()
-    offload: bool = False
+    ``limits`` are ``least``, ``above`` or ``choices``.  In the text, {steps} names a setting.
+    """
+    return dataclasses.field(default=default, metadata={"group": group, "text": text, **limits})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a run; each is explained beside its field.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of range or no choice; the message names the field.
+    """
+
+    pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]")
+    batch: int = setting("data", "Rows of text in a step.", 4, least=1)
+    tokens: int = setting("data", "Tokens in a row.", 128, least=2)
+
+    layers: int | None = setting("model", f"Of a new model.  [default: {SIZES['layers']}]", least=1)
+    hidden: int | None = setting("model", f"Of a new model.  [default: {SIZES['hidden']}]", least=1)
+    vocabulary: int | None = setting(
+        "model", f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]", least=1
+    )
+    train_weights: bool = setting("model", "With {quantize} ternary: train a new model.", False)
+    device: str | None = setting("model", "cpu, cuda or cuda:1.", "cpu")
+
+    lora: int | None = setting(
+        "adapters", "Train adapters of this rank; the model is frozen.", least=1
+    )
+    quantize: str | None = setting(
+        "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
+    )
+
+    steps: int | None = setting("training", f"Updates of the weights.  [default: {STEPS}]", least=1)
+    epochs: float | None = setting(
+        "training", "Passes through the text, in place of {steps}.", above=0
+    )
+    lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
+    weight_decay: float = setting(
+        "training", "Share of the weights removed per step, times lr.", 0.1, least=0
+    )
+    max_norm: float = setting("training", "Norm to clip gradients to.", 1.0, above=0)
+    accumulate: int = setting(
+        "training", "Batches whose gradients are summed per step.", 1, least=1
+    )
+    dtype: str = setting(
+        "training", "Of the computation; trained weights stay float32.", "float32", choices=DTYPES
+    )
+    seed: int = setting(
+        "training", "Of new weights, the order of the text and the sample.", 0, least=0
+    )
+    find_nan: bool = setting("training", "Name the first layer with a NaN; slower.", False)
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
-    quantize: str | None = None
+
+    checkpoint_every: int | None = setting(
+        "memory", "Keep the input of one block in N: less memory.", least=1
+    )
+    keep: Sequence[str] = ()
+    offload: bool = False
+    chunked_mlp: bool = setting("memory", "Compute MLPs in chunks, twice: less memory.", False)
+    state_bits: int = setting("memory", "Bits of the optimizer's averages.", 32, choices=(32, 8))
+    limit_memory: int | None = setting(
+        "memory", "Limit of array memory, as 2GiB; checked before training.", least=1
+    )
+
+    tensor_parallel: int | None = setting("ranks", "Ranks that divide each weight.", least=1)
+    pipeline_parallel: int | None = setting("ranks", "Ranks that divide the blocks.", least=1)
+    schedule: str | None = setting(
+        "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,)
+    )
+    chunks: int | None = setting(
+        "ranks", "Parts of each stage, if interleaved.  [default: 2]", least=1
+    )
+    data_parallel: int | None = setting("ranks", "Ranks that divide the rows of a batch.", least=1)
+    context_parallel: int | None = setting(
+        "ranks", "Ranks that divide the tokens of each row.", least=1
+    )
+    context_attention: str | None = setting(
+        "ranks", "ulysses: ranks divide heads.  [default: ring]", choices=(*CONTEXTS,)
+    )
+    zero: int = setting(
+        "ranks", "1: data ranks divide the optimizer's averages; 3: the weights too.", 0,
+        choices=(0, 1, 3),
+    )  # fmt: skip
+
+    out: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "output", "Folder of the run.  [default: runs/MODEL-TEXT]"
+    )
+    save_dtype: str = setting(
+        "output", "Of the weights saved at the end.", "float32", choices=DTYPES
+    )
+    evaluate_every: int | None = setting(
+        "output", "Steps between held-out losses.  [default: a tenth of all steps]", least=1
+    )
+    save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                _check(field, value)
 
     @property
     def checkpoint(self) -> CheckpointConfig | None:
@@ -53,26 +153,99 @@ class Settings(NamedTuple):
         scale, dynamic = self.loss_scale, self.dynamic_scaling
         return MixedPrecisionConfig(self.dtype, loss_scale=scale, dynamic_scaling=dynamic)
 
+    def check(self, source: Path | None, *, lines: bool) -> None:
+        """Raise a ConfigError for settings that exclude each other, the model or the text.
 
-def settings_of(
-    plan: Settings,
-    text: "Text | Records",
-    source: Path | None,
-    base: Mapping[str, Any],
-    **more: Any,
+        ``source`` is the folder of the model, None for a new one; ``lines`` says whether each line
+        of the text is one of its own.
+        """
+        if self.pack is not None and not lines:
+            both = f"{named(pack=True)} and {named(pack=False)}"
+            raise ConfigError(f"{both} are for the lines of a {SUFFIX} file; leave them out")
+        if self.steps is not None and self.epochs is not None:
+            both = f"{named('steps')} and {named('epochs')} both say"
+            raise ConfigError(f"{both} when to end; leave one out")
+        if source is not None and (self.layers or self.hidden or self.vocabulary):
+            sizes = f"{named('layers')}, {named('hidden')} and {named('vocabulary')}"
+            cure = f"leave them out or leave {named('model')} out"
+            raise ConfigError(f"{sizes} describe a new model; {cure}")
+        existing = f"is for an existing model; name its {named('model')}"
+        if self.lora is not None and source is None:
+            raise ConfigError(f"{named('lora')} {existing}")
+        if self.train_weights and (self.quantize != "ternary" or source is not None):
+            problem = f"{named('train_weights')} is for a new model with"
+            raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")
+        if self.quantize is not None and source is None and not self.train_weights:
+            raise ConfigError(f"{named('quantize')} {existing}")
+
+    def decided(self, *, new: bool, steps: int | None = None) -> "Plan":
+        """Return the settings with the defaults of a new model or of an existing one.
+
+        ``steps`` are those of the epochs, when the text is known.
+        """
+        ends = steps or self.steps or STEPS
+        rate = NEW_RATE if new else RATE if self.lora is None else ADAPTER_RATE
+        defaults = {
+            "steps": ends,
+            "lr": self.lr or rate,
+            "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
+            "quantize": None if self.train_weights else self.quantize,  # of frozen weights
+        }
+        return Plan(**vars(self) | defaults)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Settings):
+    """Settings with the defaults that depend on model and text: see ``Settings.decided``."""
+
+    steps: int = dataclasses.field()
+    lr: float = dataclasses.field()
+    evaluate_every: int = dataclasses.field()
+
+
+def kind_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the type of a setting's values, other than None."""
+    return next(iter(get_args(field.type)), field.type)
+
+
+def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
+    """Raise a ConfigError for a value that is out of range or no choice."""
+    kind, limits, shown = kind_of(field), field.metadata, named(**{field.name: value})
+    if "choices" in limits and value not in limits["choices"]:
+        raise ConfigError(
+            f"{shown} is not known; choose from {', '.join(map(str, limits['choices']))}"
+        )
+    if "least" in limits or "above" in limits:
+        least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
+        right = isinstance(value, Integral if kind is int else Real)
+        if not (right and math.isfinite(value) and value >= least and value > above):
+            what = "a whole number" if kind is int else "a number"
+            bound = f"of {least} or more" if "least" in limits else f"above {above}"
+            raise ConfigError(f"{shown}: give {what} {bound}")
+
+
+def kept(
+    settings: Settings, text: Text | Records, source: Path | None, base: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of settings.json: all that a resumed run must have in common."""
-    path = text.path
-    return {
+    path, plan = text.path, settings.decided(new=source is None)
+    result = {
         "model": None if source is None else str(source.resolve()),
         "text": text.name,
         "text_file": None if path is None else str(path.resolve()),
         "text_bytes": text.size,
         "text_sha256": text.digest,
-        **plan._asdict(),
-        **more,
-        "base": base,
+        **{name: getattr(plan, name) for name in KEPT},
+        "quantize": settings.quantize,
     }
+    if isinstance(text, Records):
+        result["pack"] = settings.pack is not False
+    if source is None:
+        result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
+    if settings.epochs is not None:
+        every = settings.evaluate_every
+        result |= {"steps": None, "epochs": settings.epochs, "evaluate_every": every}
+    return result | {"base": base}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: bool) -> list[str]:
@@ -131,5 +304,5 @@ def read_settings(path: Any) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
         settings.keys()
     except (OSError, ValueError, AttributeError):
-        raise ConfigError(f"{path} is broken; name a new folder with --out") from None
+        raise ConfigError(f"{path} is broken; name a new folder with {named('out')}") from None
     return dict(settings)

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from .progress import reading
+from .listener import reading
+from .naming import named
 
 HELD_OUT_SHARE = 0.1
 HELD_OUT_CHARACTERS = 50_000  # enough for a loss exact to 0.02 nats; evaluation stays cheap
@@ -99,13 +100,13 @@ def read_text(path: Path | None) -> Text:
         return split("python-docs", python_documentation())
     if path.suffix.lower() == ".json":
         raise ConfigError(
-            f"--text {path} is JSON, not text; write one object in each line of a .jsonl file"
+            f"{named(text=path)} is JSON, not text; write one object in each line of a .jsonl file"
         )
     try:
         return _split(path.stem, path, lambda: path.open("rb"))
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"--text {path}: {reason}; name a readable text file") from None
+        raise ConfigError(f"{named(text=path)}: {reason}; name a readable text file") from None
 
 
 def text_byte(error: UnicodeDecodeError) -> str:
@@ -120,7 +121,7 @@ def python_documentation() -> str:
     except ImportError:
         raise ConfigError(
             "this Python comes without pydoc_data.topics, the default text;"
-            " name a text of your own with --text FILE"
+            f" name a text of your own with {named(text='FILE')}"
         ) from None
     return PARAGRAPH.join(topics.values())
 
@@ -141,7 +142,7 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
         size = file.seek(0, os.SEEK_END)
         characters, blank = _counted(file, size, path)
         if blank:
-            raise ConfigError(f"--text {path or name} is empty; name a file with text in it")
+            raise ConfigError(f"{named(text=path or name)} is empty; name a file with text in it")
         end = _last(file, size, int(min(characters * HELD_OUT_SHARE, HELD_OUT_CHARACTERS)))
         least = max(size // 2, end - FARTHEST)
         file.seek(least)
@@ -165,7 +166,7 @@ def _counted(file: BinaryIO, size: int, path: Path | None) -> tuple[int, bool]:
             characters, blank = characters + len(text), blank and not text.strip()
     except ConfigError as error:
         raise ConfigError(
-            f"--text {path} is not UTF-8: {error}; convert it, for example with iconv -t utf-8"
+            f"{named(text=path)} is not UTF-8: {error}; convert it, for example with iconv -t utf-8"
         ) from None
     return characters, blank
 
@@ -202,7 +203,7 @@ class Batches:
         if self.windows < 1:
             raise ConfigError(
                 f"the text is too short: {len(tokens)} tokens to train on; rows of {length} need"
-                f" {2 * length}; give more text, or a smaller --tokens"
+                f" {2 * length}; give more text, or a smaller {named('tokens')}"
             )
 
     def at(self, step: int) -> Batch:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
+from .naming import named
 
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
@@ -47,8 +48,8 @@ def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequenc
     if vocabulary < least:
         more = f", {' and '.join(special)}" if special else ""
         raise ConfigError(
-            f"--vocabulary {vocabulary} is too small: {BYTES} bytes and the end of text{more} need"
-            f" {least} tokens"
+            f"{named(vocabulary=vocabulary)} is too small: {BYTES} bytes and the end of text"
+            f"{more} need {least} tokens"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import click
 import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import CACHE, cache_folder, check_room
-from .progress import reading
+from .listener import announce, reading
+from .naming import named
 from .text import PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
 
@@ -45,8 +45,8 @@ def tokens_of(text: Text, tokenizer: Any) -> Array:
             _write(path, text, tokenizer, kind)
         except OSError as error:
             raise ConfigError(
-                f"{path.parent} cannot take the tokens of --text ({error.strerror or error}); make"
-                f" room there, or set {CACHE} to another folder"
+                f"{path.parent} cannot take the tokens of {named('text')}"
+                f" ({error.strerror or error}); make room there, or set {CACHE} to another folder"
             ) from None
     tokens: Array = np.memmap(path, kind, "r")
     return tokens
@@ -76,7 +76,9 @@ def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> No
     for part in tokenised(tokenizer, (block[1] for block in blocks)):
         if not checked:
             needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
-            check_room(Path(file.name), int(needed), f"the file of --text's tokens ({CACHE})")
+            check_room(
+                Path(file.name), int(needed), f"the file of {named('text')}'s tokens ({CACHE})"
+            )
             checked = True
         file.write(part.astype(kind).tobytes())
     file.flush()
@@ -98,7 +100,7 @@ def _lock(file: BinaryIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            click.echo("another run tokenises this text: waiting for it", err=True)
+            announce("another run tokenises this text: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
 
 

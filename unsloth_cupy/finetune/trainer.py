@@ -1,376 +1,179 @@
-"""The training loop: steps, evaluations, checkpoints, stopping and resuming.
+"""Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
 
-Step ``n`` takes batch ``n`` and the learning rate of ``n``, whatever ran before in this process; so
-a run resumed from a checkpoint ends with the same bits as one that never stopped.  A checkpoint
-holds whole arrays: it does not depend on the number or the grid of the ranks that wrote it.
+    run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16, out="runs/chat")).train()
+    run.model.generate(tokens, max_new_tokens=20)
+
+A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 """
 
-import json
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack
+from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..core.dtypes import Array
-from ..errors import ConfigError
-from ..files import atomic_path, check_room
-from ..machine import peak_memory
-from ..models.adapter import Adapter
-from ..models.checkpoint_files import write_tensors
-from ..models.objective import TrainingStep
-from ..ops.common.faults import check_errors
-from ..ops.quantized.weight import held_arrays
-from ..parallel.zero import STATES, Zero1
-from ..placement import to_device_of, to_numpy
-from ..training.find_nan import NonFiniteError, find_nan, fine
-from ..training.optimizer import AdamW
-from ..training.precision import DTYPES
-from ..training.schedules import cosine_schedule
-from .engine import Engine
-from .interrupt import Interrupted, Stop
-from .limit import Memory
-from .progress import Progress
-from .ranks import Ranks, alone
-from .run_folder import RunFolder
-from .settings import Settings
-from .text import Batch, TrainingData
+from ..machine import blas_threads
+from ..models.adapter_base import base_of
+from ..models.folder import load, on_device
+from ..models.objective import Objective, next_token
+from .interrupt import Stop
+from .listener import Listener, hearing
+from .loop import Loop
+from .preparation import prepare
+from .ranks import start
+from .records import SUFFIX, Records, read_records
+from .run_folder import RunFolder, fingerprints, model_folder
+from .settings import Settings, kept, read_settings
+from .text import Text, read_text
 
 if TYPE_CHECKING:
     from ..models import Transformer
 
-BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
-LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
-WARMUP_SHARE = 0.05  # of the steps
-SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
+
+class Run:
+    """A run: its folder, and the model that it trains or has trained.
+
+    Attributes
+    ----------
+    name : str
+        The names of model and text.
+    files : RunFolder
+        The files in its folder: settings, log, checkpoints, model.
+    loop : Loop or None
+        The training loop; None if an earlier run in this folder was finished.
+    """
+
+    def __init__(self, name: str, files: RunFolder, loop: Loop | None, **place: Any) -> None:
+        self.name, self.files, self.loop, self.place = name, files, loop, place
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.files.folder
+
+    @cached_property
+    def model(self) -> "Transformer":
+        """The trained model; loaded from the folder if an earlier run was finished."""
+        return load(self.files.model, **self.place) if self.loop is None else self.loop.model
 
 
 class Trainer:
-    """Trains a model: its optimizer, data, settings, and the number of steps done."""
+    """Trains a model on a text, and saves it in the folder of a run.
+
+    The same arguments resume a run that was stopped, with the bits of one that was not.
+
+    Parameters
+    ----------
+    model : path, optional
+        The folder of a model, an adapter or a run; None: a new small Llama.
+    text : path, optional
+        A UTF-8 file, or a .jsonl file of texts, instructions or chats; None: Python's
+        documentation.
+    settings : Settings, optional
+        All other settings, with their defaults.
+    objective : callable, optional
+        The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
+        over labels divided by ``count``.  By default that of the next token.
+    listener : Listener, optional
+        Hears words, steps and evaluations.
+
+    Raises
+    ------
+    ConfigError
+        The settings exclude each other, the model or the text; the message names the fields.
+    """
 
     def __init__(
         self,
-        run: RunFolder,
-        model: "Transformer",
-        tokenizer: Any,
-        training_data: TrainingData,
-        plan: Settings,
-        files: Mapping[str, str],
-        memory: Memory,
+        model: str | PathLike[str] | None = None,
+        text: str | PathLike[str] | None = None,
+        settings: Settings | None = None,
         *,
-        find_nan: bool = False,
-        ranks: Ranks | None = None,
+        objective: Objective = next_token,
+        listener: Listener | None = None,
     ) -> None:
-        self.memory, self.ranks = memory, alone() if ranks is None else ranks
-        self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
-        self.training_data, self.plan, self.find_nan = training_data, plan, find_nan
-        self.engine = Engine(self.ranks, model)
-        self.masters = dict(model.trainable)
-        optimizer = AdamW(
-            self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
-            state_bits=plan.state_bits,
+        self.settings = each = Settings() if settings is None else settings
+        self.objective, self.listener = objective, Listener() if listener is None else listener
+        self.text = None if text is None else Path(text)
+        self.lines = self.text is not None and self.text.suffix.lower() == SUFFIX
+        self.files: RunFolder | None = None  # known when the text is read
+        self.ranks = start(
+            tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
+            context=each.context_parallel, device=None if each.device == "cpu" else each.device,
+            zero=each.zero, schedule=each.schedule, chunks=each.chunks,
+            context_attention=each.context_attention,
         )  # fmt: skip
-        self.copies = self.engine.copies(plan.dtype)
-        if model.adapter is None:
-            optimizer.keep_copies(self.copies)
-        model.parameters = model.parameters | self.copies  # the adapter's parameters stay float32
-        model.chunked_mlp = plan.chunked_mlp
-        self.optimizer = self.engine.optimizer(optimizer)
-        if isinstance(self.optimizer, Zero1):  # it holds only this rank's part of the masters
-            self.masters = {}
-        self.scaler, self.stop = plan.precision.scaler(), Stop()
-        self.step, self.seconds = 0, 0.0
-        self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
-        self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
+        with self.ranks.ending():
+            self.source = None if model is None else model_folder(Path(model))
+            each.check(self.source, lines=self.lines)
+            self.ranks.check(
+                each.batch, each.accumulate, limited=bool(each.limit_memory),
+                offload=each.offload, find_nan=each.find_nan,
+                packed=self.lines and each.pack is not False,
+            )  # fmt: skip
+        new = "small-bitnet" if each.train_weights else "small-llama"
+        self.base_name = new if model is None else Path(model).resolve().name
 
-    def train(self, stop: Stop) -> None:
-        """Run the remaining steps, and write the log and the checkpoints.
+    def train(self, stop: Stop | None = None) -> Run:
+        """Train to the end, save the model, and return the run.
+
+        Parameters
+        ----------
+        stop : Stop, optional
+            Requests the run to stop, as ``interrupt.stop_request`` does on Ctrl-C.
 
         Raises
         ------
-        Interrupted
-            The run was requested to stop; if the log has a line, the last complete step is saved.
         ConfigError
-            The disk has no room for the checkpoints.
+            Model, text or settings do not fit together, a loss is not finite, or the folder holds
+            another run.
+        DeviceMemoryError
+            A step does not fit in memory.
+        Interrupted
+            The run was requested to stop; its last complete step is saved.
         """
-        self.stop, steps, ranks = stop, self.plan.steps, self.ranks
-        if ranks.first:
-            self.run.trim(self.begun)
-        started = time.perf_counter() - self.seconds
-        learned, states = self._learned(), self._own().state()
-        weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
-        parts = ranks.alike.size if ranks.zero else 1
-        needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
-        check_room(self.run.folder, needed, "the run, with two checkpoints,")
-        arrays = (self.model.parameters, learned, states)
-        held = [array for named in arrays for _, array in held_arrays(named)]
-        with (
-            Progress(self.step, steps) as progress,
-            self.memory.watched(held),
-            np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
-        ):
-            try:
-                self._evaluate_if_due(progress)
-                while self.step < steps:
-                    ranks.agree(stop)
-                    with self.around():
-                        self._one_step(progress)
-                    self.seconds = time.perf_counter() - started
-                    self._evaluate_if_due(progress)
-                    self.seconds = time.perf_counter() - started
-                    if self.step % self.plan.save_every == 0 or self.step == steps:
-                        self.save()
-            except Interrupted:
-                if ranks.broadcast(bool(self.run.lines())):
-                    self.save()
-                raise
+        stop, ranks = Stop() if stop is None else stop, self.ranks
+        stop.together, stop.interruptible = not ranks.alone, ranks.alone
+        with hearing(self.listener), ranks.ending():
+            text = read_records(self.text) if self.text and self.lines else read_text(self.text)
+            name = f"{self.base_name}-{text.name}"
+            self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
+            with on_device("finetune", ranks.device), ExitStack() as stack:
+                if ranks.first:
+                    stack.enter_context(files.claimed(self._kept(text)))
+                ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
+                if ranks.broadcast(files.finished):
+                    kind = None if self.settings.train_weights else self.settings.quantize
+                    place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
+                    run = Run(name, files, None, quantize=kind, **place)
+                    self.listener.finished(run)
+                    return run
+                loop = prepare(files, self.settings, text, self.source, ranks, self.objective)
+                run = Run(name, files, loop)
+                stack.enter_context(blas_threads(loop.model.config.hidden))
+                self._train(run, loop, stop)
+                return run
 
-    def _evaluate_if_due(self, progress: Progress) -> None:
-        """Evaluate if it is time, unless the log already has the loss of this step."""
-        due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
-        if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
-            with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
-                self._evaluate(progress)
-
-    def _one_step(self, progress: Progress) -> None:
-        """Run a step and log it; raise if loss or gradients are not finite."""
-        started, scaler = time.perf_counter(), self.scaler
-        slowed = self.memory.begin_step()
-        with self.stop.interruptible_block(f"step {self.step + 1}"):
-            loss, count, gradients = self._gradients()
-            check_errors()  # reading the loss has waited for the GPU: errors are known now
-        self.stop.uninterruptible(f"the update of step {self.step + 1}")
-        measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
-        norm, finite = float(measure.norm), bool(measure.finite)
-        if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
-            self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
-        rate = cosine_schedule(
-            self.step + 1,  # step 0 of a schedule has the rate 0
-            lr=self.plan.lr,
-            warmup=math.ceil(self.plan.steps * WARMUP_SHARE),
-            steps=self.plan.steps,
-            minimum=LAST_RATE,
-        )
-        self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
-        scaler.update(measure.finite)
-        self.step += 1
-        if self.unproven and self.ranks.first:  # its weights gave a finite loss
-            self.run.drop_checkpoints(before=self.unproven)
-        self.unproven = None
-        seconds = time.perf_counter() - started
-        line = {
-            "step": self.step,
-            "loss": loss,
-            "lr": rate,
-            "gradient_norm": norm if finite else None,
-            "tokens_per_second": None if slowed else round(count / seconds, 1),
-            "memory_bytes": peak_memory(),
-            "seconds": round(seconds, 4),
-        }
-        if scaler.dynamic:
-            line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        self._log(line | self.memory.end_step())
-        progress.step(line)
-
-    def _log(self, line: dict[str, Any]) -> None:
-        """Append a line to the log, on rank 0."""
-        if self.ranks.first:
-            self.run.append(line)
-
-    def _gradients(self) -> tuple[float, int, dict[str, Array]]:
-        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
-        first = self.step * self.plan.accumulate
-        numbers = range(first, first + self.plan.accumulate)
-        batches = [self.training_data.batches.at(number) for number in numbers]
-        count = max(1, sum(batch.label_count for batch in batches))
-
-        own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
-        pairs = self.engine.gradients(own, TrainingStep(self.plan.checkpoint, self.scaler))
-
-        def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
-            for number in numbers:
-                self.stop.check()
-                with self._watched(number):
-                    each = next(pairs, None)
-                if each is None:  # a pipeline runs all batches in its first pass
-                    return
-                yield each
-
-        loss, sums = self.engine.summed(passes(), len(batches))
-        return loss, sum(batch.real for batch in batches), sums
-
-    def _evaluate(self, progress: Progress) -> None:
-        """Log the loss on the held-out text, in nats per token."""
-        batches = self.training_data.held_out
-        placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
-        losses = self.engine.held_out(placed)
-        total, count = 0.0, 0
-        for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
-            if not math.isfinite(loss):
-                with self._watched(number, held_out=True):
-                    next(self.engine.gradients([placed[number]], TrainingStep()))
-                self._stop(f"the held-out loss is {loss:g}", after=True)
-            total, count = total + loss * batch.label_count, count + batch.label_count
-        line = {
-            "step": self.step,
-            "held_out_loss": total / count,
-            "held_out_tokens": count,
-            "unigram_baseline": self.training_data.baseline,
-        }
-        self._log(line)
-        progress.evaluated(line)
-
-    def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
-        """Return what the objective takes: arrays on the model's device, and a number of labels."""
-        arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
-        table = self.model.table
-        placed = {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
-        return placed | {"count": count}
-
-    @property
-    def _scale_may_shrink(self) -> bool:
-        """Whether the loss scaler handles a gradient that is not finite, by a smaller scale."""
-        return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
-
-    @contextmanager
-    def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
-        """With --find-nan, stop at the first value that is not finite in a ``with`` block."""
-        if not self.find_nan:
-            yield
-            return
-        named = self.model.parameters | self.model.trainable
+    def _train(self, run: Run, loop: Loop, stop: Stop) -> None:
+        """Run the remaining steps, and save the model."""
+        self.listener.prepared(run)
         try:
-            with find_nan(named, gradients=not self._scale_may_shrink):
-                yield
-        except NonFiniteError as error:
-            name = f"batch {batch} ({self.training_data.batches.where(batch)})"
-            name = f"held-out batch {batch}" if held_out else name
-            self._stop(f"{name}: {error}", after=held_out)
-
-    def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
-        """Raise for a value that is not finite, in the next step or (``after``) after this one."""
-        when = f"after step {self.step}" if after else f"step {self.step + 1}"
-        good = [path for path in self.run.checkpoints() if path.name != self.unproven]
-        kept = f"; the last good state is {good[-1]}" if good else ""
-        cure = f"try a smaller --lr than {self.plan.lr:g}"
-        if self.step == 0:  # no step has changed a weight: the model itself is at fault
-            cure = "copy the model again" + ", or try --dtype bfloat16" * self.scaler.dynamic
-        more = "" if self.find_nan else "; --find-nan names the layer where it begins"
-        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
-
-    def save(self) -> Path:
-        """Write a checkpoint of this step; the previous one is kept until the next step."""
-        self.stop.uninterruptible(f"the checkpoint of step {self.step}")
-        path = self.run.folder / f"checkpoint-{self.step:08d}"
-        broken = [name for name, array in self._learned().items() if not fine(name, array)]
-        if broken:
-            self._stop(f"the weight {broken[0]} is not finite", after=True)
-        if not self.ranks.broadcast(path.exists()):
-            self._write(path)
-            self.unproven = path.name  # until a step computes a loss from its weights
-        return path
-
-    def _write(self, path: Path) -> None:
-        """Write a new checkpoint; all ranks take part, and return when it is complete."""
-        state = self.optimizer.state()
-        steps = state.pop("steps")
-        averages = self.engine.gathered(state)
-        with self._beside(path) as partial:
-            self.save_model(partial)
-            if partial is not None and averages is not None:
-                named = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
-                write_tensors(partial / "optimizer.safetensors", named)
-                progress = {
-                    "step": self.step,
-                    "seed": self.plan.seed,
-                    "seconds": self.seconds,
-                    "scaler": {name: getattr(self.scaler, name) for name in SCALER},
-                }
-                text = json.dumps(progress) + "\n"
-                (partial / "trainer.json").write_text(text, encoding="utf-8")
-
-    def _own(self) -> AdamW:
-        """Return the optimizer of the parameters that this rank updates."""
-        return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
-
-    def _learned(self) -> dict[str, Array]:
-        """Return the parameters that this rank updates, in the precision of the updates."""
-        return self._own().parameters
-
-    @contextmanager
-    def _beside(self, path: Path) -> Iterator[Path | None]:
-        """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
+            loop.train(stop, self.listener)
+        finally:
+            self.listener.ended(run)
+        stop.uninterruptible("the saving of the model")
+        loop.save_result(run.files.model, self.settings.save_dtype)
+        newest = loop.save().name
         if self.ranks.first:
-            with atomic_path(path) as partial:
-                yield partial
-        else:
-            yield None
-        self.ranks.comm.barrier()
+            run.files.drop_checkpoints(before=newest)
+        self.listener.finished(run)
 
-    def save_result(self, path: Path, dtype: str) -> None:
-        """Write the final model of a run."""
-        with self._beside(path) as partial:
-            self.save_model(partial, dtype)
-
-    def save_model(self, folder: Path | None, dtype: str = "float32") -> None:
-        """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder.
-
-        All ranks take part; ``folder`` is None on all but rank 0.
-        """
-        model, optimizer = self.model, self.optimizer
-        written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
-        if dtype != "float32":
-            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
-            broken = [name for name, array in written.items() if not fine(name, array)]
-            if broken:
-                raise ConfigError(f"{dtype} does not hold {broken[0]}; give another --save-dtype")
-        whole = self.engine.gathered(written)
-        if folder is None or whole is None:
-            return
-        if model.adapter is not None:
-            Adapter(model.adapter.settings, whole).save(folder)
-        else:
-            own = model.parameters, model.division
-            model.parameters, model.division = whole, None
-            model.save(folder)
-            model.parameters, model.division = own
-        files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
-        # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
-        for name, text in (files | {**self.files}).items():
-            (folder / name).write_text(text, encoding="utf-8")
-
-    def resume(self, checkpoint: Path) -> None:
-        """Load the states of optimizer and loss scaler, and the step, from a checkpoint.
-
-        The model was loaded from the same checkpoint before.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            state = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-            optimizer, table = self.optimizer, self.model.table
-            tensors = self._own().tensors.items()
-            narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
-            narrow = optimizer.narrow if isinstance(optimizer, Zero1) else narrow
-            averages = dict[str, Array]()
-            with safe_open(checkpoint / "optimizer.safetensors", "np") as file:
-                known = {*file.keys()} - {"steps"}
-                # only one parameter's whole averages are in memory at a time
-                for parameter in {name.partition(".")[2] for name in known}:
-                    names = known & {f"{field}.{parameter}" for field in STATES}
-                    own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
-                    averages |= {name: to_device_of(array, table) for name, array in own.items()}
-                optimizer.load_state({"steps": file.get_tensor("steps"), **averages})
-            self.step, self.seconds = int(state["step"]), float(state["seconds"])
-            self.begun = self.step
-            for name in SCALER:
-                setattr(self.scaler, name, state["scaler"][name])
-            self.unproven = checkpoint.name
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ConfigError(
-                f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
-            ) from None
+    def _kept(self, text: Text | Records) -> dict[str, Any]:
+        """Return the settings to keep, with digests of the base model's files if it is adapted."""
+        adapted, base = self.settings.lora is not None, dict[str, Any]()
+        folder = self.source if adapted else self.source and base_of(self.source)
+        if folder is not None and self.files is not None:
+            path = self.files.settings
+            known = read_settings(path) if path.is_file() else {}
+            base = fingerprints(folder, known.get("base") or {})
+        return kept(self.settings, text, self.source, base)

@@ -9,24 +9,18 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ConfigError
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig, TrainingConfig
+from .naming import named
 
 PARTS: Mapping[str, Any] = {"mixed_precision": MixedPrecisionConfig, "checkpoint": CheckpointConfig}
 
 
-class Settings(NamedTuple):
-    """The values of a TrainingConfig as ``finetune`` uses them."""
-
-    options: dict[str, Any]  # new defaults of command-line options, by name
-    rest: dict[str, Any]  # values without an option, by the names of ``settings.Settings``
-
-
-def read_training_config(path: Path) -> Settings:
-    """Return the values of a file; names that it omits have the defaults of ``TrainingConfig``.
+def read_training_config(path: Path) -> dict[str, Any]:
+    """Return the settings in a file; names that it omits have the defaults of ``TrainingConfig``.
 
     Raises
     ------
@@ -37,11 +31,11 @@ def read_training_config(path: Path) -> Settings:
         text = path.read_bytes().decode()
         values = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}; name a readable file") from None
+        raise ConfigError(f"{named(config=path)}: {error.strerror}; name a readable file") from None
     except (ValueError, RecursionError) as error:
         syntax = "TOML" if path.suffix.lower() == ".toml" else "JSON"
         raise ConfigError(
-            f"--config {path} cannot be read as {syntax}: {error}; correct it"
+            f"{named(config=path)} cannot be read as {syntax}: {error}; correct it"
         ) from None
     try:
         values = _known("", values, TrainingConfig)
@@ -50,19 +44,15 @@ def read_training_config(path: Path) -> Settings:
                 values[part] = kind(**_known(f"{part}.", values[part], kind))
         config = TrainingConfig(**values)
     except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        raise ConfigError(f"{named(config=path)}: {error}") from None
     precision, checkpoint = config.mixed_precision, config.checkpoint
     every = checkpoint.checkpoint_every if checkpoint.enabled else None
-    options = {
+    return {
         "batch": config.batch_size, "tokens": config.max_seq_len,
         "accumulate": config.gradient_accumulation_steps, "dtype": precision.compute_dtype,
-        "checkpoint_every": every,
-    }  # fmt: skip
-    rest = {
-        "keep": tuple(checkpoint.keep), "offload": checkpoint.offload,
+        "checkpoint_every": every, "keep": tuple(checkpoint.keep), "offload": checkpoint.offload,
         "loss_scale": precision.loss_scale, "dynamic_scaling": precision.dynamic_scaling,
     }  # fmt: skip
-    return Settings(options, rest)
 
 
 def _known(part: str, values: Any, config: Any) -> dict[str, Any]:

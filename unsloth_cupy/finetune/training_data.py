@@ -15,7 +15,8 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from .chat import Chat, Span
-from .progress import reading
+from .listener import reading
+from .naming import named
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
 from .tokenizer import check_tokens, encode, token_kind
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ..models.config import Config
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
-LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of --tokens 2
+LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
 
 class Example(NamedTuple):
@@ -205,15 +206,15 @@ def from_records(
     for part, which in ((train, "learned"), (held_out, "held out")):
         if not part:
             raise ConfigError(
-                f"--text {records.path}: no text that is {which} gets to its answer in --tokens"
-                f" {shape.length}; give more --tokens"
+                f"{named(text=records.path)}: no text that is {which} gets to its answer in"
+                f" {named(tokens=shape.length)}; give more {named('tokens')}"
             )
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     batches = Packed(train, shape, seed, records.path.name)
     learned, held_out_labels = train.labels(), held_out.labels()
     if len(learned) < LEAST:
         raise ConfigError(
-            f"--text {records.path} is too short: it has {len(learned)} token"
+            f"{named(text=records.path)} is too short: it has {len(learned)} token"
             f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the minimum: give"
             " more lines"
         )
@@ -222,8 +223,8 @@ def from_records(
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
     note = ""
     if long:
-        note = f"{long} of {len(records.train)} texts are longer than --tokens {shape.length} and"
-        note += " lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
+        note = f"{long} of {len(records.train)} texts are longer than {named(tokens=shape.length)}"
+        note += " and lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
     baseline = unigram_baseline(learned, held_out_labels, config.vocab)
     return TrainingData(batches, sequential_batches(held_out, shape), baseline, len(learned),
                    len(held_out_labels), prompt, note, train.largest(shape))  # fmt: skip

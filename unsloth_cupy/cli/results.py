@@ -1,45 +1,16 @@
-"""Output of a run: its model and text at the start, its result, and a sample."""
+"""Prints the result of a run, and a sample of its model."""
 
 import math
 from typing import Any
 
 import click
-import numpy as np
 
+from ..finetune.loop import Loop
+from ..finetune.run_folder import RunFolder
 from ..machine import console, format_bytes
-from ..models.transformer import Transformer
-from .run_folder import RunFolder
 from .streaming import stream_text
-from .trainer import Trainer
 
 SAMPLE_TOKENS = 120
-
-
-def announce(trainer: Trainer) -> None:
-    """Print the model, the number of tokens and the folder of a run to standard error."""
-    model, training_data = trainer.model, trainer.training_data
-    whole = model.config if model.division is None else model.division.whole
-    count = sum(map(math.prod, whole.shapes().values()))
-    adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
-    if training_data.note:
-        click.echo(training_data.note, err=True)
-    click.echo(
-        f"{model.config.model_type} of {count:,} parameters{adapted};"
-        f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
-        f" {trainer.run.folder}",
-        err=True,
-    )
-
-
-def trainable_count(model: Transformer) -> int:
-    """Return the number of trained parameters over all ranks."""
-    named, division = model.trainable, model.division
-    if division is None:
-        return sum(array.size for array in named.values())
-    learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in named.items())
-    if division.stages is None:
-        return learned
-    return int(division.stages.comm.all_reduce(np.array([learned]))[0])
 
 
 def report(run: RunFolder) -> None:
@@ -81,11 +52,11 @@ def is_timed(line: dict[str, Any]) -> bool:
     return line["tokens_per_second"] is not None
 
 
-def sample(trainer: Trainer, seed: int) -> None:
+def sample(loop: Loop) -> None:
     """Print the model's continuation of the beginning of the held-out text."""
-    tokens = trainer.training_data.prompt[: trainer.model.config.positions - 1]  # room for one more
+    tokens = loop.training_data.prompt[: loop.model.config.positions - 1]  # room for one more
     click.echo("\nsampled text:\n")
     stream_text(
-        trainer.model, trainer.tokenizer, trainer.tokenizer.decode(tokens), tokens,
-        max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=seed,
+        loop.model, loop.tokenizer, loop.tokenizer.decode(tokens), tokens,
+        max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=loop.plan.seed,
     )  # fmt: skip

@@ -1,0 +1,271 @@
+"""``finetune`` from Python: without click, heard by a listener, with errors that name fields."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+from unsloth_cupy.cli.finetune import finetune
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
+from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.listener import announce
+from unsloth_cupy.finetune.naming import named
+from unsloth_cupy.models import Transformer
+from unsloth_cupy.models.objective import next_token
+
+from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
+
+TINY: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
+FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", value)]
+GROUPS = ["data", "model", "adapters", "training", "memory", "ranks", "output"]
+WITHOUT_CLICK = """
+import sys
+import numpy
+for name in ("click", "matplotlib", "rich", "tqdm"):
+    sys.modules[name] = None  # an import of it fails
+from unsloth_cupy.finetune import Settings, Trainer
+trainer = Trainer(None, sys.argv[1], Settings(steps=2, out=sys.argv[2], **{tiny}))
+tokens = numpy.array([[1, 2]])
+print(*trainer.train().model.generate(tokens, max_new_tokens=2, stop=()).shape)
+"""
+
+
+class Recorder(Listener):
+    """Writes down the events of a run, in their order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def announce(self, text: str) -> None:
+        self.events.append(("announce", text))
+
+    def prepared(self, run: Run) -> None:
+        self.events.append(("prepared", run.name))
+
+    def began(self, step: int, steps: int) -> None:
+        self.events.append(("began", step, steps))
+
+    def step(self, line: dict[str, Any]) -> None:
+        self.events.append(("step", line))
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self.events.append(("evaluated", line))
+
+    def ended(self, run: Run) -> None:
+        self.events.append(("ended", run.files.finished))
+
+    def finished(self, run: Run) -> None:
+        self.events.append(("finished", run.files.finished))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, *_ in self.events]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "sums.txt"
+    path.write_text("\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(200)))
+    return path
+
+
+def train(text: Path, out: Path, listener: Listener | None = None, **settings: Any) -> Run:
+    return Trainer(
+        None, text, Settings(**TINY | {"out": out} | settings), listener=listener
+    ).train()
+
+
+def test_a_run_needs_no_click_and_prints_nothing(text: Path, tmp_path: Path) -> None:
+    program = WITHOUT_CLICK.replace("{tiny}", repr(TINY))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, text, tmp_path / "run"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("1 4\n", "")
+
+
+def test_a_listener_hears_the_lines_of_the_log(text: Path, tmp_path: Path) -> None:
+    heard = Recorder()
+    result = train(text, tmp_path / "run", heard, steps=3, evaluate_every=2)
+    assert heard.kinds() == [
+        *("announce", "prepared", "began", "evaluated", "step", "step", "evaluated"),
+        *("step", "evaluated", "ended", "finished"),
+    ]
+    assert ("prepared", "small-llama-sums") in heard.events
+    assert ("began", 0, 3) in heard.events
+    assert heard.events[0][1].endswith(f" held out; {result.folder}")
+    assert [line for kind, line in heard.events[3:-2]] == result.files.lines()
+    assert heard.events[-2:] == [("ended", False), ("finished", True)]
+    announce("nobody hears this")
+    assert heard.kinds()[-1] == "finished"
+
+
+def test_the_command_and_the_library_make_the_same_run(text: Path, tmp_path: Path) -> None:
+    result = run("finetune", "--text", text, "--out", tmp_path / "command", "--steps", 3, *FLAGS)
+    assert result.exit_code == 0, result.output
+    train(text, tmp_path / "library", steps=3)
+    assert weights(tmp_path / "library") == weights(tmp_path / "command")
+    assert numbers(tmp_path / "library") == numbers(tmp_path / "command")
+    command, library = (
+        json.loads((tmp_path / name / "settings.json").read_text())
+        for name in ("command", "library")
+    )
+    assert list(command.items()) == list(library.items())
+
+
+def test_a_stopped_run_goes_on_and_a_finished_one_gives_its_model(
+    text: Path, tmp_path: Path
+) -> None:
+    stop, whole = Stop(), train(text, tmp_path / "whole", steps=4)
+
+    class Stopping(Recorder):
+        def step(self, line: dict[str, Any]) -> None:
+            stop.signal = 2 if line["step"] == 2 else None
+
+    settings = Settings(**TINY, steps=4, out=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        Trainer(None, text, settings, listener=Stopping()).train(stop)
+    heard = Recorder()
+    train(text, tmp_path / "run", heard, steps=4)
+    assert ("began", 2, 4) in heard.events
+    assert weights(tmp_path / "run") == weights(whole.folder)
+    again = Recorder()
+    finished = train(text, tmp_path / "run", again, steps=4)
+    assert again.events == [("finished", True)]
+    tokens = np.array([[1, 2, 3]])
+    actual, expected = (each.model.logits(tokens) for each in (finished, whole))
+    assert actual.tobytes() == expected.tobytes()
+
+
+def test_an_objective_is_minimised_planned_and_held_out(text: Path, tmp_path: Path) -> None:
+    models: set[type] = set()
+
+    def doubled(model: Transformer, **batch: Any) -> Any:
+        models.add(type(batch["tokens"]))
+        return next_token(model, **batch) * 2
+
+    settings = Settings(**TINY, steps=1, max_norm=1e9, out=tmp_path / "doubled")
+    Trainer(None, text, settings, objective=doubled).train()
+    train(text, tmp_path / "plain", steps=1, max_norm=1e9)
+    actual, expected = (numbers(tmp_path / name) for name in ("doubled", "plain"))
+    assert actual[0]["held_out_loss"] == pytest.approx(2 * expected[0]["held_out_loss"])
+    assert actual[1]["loss"] == pytest.approx(2 * expected[1]["loss"])
+    assert actual[1]["gradient_norm"] == pytest.approx(2 * expected[1]["gradient_norm"])
+    assert len(models) == 2, "arrays, and the shapes of the plan"
+
+
+def test_defaults_depend_on_the_model() -> None:
+    new, whole = (Settings().decided(new=new) for new in (True, False))
+    adapter = Settings(lora=8, epochs=2).decided(new=False, steps=15)
+    assert [each.lr for each in (new, whole, adapter)] == [4e-3, 1e-4, 1e-3]
+    assert [each.steps for each in (new, whole, adapter)] == [1200, 1200, 15]
+    assert [each.evaluate_every for each in (new, whole, adapter)] == [120, 120, 2]
+    chosen = Settings(lr=0.5, steps=3, evaluate_every=7).decided(new=True)
+    assert (chosen.lr, chosen.steps, chosen.evaluate_every) == (0.5, 3, 7)
+
+
+def test_a_run_is_named_after_model_and_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = Trainer(None, text, Settings(**TINY, steps=1)).train()
+    assert (first.name, first.folder) == ("small-llama-sums", Path("runs/small-llama-sums"))
+    adapted = Trainer(first.folder, text, Settings(steps=1, tokens=16, lora=2)).train()
+    assert adapted.folder == Path("runs/small-llama-sums-sums")
+    assert json.loads((adapted.folder / "settings.json").read_text())["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tokens": 0}, "tokens=0: give a whole number of 2 or more"),
+        ({"batch": 1.5}, "batch=1.5: give a whole number of 1 or more"),
+        ({"lr": 0}, "lr=0: give a number above 0"),
+        ({"max_norm": float("nan")}, "max_norm=nan: give a number above 0"),
+        ({"weight_decay": -1}, "weight_decay=-1: give a number of 0 or more"),
+        ({"seed": None}, "seed: give a whole number of 0 or more"),
+        ({"zero": 2}, "zero=2 is not known; choose from 0, 1, 3"),
+        ({"dtype": "int8"}, "dtype=int8 is not known; choose from float32, bfloat16, float16"),
+    ],
+)
+def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Settings(**settings)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_library", "in_command"),
+    [
+        ({"steps": 2, "epochs": 1.0}, "steps and epochs both say", "--steps and --epochs both say"),
+        (
+            {"lora": 4},
+            "lora is for an existing model; name its model",
+            "--lora is for an existing model; name its MODEL_FOLDER",
+        ),
+        (
+            {"chunks": 2},
+            "chunks=2 is not for a stage that is whole; give schedule=interleaved too",
+            "--chunks 2 is not for a stage that is whole; give --schedule interleaved too",
+        ),
+        ({"hidden": 33}, "hidden=33 is odd", "--hidden 33 is odd"),
+        ({"tokens": 90_000}, "or a smaller tokens", "or a smaller --tokens"),
+        ({"pack": False}, "pack=True and pack=False are for", "--pack and --no-pack are for"),
+        (
+            {"limit_memory": 1000},
+            "limit_memory 1000 B: a step holds",
+            "--limit-memory 1000 B: a step holds",
+        ),
+        (
+            {"limit_memory": 1000, "batch": 64},
+            "batch=32, accumulate=2 saves",
+            "--batch 32 --accumulate 2 saves",
+        ),
+        (
+            {"limit_memory": 1000, "batch": 64},
+            f"; limit_memory={5 * 2**20} would be enough",
+            "; --limit-memory 5MiB would be enough",
+        ),
+    ],
+)
+def test_the_library_names_fields_and_the_command_flags(
+    settings: dict[str, Any], in_library: str, in_command: str, text: Path, tmp_path: Path
+) -> None:
+    each = TINY | settings
+    with pytest.raises((ConfigError, MemoryError)) as error:
+        train(text, tmp_path / "run", **each)
+    assert in_library in str(error.value)
+    assert "--" not in str(error.value)
+    flags = [f"--no-{n}" if v is False else f"--{n.replace('_', '-')}={v}" for n, v in each.items()]
+    result = run("finetune", "--text", text, "--out", tmp_path / "run", *flags)
+    assert_one_clear_error(result, in_command)
+
+
+def test_a_path_that_looks_like_a_setting_stays_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "tokens=4 lora.txt"
+    with pytest.raises(ConfigError) as error:
+        Trainer(None, path, Settings(**TINY)).train()
+    assert f"text={path}: No such file" in str(error.value)
+    assert_one_clear_error(run("finetune", "--text", path), f"--text {path}: No such file")
+    assert named(lora=1) == "lora=1", "the style of the command ends with it"
+
+
+def test_options_are_the_settings_in_their_groups() -> None:
+    fields = {each.name: each for each in dataclasses.fields(Settings) if each.metadata}
+    options = {each.name: each for each in finetune.params if isinstance(each, click.Option)}
+    assert options.keys() - fields.keys() == {"text", "config", "profile"}
+    assert fields.keys() <= options.keys()
+    for name, field in fields.items():
+        assert options[name].default in (field.default, None), name
+        assert options[name].group == field.metadata["group"]  # type: ignore[attr-defined]
+        assert options[name].help
+    page = run("finetune", "--help").output.splitlines()
+    heads = [line.removesuffix(":") for line in page if line.endswith(":") and line[0] != " "]
+    assert heads == [group.capitalize() for group in [*GROUPS, "other options"]]

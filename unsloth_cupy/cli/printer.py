@@ -1,0 +1,139 @@
+"""Prints a run: its words and progress to standard error, its results to standard output.
+
+Progress is a bar on a terminal, or a line from time to time elsewhere.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import click
+
+from ..finetune.curve import draw_curve
+from ..finetune.listener import Listener
+from ..finetune.trainer import Run
+from ..machine import format_bytes
+from .profiled import Steps
+from .results import report, sample
+
+SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BEFORE_A_BAR = 1.0
+NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
+
+
+class Printer(Listener):
+    """Prints what it hears, and profiles ``profile`` of the steps, if that is a number."""
+
+    def __init__(self, profile: int | None = None) -> None:
+        self.profile = profile
+        self.profiled: Steps | None = None
+        self.terminal = sys.stderr.isatty()
+        self.bar: Any = None  # of training
+        self.steps = 0
+        self.loss: float | None = None
+        self.speed: float | None = None
+        self.printed = 0.0
+
+    def announce(self, text: str) -> None:
+        """Print a message."""
+        click.echo(text, err=True)
+
+    @contextmanager
+    def reading(self, what: str, size: int) -> Iterator[Callable[[int], None]]:
+        """Show how much of a file is read, if it takes longer than 1 s."""
+        from tqdm import tqdm
+
+        done, began = 0, time.monotonic()
+        printed = began
+        with tqdm(
+            total=size, desc=what, unit="B", unit_scale=True, disable=not self.terminal,
+            leave=False, delay=SECONDS_BEFORE_A_BAR, dynamic_ncols=True,
+        ) as bar:  # fmt: skip
+
+            def read(count: int) -> None:
+                nonlocal done, printed
+                done += count
+                bar.update(count)
+                now = time.monotonic()
+                if not self.terminal and now - printed > SECONDS_BETWEEN_LINES:
+                    printed, speed = now, format_bytes(done / (now - began))
+                    share = f"{format_bytes(done)} of {format_bytes(size)}"
+                    print(f"{what}: {share}, {speed}/s", file=sys.stderr, flush=True)
+
+            yield read
+
+    def prepared(self, run: Run) -> None:
+        """Import what the end of the run needs, so that it fails now; begin to profile."""
+        if run.loop is not None and run.loop.ranks.first:
+            for needed in ("matplotlib.figure", "rich.table"):
+                import_module(needed)
+            if self.profile is not None:
+                self.profiled = run.loop.around = Steps(run.loop, self.profile)
+
+    def began(self, step: int, steps: int) -> None:
+        """Show the bar."""
+        from tqdm import tqdm
+
+        self.steps = steps
+        self.bar = tqdm(
+            total=steps, initial=step, unit=" steps", disable=not self.terminal, dynamic_ncols=True
+        )
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Show one step."""
+        self.loss = _mean(self.loss, line["loss"])
+        speed = line["tokens_per_second"]
+        self.speed = self.speed if speed is None else _mean(self.speed, speed)
+        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s"
+        now = f"loss {self.loss:.3f}{pace}, process {format_bytes(line['memory_bytes'])}"
+        if self.terminal:
+            self.bar.set_postfix_str(now, refresh=False)
+            self.bar.update()
+        elif time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
+            self._print(f"step {line['step']}/{self.steps}: {now}")
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Show one evaluation."""
+        self._print(
+            f"step {line['step']}/{self.steps}: held-out loss {line['held_out_loss']:.3f}"
+            f" (unigram baseline {line['unigram_baseline']:.3f})"
+        )
+
+    def ended(self, run: Run) -> None:
+        """Leave the bar where it is, and draw the loss curve."""
+        if self.bar is not None:
+            self.bar.close()
+        lines = run.files.lines()
+        if lines and run.loop is not None and run.loop.ranks.first:
+            draw_curve(run.files.curve, lines, run.name)
+
+    def finished(self, run: Run) -> None:
+        """Print the results, and a sample of a model that was trained now."""
+        if run.loop is None:
+            click.echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
+            click.echo("and another --out starts a new run\n")
+        report(run.files)
+        if run.loop is not None:
+            with run.loop.stop.interruptible_block("the sample"):
+                sample(run.loop)
+
+    def close(self) -> None:
+        """Print the profile, also of a run that an error has ended."""
+        if self.profiled is not None:
+            self.profiled.report()
+
+    def _print(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self.printed = time.monotonic()
+        if self.terminal:
+            self.bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _mean(mean: float | None, new: float) -> float:
+    """Return a running mean with a new value; None: there was no value before."""
+    return new if mean is None else (1 - NEWEST) * mean + NEWEST * new

@@ -1,0 +1,77 @@
+"""Hears what a run does: a listener may print it, record it, or draw it.
+
+    with hearing(listener):
+        announce("resuming from runs/chat/checkpoint-00000200")
+        for (line,) in reading(lines, size, "reading"): ...
+
+The listener is a context, so that what reads a file deep inside a run needs no argument for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+PieceT = TypeVar("PieceT", bound=tuple[Any, ...])
+
+
+class Listener:
+    """Hears the events of a run, in the order of these methods.  Each does nothing: override it.
+
+    ``line`` is a line of the run's log, ``run`` a ``Run``.  In a run of several ranks each rank has
+    a listener, and what those of other ranks than 0 print is dropped.
+    """
+
+    def announce(self, text: str) -> None:
+        """Hear a message in words, one line or several."""
+
+    def reading(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Hear that a file of ``size`` bytes is read; what is yielded takes the bytes read now."""
+        return nullcontext(lambda _: None)
+
+    def prepared(self, run: Any) -> None:
+        """Hear that model and text are ready; an error raised here ends the run."""
+
+    def began(self, step: int, steps: int) -> None:
+        """Hear that training begins after ``step`` of ``steps``."""
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Hear of a step: step, loss, lr, gradient_norm, tokens_per_second, memory_bytes, ..."""
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Hear of an evaluation: step, held_out_loss, held_out_tokens, unigram_baseline."""
+
+    def ended(self, run: Any) -> None:
+        """Hear that training has ended, at its last step or by an error."""
+
+    def finished(self, run: Any) -> None:
+        """Hear that the model is saved, now or by an earlier run in the same folder."""
+
+
+_listener: ContextVar[Listener] = ContextVar("listener", default=Listener())  # noqa: B039 -- no state
+
+
+@contextmanager
+def hearing(listener: Listener) -> Iterator[None]:
+    """Let a listener hear what happens inside a ``with`` block."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def announce(text: str) -> None:
+    """Tell the listener a message."""
+    _listener.get().announce(text)
+
+
+def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
+    """Yield pieces, tuples that start with bytes, and tell the listener how many are read.
+
+    ``size`` is the total number of bytes, ``what`` what is done with them.
+    """
+    with _listener.get().reading(what, size) as read:
+        for piece in pieces:
+            yield piece
+            read(len(piece[0]))

@@ -1,0 +1,381 @@
+"""The training loop: steps, evaluations, checkpoints, stopping and resuming.
+
+Step ``n`` takes batch ``n`` and the learning rate of ``n``, whatever ran before in this process; so
+a run resumed from a checkpoint ends with the same bits as one that never stopped.  A checkpoint
+holds whole arrays: it does not depend on the number or the grid of the ranks that wrote it.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..errors import ConfigError
+from ..files import atomic_path, check_room
+from ..machine import peak_memory
+from ..models.adapter import Adapter
+from ..models.checkpoint_files import write_tensors
+from ..models.objective import Objective, TrainingStep, next_token
+from ..ops.common.faults import check_errors
+from ..ops.quantized.weight import held_arrays
+from ..parallel.zero import STATES, Zero1
+from ..placement import to_device_of, to_numpy
+from ..training.find_nan import NonFiniteError, find_nan, fine
+from ..training.optimizer import AdamW
+from ..training.precision import DTYPES
+from ..training.schedules import cosine_schedule
+from .engine import Engine
+from .interrupt import Interrupted, Stop
+from .limit import Memory
+from .listener import Listener
+from .naming import named
+from .ranks import Ranks
+from .run_folder import RunFolder
+from .settings import Plan
+from .text import Batch, TrainingData
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+
+BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
+LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
+WARMUP_SHARE = 0.05  # of the steps
+SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
+
+
+class Loop:
+    """Trains a model: its optimizer, data, settings, and the number of steps done."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        model: "Transformer",
+        tokenizer: Any,
+        training_data: TrainingData,
+        plan: Plan,
+        files: Mapping[str, str],
+        memory: Memory,
+        ranks: Ranks,
+        objective: Objective = next_token,
+    ) -> None:
+        self.memory, self.ranks = memory, ranks
+        self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
+        self.training_data, self.plan, self.listener = training_data, plan, Listener()
+        self.engine = Engine(ranks, model, objective)
+        self.masters = dict(model.trainable)
+        optimizer = AdamW(
+            self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
+            state_bits=plan.state_bits,
+        )  # fmt: skip
+        self.copies = self.engine.copies(plan.dtype)
+        if model.adapter is None:
+            optimizer.keep_copies(self.copies)
+        model.parameters = model.parameters | self.copies  # the adapter's parameters stay float32
+        model.chunked_mlp = plan.chunked_mlp
+        self.optimizer = self.engine.optimizer(optimizer)
+        if isinstance(self.optimizer, Zero1):  # it holds only this rank's part of the masters
+            self.masters = {}
+        self.scaler, self.stop = plan.precision.scaler(), Stop()
+        self.step, self.seconds = 0, 0.0
+        self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
+        self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
+
+    def train(self, stop: Stop, listener: Listener) -> None:
+        """Run the remaining steps, and write the log and the checkpoints.
+
+        Raises
+        ------
+        Interrupted
+            The run was requested to stop; if the log has a line, the last complete step is saved.
+        ConfigError
+            The disk has no room for the checkpoints.
+        """
+        self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
+        if ranks.first:
+            self.run.trim(self.begun)
+        started = time.perf_counter() - self.seconds
+        learned, states = self._learned(), self._own().state()
+        weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
+        parts = ranks.alike.size if ranks.zero else 1
+        needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
+        check_room(self.run.folder, needed, "the run, with two checkpoints,")
+        arrays = (self.model.parameters, learned, states)
+        held = [array for each in arrays for _, array in held_arrays(each)]
+        listener.began(self.step, steps)
+        with (
+            self.memory.watched(held),
+            np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
+        ):
+            try:
+                self._evaluate_if_due()
+                while self.step < steps:
+                    ranks.agree(stop)
+                    with self.around():
+                        self._one_step()
+                    self.seconds = time.perf_counter() - started
+                    self._evaluate_if_due()
+                    self.seconds = time.perf_counter() - started
+                    if self.step % self.plan.save_every == 0 or self.step == steps:
+                        self.save()
+            except Interrupted:
+                if ranks.broadcast(bool(self.run.lines())):
+                    self.save()
+                raise
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate if it is time, unless the log already has the loss of this step."""
+        due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
+        if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
+            with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
+                self._evaluate()
+
+    def _one_step(self) -> None:
+        """Run a step and log it; raise if loss or gradients are not finite."""
+        started, scaler = time.perf_counter(), self.scaler
+        slowed = self.memory.begin_step()
+        with self.stop.interruptible_block(f"step {self.step + 1}"):
+            loss, count, gradients = self._gradients()
+            check_errors()  # reading the loss has waited for the GPU: errors are known now
+        self.stop.uninterruptible(f"the update of step {self.step + 1}")
+        measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
+        norm, finite = float(measure.norm), bool(measure.finite)
+        if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
+            self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
+        rate = cosine_schedule(
+            self.step + 1,  # step 0 of a schedule has the rate 0
+            lr=self.plan.lr,
+            warmup=math.ceil(self.plan.steps * WARMUP_SHARE),
+            steps=self.plan.steps,
+            minimum=LAST_RATE,
+        )
+        self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
+        scaler.update(measure.finite)
+        self.step += 1
+        if self.unproven and self.ranks.first:  # its weights gave a finite loss
+            self.run.drop_checkpoints(before=self.unproven)
+        self.unproven = None
+        seconds = time.perf_counter() - started
+        line = {
+            "step": self.step,
+            "loss": loss,
+            "lr": rate,
+            "gradient_norm": norm if finite else None,
+            "tokens_per_second": None if slowed else round(count / seconds, 1),
+            "memory_bytes": peak_memory(),
+            "seconds": round(seconds, 4),
+        }
+        if scaler.dynamic:
+            line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
+        line |= self.memory.end_step()
+        self._log(line)
+        self.listener.step(line)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        """Append a line to the log, on rank 0."""
+        if self.ranks.first:
+            self.run.append(line)
+
+    def _gradients(self) -> tuple[float, int, dict[str, Array]]:
+        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
+        first = self.step * self.plan.accumulate
+        numbers = range(first, first + self.plan.accumulate)
+        batches = [self.training_data.batches.at(number) for number in numbers]
+        count = max(1, sum(batch.label_count for batch in batches))
+
+        own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
+        pairs = self.engine.gradients(own, TrainingStep(self.plan.checkpoint, self.scaler))
+
+        def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
+            for number in numbers:
+                self.stop.check()
+                with self._watched(number):
+                    each = next(pairs, None)
+                if each is None:  # a pipeline runs all batches in its first pass
+                    return
+                yield each
+
+        loss, sums = self.engine.summed(passes(), len(batches))
+        return loss, sum(batch.real for batch in batches), sums
+
+    def _evaluate(self) -> None:
+        """Log the loss on the held-out text, in nats per token."""
+        batches = self.training_data.held_out
+        placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
+        losses = self.engine.held_out(placed)
+        total, count = 0.0, 0
+        for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
+            if not math.isfinite(loss):
+                with self._watched(number, held_out=True):
+                    next(self.engine.gradients([placed[number]], TrainingStep()))
+                self._stop(f"the held-out loss is {loss:g}", after=True)
+            total, count = total + loss * batch.label_count, count + batch.label_count
+        line = {
+            "step": self.step,
+            "held_out_loss": total / count,
+            "held_out_tokens": count,
+            "unigram_baseline": self.training_data.baseline,
+        }
+        self._log(line)
+        self.listener.evaluated(line)
+
+    def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
+        """Return what the objective takes: arrays on the model's device, and a number of labels."""
+        arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
+        table = self.model.table
+        placed = {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
+        return placed | {"count": count}
+
+    @property
+    def _scale_may_shrink(self) -> bool:
+        """Whether the loss scaler handles a gradient that is not finite, by a smaller scale."""
+        return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
+
+    @contextmanager
+    def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
+        """With ``find_nan``, stop at the first value that is not finite in a ``with`` block."""
+        if not self.plan.find_nan:
+            yield
+            return
+        parameters = self.model.parameters | self.model.trainable
+        try:
+            with find_nan(parameters, gradients=not self._scale_may_shrink):
+                yield
+        except NonFiniteError as error:
+            name = f"batch {batch} ({self.training_data.batches.where(batch)})"
+            name = f"held-out batch {batch}" if held_out else name
+            self._stop(f"{name}: {error}", after=held_out)
+
+    def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
+        """Raise for a value that is not finite, in the next step or (``after``) after this one."""
+        when = f"after step {self.step}" if after else f"step {self.step + 1}"
+        good = [path for path in self.run.checkpoints() if path.name != self.unproven]
+        kept = f"; the last good state is {good[-1]}" if good else ""
+        cure = f"try a smaller {named('lr')} than {self.plan.lr:g}"
+        if self.step == 0:  # no step has changed a weight: the model itself is at fault
+            other = f", or try {named(dtype='bfloat16')}"
+            cure = "copy the model again" + other * self.scaler.dynamic
+        more = (
+            "" if self.plan.find_nan else f"; {named('find_nan')} names the layer where it begins"
+        )
+        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step; the previous one is kept until the next step."""
+        self.stop.uninterruptible(f"the checkpoint of step {self.step}")
+        path = self.run.folder / f"checkpoint-{self.step:08d}"
+        broken = [name for name, array in self._learned().items() if not fine(name, array)]
+        if broken:
+            self._stop(f"the weight {broken[0]} is not finite", after=True)
+        if not self.ranks.broadcast(path.exists()):
+            self._write(path)
+            self.unproven = path.name  # until a step computes a loss from its weights
+        return path
+
+    def _write(self, path: Path) -> None:
+        """Write a new checkpoint; all ranks take part, and return when it is complete."""
+        state = self.optimizer.state()
+        steps = state.pop("steps")
+        averages = self.engine.gathered(state)
+        with self._beside(path) as partial:
+            self.save_model(partial)
+            if partial is not None and averages is not None:
+                arrays = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
+                write_tensors(partial / "optimizer.safetensors", arrays)
+                progress = {
+                    "step": self.step,
+                    "seed": self.plan.seed,
+                    "seconds": self.seconds,
+                    "scaler": {name: getattr(self.scaler, name) for name in SCALER},
+                }
+                text = json.dumps(progress) + "\n"
+                (partial / "trainer.json").write_text(text, encoding="utf-8")
+
+    def _own(self) -> AdamW:
+        """Return the optimizer of the parameters that this rank updates."""
+        return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
+
+    def _learned(self) -> dict[str, Array]:
+        """Return the parameters that this rank updates, in the precision of the updates."""
+        return self._own().parameters
+
+    @contextmanager
+    def _beside(self, path: Path) -> Iterator[Path | None]:
+        """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
+        if self.ranks.first:
+            with atomic_path(path) as partial:
+                yield partial
+        else:
+            yield None
+        self.ranks.comm.barrier()
+
+    def save_result(self, path: Path, dtype: str) -> None:
+        """Write the final model of a run."""
+        with self._beside(path) as partial:
+            self.save_model(partial, dtype)
+
+    def save_model(self, folder: Path | None, dtype: str = "float32") -> None:
+        """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder.
+
+        All ranks take part; ``folder`` is None on all but rank 0.
+        """
+        model, optimizer = self.model, self.optimizer
+        written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
+        if dtype != "float32":
+            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
+            broken = [name for name, array in written.items() if not fine(name, array)]
+            if broken:
+                cure = f"give another {named('save_dtype')}"
+                raise ConfigError(f"{dtype} does not hold {broken[0]}; {cure}")
+        whole = self.engine.gathered(written)
+        if folder is None or whole is None:
+            return
+        if model.adapter is not None:
+            Adapter(model.adapter.settings, whole).save(folder)
+        else:
+            own = model.parameters, model.division
+            model.parameters, model.division = whole, None
+            model.save(folder)
+            model.parameters, model.division = own
+        files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
+        # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
+        for name, text in (files | {**self.files}).items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+    def resume(self, checkpoint: Path) -> None:
+        """Load the states of optimizer and loss scaler, and the step, from a checkpoint.
+
+        The model was loaded from the same checkpoint before.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            state = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+            optimizer, table = self.optimizer, self.model.table
+            tensors = self._own().tensors.items()
+            narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
+            narrow = optimizer.narrow if isinstance(optimizer, Zero1) else narrow
+            averages = dict[str, Array]()
+            with safe_open(checkpoint / "optimizer.safetensors", "np") as file:
+                known = {*file.keys()} - {"steps"}
+                # only one parameter's whole averages are in memory at a time
+                for parameter in {name.partition(".")[2] for name in known}:
+                    names = known & {f"{field}.{parameter}" for field in STATES}
+                    own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
+                    averages |= {name: to_device_of(array, table) for name, array in own.items()}
+                optimizer.load_state({"steps": file.get_tensor("steps"), **averages})
+            self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            self.begun = self.step
+            for name in SCALER:
+                setattr(self.scaler, name, state["scaler"][name])
+            self.unproven = checkpoint.name
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ConfigError(
+                f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
+            ) from None

@@ -44,8 +44,8 @@ template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map
         }
     }
     const int cells = (SIGNED ? 1 : 2) << decade;
-    const float share = (size * unit - 0.1f) * __fdiv_rn(cells, 0.9f);
-    const int position = cells - !SIGNED + (int)fminf(fmaxf(share, -1.0f), cells - 1.0f);
+    const float fraction = (size * unit - 0.1f) * __fdiv_rn(cells, 0.9f);
+    const int position = cells - !SIGNED + (int)fminf(fmaxf(fraction, -1.0f), cells - 1.0f);
     int code = SIGNED ? 127 + (x < 0 ? -position : position) : position;
     if (code < 255 && x > middle[code]) code++;
     else if (code > 0 && x <= middle[code - 1]) code--;
@@ -55,7 +55,7 @@ template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map
 // Turn codes into values.  Values past the end become 0, so that they do not affect a maximum.
 __device__ __forceinline__ void decode(Values &v, const Map &map, float scale, long long count) {
     each([&](int i, int j) {
-        v.at[i][j] = place(i) + j < count ? map[(int)v.at[i][j]] * scale : 0.0f;
+        v.at[i][j] = offset(i) + j < count ? map[(int)v.at[i][j]] * scale : 0.0f;
     });
 }
 

@@ -44,7 +44,7 @@ constexpr int BOTH = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);  // a tile
 constexpr int STAGE = CODES ? TILE_KEYS * (DIM + VALUE_DIM) / (int)sizeof(T) : BOTH;
 constexpr int RING = 2 * STAGE + (CODES ? BOTH : 0);  // of one warp
 static_assert(!CODES || (DIM % 16 == 0 && VALUE_DIM % 16 == 0 && !BLOCK_MASK), "16 codes a copy");
-constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
+constexpr int BLOCK_KEYS = WARPS * TILE_KEYS;  // keys that a block works on at a time
 static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may extend over several pages
 constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is missing
@@ -80,23 +80,23 @@ template <int USED, int COLUMNS, class E>
 __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token,
                                        int count, int kv_heads) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
-    static_assert(TILE_KEYS * CHUNKS % 32 == 0, "a warp copies whole turns");
+    static_assert(TILE_KEYS * CHUNKS % 32 == 0, "all lanes of a warp copy equally often");
     const unsigned pitch = kv_heads * USED;
 #pragma unroll(sizeof(T) == 2 ? 8 : 4)  // sums of float32 leave few registers for addresses
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
         const int i = first % CHUNKS + threadIdx.x % 32, chunk = i % CHUNKS;
         const int row = first / CHUNKS + i / CHUNKS;
-        bool there = COLUMNS == USED || chunk * WIDTH < USED;
+        bool in_range = COLUMNS == USED || chunk * WIDTH < USED;
         const E *real = from + chunk * WIDTH;
         if constexpr (SCATTERED) {
-            const unsigned own = __shfl_sync(0xffffffffu, token, row);
-            there &= own != NOWHERE;
-            real += (unsigned long long)own * pitch;
+            const unsigned source = __shfl_sync(0xffffffffu, token, row);
+            in_range &= source != NOWHERE;
+            real += (unsigned long long)source * pitch;
         } else {
-            there &= row < count;
+            in_range &= row < count;
             real += (unsigned long long)token * pitch + (unsigned long long)row * pitch;
         }
-        cp_async_16(to.at(row, chunk), real, there);
+        cp_async_16(to.at(row, chunk), real, in_range);
     }
 }
 
@@ -109,11 +109,11 @@ __device__ __forceinline__ void gather_codes(signed char *to, const E *from, uns
 #pragma unroll 4
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
         const int i = first + threadIdx.x % 32, row = min(i / CHUNKS, TILE_KEYS - 1);
-        const unsigned own = SCATTERED ? __shfl_sync(0xffffffffu, token, row) : token + row;
-        const bool there = SCATTERED ? own != NOWHERE : row < count;
+        const unsigned source = SCATTERED ? __shfl_sync(0xffffffffu, token, row) : token + row;
+        const bool in_range = SCATTERED ? source != NOWHERE : row < count;
         if (TILE_KEYS * CHUNKS % 32 != 0 && i >= TILE_KEYS * CHUNKS) continue;
         cp_async_16(to + i * 16,
-                    from + (there ? (unsigned long long)own * pitch : 0) + i % CHUNKS * 16, there);
+                    from + (in_range ? (unsigned long long)source * pitch : 0) + i % CHUNKS * 16, in_range);
     }
 }
 
@@ -225,10 +225,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             signed char *const to = reinterpret_cast<signed char *>(ring + stage * STAGE);
             gather_codes<DIM>(to, k, token, count, kv_heads);
             gather_codes<VALUE_DIM>(to + TILE_KEYS * DIM, v, token, count, kv_heads);
-            const bool there = SCATTERED ? token != NOWHERE : lane < min(count, TILE_KEYS);
-            const float *const own =
+            const bool in_range = SCATTERED ? token != NOWHERE : lane < min(count, TILE_KEYS);
+            const float *const from =
                 scales + (unsigned long long)(token + (SCATTERED ? 0 : lane)) * kv_heads;
-            const float of_key = there ? own[0] : 0, of_value = there ? own[call.values] : 0;
+            const float of_key = in_range ? from[0] : 0, of_value = in_range ? from[call.values] : 0;
 #pragma unroll
             for (int i = 0; i < 2; i++) {  // registers cannot be indexed
                 key_scales[i] = i == stage ? of_key : key_scales[i];
@@ -244,25 +244,25 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 
     for (int i = threadIdx.x; i < ROWS * KeyTile::CHUNKS; i += THREADS) {
         const int row = i / KeyTile::CHUNKS, column = i % KeyTile::CHUNKS * KeyTile::CHUNK;
-        const bool there = row < rows && column < DIM;
-        const int own = first_row + (there ? row : 0);
-        const long long token = (long long)batch * queries + own / group;
+        const bool in_range = row < rows && column < DIM;
+        const int index = first_row + (in_range ? row : 0);
+        const long long token = (long long)batch * queries + index / group;
         cp_async_16(query_tile.at(row, i % KeyTile::CHUNKS),
-                    q + (token * heads + kv_head * group + own % group) * DIM + (there ? column : 0),
-                    there);
+                    q + (token * heads + kv_head * group + index % group) * DIM + (in_range ? column : 0),
+                    in_range);
     }
     auto seen_from = [&](int key) {  // the warp's first tile from `key` on that some row sees
         if constexpr (BLOCK_MASK)
             while (key < end &&
                    !__any_sync(0xffffffffu, !scores.skipped(head[0], query[0], key) ||
                                                 !scores.skipped(head[1], query[1], key)))
-                key += TURN;
+                key += BLOCK_KEYS;
         return key;
     };
     int here = seen_from(begin + warp * TILE_KEYS);
     load(here, 0);
     cp_async_commit();
-    int ahead = seen_from(here + TURN);  // without BLOCK_MASK simply TURN keys further
+    int ahead = seen_from(here + BLOCK_KEYS);  // without BLOCK_MASK simply BLOCK_KEYS keys further
     load(ahead, 1);
     cp_async_commit();
     cp_async_wait<1>();
@@ -290,12 +290,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         float s[1][PARTS][4];
         product_abt<KEPT>(s, kept, query_tile, 0, key_tile);
         if constexpr (CODES) {
-            const float own = stage == 0 ? key_scales[0] : key_scales[1];
+            const float lane_scale = stage == 0 ? key_scales[0] : key_scales[1];
 #pragma unroll
             for (int n = 0; n < PARTS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float scale = __shfl_sync(0xffffffffu, own, lane % 4 * 2 + n * 8 + e);
+                    const float scale = __shfl_sync(0xffffffffu, lane_scale, lane % 4 * 2 + n * 8 + e);
                     s[0][n][e] *= scale, s[0][n][2 + e] *= scale;
                 }
         }
@@ -367,10 +367,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         }
         add_product_ab<1>(o, s, value_tile);  // a warp has few keys of a chunk
         __syncwarp();                      // all lanes are done with this tile
-        const int later = BLOCK_MASK ? seen_from(ahead + TURN) : here + 2 * TURN;
+        const int later = BLOCK_MASK ? seen_from(ahead + BLOCK_KEYS) : here + 2 * BLOCK_KEYS;
         load(later, stage);
         cp_async_commit();
-        here = BLOCK_MASK ? ahead : here + TURN;
+        here = BLOCK_MASK ? ahead : here + BLOCK_KEYS;
         ahead = later;
     }
 
@@ -400,8 +400,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const float *from = results;
     int several = WARPS, stride = ROWS * PITCH;
     long long slot = sequence * call.slots;  // of the first part of this level
-    for (int own = chunk, there = seen; there > 1;) {
-        float *const to = parts + (slot + own) * part;
+    for (int node = chunk, nodes = seen; nodes > 1;) {
+        float *const to = parts + (slot + node) * part;
         for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
             const int row = i / QUADS, column = i % QUADS * 4;
             const Merged m = merged(from + row * PITCH, column, several, stride);
@@ -411,21 +411,21 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 to[row * PITCH + SUM] = m.sum;
             }
         }
-        own /= FAN;
-        from = parts + (slot + own * FAN) * part;
-        several = min(FAN, there - own * FAN), stride = part;
-        slot += there, there = (there + FAN - 1) / FAN;
+        node /= FAN;
+        from = parts + (slot + node * FAN) * part;
+        several = min(FAN, nodes - node * FAN), stride = part;
+        slot += nodes, nodes = (nodes + FAN - 1) / FAN;
         __syncthreads();
-        if (!last_to_arrive(arrived + slot + own, several, last)) return;
+        if (!last_to_arrive(arrived + slot + node, several, last)) return;
     }
     for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
         const int row = first_row + i / QUADS, column = i % QUADS * 4;
         Merged m = merged(from + (row - first_row) * PITCH, column, several, stride);
-        const int own = kv_head * group + row % group;
+        const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
-            const float share = add_sink(m.top, m.sum, (float)sinks[own] * LOG2E);
+            const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);
 #pragma unroll
-            for (int j = 0; j < 4; j++) m.value[j] *= share;
+            for (int j = 0; j < 4; j++) m.value[j] *= weight;
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -433,9 +433,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             if constexpr (DROPOUT) m.value[j] *= scores.keep_scale;
         }
         const long long token = (long long)batch * queries + row / group;
-        store(out + (token * heads + own) * VALUE_DIM + column, m.value);
+        store(out + (token * heads + query_head) * VALUE_DIM + column, m.value);
         if (column == 0)
-            lse[((long long)batch * heads + own) * queries + row / group] =
+            lse[((long long)batch * heads + query_head) * queries + row / group] =
                 log_sum_exp(m.top, m.sum);
     }
 }

@@ -24,7 +24,7 @@ constexpr int LANES = 16 / sizeof(T);
 constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 
 // stats   (batch, heads, stat_rows, 2): lse * UNIT, +inf where a query sees no key, and delta;
-//         in the padding beyond `queries` +inf and 0, so that p is 0 there
+//         in the padding beyond `queries` +inf and 0, so that p is 0
 //         for float32, then (batch, heads, stat_rows): rests, which start as the contribution of a
 //         query's sink to the sum of its p
 KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
@@ -39,9 +39,9 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
     int query = row, stop = queries;
     if constexpr (VARLEN) {
         const int sequence = sequence_of(offsets, sequences, queries, row);
-        const Run own = run_of(offsets, sequence, queries);
-        query = own.first + row - stats_of(offsets, sequence, queries);
-        stop = own.first + own.count;
+        const Run run = run_of(offsets, sequence, queries);
+        query = run.first + row - stats_of(offsets, sequence, queries);
+        stop = run.first + run.count;
     }
     const bool real = i < count && query < stop;
     float sum = 0;
@@ -90,8 +90,8 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restric
             long long start = (long long)(VARLEN ? h : b * heads + h) * rows;
             int stop = KEEP_ROWS ? min(first + 1, kept_rows) : rows;
             if constexpr (VARLEN) {
-                const Run own = run_of(offsets, b, rows);
-                start += own.first, stop = KEEP_ROWS ? min(stop, own.count) : own.count;
+                const Run run = run_of(offsets, b, rows);
+                start += run.first, stop = KEEP_ROWS ? min(stop, run.count) : run.count;
             }
             for (int row = first; row < stop; row += THREADS) {
                 if constexpr (SINKS) {

@@ -57,11 +57,11 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     long long first_query = (long long)batch * queries, first_key = batch * batch_tokens;
     const int all_queries = queries;
     if constexpr (VARLEN) {
-        const Segment own = segment<ROWS>(starts, sequences, queries, row_block);
-        if (own.sequence < 0) return;
-        const Run rows = run_of(starts, own.sequence, queries);
-        const Run columns = run_of(key_lengths, own.sequence, keys);
-        batch = own.sequence, first_row = own.tile * ROWS;
+        const Segment work = segment<ROWS>(starts, sequences, queries, row_block);
+        if (work.sequence < 0) return;
+        const Run rows = run_of(starts, work.sequence, queries);
+        const Run columns = run_of(key_lengths, work.sequence, keys);
+        batch = work.sequence, first_row = work.tile * ROWS;
         first_query = rows.first, first_key = columns.first;
         queries = rows.count, keys = columns.count;
     }
@@ -120,12 +120,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     auto shift = [&](int m, int half) { return shift_of(top[m][half], scores.unit); };
 
     for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= STAGES - 1) {
-        const int own = tile, here = own * TILE_KEYS, last = here + TILE_KEYS - 1;
+        const int current = tile, here = current * TILE_KEYS, last = here + TILE_KEYS - 1;
         tile = seen_from(tile + 1);
         const bool more = tile * TILE_KEYS < stop_key;
         cp_async_wait<0>();
         __syncthreads();  // this tile's keys have arrived; all warps are done with the previous one
-        if constexpr (STAGES == 1) load_values(own, 0);
+        if constexpr (STAGES == 1) load_values(current, 0);
         else if (more) load_keys(tile, stage ^ 1), load_values(tile, stage ^ 1);
         cp_async_commit();
 
@@ -182,14 +182,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     each_row<WARP_TILES>([&](int m, int half) {
         const int row = top_row + m * 16 + half * 8 + lane / 4;
         float total = quad_sum(sum[m][half]), most = __fmul_rn(top[m][half], scores.unit);
-        float share = 1;
-        if (sinks != nullptr) share = add_sink(most, total, (float)sinks[head] * LOG2E);
+        float weight = 1;
+        if (sinks != nullptr) weight = add_sink(most, total, (float)sinks[head] * LOG2E);
         if (row >= queries) return;
         if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, total);
-        share = total == 0 ? 0 : share / total;
-        if constexpr (DROPOUT) share *= scores.keep_scale;
+        weight = total == 0 ? 0 : weight / total;
+        if constexpr (DROPOUT) weight *= scores.keep_scale;
         T *const to = out + (long long)row * out_stride;
-        if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
-        else put_row<REST>(to, o[m], half, share);  // the other slice writes the columns of both
+        if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, weight);
+        else put_row<REST>(to, o[m], half, weight);  // the other slice writes the columns of both
     });
 }

@@ -14,7 +14,7 @@
 //               THREADS   threads of a block
 //               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
-//   The trick: a block of bit_scale takes every gridDim-th tile, so there are few sums; the last
+//   The trick: a block of bit_scale takes every gridDim-th tile, which gives few sums; the last
 //   block to end adds them, always in the same order.  Codes need no clipping: a ratio that rounds
 //   to 1 or more is above a half, and a half itself rounds to 0, which is even.
 #include "common/last_block.cuh"

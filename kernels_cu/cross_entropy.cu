@@ -6,7 +6,7 @@
 //   dx = z' * (exp(z - lse) * (dloss * (1 + 2 z_loss lse) + dlse)
 //              - dloss * (smoothing / COLUMNS + (1 - smoothing) * [column == label]))
 //   where label == ignore, loss and dloss are 0; with both in one launch, dlse is 0, and dloss is
-//   `scale` times the array dloss, if there is one
+//   `scale` times the array dloss, if it is given
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T)
 //               backward  rows * COLUMNS * (sizeof(T) + sizeof(G))
@@ -245,9 +245,9 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
     }
     float row_dloss = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
     if (wrong) row_dloss = not_a_number();
-    const float log = s.sum == 0 ? 0 : logf(s.sum), share = s.sum == 0 ? 0 : 1 / s.sum;
+    const float log = s.sum == 0 ? 0 : logf(s.sum), reciprocal = s.sum == 0 ? 0 : 1 / s.sum;
     // exp(z - lse) is exp(z - top) / sum
-    const LogitGradient g = {s.top, share * row_dloss * (1 + 2 * z_loss * (log + s.top)),
+    const LogitGradient g = {s.top, reciprocal * row_dloss * (1 + 2 * z_loss * (log + s.top)),
                              row_dloss * divided_by<COLUMNS>(smoothing),
                              (1 - smoothing) * row_dloss, label};
 #pragma unroll

@@ -25,7 +25,7 @@ constexpr float SATURATION = 10;  // beyond it s is 0 or 1; clamping keeps x^3 f
 // Blocks that an SM must hold, in backward; 0 leaves it to the compiler.
 constexpr int RESIDENT = STRIDED && APPROXIMATE && sizeof(T) == 2 ? 6 : 0;
 
-__device__ __forceinline__ float share(float x) {
+__device__ __forceinline__ float cdf(float x) {
     if constexpr (APPROXIMATE) return sigmoid(2 * STEEPNESS * x * (1 + CUBIC * x * x));
     else return 0.5f * erfcf(-0.7071067811865476f * x);
 }
@@ -46,7 +46,7 @@ KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, const __grid_constant__ 
     at.load(g, gate, 0);
     at.load(u, up, 1);
 #pragma unroll
-    for (int j = 0; j < LANES; j++) u[j] *= g[j] * share(g[j]);
+    for (int j = 0; j < LANES; j++) u[j] *= g[j] * cdf(g[j]);
     at.store(y, 2, u);
 }
 
@@ -59,7 +59,7 @@ KERNEL(THREADS, RESIDENT) geglu_backward(const T *dy, const T *gate, const T *up
     at.load(u, up, 2);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
-        const float s = share(g[j]), gelu = g[j] * s;
+        const float s = cdf(g[j]), gelu = g[j] * s;
         g[j] = (s + rise(g[j], s)) * u[j] * d[j];
         u[j] = gelu * d[j];
     }

@@ -8,7 +8,7 @@
 //   constants   those of common/many.cuh, with the fields GRADIENT and OUT; a kind is a dtype
 //               WRITE     whether measure writes `out`
 //
-//   The trick: a block takes every gridDim-th chunk, so there are few sums; the last block to end
+//   The trick: a block takes every gridDim-th chunk, which gives few sums; the last block to end
 //   adds them, always in the same order.  Eight squares are added in float32, or in float64 where
 //   they are outside of its range; the sums of eight are added in float64.
 #include "common/last_block.cuh"

@@ -11,8 +11,8 @@
 //                         address of x allow
 //               ADD       the product is added to y
 //
-//   The trick: a block takes few outputs and all inputs, divided among its threads: there are many
-//   blocks, and all codes are requested at once.  A thread multiplies each of its codes by all
+//   The trick: a block takes few outputs and all inputs, divided among its threads: this gives
+//   many blocks, and all codes are requested at once.  A thread multiplies each of its codes by all
 //   rows.  Sums of threads are added in a fixed order.
 #include "common/codes.cuh"
 #include "common/math.cuh"

@@ -14,16 +14,16 @@
 //               DOWN, RIGHT    warps of a block, along rows and outputs
 //               RESIDENT       blocks that an SM must hold
 //               WIDE           inputs, and addresses, are multiples of 16
-//               OUTLIERS       there is a list
+//               OUTLIERS       a list is given
 //               PAIRS          the number of outputs is even
 //               ONE            absmax is one scale
-//               BIAS           there is a bias, with one scale
+//               BIAS           a bias is given, with one scale
 //
 //   The trick: both operands are contiguous along the axis that is summed, as mma m16n8k32 takes
 //   them: ldmatrix loads 16 codes of a row where it would load 8 values of 16 bits.  Sums are
 //   integers until the end: equal bits in any order.  The list has few columns; their codes are 0
-//   in x_codes, and x itself is multiplied by the weight's codes there, in float32, before the only
-//   rounding.
+//   in x_codes, and x itself is multiplied by the weight's codes of these columns, in float32,
+//   before the only rounding.
 #include "common/math.cuh"
 #include "common/tile.cuh"
 #include "common/vector.cuh"
@@ -41,14 +41,14 @@ __device__ __forceinline__ void copy(const Codes &to, const signed char *from, l
 #pragma unroll 4
     for (int i = threadIdx.x; i < COUNT * Codes::CHUNKS; i += THREADS) {
         const int down = i / Codes::CHUNKS, chunk = i % Codes::CHUNKS, at = first + chunk * 16;
-        const bool there = row + down < rows && at < inputs;
-        const signed char *real = from + (there ? (row + down) * inputs + at : 0);
+        const bool in_range = row + down < rows && at < inputs;
+        const signed char *real = from + (in_range ? (row + down) * inputs + at : 0);
         if constexpr (WIDE) {
-            cp_async_16(to.at(down, chunk), real, there);
+            cp_async_16(to.at(down, chunk), real, in_range);
         } else {
             Vector<signed char, 16> codes;
 #pragma unroll
-            for (int j = 0; j < 16; j++) codes.at[j] = there && at + j < inputs ? real[j] : 0;
+            for (int j = 0; j < 16; j++) codes.at[j] = in_range && at + j < inputs ? real[j] : 0;
             put(to.at(down, chunk), codes);
         }
     }
@@ -105,9 +105,9 @@ KERNEL(THREADS, RESIDENT) int8_linear(
 
     const int column = output + right + lane % 4 * 2;
     each_row<M>([&](int m, int half) {
-        const long long own = row + down + m * 16 + half * 8 + lane / 4;
-        if (own >= rows) return;
-        const float scale = ONE ? scales[own] * (float)*absmax : scales[own];
+        const long long own_row = row + down + m * 16 + half * 8 + lane / 4;
+        if (own_row >= rows) return;
+        const float scale = ONE ? scales[own_row] * (float)*absmax : scales[own_row];
         float result[N][2];
 #pragma unroll
         for (int n = 0; n < N; n++)
@@ -119,7 +119,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
 #pragma unroll 1
             for (int i = 0; i < last; i++) {
                 const int c = list[i];
-                const float value = (float)x[own * inputs + c];
+                const float value = (float)x[own_row * inputs + c];
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
@@ -134,7 +134,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
         for (int n = 0; n < N; n++) {
             const int o = column + n * 8;
             if (o >= outputs) continue;
-            T *const to = y + own * outputs + o;
+            T *const to = y + own_row * outputs + o;
             float both[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {

@@ -38,13 +38,13 @@ KERNEL(1024) int8_outlier_list(const bool *__restrict__ outliers, int *__restric
         const unsigned beside = __ballot_sync(0xffffffffu, marked);
         if (lane == 0) partial[warp] = __popc(beside);
         __syncthreads();
-        int own = before + __popc(beside & ((1u << lane) - 1));
+        int slot = before + __popc(beside & ((1u << lane) - 1));
 #pragma unroll
         for (int other = 0; other < 32; other++) {
-            own += other < warp ? partial[other] : 0;
+            slot += other < warp ? partial[other] : 0;
             before += partial[other];
         }
-        if (marked) list[own] = column;
+        if (marked) list[slot] = column;
         __syncthreads();  // all have read the counts, which the next iteration overwrites
     }
     if (threadIdx.x == 0) *count = before;

@@ -66,8 +66,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
             const float value = (float)kept[KEEP ? k : 0].at[j];
-            const bool there = !broken && !(OUTLIERS && outliers[first + k * STEP + j]);
-            code.at[j] = there ? (signed char)__float2int_rn(value * factor) : 0;
+            const bool coded = !broken && !(OUTLIERS && outliers[first + k * STEP + j]);
+            code.at[j] = coded ? (signed char)__float2int_rn(value * factor) : 0;
         }
         put(codes_row + k * STEP, code);
     }

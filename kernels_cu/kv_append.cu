@@ -34,7 +34,7 @@ __device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values,
 }
 
 // count             tokens of all rows
-// start             position of the first new token, if there are no starts
+// start             position of the first new token, without starts
 // k_row .. v_token  distances between neighbouring rows, and tokens of a row, of k and v, in values
 KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
                            T *__restrict__ values, const P *__restrict__ starts, long long start,

@@ -98,10 +98,10 @@ __device__ __forceinline__ void add_db(float (&held)[M][N][4], const Tile<E, COL
             }
         }
     } else {
-        const int own = column + lane / 2;
+        const int own_column = column + lane / 2;
 #pragma unroll 2
         for (int k = 0; k < ROWS; k++) {
-            const float x = dy.at(k, own / 4)[own % 4];
+            const float x = dy.at(k, own_column / 4)[own_column % 4];
 #pragma unroll
             for (int n = 0; n < N; n++) add_four(held[0][n], x, low.at(k, n * 2 + lane % 2));
         }
@@ -132,9 +132,9 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
             const int row = i / (COLUMNS / LANES), column = i % (COLUMNS / LANES) * LANES;
             const bool inside = top + row < rows && first_column + column < outputs;
             const T *from = dy + (inside ? (top + row) * outputs + first_column + column : 0);
-            T *const there = to.at(row, column / Slab::CHUNK) + column % Slab::CHUNK;
-            if constexpr (LANES > 1) cp_async_16(there, from, inside);
-            else *there = inside ? *from : T(0.0f);
+            T *const target = to.at(row, column / Slab::CHUNK) + column % Slab::CHUNK;
+            if constexpr (LANES > 1) cp_async_16(target, from, inside);
+            else *target = inside ? *from : T(0.0f);
         }
         cp_async_commit();
         put_low<ROWS>(Low{to.start + ROWS * Slab::PITCH}, low, top, rows, rank);
@@ -162,12 +162,12 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
         for (int n = 0; n < 2; n++) {
             const float *sum = up_sums[0][n];
             if constexpr (sizeof(T) == 2) {
-                float *const there = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
-                *reinterpret_cast<float2 *>(there) = make_float2(sum[0], sum[1]);
-                *reinterpret_cast<float2 *>(there + 8 * PITCH) = make_float2(sum[2], sum[3]);
+                float *const target = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
+                *reinterpret_cast<float2 *>(target) = make_float2(sum[0], sum[1]);
+                *reinterpret_cast<float2 *>(target + 8 * PITCH) = make_float2(sum[2], sum[3]);
             } else {
-                float *const there = to + lane / 2 * PITCH + lane % 2 * 8 + n * 4;
-                *reinterpret_cast<float4 *>(there) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+                float *const target = to + lane / 2 * PITCH + lane % 2 * 8 + n * 4;
+                *reinterpret_cast<float4 *>(target) = make_float4(sum[0], sum[1], sum[2], sum[3]);
             }
         }
         __syncthreads();

@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply(Sums &, const Weights &, const Rows &, 
 KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
     const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
-    int outputs, int inputs, int shift, unsigned x_apart, long long apart) {
+    int outputs, int inputs, int shift, unsigned x_pitch, long long pitch) {
     __shared__ __align__(16) unsigned memory[TABLE_WORDS > SUMS ? TABLE_WORDS : SUMS];
     __shared__ float levels[16], values[DOUBLE ? TABLE : 1];
     const int lane = threadIdx.x % 32, high = lane / 4, low = lane % 4;
@@ -105,8 +105,8 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     const int parts = (rows + ROWS - 1) / ROWS, top = blockIdx.x % parts * ROWS;
     const int first = blockIdx.x / parts * OUTPUTS;
     rows = min(ROWS, rows - top);
-    x += (unsigned long long)top * x_apart;
-    out += top * apart;
+    x += (unsigned long long)top * x_pitch;
+    out += top * pitch;
     const unsigned units = inputs / UNIT;
 
     Reader weight = {packed + low * (VALUES / 2), absmax, codes, {}, shift};
@@ -116,7 +116,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
         x_offset[i] =
-            opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_apart) + low * VALUES);
+            opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_pitch) + low * VALUES);
 
     Part now[UNITS], next[UNITS];
     unsigned unit = warp * UNITS;
@@ -176,7 +176,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         Vector<T, 4> v;
-                        read(v, x + (x_offset[0] + min(r, rows - 1) * x_apart + (unit + u) * UNIT +
+                        read(v, x + (x_offset[0] + min(r, rows - 1) * x_pitch + (unit + u) * UNIT +
                                      c * 4));
 #pragma unroll
                         for (int i = 0; i < OWN; i++)
@@ -221,7 +221,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     }
 
     __syncthreads();  // all warps are done with the table
-    float *const own = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
+    float *const partials = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
     if constexpr (EXACT) {
 #pragma unroll
         for (int i = 0; i < OWN; i++)
@@ -230,7 +230,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
                 float sum = exact[i][r];
                 sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                 sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-                if (low == r % 4) own[r * PITCH + 8 * i + high] = sum;
+                if (low == r % 4) partials[r * PITCH + 8 * i + high] = sum;
             }
     } else {
 #pragma unroll
@@ -239,14 +239,14 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
             for (int i = 0; i < GROUPS; i++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    own[(8 * i + 2 * low + j % 2) * PITCH + 16 * tile + 8 * (j / 2) + high] =
+                    partials[(8 * i + 2 * low + j % 2) * PITCH + 16 * tile + 8 * (j / 2) + high] =
                         sums[tile][i][j];
     }
     __syncthreads();
     for (int i = threadIdx.x; i < rows * OUTPUTS; i += THREADS) {
         const int row = i / OUTPUTS, output = i % OUTPUTS;
         if (first + output >= outputs) continue;
-        O *const to = out + row * apart + first + output;
+        O *const to = out + row * pitch + first + output;
         float sum = ADD ? (float)*to : 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++)

@@ -36,25 +36,25 @@ template <int I> __device__ __forceinline__ float bound() {
     else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
 }
 
-__device__ __forceinline__ unsigned code_of(float share) {
-    const bool a = share > bound<7>();
+__device__ __forceinline__ unsigned code_of(float value) {
+    const bool a = value > bound<7>();
     float middle = a ? bound<11>() : bound<3>();
-    const bool b = share > middle;
+    const bool b = value > middle;
     middle = a ? (b ? bound<13>() : bound<9>()) : (b ? bound<5>() : bound<1>());
-    const bool c = share > middle;
+    const bool c = value > middle;
     const float high = b ? (c ? bound<14>() : bound<12>()) : (c ? bound<10>() : bound<8>());
     const float low = b ? (c ? bound<6>() : bound<4>()) : (c ? bound<2>() : bound<0>());
-    const unsigned place = b * 4 + c * 2 + (share > (a ? high : low));
-    return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> place * 4 & 15 : a * 8 + place;  // by levels
+    const unsigned rank = b * 4 + c * 2 + (value > (a ? high : low));
+    return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
 }
 
 KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
                                              unsigned char *__restrict__ packed,
                                              float *__restrict__ absmax, long long size) {
     __shared__ unsigned tops[THREADS / 32];
-    const int own = threadIdx.x % GROUP;
+    const int member = threadIdx.x % GROUP;
     const long long block = (long long)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
-    const long long first = block * BLOCK, start = first + own * CHUNK;
+    const long long first = block * BLOCK, start = first + member * CHUNK;
     const int left = (int)min(max(size - start, -1ll), 2ll * BLOCK);
     w += start;
     packed += start / 2;
@@ -85,7 +85,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
     if (first >= size) return;
 
     const bool divides = first + BLOCK > size;
-    if (own == 0) absmax[block] = __uint_as_float(divides ? max(top, LEAST) : top);
+    if (member == 0) absmax[block] = __uint_as_float(divides ? max(top, LEAST) : top);
     const float unit = top > LARGE ? 0.25f : 1.0f, most = __uint_as_float(top) * unit;
     float by = top < NORMAL ? 0.0f : __frcp_rn(most);
     if (divides || top > LARGE) {
@@ -93,8 +93,8 @@ KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
         for (int k = 0; k < DEPTH; k++)
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
-                const float scaled = v[k][j] * unit, share = scaled * by;
-                v[k][j] = divides ? fmaf(fmaf(-share, most, scaled), by, share) : scaled;
+                const float scaled = v[k][j] * unit, value = scaled * by;
+                v[k][j] = divides ? fmaf(fmaf(-value, most, scaled), by, value) : scaled;
             }
         by = divides ? 1.0f : by;
     }

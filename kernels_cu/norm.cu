@@ -21,7 +21,7 @@
 //               CLUSTER           blocks that share a row: 1, or up to 8 from sm_90 on
 //               RESIDENT          blocks that an SM must hold
 //               KEEP              a row stays on chip
-//               RESIDUAL, BIAS    there is a residual, or in backward a dh; there is a bias
+//               RESIDUAL, BIAS    a residual, or in backward a dh, is given; a bias is given
 //
 //   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
 //   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
@@ -54,11 +54,11 @@ __device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *res
 struct Moments {
     float count, mean, squares;
     __device__ __forceinline__ void add(const float (&v)[LANES], float sum) {
-        const float apart = sum / LANES - mean, share = LANES / (count + LANES);
+        const float delta = sum / LANES - mean, weight = LANES / (count + LANES);
 #pragma unroll
         for (int j = 0; j < LANES; j++) squares += (v[j] - sum / LANES) * (v[j] - sum / LANES);
-        squares += apart * apart * count * share;
-        mean += apart * share;
+        squares += delta * delta * count * weight;
+        mean += delta * weight;
         count += LANES;
     }
 };
@@ -69,7 +69,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
                                         const Layout &of_residual, float eps, float offset) {
     __shared__ Exchange<WARPS, CLUSTER> exchange[2];
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
-    const bool there = row < rows;
+    const bool in_range = row < rows;
     x += start(row, of_x);
     if constexpr (RESIDUAL) residual += start(row, of_residual);
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         const int column = column_of(k);
-        if (!there || !inside(column)) continue;
+        if (!in_range || !inside(column)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0], part = 0;
         read(v, x + column, residual + column);
         if constexpr (RESIDUAL) store(h, row * HIDDEN + column, v);
@@ -92,11 +92,11 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     if constexpr (CENTRED) {
         row_sums<ROW_THREADS, CLUSTER>(sum, exchange[0]);
         centre = divided_by<HIDDEN>(sum[0]);
-        const float apart = moments.mean - centre;
-        squares[0] = moments.squares + moments.count * apart * apart;
+        const float delta = moments.mean - centre;
+        squares[0] = moments.squares + moments.count * delta * delta;
 #pragma unroll
         for (int k = 0; KEEP && k < DEPTH; k++) {
-            if (!there || !inside(column_of(k))) continue;
+            if (!in_range || !inside(column_of(k))) continue;
 #pragma unroll
             for (int j = 0; j < LANES; j++) {
                 kept[k][j] -= centre;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     }
     row_sums<ROW_THREADS, CLUSTER>(squares, exchange[1]);
     const float scale = 1 / sqrtf(divided_by<HIDDEN>(squares[0]) + eps);
-    if (!there) return;
+    if (!in_range) return;
     if (column_of(0) == 0) {
         if constexpr (CENTRED) mean[row] = centre;
         rstd[row] = scale;
@@ -197,11 +197,11 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
     DYNAMIC_SHARED(float, held);
     __shared__ Exchange<MEANS * WARPS, CLUSTER> exchange[2];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
-    int turn = 0;
+    int use = 0;
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
     // The address of four sums of a thread; neighbouring threads are 16 bytes apart, which avoids
     // bank conflicts.  Without KEEP the sums are too many for shared memory, and are in `partial`.
-    const auto place = [&](int which, int k, int q, int thread) {
+    const auto address = [&](int which, int k, int q, int thread) {
         if constexpr (KEEP)
             return held + (((which * DEPTH + k) * (LANES / QUAD) + q) * THREADS + thread) * QUAD;
         else
@@ -213,14 +213,14 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
             float four[QUAD];
 #pragma unroll
             for (int j = 0; j < QUAD; j++) four[j] = v[q * QUAD + j];
-            store(place(which, k, q, threadIdx.x), four);
+            store(address(which, k, q, threadIdx.x), four);
         }
     };
     const auto add = [&](float (&v)[LANES], int which, int k, int thread) {
 #pragma unroll
         for (int q = 0; q < LANES / QUAD; q++) {
             float four[QUAD];
-            load(four, place(which, k, q, thread));
+            load(four, address(which, k, q, thread));
 #pragma unroll
             for (int j = 0; j < QUAD; j++) v[q * QUAD + j] += four[j];
         }
@@ -259,8 +259,8 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
 #pragma unroll
             for (int k = 0; EARLY && k < DEPTH; k++)
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
-            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[turn & 1], turn >> 1);
-            turn++;
+            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[use & 1], use >> 1);
+            use++;
 #pragma unroll
             for (int m = 0; m < MEANS; m++) row[i].mean[m] = divided_by<HIDDEN>(sum[m]);
         }

@@ -26,9 +26,9 @@
 //   The trick: a warp takes a token.  It reads the row of the tables once, into registers, and
 //   iterates over the heads of q, then of k, SLOTS at a time.  A thread holds both columns of a
 //   pair, so threads only exchange the sums of a head.  In backward, a warp iterates over tokens
-//   and adds to dw in float32, that of q and that of k in turn: the other is kept in shared memory,
-//   to save registers.  A block writes one row of partial sums, which column_sum.cu adds in a fixed
-//   order: no atomics, equal bits.
+//   and adds to dw in float32, that of q and that of k alternately: the other is kept in shared
+//   memory, to save registers.  A block writes one row of partial sums, which column_sum.cu adds in
+//   a fixed order: no atomics, equal bits.
 //   A position outside the tables gives NaN and a report, and no read out of bounds.
 #include "common/faults.cuh"
 #include "common/heads.cuh"
@@ -50,11 +50,11 @@ using Parked = float[VALUES][32];  // a warp's dw in shared memory, one column p
 
 __device__ __forceinline__ int chunk_of(int k) { return threadIdx.x % GROUP + k * GROUP; }
 __device__ __forceinline__ bool exists(int chunk) { return CHUNKS % GROUP == 0 || chunk < CHUNKS; }
-__device__ __forceinline__ bool turns(int chunk) { return chunk * PAIRS < HALF; }
+__device__ __forceinline__ bool rotates(int chunk) { return chunk * PAIRS < HALF; }
 __device__ __forceinline__ int column(int chunk, int part) {
     if constexpr (PARTS == 1) return chunk * LANES;
     else if constexpr (INTERLEAVED) return 2 * chunk + part;
-    else return turns(chunk) ? chunk * PAIRS + part * HALF : (2 * chunk + part) * PAIRS;
+    else return rotates(chunk) ? chunk * PAIRS + part * HALF : (2 * chunk + part) * PAIRS;
 }
 __device__ __forceinline__ bool inside(int column) {
     return DIM % (2 * PAIRS) == 0 || column < DIM;
@@ -62,14 +62,14 @@ __device__ __forceinline__ bool inside(int column) {
 
 // Read a head; columns past its end, and a head that does not exist, become 0.
 template <class E>
-__device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool there = true) {
+__device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool in_range = true) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k++)
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             const int at = column(chunk_of(k), part);
             to[k].part[part] = {};
-            if (there && exists(chunk_of(k)) && inside(at)) fetch(to[k].part[part], head + at);
+            if (in_range && exists(chunk_of(k)) && inside(at)) fetch(to[k].part[part], head + at);
         }
 }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos,
     const long long row = positions == nullptr ? index : (long long)positions[index];
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
-        if (!turns(chunk_of(k))) continue;
+        if (!rotates(chunk_of(k))) continue;
         if (row >= 0 && row < length) {
             load(c[k], cos + row * HALF + chunk_of(k) * PAIRS);
             load(s[k], sin + row * HALF + chunk_of(k) * PAIRS);
@@ -127,9 +127,9 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
 #pragma unroll 1  // unrolled iterations would spill
     for (int first = 0; first < COUNT; first += SLOTS) {
         const int head = first + threadIdx.x % 32 / GROUP;
-        const bool there = head < COUNT;
+        const bool in_range = head < COUNT;
         Chunk<T> kept[DEPTH];
-        fetch(kept, x + head * step, there);
+        fetch(kept, x + head * step, in_range);
         float squares = 0;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
@@ -139,11 +139,11 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
             for (int j = 0; j < PAIRS; j++) squares += v[0][j] * v[0][j] + v[1][j] * v[1][j];
         }
         const float scale = rsqrtf(group_sum<GROUP>(squares) * (1.0f / DIM) + eps);
-        if (!there) continue;
+        if (!in_range) continue;
         if (threadIdx.x % GROUP == 0) rstd[head] = scale;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
-            const bool turning = turns(chunk_of(k));
+            const bool rotated = rotates(chunk_of(k));
             float v[2][PAIRS], factor[2][PAIRS];
             widen(v, kept[k]);
             widen(factor, w[k]);
@@ -151,8 +151,8 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
             for (int j = 0; j < PAIRS; j++) {
                 const float one = v[0][j] * scale * (factor[0][j] + offset);
                 const float two = v[1][j] * scale * (factor[1][j] + offset);
-                v[0][j] = turning ? one * c[k][j] - two * s[k][j] : one;
-                v[1][j] = turning ? two * c[k][j] + one * s[k][j] : two;
+                v[0][j] = rotated ? one * c[k][j] - two * s[k][j] : one;
+                v[1][j] = rotated ? two * c[k][j] + one * s[k][j] : two;
             }
             store(y, head * DIM, v, chunk_of(k));
         }
@@ -191,36 +191,36 @@ __device__ __forceinline__ void backward(const T *dy, const T *x, long long step
 #pragma unroll 1  // unrolled iterations would spill
     for (int first = 0; first < COUNT; first += SLOTS) {
         const int head = first + threadIdx.x % 32 / GROUP;
-        const bool there = head < COUNT;
-        const float scale = there ? rstd[head] : 0;
+        const bool in_range = head < COUNT;
+        const float scale = in_range ? rstd[head] : 0;
         Chunk<T> kept_dy[DEPTH], kept_x[DEPTH];
         Chunk<E> w[DEPTH];
-        fetch(kept_dy, dy + head * DIM, there);
-        fetch(kept_x, x + head * step, there);
+        fetch(kept_dy, dy + head * DIM, in_range);
+        fetch(kept_x, x + head * step, in_range);
         fetch(w, weight);
-        float g[DEPTH][2][PAIRS], share = 0;
+        float g[DEPTH][2][PAIRS], product = 0;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
-            const bool turning = turns(chunk_of(k));
+            const bool rotated = rotates(chunk_of(k));
             float d[2][PAIRS], v[2][PAIRS], factor[2][PAIRS];
             widen(d, kept_dy[k]);
             widen(v, kept_x[k]);
             widen(factor, w[k]);
 #pragma unroll
             for (int j = 0; j < PAIRS; j++) {
-                const float dz[2] = {turning ? d[0][j] * c[k][j] + d[1][j] * s[k][j] : d[0][j],
-                                     turning ? d[1][j] * c[k][j] - d[0][j] * s[k][j] : d[1][j]};
+                const float dz[2] = {rotated ? d[0][j] * c[k][j] + d[1][j] * s[k][j] : d[0][j],
+                                     rotated ? d[1][j] * c[k][j] - d[0][j] * s[k][j] : d[1][j]};
 #pragma unroll
                 for (int side = 0; side < 2; side++) {
                     const float xhat = v[side][j] * scale;
                     g[k][side][j] = dz[side] * (factor[side][j] + offset);
-                    share += g[k][side][j] * xhat;
+                    product += g[k][side][j] * xhat;
                     dw[(2 * k + side) * PAIRS + j] += dz[side] * xhat;
                 }
             }
         }
-        const float mean = group_sum<GROUP>(share) * (1.0f / DIM);
-        if (!there) continue;
+        const float mean = group_sum<GROUP>(product) * (1.0f / DIM);
+        if (!in_range) continue;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
             float v[2][PAIRS];

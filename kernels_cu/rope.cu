@@ -61,7 +61,7 @@ __device__ __forceinline__ void turn_by(float &c, float &s, long long position, 
 }
 
 // Rotate the pairs from `pair` on of the head at x, and write them to the head at y + head.
-__device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
+__device__ __forceinline__ void rotate(const T *x, T *y, long long head, int pair,
                                      const float (&c)[PAIRS], const float (&s)[PAIRS]) {
     float first[PAIRS], second[PAIRS];
     if constexpr (!INTERLEAVED || LANES == 1) {
@@ -130,7 +130,7 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
         for (int j = 0; j < PAIRS; j++) s[j] = INVERSE ? -s[j] : s[j];
 #pragma unroll 4
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
-            turn((of_q(head) ? q : k) + start(token, head, q_steps, k_steps),
+            rotate((of_q(head) ? q : k) + start(token, head, q_steps, k_steps),
                  of_q(head) ? turned_q : turned_k, start(token, head, q_out_steps, k_out_steps),
                  pair, c, s);
     }

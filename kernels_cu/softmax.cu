@@ -42,7 +42,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
     const T *x_row = x + start(row, {inner, x_outer, x_step}) + first;
-    const long long place = row * COLUMNS + first;  // of y; see `store` in vector.cuh
+    const long long at = row * COLUMNS + first;  // of y; see `store` in vector.cuh
     cluster_start<CLUSTER>(exchange);
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
@@ -75,7 +75,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     const float mine = top;
     row_exp_sum<ROW_THREADS, CLUSTER>(top, sum, exchange);
     if (row >= rows) return;
-    const float share = sum == 0 ? 0 : (KEEP ? exp_below(mine - top) : 1) / sum;
+    const float reciprocal = sum == 0 ? 0 : (KEEP ? exp_below(mine - top) : 1) / sum;
 
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
@@ -87,8 +87,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
             for (int j = 0; j < LANES; j++) v[j] = exp_below(v[j] * scale - top);
         }
 #pragma unroll
-        for (int j = 0; j < LANES; j++) v[j] *= share;
-        store(y, place + k * STEP, v);
+        for (int j = 0; j < LANES; j++) v[j] *= reciprocal;
+        store(y, at + k * STEP, v);
     }
 }
 
@@ -101,7 +101,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
     const int first = column_of(0);
     const T *dy_row = dy + start(row, {inner, dy_outer, dy_step}) + first;
     const T *y_row = y + start(row, {inner, y_outer, y_step}) + first;
-    const long long place = row * COLUMNS + first;  // of dx
+    const long long at = row * COLUMNS + first;  // of dx
     cluster_start<CLUSTER>(exchange);
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
@@ -132,6 +132,6 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
         widen(v, kept_y[KEEP ? k : 0]);
 #pragma unroll
         for (int j = 0; j < LANES; j++) d[j] = scale * v[j] * (d[j] - sum);
-        store(dx, place + k * STEP, d);
+        store(dx, at + k * STEP, d);
     }
 }

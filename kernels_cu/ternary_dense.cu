@@ -20,8 +20,8 @@ KERNEL(THREADS) ternary_dense_(
     if (at >= eighths) return;
     const int wide = (columns + 7) / 8, left = (int)(at % wide) * 8;
     const long long r = at / wide, output = row + r;
-    const unsigned char *own = planes + output * 2 * bytes + (column + left) / 8;
-    const unsigned plus = own[0], minus = own[bytes];
+    const unsigned char *from = planes + output * 2 * bytes + (column + left) / 8;
+    const unsigned plus = from[0], minus = from[bytes];
     const int part = GROUPED ? (column + left) / group : 0;  // 8 columns are of one group
     const float factor = (float)scale[output * scale_step * groups + part];
     float v[8];

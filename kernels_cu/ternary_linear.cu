@@ -48,13 +48,13 @@ using Acc = Sum<INT8>::type;
 
 struct alignas(16) Four { unsigned at[4]; };
 
-// The word, among those of 512 columns, that a lane takes in a turn.
-__device__ __forceinline__ int word_of(int lane, int turn) {
-    return SPAN == 4 ? lane % 4 * 4 + turn : turn * 4 + lane % 4;
+// The word, among those of 512 columns, that a lane takes in a step.
+__device__ __forceinline__ int word_of(int lane, int step) {
+    return SPAN == 4 ? lane % 4 * 4 + step : step * 4 + lane % 4;
 }
 
 // The index of chunk j of a word of row n: each lane of a quarter warp has another group of banks.
-__device__ __forceinline__ int place(int n, int word, int j) {
+__device__ __forceinline__ int index_of(int n, int word, int j) {
     const int owner = SPAN == 4 ? word / 4 : word % 4;
     const int mixed = (SPAN == 4 ? owner * 2 : owner / 2 * 2) ^ (n & 1);
     return n * CHUNKS + ((word * WORD_CHUNKS + j) ^ mixed);
@@ -112,7 +112,7 @@ template <class E> __device__ __forceinline__ void stage(Four *to, const E *x, i
     }
 }
 
-// A lane's words of the planes, for rows `output` and `output + 8`: [row][plane][turn].
+// A lane's words of the planes, for rows `output` and `output + 8`: [row][plane][step].
 struct Weights { unsigned at[2][2][4]; };
 
 __device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
@@ -123,24 +123,24 @@ __device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
     for (int half = 0; half < 2; half++) {
         const int row = output + 8 * half;
 #pragma unroll
-        for (int turn = 0; turn < 4; turn += SPAN) {
-            const int word = first + word_of(lane, turn);
-            bool there = row < outputs && word < words;
-            if (MARKED && there)
-                there = marks[(long long)row * mark_bytes + word / 64] >> (word / 8 % 8) & 1;
+        for (int step = 0; step < 4; step += SPAN) {
+            const int word = first + word_of(lane, step);
+            bool needed = row < outputs && word < words;
+            if (MARKED && needed)
+                needed = marks[(long long)row * mark_bytes + word / 64] >> (word / 8 % 8) & 1;
 #pragma unroll
             for (int plane = 0; plane < 2; plane++) {
                 const unsigned *from =
                     reinterpret_cast<const unsigned *>(planes) + ((long long)row * 2 + plane) * words;
                 if constexpr (WIDE && SPAN == 4) {
                     const Four four =
-                        there ? *reinterpret_cast<const Four *>(from + word) : Four{};
+                        needed ? *reinterpret_cast<const Four *>(from + word) : Four{};
 #pragma unroll
                     for (int i = 0; i < 4; i++) w.at[half][plane][i] = four.at[i];
                 } else {
 #pragma unroll
                     for (int i = 0; i < SPAN; i++)
-                        w.at[half][plane][turn + i] = there && word + i < words ? from[word + i] : 0;
+                        w.at[half][plane][step + i] = needed && word + i < words ? from[word + i] : 0;
                 }
             }
         }
@@ -182,14 +182,14 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
     mma_m16n8k16_bf16(d, a, b, d);
 }
 
-// sums += codes of a turn times x; the chunks of x for this warp's columns start at `tile`.
+// sums += codes of a step times x; the chunks of x for this warp's columns start at `tile`.
 __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile,
-                                    int turn, int lane) {
+                                    int step, int lane) {
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
         unsigned low[4], high[4], a[4][4];
-        select(low, w.at[0][0][turn], w.at[0][1][turn], half);
-        select(high, w.at[1][0][turn], w.at[1][1][turn], half);
+        select(low, w.at[0][0][step], w.at[0][1][step], half);
+        select(high, w.at[1][0][step], w.at[1][1][step], half);
 #pragma unroll
         for (int q = 0; q < 4; q++) {
             a[q][0] = __byte_perm(Codes<X>::BYTES, 0, low[q] & 0xffff);
@@ -201,10 +201,10 @@ __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, c
         for (int tiles = 0; tiles < N_TILES; tiles++)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-                const int n = tiles * 8 + lane / 4, word = word_of(lane, turn);
+                const int n = tiles * 8 + lane / 4, word = word_of(lane, step);
                 const Four *from = tile + part * N * CHUNKS;
-                const Four first = from[place(n, word, half)];
-                const Four second = from[place(n, word, half + HALVES)];
+                const Four first = from[index_of(n, word, half)];
+                const Four second = from[index_of(n, word, half + HALVES)];
 #pragma unroll
                 for (int q = 0; q < 4; q++) {
                     const unsigned b[2] = {first.at[q], second.at[q]};
@@ -225,7 +225,7 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp / WM;
     const long long first_row = (long long)(blockIdx.x % tiles) * N;
     const int first = blockIdx.x / tiles * M, output = first + warp % WM * 16 + lane / 4;
-    const Four *own = memory + part * PARTS * N * CHUNKS;
+    const Four *chunks = memory + part * PARTS * N * CHUNKS;
 
     Acc sums[N_TILES][4] = {};
     float total[SHORT ? N_TILES : 1][4] = {};
@@ -239,25 +239,25 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
             const int at = top + k * COLUMNS + chunk * VALUES;
             const int left = first_row + n < rows ? inputs - at : 0;
             Four *to = memory + k * PARTS * N * CHUNKS;
-            to += place(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS);
+            to += index_of(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS);
             stage(to, x + (left > 0 ? (first_row + n) * inputs + at : 0), left);
         }
         __syncthreads();
 #pragma unroll
-        for (int turn = 0; turn < 4; turn++) {
+        for (int step = 0; step < 4; step++) {
             if constexpr (MARKED) {  // a product with zeros only adds 0
-                const unsigned any = w.at[0][0][turn] | w.at[0][1][turn] | w.at[1][0][turn] |
-                                     w.at[1][1][turn];
+                const unsigned any = w.at[0][0][step] | w.at[0][1][step] | w.at[1][0][step] |
+                                     w.at[1][1][step];
                 if (!__any_sync(0xffffffffu, any != 0)) continue;  // only to save time
             }
-            add(sums, w, own, turn, lane);
+            add(sums, w, chunks, step, lane);
             if constexpr (GROUPED) {  // 128 columns, all of one group
-                const int at = (column + turn * 128) / group;
+                const int at = (column + step * 128) / group;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int row = output + 8 * half;
-                    const bool there = row < outputs && at < groups;
-                    const float factor = there ? (float)scale[(long long)row * scale_step + at] : 0;
+                    const bool in_range = row < outputs && at < groups;
+                    const float factor = in_range ? (float)scale[(long long)row * scale_step + at] : 0;
 #pragma unroll
                     for (int t = 0; t < N_TILES; t++)
 #pragma unroll

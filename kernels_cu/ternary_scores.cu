@@ -25,9 +25,9 @@ template <int ROWS> struct Side {
                                          int word, int words) {
         for (int i = threadIdx.x; i < ROWS * STEP; i += THREADS) {
             const int row = i / STEP, at = word + i % STEP;
-            const bool there = first + row < rows && at < words;
-            const unsigned *own = planes + (first + row) * 2 * words + at;
-            const unsigned ones = there ? own[0] : 0, minus = there ? own[words] : 0;
+            const bool in_range = first + row < rows && at < words;
+            const unsigned *from = planes + (first + row) * 2 * words + at;
+            const unsigned ones = in_range ? from[0] : 0, minus = in_range ? from[words] : 0;
             used[i % STEP][row] = ones | minus;
             plus[i % STEP][row] = ones;
         }

@@ -133,16 +133,16 @@ struct Scores : Options, Operands {
         row += lane / 4, column += lane % 4 * 2;
         auto hide = [&](int m, int half) {  // a row sees its columns first .. last
             constexpr bool BEFORE = BY_KEYS ? RIGHT : LEFT;
-            const int own = row + m * 16 + half * 8;
+            const int own_row = row + m * 16 + half * 8;
             int first = -(1 << 30), last = 1 << 30;
             if constexpr (BY_KEYS) {
-                if constexpr (RIGHT) first = own - high;
-                if constexpr (LEFT) last = own - low;
-                if (own >= length) last = -1;
+                if constexpr (RIGHT) first = own_row - high;
+                if constexpr (LEFT) last = own_row - low;
+                if (own_row >= length) last = -1;
             } else {
-                if constexpr (LEFT) first = own + low;
+                if constexpr (LEFT) first = own_row + low;
                 last = length - 1;
-                if constexpr (RIGHT) last = min(last, own + high);
+                if constexpr (RIGHT) last = min(last, own_row + high);
             }
             if constexpr (FROM_LANE) first -= column, last -= column;
 #pragma unroll
@@ -161,20 +161,20 @@ struct Scores : Options, Operands {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int own = row + m * 16 + half * 8;
+                    const int own_row = row + m * 16 + half * 8;
 #pragma unroll
                     for (int n = 0; n < N; n++)
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             float &x = s[m][n][half * 2 + e];
                             const int other = column + n * 8 + e;
-                            const int query = BY_KEYS ? other : own, key = BY_KEYS ? own : other;
+                            const int query = BY_KEYS ? other : own_row, key = BY_KEYS ? own_row : other;
                             const bool real = query < real_queries && key < real_keys;
                             if constexpr (!FOLD) x *= factor;
                             if constexpr (SOFTCAP) {
-                                const float share = tanhf(x);
-                                steep[m][n][half * 2 + e] = 1 - share * share;
-                                x = cap * share;
+                                const float ratio = tanhf(x);
+                                steep[m][n][half * 2 + e] = 1 - ratio * ratio;
+                                x = cap * ratio;
                             }
                             if constexpr (BIAS)
                                 if (real)

@@ -19,8 +19,8 @@ template <bool FP4> __device__ __forceinline__ float level_of(unsigned code) {
     float level = 0;
 #pragma unroll
     for (int c = 0; c < 16; c++) {
-        const float own = !FP4 ? nf4_level(c) : c < 8 ? SIZES[c % 8] : 0.0f - SIZES[c % 8];
-        level = code == c ? own : level;
+        const float value = !FP4 ? nf4_level(c) : c < 8 ? SIZES[c % 8] : 0.0f - SIZES[c % 8];
+        level = code == c ? value : level;
     }
     return level;
 }

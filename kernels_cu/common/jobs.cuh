@@ -25,30 +25,30 @@ struct Order {
 // A job: ROWS queries of a head or, with BY_KEYS, ROWS keys, and the sequence that they belong to.
 struct Job {
     int head, batch, first_row, queries, keys, first_query, first_key, index;
-    bool there;
+    bool exists;
 };
 template <int ROWS, bool BY_KEYS>
 __device__ __forceinline__ Job job_of(int index, const Order &order, const Options &options,
                                       const L *key_lengths, const P *starts) {
     const int group = index / (order.heads_in_l2 * order.row_blocks);
-    const int own = index - group * order.heads_in_l2 * order.row_blocks;
+    const int index_in_group = index - group * order.heads_in_l2 * order.row_blocks;
     const int first_head = group * order.heads_in_l2;
     const int heads = min(order.heads_in_l2, order.heads - first_head);
     // with RIGHT the last queries see the most keys, and the most queries see the first keys
-    const int row_block = BY_KEYS ? own / heads : order.row_blocks - 1 - own / heads;
-    const int head = first_head + own % heads;
+    const int row_block = BY_KEYS ? index_in_group / heads : order.row_blocks - 1 - index_in_group / heads;
+    const int head = first_head + index_in_group % heads;
     const int of_batch = BY_KEYS ? options.kv_heads : options.heads;
     Job job{head % of_batch, head / of_batch, row_block * ROWS, options.queries, options.keys,
             0,               0,               index, true};
     if constexpr (VARLEN) {
-        const Segment found =
+        const Segment segment_of_rows =
             BY_KEYS ? segment<ROWS>(key_lengths, options.sequences, options.keys, row_block)
                     : segment<ROWS>(starts, options.sequences, options.queries, row_block);
-        job.there = found.sequence >= 0;
-        if (job.there) {
-            const Run rows = run_of(starts, found.sequence, options.queries);
-            const Run columns = run_of(key_lengths, found.sequence, options.keys);
-            job.batch = found.sequence, job.first_row = found.tile * ROWS;
+        job.exists = segment_of_rows.sequence >= 0;
+        if (job.exists) {
+            const Run rows = run_of(starts, segment_of_rows.sequence, options.queries);
+            const Run columns = run_of(key_lengths, segment_of_rows.sequence, options.keys);
+            job.batch = segment_of_rows.sequence, job.first_row = segment_of_rows.tile * ROWS;
             job.first_query = rows.first, job.first_key = columns.first;
             job.queries = rows.count, job.keys = columns.count;
         }
@@ -103,7 +103,7 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
     template <class F> __device__ __forceinline__ bool next(Job &job, F next_index) {
         for (int index; (index = next_index()) < count();) {
             job = job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
-            if (job.there) return true;
+            if (job.exists) return true;
         }
         return false;
     }

@@ -43,22 +43,22 @@ template <class Use> __device__ __forceinline__ void each(Use use) {
         for (int j = 0; j < LANES; j++) use(i, j);
 }
 
-__device__ __forceinline__ int place(int group) {
+__device__ __forceinline__ int offset(int group) {
     return (group * 32 + (int)threadIdx.x % 32) * LANES;
 }
 
 template <class T>
 __device__ __forceinline__ void load(Values &to, const T *span, long long count) {
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) load(to.at[i], span + place(i), count - place(i));
+    for (int i = 0; i < GROUPS; i++) load(to.at[i], span + offset(i), count - offset(i));
 }
 
 template <class T>
 __device__ __forceinline__ void store(T *base, long long at, const Values &from, long long count) {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
-        if (count - place(i) >= LANES) store(base, at + place(i), from.at[i]);
-        else store(base + at + place(i), from.at[i], count - place(i));
+        if (count - offset(i) >= LANES) store(base, at + offset(i), from.at[i]);
+        else store(base + at + offset(i), from.at[i], count - offset(i));
 }
 
 template <class T> __device__ __forceinline__ T *address(const long long *record, int field) {

@@ -9,8 +9,8 @@
 struct Layout { long long inner, outer, step; };
 
 __device__ __forceinline__ long long start(long long row, const Layout &of) {
-    const unsigned turn = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
-    return turn * of.outer + (row - turn * of.inner) * of.step;
+    const unsigned group = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
+    return group * of.outer + (row - group * of.inner) * of.step;
 }
 
 // The layouts of all arrays of a kernel, at most five, in the order of its parameters.

@@ -66,10 +66,10 @@ __device__ __forceinline__ void scale_row(float (&o)[N][4], int half, float by) 
 __device__ __forceinline__ float add_sink(float &top, float &sum, float sink) {
     const float both = fmaxf(top, sink);
     if (both == NO_SCORE) return 1;
-    const float share = exp2f(top - both);
-    sum = sum * share + exp2f(sink - both);
+    const float ratio = exp2f(top - both);
+    sum = sum * ratio + exp2f(sink - both);
     top = both;
-    return share;
+    return ratio;
 }
 
 __device__ __forceinline__ float log_sum_exp(float top, float sum) {  // -inf where sum is 0

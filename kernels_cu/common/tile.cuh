@@ -1,6 +1,6 @@
 // Tiles in shared memory, and the products of a warp with them: 16-bit values on tensor cores,
 // float32 by FMAs in the same layout, with 16-byte reads that a quarter or an eighth of a warp
-// shares.
+// elements.
 //
 // A lane holds float[M][N][4] of a result of 16 * M rows by 8 * N columns.  In each part of 16 x 8,
 // [0] and [1] are of row lane / 4, [2] and [3] of the row 8 below; the columns are lane % 4 * 2 and
@@ -41,12 +41,12 @@ template <class E, int COLUMNS> struct Tile {
     // share no bit with the thread's own row and chunk, so that they become a constant: in the
     // address, or in a single xor.
     struct Lane {
-        char *start;   // the same in all threads
-        uint32_t own;  // offset of this thread in bytes
+        char *start;      // the same in all threads
+        uint32_t offset;  // offset of this thread in bytes
 
         __device__ __forceinline__ char *at(int rows, int chunks) const {
             const int mixed = XOR ? (rows ^ chunks) & 7 : 0, added = XOR ? chunks & ~7 : chunks;
-            return start + (rows * PITCH_BYTES + added * 16) + (own ^ mixed * 16u);
+            return start + (rows * PITCH_BYTES + added * 16) + (offset ^ mixed * 16u);
         }
     };
     __device__ __forceinline__ Lane lane(int row, int chunk) const {
@@ -58,7 +58,7 @@ template <class E, int COLUMNS> struct Tile {
     // into registers.
     template <int COUNT, int USED, int THREADS, int UNROLLED = COUNT * CHUNKS>
     __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
-        constexpr int TURNS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
+        constexpr int STEPS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
         // STAYS: a thread copies the same chunk of every row, and goes down by DOWN rows each time
         constexpr bool STAYS = THREADS % CHUNKS == 0;
         constexpr int DOWN = THREADS / CHUNKS;
@@ -68,10 +68,10 @@ template <class E, int COLUMNS> struct Tile {
         real += (long long)(first + row) * bytes + chunk * 16;
         const auto to = lane(row, chunk);
 #pragma unroll UNROLLED
-        for (int turn = 0; turn < TURNS; turn++) {
-            const int i = turn * THREADS + threadIdx.x;
+        for (int step = 0; step < STEPS; step++) {
+            const int i = step * THREADS + threadIdx.x;
             if (COUNT * CHUNKS % THREADS != 0 && i >= COUNT * CHUNKS) break;
-            const int down = STAYS ? turn * DOWN : i / CHUNKS, column = STAYS ? chunk : i % CHUNKS;
+            const int down = STAYS ? step * DOWN : i / CHUNKS, column = STAYS ? chunk : i % CHUNKS;
             const bool inside = down < left && (COLUMNS == USED || column * CHUNK < USED);
             if constexpr (STAYS) {
                 cp_async_16(to.at(down, 0), real, inside);
@@ -235,23 +235,23 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
             }
         }
     } else {
-        auto share = [&](int m, int k, int half, int row) {  // one of four lanes has it
+        auto element = [&](int m, int k, int half, int row) {  // one of four lanes has it
             return __shfl_sync(0xffffffffu, p[m][k][half * 2 + row % 2], row / 2, 4);
         };
         const auto from = b.lane(0, lane % 4);
         auto read = [&](int row, int n) {
             return *reinterpret_cast<const float4 *>(from.at(row, n * 2));
         };
-        auto add = [](float &x, float &y, float &z, float &w, float share, const float4 &row) {
-            x = fmaf(share, row.x, x), y = fmaf(share, row.y, y);
-            z = fmaf(share, row.z, z), w = fmaf(share, row.w, w);
+        auto add = [](float &x, float &y, float &z, float &w, float factor, const float4 &row) {
+            x = fmaf(factor, row.x, x), y = fmaf(factor, row.y, y);
+            z = fmaf(factor, row.z, z), w = fmaf(factor, row.w, w);
         };
         auto one_by_one = [&](int k, int row) {
-            float shares[M][2];
+            float elements[M][2];
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int half = 0; half < 2; half++) shares[m][half] = share(m, k, half, row);
+                for (int half = 0; half < 2; half++) elements[m][half] = element(m, k, half, row);
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 const float4 y = read(k * 8 + row, n);
@@ -260,19 +260,19 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
-                        add(first[0], first[1], second[0], second[1], shares[m][half], y);
+                        add(first[0], first[1], second[0], second[1], elements[m][half], y);
                     }
             }
         };
         auto together = [&](int k, int from) {
-            float shares[M][2][PART];
+            float elements[M][2][PART];
 #pragma unroll
             for (int i = 0; i < PART; i++)
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int half = 0; half < 2; half++)
-                        shares[m][half][i] = share(m, k, half, from + i);
+                        elements[m][half][i] = element(m, k, half, from + i);
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 float part[M][2][4] = {};
@@ -284,7 +284,7 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
                             float(&to)[4] = part[m][half];
-                            add(to[0], to[1], to[2], to[3], shares[m][half][i], y);
+                            add(to[0], to[1], to[2], to[3], elements[m][half][i], y);
                         }
                 }
 #pragma unroll
@@ -312,14 +312,14 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
     }
 }
 
-// Write USED columns of one row of such a sum, times `share`: of a lane's upper row (half 0) or of
+// Write USED columns of one row of such a sum, times `factor`: of a lane's upper row (half 0) or of
 // the row 8 below (half 1).
 template <int USED, int N, class E>
-__device__ __forceinline__ void put_row(E *to, const float (&o)[N][4], int half, float share) {
+__device__ __forceinline__ void put_row(E *to, const float (&o)[N][4], int half, float factor) {
 #pragma unroll
     for (int n = 0; n < N; n++) {
         if (N * 8 != USED && column<E>(n) >= USED) continue;
-        const float first = o[n][half * 2] * share, second = o[n][half * 2 + 1] * share;
+        const float first = o[n][half * 2] * factor, second = o[n][half * 2 + 1] * factor;
         if constexpr (sizeof(E) == 2)
             *reinterpret_cast<uint32_t *>(to + column<E>(n)) = pair(first, second, E());
         else *reinterpret_cast<float2 *>(to + column<E>(n)) = make_float2(first, second);

@@ -137,12 +137,13 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&f
     wgmma_name(to);
 }
 
-// Write the first `used` columns of one row in 16 bits, 16 bytes per lane, if the row is `there`.
+// Write the first `used` columns of one row in 16 bits, 16 bytes per lane, if the row is
+// `in_range`.
 // Four lanes hold two of every eight columns each: they exchange them until each lane has a whole
 // group of eight.
 template <class E, int R>
-__device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int half, float share,
-                                                 bool there, int used) {
+__device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int half, float factor,
+                                                 bool in_range, int used) {
     static_assert(R % 16 == 0 && sizeof(E) == 2);
     const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -151,7 +152,7 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float *const two = o + (first + i) * 4 + half * 2;
-            words[i] = pair(two[0] * share, two[1] * share, E());
+            words[i] = pair(two[0] * factor, two[1] * factor, E());
         }
 #pragma unroll
         for (int away = 1; away < 4; away *= 2)
@@ -164,7 +165,7 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
                     (upper ? low : high) = theirs;
                 }
         const int column = (first + lane) * 8;
-        if (there && column < used)
+        if (in_range && column < used)
             *reinterpret_cast<uint4 *>(to + column) = {words[0], words[1], words[2], words[3]};
     }
 }

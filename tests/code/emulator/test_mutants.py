@@ -47,7 +47,7 @@ STATEMENT = re.compile(
     r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|(un)?signed "
     r"|[A-Z]\w*(<.*>)? [*&]?\w+(;| =|\[|\(|\{)"
     r"|setmaxnreg|wgmma_name|if constexpr \(VARLEN\) job = jobs\.again"
-    r"|(if constexpr \(DX && DY( && !TURNS)?\) )?wgmma_free)"
+    r"|(if constexpr \(DX && DY( && !SUM_DQ)?\) )?wgmma_free)"
     r"(?:[^/\n]|/(?![/*]))+;$"
 )
 

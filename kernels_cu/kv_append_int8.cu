@@ -17,6 +17,7 @@
 //
 //   The trick: one launch for keys and values, which reads a head once and keeps it in its own
 //   dtype.  A head with a NaN or an infinity has the scale NaN and codes of 0.
+#include "common/kv_cache.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -24,14 +25,6 @@
 constexpr int STEP = ROW_THREADS * LANES, DEPTH = (DIM + STEP - 1) / STEP;
 constexpr float TINY = 1.504632769052528e-36f;  // 2^-119: 127 / TINY is finite
 constexpr float LARGEST = 3.402823466e38f;
-
-// k_row .. v_token  distances between neighbouring rows, and tokens of a row, of k and v, in values
-// pages, slots      of the cache: pages and their tokens, or without pages the batch and its slots
-// row_pages         pages in a row of page_table
-struct Cache {
-    long long start, count, tokens, kv_heads, pages, slots, sinks, row_pages;
-    long long k_row, k_token, v_row, v_token;
-};
 
 KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v,
                                 signed char *__restrict__ keys, signed char *__restrict__ values,

@@ -25,8 +25,8 @@
 //   tiles of the other x and y, for all query heads of a group.  Own rows times other rows give p
 //   and ds, or their transposes, in the layout of operands of the products with the other y and x.
 //   Every sum has one owner and one order.
-#include "common/attention_gradient.cuh"
-#include "common/segment.cuh"
+#include <common/attention_gradient.cuh>
+#include <common/segment.cuh>
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TILE / 8;
@@ -38,13 +38,14 @@ constexpr int STAGE = TILE * (X::PITCH + Y::PITCH);
 // dx      dk with BY_KEYS, else dq      dy   dv
 // sums    (batch, heads, rows), zeros on entry      slopes   (batch, heads, rows); with VARLEN both
 //         are (heads, rows)
-KERNEL(32 * WARPS, RESIDENT) attention_backward(
-    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const T *__restrict__ dout, float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
-    float *__restrict__ sums, float *__restrict__ slopes,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-    const __grid_constant__ Call call) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_backward(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+                   const T *__restrict__ dout, float *__restrict__ stats, T *__restrict__ dx,
+                   T *__restrict__ dy, float *__restrict__ sums, float *__restrict__ slopes,
+                   const L *__restrict__ key_lengths, const P *__restrict__ starts,
+                   const bool *__restrict__ mask, const B *__restrict__ bias,
+                   const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+                   const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     const X own_x{memory};
     const Y own_y{memory + ROWS * X::PITCH};
@@ -96,9 +97,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     };
     auto seen_from = [&](Position at) {  // the first tile from this one on with a visible pair
         if constexpr (BLOCK_MASK)
-            while (at.head < stop_head &&
-                   scores.skipped(at.head, BY_KEYS ? at.row : first_row,
-                                  BY_KEYS ? first_row : at.row))
+            while (at.head < stop_head && scores.skipped(at.head, BY_KEYS ? at.row : first_row,
+                                                         BY_KEYS ? first_row : at.row))
                 at = after(at);
         return at;
     };
@@ -141,9 +141,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                own_stats.read(
-                    m, half, stats + stat_at(row_head, top + m * 16 + half * 8 + lane / 4) * 2,
-                    nullptr);
+                own_stats.read(m, half,
+                               stats + stat_at(row_head, top + m * 16 + half * 8 + lane / 4) * 2,
+                               nullptr);
     }
 
     Fragment<WARP_TILES> kept_x[KEPT > 0 ? padded(DIM) / 16 : 1];
@@ -166,7 +166,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
     float all_p[WARP_TILES][2] = {}, correction[WARP_TILES][2];  // correction: makes p sum to 1
     const long long first_own = BY_KEYS ? first_key : first_query;
-    auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
+    auto put_sums = [&](float *to, const float (&from)[WARP_TILES][2], int head) {
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll

@@ -33,9 +33,9 @@
 //   has the same bits.  A block takes jobs from a counter and only waits for earlier jobs: these
 //   have begun, and the earliest of all never waits, which excludes a deadlock.  The last queries
 //   come first, for all heads that share a key: blocks are then offset in time, and none waits.
-#include "common/attention_gradient.cuh"
-#include "common/jobs.cuh"
-#include "common/dq_sums.cuh"
+#include <common/attention_gradient.cuh>
+#include <common/jobs.cuh>
+#include <common/dq_sums.cuh>
 
 static_assert(!DROPOUT && sizeof(T) == 2);
 constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
@@ -45,7 +45,7 @@ constexpr int X_BYTES = panels(DIM) * TILE * PANEL_ROW;
 constexpr int Y_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
 constexpr int STAT_BYTES = BY_KEYS ? TILE * 2 * sizeof(float) : 0;
 static_assert(!SUM_DQ || (BY_KEYS && DX && DY && !SUM && !SLOPE && !BLOCK_MASK && CONSUMERS == 2 &&
-                         TILE == PANEL && DIM <= 2 * PANEL));
+                          TILE == PANEL && DIM <= 2 * PANEL));
 constexpr int DS_BYTES = SUM_DQ ? ROWS * PANEL_ROW : 0;  // of one of two buffers
 constexpr int DQ_BYTES = SUM_DQ ? CONSUMERS * TILE * half_columns(DIM) * sizeof(float) : 0;
 constexpr int RING_AT = OWN_X + OWN_Y, DS_AT = RING_AT + STAGES * (X_BYTES + Y_BYTES);
@@ -75,7 +75,7 @@ struct Work {
 struct Walk {
     int head, row, first, from, stop, stop_head;
 
-    __device__ __forceinline__ Walk(const Scores &scores, const Job &job, int shared_by)
+    DEVICE Walk(const Scores &scores, const Job &job, int shared_by)
         : head(BY_KEYS ? job.head * shared_by : job.head), first(job.first_row),
           stop_head(head + (BY_KEYS ? shared_by : 1)) {
         const Range seen = scores.seen<BY_KEYS, ROWS>(first);
@@ -84,8 +84,8 @@ struct Walk {
         if constexpr (SUM_DQ) row = (stop - 1) / TILE * TILE, stop = head;
         seek(scores);
     }
-    __device__ __forceinline__ bool active() const { return head < stop_head; }
-    __device__ __forceinline__ void step() {
+    DEVICE bool active() const { return head < stop_head; }
+    DEVICE void step() {
         if constexpr (SUM_DQ) {  // stop is the first head
             if (++head < stop_head || row == from) return;
             row -= TILE, head = stop;
@@ -95,16 +95,15 @@ struct Walk {
         }
     }
     // How many earlier blocks of keys have a pair with the tile, and add to its sums first.
-    __device__ __forceinline__ int predecessors(const Scores &scores) const {
+    DEVICE int predecessors(const Scores &scores) const {
         return first / ROWS - (LEFT ? max(0, row + scores.low) / ROWS : 0);
     }
-    __device__ __forceinline__ void seek(const Scores &scores) {
+    DEVICE void seek(const Scores &scores) {
         if constexpr (BLOCK_MASK)
-            while (active() &&
-                   scores.skipped(head, BY_KEYS ? row : first, BY_KEYS ? first : row))
+            while (active() && scores.skipped(head, BY_KEYS ? row : first, BY_KEYS ? first : row))
                 step();
     }
-    __device__ __forceinline__ void next(const Scores &scores) {
+    DEVICE void next(const Scores &scores) {
         step();
         seek(scores);
     }
@@ -115,10 +114,10 @@ struct Walk {
 struct Stats {
     float lse[BY_KEYS ? PARTS : 1][2], delta[BY_KEYS ? PARTS : 1][2];
 
-    __device__ __forceinline__ void read(int part, int which, float2 both) {
+    DEVICE void read(int part, int which, float2 both) {
         lse[part][which] = both.x, delta[part][which] = both.y;
     }
-    __device__ __forceinline__ Stat of(int i) const {
+    DEVICE Stat of(int i) const {
         const int part = BY_KEYS ? i / 4 : 0, which = BY_KEYS ? i % 2 : i / 2 % 2;
         return {lse[part][which], delta[part][which], 0};
     }
@@ -132,14 +131,15 @@ struct Stats {
 //                With SUM_DQ instead: sums of dq, for each tile of stats as in
 //                common/dq_sums.cuh; and how many blocks have added to each tile, ints, zeros on
 //                entry.
-KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
+KERNEL(128 * CONSUMERS + 128, 1)
+attention_backward_sm90(
     const __grid_constant__ TensorMap own_x, const __grid_constant__ TensorMap own_y,
     const __grid_constant__ TensorMap other_x, const __grid_constant__ TensorMap other_y,
     const float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
     float *__restrict__ sums, float *__restrict__ slopes, const L *__restrict__ key_lengths,
     const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
-    const A *__restrict__ alibi, const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
-    const __grid_constant__ Work work) {
+    const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    unsigned *__restrict__ counter, const __grid_constant__ Work work) {
     extern __shared__ __align__(1024) unsigned char memory[];
     int *const added = reinterpret_cast<int *>(slopes);
     Barriers &barriers = *reinterpret_cast<Barriers *>(memory + SHARED_END);
@@ -184,7 +184,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                         if (lane != 0 || count % WRITERS != writer) continue;
                         const long long tile =
                             (first_stat(job) + (long long)walk.head * work.call.stat_rows +
-                             walk.row) / TILE;
+                             walk.row) /
+                            TILE;
                         const int earlier = walk.predecessors(scores);
                         while (load_acquire(added + tile) != earlier) {}
                         fence_proxy_async_global();
@@ -262,10 +263,10 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const Operand rows_y(memory + OWN_X + group * 64 * PANEL_ROW, 16);
     // the columns of k for this warpgroup's columns of dq
     constexpr int COLUMNS = half_columns(DIM);
-    const Operand keys(memory + (COLUMNS == PANEL ? group * ROWS * PANEL_ROW
-                                                  : group * COLUMNS * (int)sizeof(T)),
-                       ROWS * PANEL_ROW);
-    Cursor at;  // of the tile whose scores are next
+    const Operand keys(
+        memory + (COLUMNS == PANEL ? group * ROWS * PANEL_ROW : group * COLUMNS * (int)sizeof(T)),
+        ROWS * PANEL_ROW);
+    Cursor at;                     // of the tile whose scores are next
     int job_phase = 0, count = 0;  // count: tiles of dq
     while (jobs.read(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
@@ -288,7 +289,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                     first_stat(job) + (long long)job.head * work.call.stat_rows + row;
                 known.read(0, half, *reinterpret_cast<const float2 *>(stats + from * 2));
             }
-        auto put_sums = [&](float *to, float(&from)[2], int head) {
+        auto put_sums = [&](float *to, float (&from)[2], int head) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = top + half * 8 + lane / 4;
@@ -323,8 +324,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         auto issue_gradients = [&] {
             wgmma_fence(g);
             begin_scores<T, padded(VALUE_DIM), ROWS>(
-                g, rows_y,
-                Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES) + X_BYTES, 16), true);
+                g, rows_y, Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES) + X_BYTES, 16),
+                true);
         };
         auto differentiate = [&](int column) {
 #pragma unroll
@@ -378,9 +379,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 at.next();
                 walk.next(scores);
                 wgmma_wait<DX>(s);
-                const bool edge = BY_KEYS
-                                      ? scores.any_hidden(here, last, first_row, first_row + 63)
-                                      : scores.any_hidden(first_row, first_row + 63, here, last);
+                const bool edge =
+                    BY_KEYS ? scores.any_hidden(here, last, first_row, first_row + 63)
+                            : scores.any_hidden(first_row, first_row + 63, here, last);
                 if (edge) {  // a branch, because most tiles need no comparison of positions
                     scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, true);
                     wgmma_name(s);
@@ -435,9 +436,10 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         }
         if constexpr (SUM && !BY_KEYS) put_sums(sums, sum, job.head);
         if constexpr (SLOPE) put_sums(slopes, slope, job.head);
-        const long long first_own = !VARLEN   ? (long long)job.batch * rows
-                                    : BY_KEYS ? job.first_key
-                                              : job.first_query;
+        const long long first_own =
+            !VARLEN   ? (long long)job.batch * rows
+            : BY_KEYS ? job.first_key
+                      : job.first_query;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = top + half * 8 + lane / 4;

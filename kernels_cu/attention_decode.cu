@@ -29,10 +29,10 @@
 //   the same way, so that no block has many to read.  The result of a sequence does not depend on
 //   the rest of the batch, on unused room after its keys, or on pages.  Each warp has a ring of its
 //   own and waits for no other warp.
-#include "common/attention.cuh"
-#include "common/codes.cuh"
-#include "common/last_block.cuh"
-#include "common/vector.cuh"
+#include <common/attention.cuh>
+#include <common/codes.cuh>
+#include <common/last_block.cuh>
+#include <common/vector.cuh>
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
 constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
@@ -52,10 +52,8 @@ constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // i
 constexpr int QUADS = VALUE_DIM / 4;
 
 // The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
-struct Merged {
-    float value[4], top, sum;
-};
-__device__ __forceinline__ Merged merged(const float *row, int column, int parts, int stride) {
+struct Merged { float value[4], top, sum; };
+DEVICE Merged merged(const float *row, int column, int parts, int stride) {
     Merged m = {{}, NO_SCORE, 0};
 #pragma unroll 8
     for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, row[i * stride + TOP]);
@@ -77,8 +75,8 @@ __device__ __forceinline__ Merged merged(const float *row, int column, int parts
 // kv_heads of `from`.  Tokens are consecutive from `token` on or, if SCATTERED, `token` of lane i
 // is that of row i.
 template <int USED, int COLUMNS, class E>
-__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token,
-                                       int count, int kv_heads) {
+DEVICE void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token, int count,
+                   int kv_heads) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
     static_assert(TILE_KEYS * CHUNKS % 32 == 0, "all lanes of a warp copy equally often");
     const unsigned pitch = kv_heads * USED;
@@ -102,8 +100,7 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from
 
 // The same for codes, whose rows are packed in shared memory.
 template <int USED, class E>
-__device__ __forceinline__ void gather_codes(signed char *to, const E *from, unsigned token,
-                                             int count, int kv_heads) {
+DEVICE void gather_codes(signed char *to, const E *from, unsigned token, int count, int kv_heads) {
     constexpr int CHUNKS = USED / 16;
     const unsigned pitch = kv_heads * USED;
 #pragma unroll 4
@@ -113,15 +110,15 @@ __device__ __forceinline__ void gather_codes(signed char *to, const E *from, uns
         const bool in_range = SCATTERED ? source != NOWHERE : row < count;
         if (TILE_KEYS * CHUNKS % 32 != 0 && i >= TILE_KEYS * CHUNKS) continue;
         cp_async_16(to + i * 16,
-                    from + (in_range ? (unsigned long long)source * pitch : 0) + i % CHUNKS * 16, in_range);
+                    from + (in_range ? (unsigned long long)source * pitch : 0) + i % CHUNKS * 16,
+                    in_range);
     }
 }
 
 // Convert the codes of a warp's tile to values; if SCALED, times the scale of their row, which is
 // `scale` of lane `row`.
 template <int USED, bool SCALED, int COLUMNS>
-__device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const signed char *from,
-                                           float scale) {
+DEVICE void widen_tile(const Tile<T, COLUMNS> &to, const signed char *from, float scale) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
 #pragma unroll 4
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
@@ -140,15 +137,15 @@ __device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const sig
 }
 
 // The second to last parameter of the kernel, as a block mask or as scales.
-__device__ __forceinline__ const bool *tiles_of(const bool *block_mask) { return block_mask; }
-__device__ __forceinline__ const bool *tiles_of(const float *) { return nullptr; }
-__device__ __forceinline__ const float *scales_of(const float *scales) { return scales; }
-__device__ __forceinline__ const float *scales_of(const bool *) { return nullptr; }
+DEVICE const bool *tiles_of(const bool *block_mask) { return block_mask; }
+DEVICE const bool *tiles_of(const float *) { return nullptr; }
+DEVICE const float *scales_of(const float *scales) { return scales; }
+DEVICE const float *scales_of(const bool *) { return nullptr; }
 
 struct Call {
     Options options;
-    int chunks, slots;     // chunks of the grid and slots for parts, of a sequence
-    int row_pages, pages;  // pages in a row of page_table, and of k
+    int chunks, slots;       // chunks of the grid and slots for parts, of a sequence
+    int row_pages, pages;    // pages in a row of page_table, and of k
     long long batch_tokens;  // if not PAGED: tokens from the first key of a batch to the next one's
     long long values;        // for codes: number of scales of k before the first of v
 };
@@ -156,13 +153,14 @@ struct Call {
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
 //            for each FAN of these, and so on
 // arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
-KERNEL(32 * WARPS, RESIDENT) attention_decode(
-    const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
-    const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
-    float *__restrict__ lse, float *parts, unsigned *arrived,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const O *__restrict__ block_mask,
-    const __grid_constant__ Call call) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
+                 const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
+                 float *__restrict__ lse, float *parts, unsigned *arrived,
+                 const L *__restrict__ key_lengths, const P *__restrict__ starts,
+                 const bool *__restrict__ mask, const B *__restrict__ bias,
+                 const A *__restrict__ alibi, const O *__restrict__ block_mask,
+                 const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     __shared__ bool last;
     const KeyTile query_tile{memory};
@@ -177,14 +175,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const int rows = min(ROWS, group * queries - first_row);
     const int chunk_of_all = blockIdx.x / row_blocks, head_of_all = chunk_of_all / chunks;
     const int kv_head = head_of_all % kv_heads, batch = head_of_all / kv_heads;
-    const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, tiles_of(block_mask)},
-                        queries, keys, batch);
+    const Scores scores(call.options,
+                        {key_lengths, starts, mask, bias, alibi, tiles_of(block_mask)}, queries,
+                        keys, batch);
 
     // this block's chunk of those that some row sees; at least one block always goes on
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
     const int first_key = LEFT ? max(0, top_query + scores.low) : 0;
-    const int stop_key =
-        RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
+    const int stop_key = RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
     const int first_chunk = first_key / CHUNK;
     const int seen = max(1, (stop_key + CHUNK - 1) / CHUNK - first_chunk);
     const int chunk = chunk_of_all % chunks;
@@ -211,7 +209,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     }
     if constexpr (CODES) scales += kv_head;
     float key_scales[2] = {}, value_scales[2] = {};  // for codes: of row `lane` of both stages
-    auto find = [&](int key) {  // the token that holds this key
+    // the token that holds this key
+    auto find = [&](int key) {
         if constexpr (!PAGED) return (unsigned)key;
         const long long number = page_table[(long long)batch * call.row_pages + key / PAGE];
         return number < 0 || number >= call.pages ? NOWHERE : (unsigned)number * PAGE + key % PAGE;
@@ -228,7 +227,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             const bool in_range = SCATTERED ? token != NOWHERE : lane < min(count, TILE_KEYS);
             const float *const from =
                 scales + (unsigned long long)(token + (SCATTERED ? 0 : lane)) * kv_heads;
-            const float of_key = in_range ? from[0] : 0, of_value = in_range ? from[call.values] : 0;
+            const float of_key = in_range ? from[0] : 0,
+                        of_value = in_range ? from[call.values] : 0;
 #pragma unroll
             for (int i = 0; i < 2; i++) {  // registers cannot be indexed
                 key_scales[i] = i == stage ? of_key : key_scales[i];
@@ -248,7 +248,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         const int index = first_row + (in_range ? row : 0);
         const long long token = (long long)batch * queries + index / group;
         cp_async_16(query_tile.at(row, i % KeyTile::CHUNKS),
-                    q + (token * heads + kv_head * group + index % group) * DIM + (in_range ? column : 0),
+                    q + (token * heads + kv_head * group + index % group) * DIM +
+                        (in_range ? column : 0),
                     in_range);
     }
     auto seen_from = [&](int key) {  // the warp's first tile from `key` on that some row sees
@@ -295,7 +296,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             for (int n = 0; n < PARTS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float scale = __shfl_sync(0xffffffffu, lane_scale, lane % 4 * 2 + n * 8 + e);
+                    const float scale =
+                        __shfl_sync(0xffffffffu, lane_scale, lane % 4 * 2 + n * 8 + e);
                     s[0][n][e] *= scale, s[0][n][2 + e] *= scale;
                 }
         }
@@ -356,17 +358,18 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
             for (int n = 0; n < PARTS; n++) {
                 unsigned words[4];
-                scores.share_out(words, philox(batch, odd ? head[1] : head[0],
-                                               odd ? query[1] : query[0],
-                                               (here + n * 8 + lane % 4 * 2) / 4,
-                                               scores.seed_low, scores.seed_high));
+                scores.share_out(
+                    words,
+                    philox(batch, odd ? head[1] : head[0], odd ? query[1] : query[0],
+                           (here + n * 8 + lane % 4 * 2) / 4, scores.seed_low, scores.seed_high));
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     s[0][n][i] = words[i] < scores.drop_threshold ? 0 : s[0][n][i];
             }
         }
-        add_product_ab<1>(o, s, value_tile);  // a warp has few keys of a chunk
-        __syncwarp();                      // all lanes are done with this tile
+        // a warp has few keys of a chunk
+        add_product_ab<1>(o, s, value_tile);
+        __syncwarp();  // all lanes are done with this tile
         const int later = BLOCK_MASK ? seen_from(ahead + BLOCK_KEYS) : here + 2 * BLOCK_KEYS;
         load(later, stage);
         cp_async_commit();

@@ -4,18 +4,19 @@
 //   constants   T              dtype of dq, of 16 bits
 //               DIM            columns of q: a multiple of 8 up to 128
 //               VARLEN, P      sequences are concatenated; dtype of their offsets
-#include "common/segment.cuh"
-#include "common/tile.cuh"
-#include "common/dq_sums.cuh"
+#include <common/segment.cuh>
+#include <common/tile.cuh>
+#include <common/dq_sums.cuh>
 
 constexpr int TILE = 64, COLUMNS = half_columns(DIM);
 
 // sums    for each tile of stats (batch, heads, stat_rows), in the layout of common/dq_sums.cuh
 // added   ints in a float array: how many blocks have added to each tile; where
 //         none has, the sums are not initialized and dq is 0
-KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__restrict__ added,
-                              T *__restrict__ dq, float scale, int heads, int queries,
-                              int stat_rows, const P *__restrict__ offsets, int sequences) {
+KERNEL(256)
+attention_dq_sm90(const float *__restrict__ sums, const float *__restrict__ added,
+                  T *__restrict__ dq, float scale, int heads, int queries, int stat_rows,
+                  const P *__restrict__ offsets, int sequences) {
     const int tiles = stat_rows / TILE, half_of = threadIdx.x / 128;
     const int head = blockIdx.x / tiles % heads;
     const int row = (int)(blockIdx.x % tiles) * TILE;
@@ -44,7 +45,6 @@ KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__res
         const int row = threadIdx.x % 128 / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
         const long long at = ((first + row) * heads + head) * (DIM / 8) + half_of * (COLUMNS / 8);
         T *const to = reinterpret_cast<T *>(reinterpret_cast<uint4 *>(dq) + at);  // see vector.cuh
-        put_row_of_lanes(to, part, half, scale, row < real,
-                         half_of == 0 ? COLUMNS : DIM - COLUMNS);
+        put_row_of_lanes(to, part, half, scale, row < real, half_of == 0 ? COLUMNS : DIM - COLUMNS);
     }
 }

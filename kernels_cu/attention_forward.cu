@@ -21,8 +21,8 @@
 //   keys while its values are.  Tiles that no row sees are never loaded, and positions are compared
 //   only in tiles at an edge of the mask.  A sum of more than 256 columns would not fit into
 //   registers: two blocks then divide the columns, and each computes the scores.
-#include "common/attention.cuh"
-#include "common/segment.cuh"
+#include <common/attention.cuh>
+#include <common/segment.cuh>
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS;
@@ -36,12 +36,13 @@ constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many iterations to copy
 
 // batch_tokens   tokens from the first key of a batch to that of the next
-KERNEL(32 * WARPS, RESIDENT) attention_forward(
-    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-    const __grid_constant__ Options options, long long batch_tokens) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_forward(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+                  const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
+                  const L *__restrict__ key_lengths, const P *__restrict__ starts,
+                  const bool *__restrict__ mask, const B *__restrict__ bias,
+                  const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+                  const __grid_constant__ Options options, long long batch_tokens) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
@@ -87,12 +88,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         return ValueTile{ring + stage * STAGE + TILE_KEYS * KeyTile::PITCH};
     };
     auto load_keys = [&](int tile, int stage) {
-        keys_at(stage).copy<TILE_KEYS, DIM, THREADS, UNROLLED>(k, tile * TILE_KEYS, scores.length,
-                                                               key_stride);
+        keys_at(stage).copy<TILE_KEYS, DIM, THREADS, UNROLLED>(
+            k, tile * TILE_KEYS, scores.length, key_stride);
     };
     auto load_values = [&](int tile, int stage) {
-        values_at(stage).copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(v, tile * TILE_KEYS,
-                                                                   scores.length, value_stride);
+        values_at(stage).copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(
+            v, tile * TILE_KEYS, scores.length, value_stride);
     };
 
     int tile = seen_from(seen.from / TILE_KEYS);

@@ -19,8 +19,8 @@
 //   exponentiates.  Probabilities are an operand in the registers where they were computed.  Blocks
 //   are persistent and take jobs from a counter, the longest first; the queries of the next job are
 //   loaded while the last values are multiplied.
-#include "common/attention.cuh"
-#include "common/jobs.cuh"
+#include <common/attention.cuh>
+#include <common/jobs.cuh>
 
 static_assert(!DROPOUT);
 constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
@@ -42,27 +42,27 @@ using Cursor = Ring<STAGES>;
 
 struct Tiles {
     int first, last;  // iterated from the last one down: masks hide the most pairs in the last ones
-    __device__ __forceinline__ Tiles(const Scores &scores, const Job &job) {
+    DEVICE Tiles(const Scores &scores, const Job &job) {
         const Range seen = scores.seen<false, ROWS>(job.first_row);
         first = seen.from / TILE;
         last = next(scores, job, (max(seen.stop, 0) + TILE - 1) / TILE);
     }
     // The last tile before this one that some row sees; less than `first` if none is left.
-    __device__ __forceinline__ int next(const Scores &scores, const Job &job, int tile) const {
+    DEVICE int next(const Scores &scores, const Job &job, int tile) const {
         tile--;
         if constexpr (BLOCK_MASK)
-            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE))
-                tile--;
+            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE)) tile--;
         return tile;
     }
 };
 
-KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
+KERNEL(128 * CONSUMERS + 128, 1)
+attention_forward_sm90(
     const __grid_constant__ TensorMap queries_map, const __grid_constant__ TensorMap keys_map,
-    const __grid_constant__ TensorMap values_map, const S *__restrict__ sinks,
-    T *__restrict__ out, float *__restrict__ lse, const L *__restrict__ key_lengths,
-    const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
-    const A *__restrict__ alibi, const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
+    const __grid_constant__ TensorMap values_map, const S *__restrict__ sinks, T *__restrict__ out,
+    float *__restrict__ lse, const L *__restrict__ key_lengths, const P *__restrict__ starts,
+    const bool *__restrict__ mask, const B *__restrict__ bias, const A *__restrict__ alibi,
+    const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
     const __grid_constant__ Options options, const __grid_constant__ Order order) {
     extern __shared__ __align__(1024) unsigned char memory[];
     unsigned char *const keys_at = memory + QUERY_BYTES;
@@ -104,14 +104,13 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             load_panels(memory, queries_map, &barriers.queries_full, panels(DIM), ROWS, job.head,
                         job.first_query + job.first_row, batch);
             job_phase ^= 1;
-            for (int tile = tiles.last; tile >= tiles.first;
-                 tile = tiles.next(scores, job, tile)) {
+            for (int tile = tiles.last; tile >= tiles.first; tile = tiles.next(scores, job, tile)) {
                 const int row = job.first_key + tile * TILE;
                 uint64_t *const keys_full = &barriers.keys_full[at.stage];
                 mbarrier_wait(&barriers.keys_empty[at.stage], at.phase ^ 1);
                 if (lane == 0) mbarrier_arrive_expect_tx(keys_full, KEY_BYTES);
-                load_panels(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM),
-                            TILE, kv_head, row, batch);
+                load_panels(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM), TILE,
+                            kv_head, row, batch);
 
                 unsigned char *const values = values_at + at.stage * VALUE_BYTES;
                 const int real = scores.length - tile * TILE;  // rows of the tile that are keys
@@ -123,9 +122,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 load_panels(values, values_map, barrier, panels(VALUE_DIM), TILE, kv_head, row,
                             batch);
                 if (clear) {  // rows past the end may hold NaN, and 0 times NaN is NaN
-                    landing.settle(values_full, [&] {
-                        clear_rows(values, panels(VALUE_DIM), TILE, real);
-                    });
+                    landing.settle(values_full,
+                                   [&] { clear_rows(values, panels(VALUE_DIM), TILE, real); });
                 }
                 at.next();
             }
@@ -176,8 +174,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         };
         auto issue_values = [&](Cursor of) {
             wgmma_fence(o);
-            begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES,
-                                          TILE * PANEL_ROW));
+            begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES, TILE * PANEL_ROW));
         };
         if (tiles.last >= tiles.first) {
             int tile = tiles.last;
@@ -192,7 +189,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             };
             update_softmax(tile, edge_of(tile));
 
-            Cursor of = at;  // the tile whose probabilities are in s, not yet multiplied
+            // the tile whose probabilities are in s, not yet multiplied
+            Cursor of = at;
             uint64_t *done = nullptr;  // barrier to release after the products of values under way
             at.next();
             auto finish = [&] {
@@ -243,8 +241,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         if constexpr (VARLEN) job = jobs.again(job);
         const long long query = VARLEN ? job.first_query : (long long)job.batch * job.queries;
         T *const to = out + (query * heads + job.head) * VALUE_DIM;
-        float *const to_lse = lse + (VARLEN ? query : query * heads) +
-                              (long long)job.head * options.queries;
+        float *const to_lse =
+            lse + (VARLEN ? query : query * heads) + (long long)job.head * options.queries;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = job.first_row + warp * 16 + half * 8 + lane / 4;

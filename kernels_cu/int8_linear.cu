@@ -24,9 +24,9 @@
 //   integers until the end: equal bits in any order.  The list has few columns; their codes are 0
 //   in x_codes, and x itself is multiplied by the weight's codes of these columns, in float32,
 //   before the only rounding.
-#include "common/math.cuh"
-#include "common/tile.cuh"
-#include "common/vector.cuh"
+#include <common/math.cuh>
+#include <common/tile.cuh>
+#include <common/vector.cuh>
 
 constexpr int THREADS = 32 * DOWN * RIGHT;
 constexpr int M = TILE_ROWS / DOWN / 16, N = TILE_OUTPUTS / RIGHT / 8;
@@ -36,8 +36,8 @@ static_assert(N % 2 == 0 && DEPTH % 32 == 0, "ldmatrix brings 16 outputs of 32 i
 
 // Start copying COUNT rows from `row` on, DEPTH inputs from `first` on, with zeros past either end.
 template <int COUNT>
-__device__ __forceinline__ void copy(const Codes &to, const signed char *from, long long row,
-                                     long long rows, int first, int inputs) {
+DEVICE void copy(const Codes &to, const signed char *from, long long row, long long rows, int first,
+                 int inputs) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < COUNT * Codes::CHUNKS; i += THREADS) {
         const int down = i / Codes::CHUNKS, chunk = i % Codes::CHUNKS, at = first + chunk * 16;
@@ -54,11 +54,12 @@ __device__ __forceinline__ void copy(const Codes &to, const signed char *from, l
     }
 }
 
-KERNEL(THREADS, RESIDENT) int8_linear(
-    const signed char *__restrict__ x_codes, const float *__restrict__ scales,
-    const signed char *__restrict__ codes, const A *__restrict__ absmax, const T *__restrict__ x,
-    const int *__restrict__ list, const int *__restrict__ count, const B *__restrict__ bias,
-    T *__restrict__ y, long long rows, int outputs, int inputs) {
+KERNEL(THREADS, RESIDENT)
+int8_linear(const signed char *__restrict__ x_codes, const float *__restrict__ scales,
+            const signed char *__restrict__ codes, const A *__restrict__ absmax,
+            const T *__restrict__ x, const int *__restrict__ list, const int *__restrict__ count,
+            const B *__restrict__ bias, T *__restrict__ y, long long rows, int outputs,
+            int inputs) {
     DYNAMIC_SHARED(signed char, memory);
     const int lane = threadIdx.x % 32, warp = own_warp();
     const int tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
@@ -112,8 +113,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-                result[n][e] = (float)sum[m][n][half * 2 + e] * scale;
+            for (int e = 0; e < 2; e++) result[n][e] = (float)sum[m][n][half * 2 + e] * scale;
         if constexpr (OUTLIERS) {
             const int last = *count;
 #pragma unroll 1

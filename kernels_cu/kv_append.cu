@@ -18,14 +18,13 @@
 //   The trick: positions are read on the device, so a captured launch can be replayed for every
 //   token.  Of several tokens with the same slot only the last is written; a token that has no slot
 //   is dropped.
-#include "common/kv_cache.cuh"
-#include "common/vector.cuh"
+#include <common/kv_cache.cuh>
+#include <common/vector.cuh>
 
 constexpr int VECTORS = ROW / LANES;  // vectors of a token
 
 // Copy one vector of a new token to its slot.
-__device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values, long long slot,
-                                     int column) {
+DEVICE void copy(const T *k, const T *v, T *keys, T *values, long long slot, int column) {
     const long long to = slot * ROW + column;
     Vector<T, LANES> key, value;
     fetch(key, k + column);
@@ -34,9 +33,10 @@ __device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values,
     put(values + to, value);
 }
 
-KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
-                           T *__restrict__ values, const P *__restrict__ starts,
-                           const __grid_constant__ Cache call) {
+KERNEL(THREADS)
+kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
+           T *__restrict__ values, const P *__restrict__ starts,
+           const __grid_constant__ Cache call) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, row = token / call.tokens;
     const long long at = token % call.tokens, ring = call.slots - call.sinks;
@@ -53,10 +53,10 @@ KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *
          values, row * call.slots + slot, vector % VECTORS * LANES);
 }
 
-KERNEL(THREADS) kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v,
-                                 T *__restrict__ k_pages, T *__restrict__ v_pages,
-                                 const G *__restrict__ page_table, const P *__restrict__ starts,
-                                 const __grid_constant__ Cache call) {
+KERNEL(THREADS)
+kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ k_pages,
+                 T *__restrict__ v_pages, const G *__restrict__ page_table,
+                 const P *__restrict__ starts, const __grid_constant__ Cache call) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, row = token / call.tokens, at = token % call.tokens;
     if (token >= call.count) return;
@@ -65,6 +65,5 @@ KERNEL(THREADS) kv_append_paged_(const T *__restrict__ k, const T *__restrict__ 
     const long long number = page_table[row * call.row_pages + index];
     if (number < 0 || number >= call.pages) return;
     copy(k + row * call.k_row + at * call.k_token, v + row * call.v_row + at * call.v_token,
-         k_pages, v_pages, number * call.slots + position % call.slots,
-         vector % VECTORS * LANES);
+         k_pages, v_pages, number * call.slots + position % call.slots, vector % VECTORS * LANES);
 }

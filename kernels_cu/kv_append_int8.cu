@@ -17,19 +17,20 @@
 //
 //   The trick: one launch for keys and values, which reads a head once and keeps it in its own
 //   dtype.  A head with a NaN or an infinity has the scale NaN and codes of 0.
-#include "common/kv_cache.cuh"
-#include "common/math.cuh"
-#include "common/reduce.cuh"
-#include "common/vector.cuh"
+#include <common/kv_cache.cuh>
+#include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/vector.cuh>
 
 constexpr int STEP = ROW_THREADS * LANES, DEPTH = (DIM + STEP - 1) / STEP;
 constexpr float TINY = 1.504632769052528e-36f;  // 2^-119: 127 / TINY is finite
 constexpr float LARGEST = 3.402823466e38f;
 
-KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v,
-                                signed char *__restrict__ keys, signed char *__restrict__ values,
-                                float *__restrict__ scales, const G *__restrict__ page_table,
-                                const P *__restrict__ starts, const __grid_constant__ Cache call) {
+KERNEL(THREADS)
+kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v, signed char *__restrict__ keys,
+                signed char *__restrict__ values, float *__restrict__ scales,
+                const G *__restrict__ page_table, const P *__restrict__ starts,
+                const __grid_constant__ Cache call) {
     constexpr int GROUPS = THREADS / ROW_THREADS;
     const long long each = call.count * call.kv_heads;
     const long long group = (long long)blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;

@@ -12,16 +12,16 @@
 //
 //   The trick: the 16 levels are in 16 banks of shared memory: lanes that read different levels
 //   have no bank conflict, and lanes that read the same level share one access.
-#include "common/four_bits.cuh"
-#include "common/vector.cuh"
+#include <common/four_bits.cuh>
+#include <common/vector.cuh>
 
 constexpr int DEPTH = 4;  // accesses of a thread, all in flight together
 constexpr int BYTES = LANES < 2 ? 1 : LANES / 2;
 
-KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
-    T *__restrict__ w, const unsigned char *__restrict__ packed,
-    const float *__restrict__ absmax, const unsigned char *__restrict__ codes, long long start,
-    long long pitch, long long width, unsigned tiles, int shift) {
+KERNEL(THREADS, 1536 / THREADS)
+nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
+                const float *__restrict__ absmax, const unsigned char *__restrict__ codes,
+                long long start, long long pitch, long long width, unsigned tiles, int shift) {
     __shared__ float levels[16];
     if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
     const long long row = blockIdx.x / tiles;

@@ -17,18 +17,18 @@
 //   remainder of a product with the rounded reciprocal corrects it to the rounded quotient.  A
 //   block below 2^-126 has the codes of zeros; one above 2^126, where float32 has no normal
 //   reciprocal, is scaled first.
-#include "common/four_bits.cuh"
-#include "common/vector.cuh"
+#include <common/four_bits.cuh>
+#include <common/vector.cuh>
 
-constexpr int VALUES = 16;                        // values of a thread
-constexpr int CHUNK = LANES < 2 ? 2 : LANES;      // contiguous ones: whole bytes of codes
+constexpr int VALUES = 16;                    // values of a thread
+constexpr int CHUNK = LANES < 2 ? 2 : LANES;  // contiguous ones: whole bytes of codes
 constexpr int DEPTH = VALUES / CHUNK;
-constexpr int GROUP = BLOCK / VALUES;             // threads that share a block
+constexpr int GROUP = BLOCK / VALUES;                          // threads that share a block
 constexpr unsigned NORMAL = 0x00800000u, LARGE = 0x7e800000u;  // 2^-126, 2^126
 constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
 
 // Half-way between level I, in ascending order, and the next.
-template <int I> __device__ __forceinline__ float bound() {
+template <int I> DEVICE float bound() {
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
     if constexpr (!FP4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
     else if constexpr (I == 7) return 0.0f;
@@ -36,7 +36,7 @@ template <int I> __device__ __forceinline__ float bound() {
     else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
 }
 
-__device__ __forceinline__ unsigned code_of(float value) {
+DEVICE unsigned code_of(float value) {
     const bool a = value > bound<7>();
     float middle = a ? bound<11>() : bound<3>();
     const bool b = value > middle;
@@ -48,9 +48,9 @@ __device__ __forceinline__ unsigned code_of(float value) {
     return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
 }
 
-KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
-                                             unsigned char *__restrict__ packed,
-                                             float *__restrict__ absmax, long long size) {
+KERNEL(THREADS, 1536 / THREADS)
+nf4_quantize(const T *__restrict__ w, unsigned char *__restrict__ packed,
+             float *__restrict__ absmax, long long size) {
     __shared__ unsigned tops[THREADS / 32];
     const int member = threadIdx.x % GROUP;
     const long long block = (long long)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;

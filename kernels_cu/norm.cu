@@ -34,13 +34,13 @@
 //   thread merges the mean and the centred squares of one vector after the other: no digits are
 //   lost far from zero, and the row is read twice instead of three times.
 constexpr int COLUMNS = HIDDEN;
-#include "common/row_threads.cuh"
-#include "common/rows.cuh"
-#include "common/vector.cuh"
+#include <common/row_threads.cuh>
+#include <common/rows.cuh>
+#include <common/vector.cuh>
 
 // ---- forward ----------------------------------------------------------------------------------
 // v = x + residual
-__device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *residual) {
+DEVICE void read(float (&v)[LANES], const T *x, const T *residual) {
     load(v, x);
     if constexpr (RESIDUAL) {
         float r[LANES];
@@ -53,7 +53,7 @@ __device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *res
 // Mean and centred squares of the values so far, vector by vector (Chan et al., 1979).
 struct Moments {
     float count, mean, squares;
-    __device__ __forceinline__ void add(const float (&v)[LANES], float sum) {
+    DEVICE void add(const float (&v)[LANES], float sum) {
         const float delta = sum / LANES - mean, weight = LANES / (count + LANES);
 #pragma unroll
         for (int j = 0; j < LANES; j++) squares += (v[j] - sum / LANES) * (v[j] - sum / LANES);
@@ -63,10 +63,9 @@ struct Moments {
     }
 };
 
-__device__ __forceinline__ void forward(const T *x, const W *weight, const T *residual,
-                                        const B *bias, T *y, T *h, float *mean, float *rstd,
-                                        long long rows, const Layout &of_x,
-                                        const Layout &of_residual, float eps, float offset) {
+DEVICE void forward(const T *x, const W *weight, const T *residual, const B *bias, T *y, T *h,
+                    float *mean, float *rstd, long long rows, const Layout &of_x,
+                    const Layout &of_residual, float eps, float offset) {
     __shared__ Exchange<WARPS, CLUSTER> exchange[2];
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const bool in_range = row < rows;
@@ -80,7 +79,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     for (int k = 0; k < DEPTH; k++) {
         const int column = column_of(k);
         if (!in_range || !inside(column)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0], part = 0;
+        float (&v)[LANES] = kept[KEEP ? k : 0], part = 0;
         read(v, x + column, residual + column);
         if constexpr (RESIDUAL) store(h, row * HIDDEN + column, v);
 #pragma unroll
@@ -116,7 +115,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     for (int k = 0; k < DEPTH; k++) {
         const int column = column_of(k);
         if (!inside(column)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0];
+        float (&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
             read(v, x + column, residual + column);
 #pragma unroll
@@ -131,19 +130,19 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     }
 }
 
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_forward(
-    const T *__restrict__ x, const W *__restrict__ weight, const T *__restrict__ residual,
-    const B *__restrict__ bias, T *__restrict__ y, T *__restrict__ h, float *__restrict__ mean,
-    float *__restrict__ rstd, long long rows, const __grid_constant__ Layouts of, float eps,
-    float offset) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+norm_forward(const T *__restrict__ x, const W *__restrict__ weight, const T *__restrict__ residual,
+             const B *__restrict__ bias, T *__restrict__ y, T *__restrict__ h,
+             float *__restrict__ mean, float *__restrict__ rstd, long long rows,
+             const __grid_constant__ Layouts of, float eps, float offset) {
     forward(x, weight, residual, bias, y, h, mean, rstd, rows, layout(of, 0), layout(of, 1), eps,
             CENTRED ? 0 : offset);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
 constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS ? 2 : 4;  // rows read before they are read again
-constexpr int MEANS = 1 + CENTRED;           // means of a row: of g * hhat; of g
-constexpr int SUMS = 1 + BIAS;               // sums of a column: dw; dbias
+constexpr int MEANS = 1 + CENTRED;                         // means of a row: of g * hhat; of g
+constexpr int SUMS = 1 + BIAS;                             // sums of a column: dw; dbias
 // Whether dh fits into registers beside dy and h before the means are known.
 constexpr bool EARLY = KEEP && RESIDUAL && !CENTRED && !BIAS && sizeof(T) == 2;
 constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared memory
@@ -151,9 +150,8 @@ constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared m
 struct Row { float scale, centre, mean[MEANS]; };
 
 // Add one vector's g * hhat, and g, to the sums of its row.
-__device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy,
-                                    const Vector<T, LANES> &of_h, const W *weight, float offset,
-                                    const Row &row) {
+DEVICE void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
+                const W *weight, float offset, const Row &row) {
     float dy[LANES], h[LANES], w[LANES];
     widen(dy, of_dy);
     widen(h, of_h);
@@ -167,11 +165,10 @@ __device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> 
 }
 
 // Write one vector of dx, at `at`, and add its contributions to dw and dbias.
-__device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
-                                          const Vector<T, LANES> &of_dy,
-                                          const Vector<T, LANES> &of_h,
-                                          const Vector<T, LANES> &of_dh, const float (&w)[LANES],
-                                          float offset, const Row &row) {
+DEVICE void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
+                      const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
+                      const Vector<T, LANES> &of_dh, const float (&w)[LANES], float offset,
+                      const Row &row) {
     float dy[LANES], h[LANES], d[LANES];
     widen(dy, of_dy);
     widen(h, of_h);
@@ -190,10 +187,9 @@ __device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUM
 
 // partial[0, i] is the sum over the rows of the i-th block, or cluster, for dw; partial[1, i] that
 // for dbias.
-__device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, const W *weight,
-                                         const float *mean, const float *rstd, T *dx,
-                                         float *partial, long long rows, const Layout &of_dy,
-                                         const Layout &of_dh, const Layout &of_h, float offset) {
+DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, const float *mean,
+                     const float *rstd, T *dx, float *partial, long long rows, const Layout &of_dy,
+                     const Layout &of_dh, const Layout &of_h, float offset) {
     DYNAMIC_SHARED(float, held);
     __shared__ Exchange<MEANS * WARPS, CLUSTER> exchange[2];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
@@ -307,10 +303,11 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
     }
 }
 
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_backward(
-    const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h, const W *weight,
-    const float *__restrict__ mean, const float *__restrict__ rstd, T *__restrict__ dx,
-    float *__restrict__ partial, long long rows, const __grid_constant__ Layouts of, float offset) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+norm_backward(const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h,
+              const W *weight, const float *__restrict__ mean, const float *__restrict__ rstd,
+              T *__restrict__ dx, float *__restrict__ partial, long long rows,
+              const __grid_constant__ Layouts of, float offset) {
     backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, layout(of, 0), layout(of, 1),
              layout(of, 2), CENTRED ? 0 : offset);
 }

@@ -30,10 +30,10 @@
 //   memory, to save registers.  A block writes one row of partial sums, which column_sum.cu adds in
 //   a fixed order: no atomics, equal bits.
 //   A position outside the tables gives NaN and a report, and no read out of bounds.
-#include "common/faults.cuh"
-#include "common/heads.cuh"
-#include "common/reduce.cuh"
-#include "common/vector.cuh"
+#include <common/faults.cuh>
+#include <common/heads.cuh>
+#include <common/reduce.cuh>
+#include <common/vector.cuh>
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // pairs of a chunk
 constexpr int PARTS = 2 * PAIRS / LANES;                             // accesses of a chunk
@@ -41,28 +41,26 @@ constexpr int CHUNKS = (DIM + 2 * PAIRS - 1) / (2 * PAIRS);          // chunks o
 constexpr int DEPTH = (CHUNKS + GROUP - 1) / GROUP;                  // chunks of a thread
 constexpr int SLOTS = 32 / GROUP;                                    // heads of a warp at a time
 constexpr int WARPS = THREADS / 32;
-constexpr int VALUES = DEPTH * 2 * PAIRS;                            // values of a head per thread
+constexpr int VALUES = DEPTH * 2 * PAIRS;  // values of a head per thread
 
 // A chunk is PAIRS rotated pairs or, from column 2 HALF on, 2 PAIRS neighbours without rotation.
 template <class E> struct Chunk { Vector<E, LANES> part[PARTS]; };
 using Angles = float[DEPTH][PAIRS];
 using Parked = float[VALUES][32];  // a warp's dw in shared memory, one column per thread
 
-__device__ __forceinline__ int chunk_of(int k) { return threadIdx.x % GROUP + k * GROUP; }
-__device__ __forceinline__ bool exists(int chunk) { return CHUNKS % GROUP == 0 || chunk < CHUNKS; }
-__device__ __forceinline__ bool rotates(int chunk) { return chunk * PAIRS < HALF; }
-__device__ __forceinline__ int column(int chunk, int part) {
+DEVICE int chunk_of(int k) { return threadIdx.x % GROUP + k * GROUP; }
+DEVICE bool exists(int chunk) { return CHUNKS % GROUP == 0 || chunk < CHUNKS; }
+DEVICE bool rotates(int chunk) { return chunk * PAIRS < HALF; }
+DEVICE int column(int chunk, int part) {
     if constexpr (PARTS == 1) return chunk * LANES;
     else if constexpr (INTERLEAVED) return 2 * chunk + part;
     else return rotates(chunk) ? chunk * PAIRS + part * HALF : (2 * chunk + part) * PAIRS;
 }
-__device__ __forceinline__ bool inside(int column) {
-    return DIM % (2 * PAIRS) == 0 || column < DIM;
-}
+DEVICE bool inside(int column) { return DIM % (2 * PAIRS) == 0 || column < DIM; }
 
 // Read a head; columns past its end, and a head that does not exist, become 0.
 template <class E>
-__device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool in_range = true) {
+DEVICE void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool in_range = true) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k++)
 #pragma unroll
@@ -75,7 +73,7 @@ __device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool
 
 // Convert a chunk to floats: to[0] and to[1] are the first and the second columns of its pairs.
 template <class E>
-__device__ __forceinline__ void widen(float (&to)[2][PAIRS], const Chunk<E> &from) {
+DEVICE void widen(float (&to)[2][PAIRS], const Chunk<E> &from) {
 #pragma unroll
     for (int side = 0; side < 2; side++)
 #pragma unroll
@@ -85,8 +83,7 @@ __device__ __forceinline__ void widen(float (&to)[2][PAIRS], const Chunk<E> &fro
 }
 
 // Write a chunk of the head at base + head.
-__device__ __forceinline__ void store(T *base, long long head, const float (&from)[2][PAIRS],
-                                      int chunk) {
+DEVICE void store(T *base, long long head, const float (&from)[2][PAIRS], int chunk) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
         const int at = column(chunk, part);
@@ -98,9 +95,8 @@ __device__ __forceinline__ void store(T *base, long long head, const float (&fro
 }
 
 // Read row positions[index] of the tables, or without positions row `index`; return its number.
-__device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos, const C *sin,
-                                             const I *positions, long long index,
-                                             long long length) {
+DEVICE long long look_up(Angles &c, Angles &s, const C *cos, const C *sin, const I *positions,
+                         long long index, long long length) {
     const long long row = positions == nullptr ? index : (long long)positions[index];
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
@@ -119,9 +115,8 @@ __device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos,
 // ---- forward ----------------------------------------------------------------------------------
 // The COUNT heads of q, or of k, of one token.
 template <int COUNT, class E>
-__device__ __forceinline__ void forward(const T *x, long long step, const E *weight, T *y,
-                                        float *rstd, const Angles &c, const Angles &s, float eps,
-                                        float offset) {
+DEVICE void forward(const T *x, long long step, const E *weight, T *y, float *rstd, const Angles &c,
+                    const Angles &s, float eps, float offset) {
     Chunk<E> w[DEPTH];
     fetch(w, weight);
 #pragma unroll 1  // unrolled iterations would spill
@@ -159,7 +154,8 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
     }
 }
 
-KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
+KERNEL(THREADS, FORWARD_RESIDENT)
+qk_norm_rope_forward(
     const T *__restrict__ q, const T *__restrict__ k, const W *__restrict__ q_weight,
     const B *__restrict__ k_weight, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *__restrict__ turned_q, T *__restrict__ turned_k,
@@ -181,10 +177,8 @@ KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
 
 // ---- backward ---------------------------------------------------------------------------------
 template <int COUNT, class E>
-__device__ __forceinline__ void backward(const T *dy, const T *x, long long step,
-                                         const E *weight, const float *rstd, T *dx,
-                                         Parked &parked, const Angles &c, const Angles &s,
-                                         float offset) {
+DEVICE void backward(const T *dy, const T *x, long long step, const E *weight, const float *rstd,
+                     T *dx, Parked &parked, const Angles &c, const Angles &s, float offset) {
     float dw[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; i++) dw[i] = parked[i][threadIdx.x % 32];
@@ -238,7 +232,8 @@ __device__ __forceinline__ void backward(const T *dy, const T *x, long long step
 }
 
 // partial[0, block] is the block's part of the gradient of q_weight, partial[1, block] of k_weight.
-KERNEL(THREADS, RESIDENT) qk_norm_rope_backward(
+KERNEL(THREADS, RESIDENT)
+qk_norm_rope_backward(
     const T *__restrict__ dturned_q, const T *__restrict__ dturned_k, const T *__restrict__ q,
     const T *__restrict__ k, const W *__restrict__ q_weight, const B *__restrict__ k_weight,
     const C *__restrict__ cos, const C *__restrict__ sin, const I *__restrict__ positions,
@@ -267,7 +262,8 @@ KERNEL(THREADS, RESIDENT) qk_norm_rope_backward(
         if (!exists(chunk) || !inside(at)) continue;
         float sum = 0;
         for (int other = 0; other < WARPS * SLOTS; other++)
-            sum += dw[which][other / SLOTS][(2 * k + side) * PAIRS + j][lane + other % SLOTS * GROUP];
+            sum +=
+                dw[which][other / SLOTS][(2 * k + side) * PAIRS + j][lane + other % SLOTS * GROUP];
         partial[((long long)which * gridDim.x + blockIdx.x) * DIM + at] = sum;
     }
 }

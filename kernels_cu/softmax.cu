@@ -29,15 +29,15 @@
 //   exchange, while a cluster holds that row in halves.  Before sm_90 shared memory would only save
 //   the second read of a few lengths: those of 16 bits from 32,768 to 50,000 columns, or 80,000 on
 //   sm_80.
-#include "common/math.cuh"
-#include "common/row_threads.cuh"
-#include "common/rows.cuh"
-#include "common/vector.cuh"
+#include <common/math.cuh>
+#include <common/row_threads.cuh>
+#include <common/rows.cuh>
+#include <common/vector.cuh>
 
 // ---- forward ----------------------------------------------------------------------------------
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
-    const T *x, T *y, long long rows, long long inner, long long x_outer, long long x_step,
-    float scale) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+softmax(const T *x, T *y, long long rows, long long inner, long long x_outer, long long x_step,
+        float scale) {
     __shared__ Exchange<2 * WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
@@ -49,7 +49,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (row >= rows || !inside(first + k * STEP, k)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0];
+        float (&v)[LANES] = kept[KEEP ? k : 0];
         load(v, x_row + k * STEP);
         const float before = top;
 #pragma unroll
@@ -80,7 +80,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (!inside(first + k * STEP, k)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0];
+        float (&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
             load(v, x_row + k * STEP);
 #pragma unroll
@@ -93,9 +93,10 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
 }
 
 // ---- backward ---------------------------------------------------------------------------------
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
-    const T *dy, const T *y, T *dx, long long rows, long long inner, long long dy_outer,
-    long long dy_step, long long y_outer, long long y_step, float scale) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+softmax_backward(const T *dy, const T *y, T *dx, long long rows, long long inner,
+                 long long dy_outer, long long dy_step, long long y_outer, long long y_step,
+                 float scale) {
     __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);

@@ -10,12 +10,10 @@
 
 // The number of the warp, in a form that the compiler knows to be the same in all lanes: values
 // derived from it take uniform registers, and branches on it need no reconvergence.
-__device__ __forceinline__ int own_warp() {
-    return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-}
+DEVICE int own_warp() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
 // Call use(m, half) for every row that a lane holds a part of; half is 1 for the row 8 below.
-template <int M, class Use> __device__ __forceinline__ void each_row(Use use) {
+template <int M, class Use> DEVICE void each_row(Use use) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -34,7 +32,7 @@ template <class E, int COLUMNS> struct Tile {
     static constexpr int PITCH_BYTES = PITCH * sizeof(E);
     E *start;
 
-    __device__ __forceinline__ E *at(int row, int chunk) const {
+    DEVICE E *at(int row, int chunk) const {
         return start + row * PITCH + (XOR ? chunk ^ (row & 7) : chunk) * CHUNK;
     }
     // A position of each thread, and the addresses `rows` and `chunks` further on.  These offsets
@@ -44,12 +42,12 @@ template <class E, int COLUMNS> struct Tile {
         char *start;      // the same in all threads
         uint32_t offset;  // offset of this thread in bytes
 
-        __device__ __forceinline__ char *at(int rows, int chunks) const {
+        DEVICE char *at(int rows, int chunks) const {
             const int mixed = XOR ? (rows ^ chunks) & 7 : 0, added = XOR ? chunks & ~7 : chunks;
             return start + (rows * PITCH_BYTES + added * 16) + (offset ^ mixed * 16u);
         }
     };
-    __device__ __forceinline__ Lane lane(int row, int chunk) const {
+    DEVICE Lane lane(int row, int chunk) const {
         return {reinterpret_cast<char *>(start),
                 opaque(row * PITCH_BYTES + (XOR ? chunk ^ (row & 7) : chunk) * 16)};
     }
@@ -57,7 +55,7 @@ template <class E, int COLUMNS> struct Tile {
     // threads; rows from `stop` on and padding become 0.  UNROLLED: iterations whose addresses fit
     // into registers.
     template <int COUNT, int USED, int THREADS, int UNROLLED = COUNT * CHUNKS>
-    __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
+    DEVICE void copy(const E *from, int first, int stop, int stride) const {
         constexpr int STEPS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
         // STAYS: a thread copies the same chunk of every row, and goes down by DOWN rows each time
         constexpr bool STAYS = THREADS % CHUNKS == 0;
@@ -86,27 +84,24 @@ template <class E, int COLUMNS> struct Tile {
 // ---- products ----------------------------------------------------------------------------------
 template <int M> using Fragment = uint32_t[M][4];  // 16 columns of 16 * M rows: operand a of mma
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2], __half) {
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
     mma_m16n8k16_f16(d, a, b, d);
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2], __nv_bfloat16) {
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
     mma_m16n8k16_bf16(d, a, b, d);
 }
-__device__ __forceinline__ uint32_t pair(float low, float high, __half) {
+DEVICE uint32_t pair(float low, float high, __half) {
     const __half2 both = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t *>(&both);
 }
-__device__ __forceinline__ uint32_t pair(float low, float high, __nv_bfloat16) {
+DEVICE uint32_t pair(float low, float high, __nv_bfloat16) {
     const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t *>(&both);
 }
 
 // d[..][n] and d[..][n + 1] += a @ b, where b are the 16 columns that one ldmatrix_x4 loads.
 template <class E, int M, int N>
-__device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const Fragment<M> &a,
-                                             const uint32_t (&b)[4]) {
+DEVICE void multiply_two(float (&d)[M][N][4], int n, const Fragment<M> &a, const uint32_t (&b)[4]) {
     const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -117,8 +112,7 @@ __device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const F
 
 // Load the fragment of the rows from `row` on and the columns from 16 * step on.
 template <int M, class E, int COLUMNS>
-__device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row,
-                                      int step) {
+DEVICE void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row, int step) {
     const auto from = tile.lane(row + threadIdx.x % 16, threadIdx.x / 16 % 2);
 #pragma unroll
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], from.at(m * 16, step * 2));
@@ -128,9 +122,8 @@ __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS
 // b.  Here and below, loops along rows of more than WIDEST columns are not fully unrolled:
 // prefetched values and their addresses would need the registers of other sums.
 template <bool KEPT, int WIDEST = 1024, int M, int N, int STEPS, class E, int COLUMNS>
-__device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
-                                           const Tile<E, COLUMNS> &a, int row,
-                                           const Tile<E, COLUMNS> &b) {
+DEVICE void product_abt(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
+                        const Tile<E, COLUMNS> &a, int row, const Tile<E, COLUMNS> &b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -204,7 +197,7 @@ __device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept
 
 // The first column of o[..][n] that a lane holds of the product below.  In float32 a lane holds
 // runs of four columns, in two n.
-template <class E> __device__ __forceinline__ int column(int n) {
+template <class E> DEVICE int column(int n) {
     const int quarter = threadIdx.x % 4;
     return sizeof(E) == 2 ? n * 8 + quarter * 2 : n / 2 * 16 + quarter * 4 + n % 2 * 2;
 }
@@ -212,8 +205,8 @@ template <class E> __device__ __forceinline__ int column(int n) {
 // o += p @ b with 8 * K rows of b; p is the result of product_abt, rounded to E.  In float32, PART
 // rows are summed before they are added to o: for n rows, o is then rounded n / PART times.
 template <int PART = 8, int M, int K, int N, class E, int COLUMNS>
-__device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float (&p)[M][K][4],
-                                            const Tile<E, COLUMNS> &b) {
+DEVICE void add_product_ab(float (&o)[M][N][4], const float (&p)[M][K][4],
+                           const Tile<E, COLUMNS> &b) {
     static_assert(N == COLUMNS / 8 && 8 % PART == 0);
     const int lane = threadIdx.x % 32;
     if constexpr (sizeof(E) == 2) {
@@ -283,7 +276,7 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            float(&to)[4] = part[m][half];
+                            float (&to)[4] = part[m][half];
                             add(to[0], to[1], to[2], to[3], elements[m][half][i], y);
                         }
                 }
@@ -315,7 +308,7 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
 // Write USED columns of one row of such a sum, times `factor`: of a lane's upper row (half 0) or of
 // the row 8 below (half 1).
 template <int USED, int N, class E>
-__device__ __forceinline__ void put_row(E *to, const float (&o)[N][4], int half, float factor) {
+DEVICE void put_row(E *to, const float (&o)[N][4], int half, float factor) {
 #pragma unroll
     for (int n = 0; n < N; n++) {
         if (N * 8 != USED && column<E>(n) >= USED) continue;

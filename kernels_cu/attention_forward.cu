@@ -24,6 +24,31 @@
 #include <common/attention.cuh>
 #include <common/segment.cuh>
 
+// ---- plain ------------------------------------------------------------------------------------
+// The same without options, a thread a query of a head.  In no unit of the library: it is here to be
+// read, and as the first step of docs/ladders.md.
+#ifdef PLAIN
+extern "C" __global__ void attention_plain(const T *q, const T *k, const T *v, T *out, int rows,
+                                           int queries, int keys, int heads, int kv_heads) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;  // of q: (batch, query, head)
+    if (row >= rows) return;
+    const int batch = row / heads / queries, kv_head = row % heads / (heads / kv_heads);
+    float top = NO_SCORE, sum = 0, o[VALUE_DIM] = {};  // top: the largest score so far
+    for (int key = 0; key < keys; key++) {
+        const int at = (batch * keys + key) * kv_heads + kv_head;  // row of k and v
+        float score = 0;
+        for (int d = 0; d < DIM; d++) score += (float)q[row * DIM + d] * (float)k[at * DIM + d];
+        score /= sqrtf(DIM);
+        const float above = fmaxf(top, score), rescale = expf(top - above), p = expf(score - above);
+        top = above, sum = sum * rescale + p;
+        for (int d = 0; d < VALUE_DIM; d++)
+            o[d] = o[d] * rescale + p * (float)v[at * VALUE_DIM + d];
+    }
+    for (int d = 0; d < VALUE_DIM; d++) out[row * VALUE_DIM + d] = (T)(o[d] / sum);
+}
+#endif
+
+// ---- by tiles ---------------------------------------------------------------------------------
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS;
 constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(SLICE) / 8;

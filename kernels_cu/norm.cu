@@ -38,6 +38,22 @@ constexpr int COLUMNS = HIDDEN;
 #include <common/rows.cuh>
 #include <common/vector.cuh>
 
+// ---- plain ------------------------------------------------------------------------------------
+// RMS norm as one would first write it, a thread a row.  In no unit of the library: it is here to be
+// read, and as the first step of docs/ladders.md.
+#ifdef PLAIN
+extern "C" __global__ void rms_norm_plain(const T *x, const W *weight, T *y, long long rows,
+                                          float eps) {
+    const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    x += row * HIDDEN, y += row * HIDDEN;
+    float squares = 0;
+    for (int i = 0; i < HIDDEN; i++) squares += (float)x[i] * (float)x[i];
+    const float rstd = 1 / sqrtf(squares / HIDDEN + eps);
+    for (int i = 0; i < HIDDEN; i++) y[i] = (T)((float)x[i] * rstd * (float)weight[i]);
+}
+#endif
+
 // ---- forward ----------------------------------------------------------------------------------
 // v = x + residual
 DEVICE void read(float (&v)[LANES], const T *x, const T *residual) {

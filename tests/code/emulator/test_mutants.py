@@ -83,7 +83,7 @@ class Mutant(NamedTuple):
 def found(folder: Path, file: str, pattern: re.Pattern[str]) -> Iterator[Mutant]:
     text = (folder / file).read_text()
     for match in pattern.finditer(text):
-        guarded = text[: match.start()].rpartition("#if")[2].startswith("def BUG")
+        guarded = text[: match.start()].rpartition("#if")[2].startswith(("def BUG", "def PLAIN"))
         if not guarded or "#endif" in text[: match.start()].rpartition("#if")[2]:
             yield Mutant(folder, file, *match.span())
 

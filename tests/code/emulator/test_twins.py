@@ -23,9 +23,7 @@ def declared(path: Path) -> dict[str, list[str]]:
     command = ["g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-"]
     alone = re.sub(r"#include.*", "", path.read_text())
     text = subprocess.run(command, input=alone, capture_output=True, text=True, check=True).stdout
-    text = re.sub(
-        r"\b(DEVICE|inline) (void \*|void |uint32_t |int )", "FUNCTION ", text
-    )
+    text = re.sub(r"\b(DEVICE|inline) (void \*|void |uint32_t |int )", "FUNCTION ", text)
     text = re.sub(r",?\s*EMU_PLACE", "", text)
     functions = re.findall(r"FUNCTION (\w+)\(((?:[^()]|\(&?\w*\))*)\)\s*{", text)
     return {name: types(parameters) for name, parameters in functions}

@@ -12,12 +12,12 @@
 //               THREADS   threads of a block
 //
 //   The trick: one pass; a 16-bit parameter is widened, updated in float32 and rounded once.
-#include "common/adamw.cuh"
-#include "common/vector.cuh"
+#include <common/adamw.cuh>
+#include <common/vector.cuh>
 
-KERNEL(THREADS) adamw_(T *parameter, const G *gradient, float *mean, float *square,
-                       long long elements, float beta1, float rest1, float beta2, float rest2,
-                       float rate, float eps, float decay_factor) {
+KERNEL(THREADS)
+adamw_(T *parameter, const G *gradient, float *mean, float *square, long long elements, float beta1,
+       float rest1, float beta2, float rest2, float rate, float eps, float decay_factor) {
     const Rates rates = {beta1, rest1, beta2, rest2, rate, eps, decay_factor};
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
     const long long count = elements - at;

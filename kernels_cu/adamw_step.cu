@@ -17,9 +17,9 @@
 //   of the next step, so the host need not know whether this one was skipped.  The span of a warp
 //   is a block of codes, whose maximum is found by shuffles.  A code is computed, then corrected by
 //   the midpoints on either side: 4 reads of a table where a binary search takes 16.
-#include "common/adamw.cuh"
-#include "common/many.cuh"
-#include "common/reduce.cuh"
+#include <common/adamw.cuh>
+#include <common/many.cuh>
+#include <common/reduce.cuh>
 
 constexpr bool ANY_CODED = KINDS >> CODED;  // the highest flag
 
@@ -30,7 +30,7 @@ enum Maps { MEAN_VALUES, MEAN_MIDDLES, SQUARE_VALUES, SQUARE_MIDDLES, MAPS };
 // midpoint between each code and the next.  Decade i (0.1 .. 1 times 10^(i - 6)) has 2^i positive
 // values, or 2^(i + 1) in the map without negative ones, each in the middle of an equal part of the
 // decade.
-template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map &middle) {
+template <bool SIGNED> DEVICE int nearest(float x, const Map &middle) {
     const float size = fabsf(x);
     int decade = 0;
     float unit = 1e6f;
@@ -44,8 +44,8 @@ template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map
         }
     }
     const int cells = (SIGNED ? 1 : 2) << decade;
-    const float share = (size * unit - 0.1f) * __fdiv_rn(cells, 0.9f);
-    const int position = cells - !SIGNED + (int)fminf(fmaxf(share, -1.0f), cells - 1.0f);
+    const float fraction = (size * unit - 0.1f) * __fdiv_rn(cells, 0.9f);
+    const int position = cells - !SIGNED + (int)fminf(fmaxf(fraction, -1.0f), cells - 1.0f);
     int code = SIGNED ? 127 + (x < 0 ? -position : position) : position;
     if (code < 255 && x > middle[code]) code++;
     else if (code > 0 && x <= middle[code - 1]) code--;
@@ -53,14 +53,14 @@ template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map
 }
 
 // Turn codes into values.  Values past the end become 0, so that they do not affect a maximum.
-__device__ __forceinline__ void decode(Values &v, const Map &map, float scale, long long count) {
+DEVICE void decode(Values &v, const Map &map, float scale, long long count) {
     each([&](int i, int j) {
-        v.at[i][j] = place(i) + j < count ? map[(int)v.at[i][j]] * scale : 0.0f;
+        v.at[i][j] = offset(i) + j < count ? map[(int)v.at[i][j]] * scale : 0.0f;
     });
 }
 
 // Turn values into codes; return the largest absolute value of the warp's span.
-template <bool SIGNED> __device__ __forceinline__ float encode(Values &v, const Map &middle) {
+template <bool SIGNED> DEVICE float encode(Values &v, const Map &middle) {
     float largest = 0;
     each([&](int i, int j) { largest = fmaxf(largest, fabsf(v.at[i][j])); });
     largest = group_max<32>(largest);
@@ -75,8 +75,7 @@ template <bool SIGNED> __device__ __forceinline__ float encode(Values &v, const 
 }
 
 template <int K>
-__device__ __forceinline__ void chunk(const long long *tensor, float factor,
-                                      const Rates &rates, const Map *maps) {
+DEVICE void chunk(const long long *tensor, float factor, const Rates &rates, const Map *maps) {
     using Copy = NumberOf<K>;
     using Parameter = NumberOf<K & COPIED ? FLOAT32 : K>;
     using Gradient = NumberOf<K & WIDE ? FLOAT32 : K>;
@@ -135,8 +134,8 @@ adamw_step(const long long *tensors, const int *owners, const float *map, const 
         for (int i = threadIdx.x; i < MAPS * 256; i += THREADS) maps[i / 256][i % 256] = map[i];
         __syncthreads();
     }
-    const Rates rates = {beta1, rest1, beta2, rest2, lr * corrections[0], eps * corrections[1],
-                         decay_factor};
+    const Rates rates = {
+        beta1, rest1, beta2, rest2, lr * corrections[0], eps * corrections[1], decay_factor};
     with_kind(tensor[KIND], [&](auto kind) {
         chunk<decltype(kind)::value>(tensor, factor ? *factor : 1.0f, rates, maps);
     });

@@ -10,7 +10,7 @@
 //
 //   The trick: each thread makes one access to every array, and all loads before the first store,
 //   so that a result may overwrite an operand.  Slices are read and written without a copy.
-#include "common/rows.cuh"
+#include <common/rows.cuh>
 
 KERNEL(THREADS) add(const T *a, const T *b, T *c, const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);
@@ -32,8 +32,9 @@ KERNEL(THREADS) multiply(const T *a, const T *b, T *c, const __grid_constant__ R
     at.store(c, 2, u);
 }
 
-KERNEL(THREADS) multiply_backward(const T *dc, const T *a, const T *b, T *da, T *db,
-                                  const __grid_constant__ Rows rows) {
+KERNEL(THREADS)
+multiply_backward(const T *dc, const T *a, const T *b, T *da, T *db,
+                  const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);
     float d[LANES], u[LANES], v[LANES];
     at.load(d, dc, 0);

@@ -25,8 +25,8 @@
 //   tiles of the other x and y, for all query heads of a group.  Own rows times other rows give p
 //   and ds, or their transposes, in the layout of operands of the products with the other y and x.
 //   Every sum has one owner and one order.
-#include "common/attention_gradient.cuh"
-#include "common/segment.cuh"
+#include <common/attention_gradient.cuh>
+#include <common/segment.cuh>
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TILE / 8;
@@ -38,13 +38,14 @@ constexpr int STAGE = TILE * (X::PITCH + Y::PITCH);
 // dx      dk with BY_KEYS, else dq      dy   dv
 // sums    (batch, heads, rows), zeros on entry      slopes   (batch, heads, rows); with VARLEN both
 //         are (heads, rows)
-KERNEL(32 * WARPS, RESIDENT) attention_backward(
-    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const T *__restrict__ dout, float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
-    float *__restrict__ sums, float *__restrict__ slopes,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-    const __grid_constant__ Call call) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_backward(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+                   const T *__restrict__ dout, float *__restrict__ stats, T *__restrict__ dx,
+                   T *__restrict__ dy, float *__restrict__ sums, float *__restrict__ slopes,
+                   const L *__restrict__ key_lengths, const P *__restrict__ starts,
+                   const bool *__restrict__ mask, const B *__restrict__ bias,
+                   const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+                   const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     const X own_x{memory};
     const Y own_y{memory + ROWS * X::PITCH};
@@ -60,17 +61,17 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const int all_rows = rows;
     const int row_heads = BY_KEYS ? kv_heads : heads, other_heads = BY_KEYS ? heads : kv_heads;
     const int row_blocks = (rows + ROWS - 1) / ROWS + (VARLEN ? sequences : 0);
-    const int turn = blockIdx.x % row_blocks, block = BY_KEYS ? turn : row_blocks - 1 - turn;
+    const int index = blockIdx.x % row_blocks, block = BY_KEYS ? index : row_blocks - 1 - index;
     const int row_head = blockIdx.x / row_blocks % row_heads, group = heads / kv_heads;
     int batch = blockIdx.x / row_blocks / row_heads, first_row = block * ROWS;
     long long first_query = (long long)batch * queries, first_key = (long long)batch * keys;
     long long first_stat = (long long)batch * heads * stat_rows;
     if constexpr (VARLEN) {
-        Segment own;
-        if constexpr (BY_KEYS) own = segment<ROWS>(key_lengths, sequences, keys, block);
-        else own = segment<ROWS>(starts, sequences, queries, block);
-        if (own.sequence < 0) return;
-        batch = own.sequence, first_row = own.tile * ROWS;
+        Segment work;
+        if constexpr (BY_KEYS) work = segment<ROWS>(key_lengths, sequences, keys, block);
+        else work = segment<ROWS>(starts, sequences, queries, block);
+        if (work.sequence < 0) return;
+        batch = work.sequence, first_row = work.tile * ROWS;
         first_stat = stats_of(starts, batch, queries);
         const Run some = run_of(starts, batch, queries), seen = run_of(key_lengths, batch, keys);
         first_query = some.first, first_key = seen.first;
@@ -85,40 +86,39 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const int stop_other = BY_KEYS ? queries : scores.length;
     const Range seen = scores.seen<BY_KEYS, ROWS>(first_row);
     const int from = seen.from / TILE * TILE, stop = seen.stop;
-    struct Place {  // where a tile begins
+    struct Position {  // where a tile begins
         int head, row;
     };
     const int first_head = BY_KEYS ? row_head * group : row_head;
     const int stop_head = first_head + (BY_KEYS ? group : 1);
-    auto after = [&](Place place) -> Place {
-        if (place.row + TILE < stop) return {place.head, place.row + TILE};
-        return {place.head + 1, from};
+    auto after = [&](Position at) -> Position {
+        if (at.row + TILE < stop) return {at.head, at.row + TILE};
+        return {at.head + 1, from};
     };
-    auto seen_from = [&](Place place) {  // the first tile from this one on with a visible pair
+    auto seen_from = [&](Position at) {  // the first tile from this one on with a visible pair
         if constexpr (BLOCK_MASK)
-            while (place.head < stop_head &&
-                   scores.skipped(place.head, BY_KEYS ? place.row : first_row,
-                                  BY_KEYS ? first_row : place.row))
-                place = after(place);
-        return place;
+            while (at.head < stop_head && scores.skipped(at.head, BY_KEYS ? at.row : first_row,
+                                                         BY_KEYS ? first_row : at.row))
+                at = after(at);
+        return at;
     };
     const long long first_other = (BY_KEYS ? first_query : first_key) * other_heads;
     const T *const x = (BY_KEYS ? q : k + row_head / group * DIM) + first_other * DIM;
     const T *const y =
         (BY_KEYS ? dout : v + row_head / group * VALUE_DIM) + first_other * VALUE_DIM;
-    auto load = [&](Place place, int stage) {
+    auto load = [&](Position at, int stage) {
         const X to{ring + stage * STAGE};
         const Y values{to.start + TILE * X::PITCH};
-        const int head = BY_KEYS ? place.head : 0;
-        to.template copy<TILE, DIM, THREADS, UNROLLED>(x + head * DIM, place.row, stop_other,
+        const int head = BY_KEYS ? at.head : 0;
+        to.template copy<TILE, DIM, THREADS, UNROLLED>(x + head * DIM, at.row, stop_other,
                                                        other_heads * DIM);
         values.template copy<TILE, VALUE_DIM, THREADS, UNROLLED>(
-            y + head * VALUE_DIM, place.row, stop_other, other_heads * VALUE_DIM);
+            y + head * VALUE_DIM, at.row, stop_other, other_heads * VALUE_DIM);
     };
 
     const long long first = (BY_KEYS ? first_key : first_query) * row_heads + row_head;
     const bool any = first_row < real_rows && from < stop;
-    Place next = any ? seen_from({first_head, from}) : Place{stop_head, 0};
+    Position next = any ? seen_from({first_head, from}) : Position{stop_head, 0};
     if (next.head < stop_head) {
         own_x.copy<ROWS, DIM, THREADS, UNROLLED>((BY_KEYS ? k : q) + first * DIM, first_row,
                                                  real_rows, row_heads * DIM);
@@ -141,9 +141,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                own_stats.read(
-                    m, half, stats + stat_at(row_head, top + m * 16 + half * 8 + lane / 4) * 2,
-                    nullptr);
+                own_stats.read(m, half,
+                               stats + stat_at(row_head, top + m * 16 + half * 8 + lane / 4) * 2,
+                               nullptr);
     }
 
     Fragment<WARP_TILES> kept_x[KEPT > 0 ? padded(DIM) / 16 : 1];
@@ -164,15 +164,15 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     float sum_x[WARP_TILES][DX ? padded(DIM) / 8 : 1][4] = {};
     float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
     float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
-    float all_p[WARP_TILES][2] = {}, share[WARP_TILES][2];  // share: factor that makes p sum to 1
+    float all_p[WARP_TILES][2] = {}, correction[WARP_TILES][2];  // correction: makes p sum to 1
     const long long first_own = BY_KEYS ? first_key : first_query;
-    auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
+    auto put_sums = [&](float *to, const float (&from)[WARP_TILES][2], int head) {
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = top + m * 16 + half * 8 + lane / 4;
-                const float total = quad_sum(from[m][half]) * (BY_KEYS ? 1 : share[m][half]);
+                const float total = quad_sum(from[m][half]) * (BY_KEYS ? 1 : correction[m][half]);
                 if (lane % 4 == 0 && row < rows)
                     to[VARLEN ? (long long)head * all_rows + first_own + row
                               : (long long)(batch * heads + head) * rows + row] = total;
@@ -202,8 +202,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             auto each = [&](int m, int half, int other, float p, float ds) {
                 if constexpr (RESTS && !BY_KEYS) all_p[m][half] += p;
                 if constexpr (SUM) sum[m][half] += ds;
-                const int own = top + m * 16 + half * 8 + lane / 4;
-                if constexpr (SLOPE) slope[m][half] -= ds * abs(other - own - scores.origin);
+                const int own_row = top + m * 16 + half * 8 + lane / 4;
+                if constexpr (SLOPE) slope[m][half] -= ds * abs(other - own_row - scores.origin);
             };
             if constexpr (BY_KEYS) {
                 ColumnStats<PARTS> other_stats;
@@ -243,13 +243,13 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            share[m][half] = 1;
+            correction[m][half] = 1;
             if constexpr (RESTS && !BY_KEYS) {
                 const float own_lse = own_stats.of(m, 0, half * 2).lse;
                 float &sum_of_row = rests[stat_at(row_head, top + m * 16 + half * 8 + lane / 4)];
                 const float total = quad_sum(all_p[m][half]) + sum_of_row;  // with its sink's part
                 const float rest = rest_of(total, own_lse);
-                if (rest != 0) share[m][half] = 1 / total;
+                if (rest != 0) correction[m][half] = 1 / total;
                 __syncwarp();  // all four lanes have read
                 if (lane % 4 == 0) sum_of_row = rest;
             }
@@ -264,7 +264,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             if (row >= rows) continue;
             const long long at = first + (long long)row * row_heads;
             if constexpr (DX)
-                put_row<DIM>(dx + at * DIM, sum_x[m], half, call.scale * share[m][half]);
+                put_row<DIM>(dx + at * DIM, sum_x[m], half, call.scale * correction[m][half]);
             if constexpr (DY) put_row<VALUE_DIM>(dy + at * VALUE_DIM, sum_y[m], half, 1.0f);
         }
 }

@@ -1,4 +1,4 @@
-// Attention backward on Hopper: the gradients of k and v or, without BY_KEYS, of q, or with TURNS
+// Attention backward on Hopper: the gradients of k and v or, without BY_KEYS, of q, or with SUM_DQ
 // of all three, with the scores and the sums of attention_backward.cu, by warpgroup products
 // (wgmma) of tiles that the tensor memory accelerator (TMA) loads.
 //
@@ -15,7 +15,7 @@
 //               TILE, STAGES     rows of a stage of the ring; stages
 //               REGISTERS        registers of a thread that computes; PRODUCER, of one that loads
 //               SUM, SLOPE       write the sums of ds along rows; of ds times distance
-//               TURNS            with BY_KEYS, DX and DY: sum the gradient of q too, without SUM
+//               SUM_DQ           with BY_KEYS, DX and DY: sum the gradient of q too, without SUM
 //                                and BLOCK_MASK; attention_dq_sm90.cu scales and rounds the sums
 //   There is no dropout.
 //
@@ -27,16 +27,15 @@
 //   runs: on those of dout and v after those of the scores, on those of p before ds is known, on
 //   those of ds while the next scores are issued.
 //
-//   With TURNS ds is also written to shared memory, where each warpgroup reads the ds of all keys
+//   With SUM_DQ ds is also written to shared memory, where each warpgroup reads the ds of all keys
 //   for its half of the columns of dq.  Separate warps have TMA add the resulting tile to the sums
-//   of its queries, in float32.  Blocks of keys take turns there, in the order of the keys, so that
-//   every run has the same bits.  A block takes jobs from a counter and only waits for the turns of
-//   earlier jobs: these have begun, and the earliest of all never waits, so there is no deadlock.
-//   The last queries come first, for all heads that share a key: blocks are then offset in time,
-//   and no block waits.
-#include "common/attention_gradient.cuh"
-#include "common/jobs.cuh"
-#include "common/turns.cuh"
+//   of its queries, in float32.  Blocks of keys add in the order of the keys, so that every run
+//   has the same bits.  A block takes jobs from a counter and only waits for earlier jobs: these
+//   have begun, and the earliest of all never waits, which excludes a deadlock.  The last queries
+//   come first, for all heads that share a key: blocks are then offset in time, and none waits.
+#include <common/attention_gradient.cuh>
+#include <common/jobs.cuh>
+#include <common/dq_sums.cuh>
 
 static_assert(!DROPOUT && sizeof(T) == 2);
 constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
@@ -45,21 +44,22 @@ constexpr int OWN_Y = DX ? panels(VALUE_DIM) * ROWS * PANEL_ROW : 0;
 constexpr int X_BYTES = panels(DIM) * TILE * PANEL_ROW;
 constexpr int Y_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
 constexpr int STAT_BYTES = BY_KEYS ? TILE * 2 * sizeof(float) : 0;
-static_assert(!TURNS || (BY_KEYS && DX && DY && !SUM && !SLOPE && !BLOCK_MASK && CONSUMERS == 2 &&
-                         TILE == PANEL && DIM <= 2 * PANEL));
-constexpr int DS_BYTES = TURNS ? ROWS * PANEL_ROW : 0;  // of one of two buffers
-constexpr int DQ_BYTES = TURNS ? CONSUMERS * TILE * turn_columns(DIM) * sizeof(float) : 0;
+static_assert(!SUM_DQ || (BY_KEYS && DX && DY && !SUM && !SLOPE && !BLOCK_MASK && CONSUMERS == 2 &&
+                          TILE == PANEL && DIM <= 2 * PANEL));
+constexpr int DS_BYTES = SUM_DQ ? ROWS * PANEL_ROW : 0;  // of one of two buffers
+constexpr int DQ_BYTES = SUM_DQ ? CONSUMERS * TILE * half_columns(DIM) * sizeof(float) : 0;
 constexpr int RING_AT = OWN_X + OWN_Y, DS_AT = RING_AT + STAGES * (X_BYTES + Y_BYTES);
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, STATS_AT = DQ_AT + DQ_BYTES;
 constexpr int SHARED_END = STATS_AT + STAGES * STAT_BYTES;
-constexpr int WRITERS = 2;  // warps that add to dq: one waits for its copy, the other for its turn
-using Place = Ring<STAGES>;
+// Warps that add to dq: one waits for its copy, the other for earlier blocks.
+constexpr int WRITERS = 2;
+using Cursor = Ring<STAGES>;
 
 // The barriers, stored after the tiles.  `full`: the bytes have arrived; `empty`: every warp is
 // done with them.
 struct Barriers {
     uint64_t own_full, own_empty, landed, full[STAGES], empty[STAGES];
-    uint64_t dq_full[WRITERS], dq_empty;  // with TURNS
+    uint64_t dq_full[WRITERS], dq_empty;  // with SUM_DQ
     Handout job;
 };
 
@@ -70,23 +70,23 @@ struct Work {
 };
 
 // Iterates over the tiles of other rows that some own row may be paired with; `head` and `row` are
-// the start of the current one.  BY_KEYS: over the tiles of every query head in turn.  With TURNS
-// the last tile comes first, that of one head after another.
+// the start of the current one.  BY_KEYS: over the tiles of one query head after another.  With
+// SUM_DQ the last tile comes first, that of one head after another.
 struct Walk {
     int head, row, first, from, stop, stop_head;
 
-    __device__ __forceinline__ Walk(const Scores &scores, const Job &job, int shared_by)
+    DEVICE Walk(const Scores &scores, const Job &job, int shared_by)
         : head(BY_KEYS ? job.head * shared_by : job.head), first(job.first_row),
           stop_head(head + (BY_KEYS ? shared_by : 1)) {
         const Range seen = scores.seen<BY_KEYS, ROWS>(first);
         row = from = seen.from / TILE * TILE, stop = seen.stop;
         if (first >= (BY_KEYS ? scores.length : job.queries) || from >= stop) head = stop_head;
-        if constexpr (TURNS) row = (stop - 1) / TILE * TILE, stop = head;
+        if constexpr (SUM_DQ) row = (stop - 1) / TILE * TILE, stop = head;
         seek(scores);
     }
-    __device__ __forceinline__ bool there() const { return head < stop_head; }
-    __device__ __forceinline__ void step() {
-        if constexpr (TURNS) {  // stop is the first head
+    DEVICE bool active() const { return head < stop_head; }
+    DEVICE void step() {
+        if constexpr (SUM_DQ) {  // stop is the first head
             if (++head < stop_head || row == from) return;
             row -= TILE, head = stop;
         } else {
@@ -94,17 +94,16 @@ struct Walk {
             if (row >= stop) row = from, head++;
         }
     }
-    // The turn of this block: how many earlier blocks of keys have a pair with the tile.
-    __device__ __forceinline__ int turn(const Scores &scores) const {
+    // How many earlier blocks of keys have a pair with the tile, and add to its sums first.
+    DEVICE int predecessors(const Scores &scores) const {
         return first / ROWS - (LEFT ? max(0, row + scores.low) / ROWS : 0);
     }
-    __device__ __forceinline__ void seek(const Scores &scores) {
+    DEVICE void seek(const Scores &scores) {
         if constexpr (BLOCK_MASK)
-            while (there() &&
-                   scores.skipped(head, BY_KEYS ? row : first, BY_KEYS ? first : row))
+            while (active() && scores.skipped(head, BY_KEYS ? row : first, BY_KEYS ? first : row))
                 step();
     }
-    __device__ __forceinline__ void next(const Scores &scores) {
+    DEVICE void next(const Scores &scores) {
         step();
         seek(scores);
     }
@@ -115,10 +114,10 @@ struct Walk {
 struct Stats {
     float lse[BY_KEYS ? PARTS : 1][2], delta[BY_KEYS ? PARTS : 1][2];
 
-    __device__ __forceinline__ void read(int part, int which, float2 both) {
+    DEVICE void read(int part, int which, float2 both) {
         lse[part][which] = both.x, delta[part][which] = both.y;
     }
-    __device__ __forceinline__ Stat of(int i) const {
+    DEVICE Stat of(int i) const {
         const int part = BY_KEYS ? i / 4 : 0, which = BY_KEYS ? i % 2 : i / 2 % 2;
         return {lse[part][which], delta[part][which], 0};
     }
@@ -129,18 +128,20 @@ struct Stats {
 // dx, dy         dk and dv with BY_KEYS, else dq and none
 // sums           (batch, heads, rows), zeros on entry      slopes   (batch, heads, rows); with
 //                VARLEN both are (heads, rows)
-//                With TURNS instead: sums of dq, for each tile of stats as in common/turns.cuh; and
-//                how many blocks have added to each tile, ints, zeros on entry.
-KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
+//                With SUM_DQ instead: sums of dq, for each tile of stats as in
+//                common/dq_sums.cuh; and how many blocks have added to each tile, ints, zeros on
+//                entry.
+KERNEL(128 * CONSUMERS + 128, 1)
+attention_backward_sm90(
     const __grid_constant__ TensorMap own_x, const __grid_constant__ TensorMap own_y,
     const __grid_constant__ TensorMap other_x, const __grid_constant__ TensorMap other_y,
     const float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
     float *__restrict__ sums, float *__restrict__ slopes, const L *__restrict__ key_lengths,
     const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
-    const A *__restrict__ alibi, const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
-    const __grid_constant__ Work work) {
+    const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    unsigned *__restrict__ counter, const __grid_constant__ Work work) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    int *const turns = reinterpret_cast<int *>(slopes);
+    int *const added = reinterpret_cast<int *>(slopes);
     Barriers &barriers = *reinterpret_cast<Barriers *>(memory + SHARED_END);
 
     const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / 4;
@@ -160,8 +161,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         for (int stage = 0; stage < STAGES; stage++)
             init_handover(&barriers.full[stage], &barriers.empty[stage], 4 * CONSUMERS);
         init_handover(&barriers.job.full, &barriers.job.empty,
-                      4 * CONSUMERS + (TURNS ? WRITERS : 0));
-        if constexpr (TURNS) {
+                      4 * CONSUMERS + (SUM_DQ ? WRITERS : 0));
+        if constexpr (SUM_DQ) {
             for (int i = 0; i < WRITERS; i++) mbarrier_init(&barriers.dq_full[i], 4 * CONSUMERS);
             mbarrier_init(&barriers.dq_empty, 1);
         }
@@ -171,31 +172,32 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
 
     if (group == CONSUMERS) {  // one warp loads
         setmaxnreg_dec<PRODUCER>();
-        if constexpr (TURNS) {
-            const int own = warp - 4 * CONSUMERS - 1;
-            if (own >= WRITERS) return;
-            if (own >= 0) {  // two warps add to dq, of every other tile each
+        if constexpr (SUM_DQ) {
+            const int writer = warp - 4 * CONSUMERS - 1;
+            if (writer >= WRITERS) return;
+            if (writer >= 0) {  // two warps add to dq, of every other tile each
                 int count = 0;
                 while (jobs.read(job)) {
                     const Scores scores(options, operands, job.queries, job.keys, job.batch);
-                    for (Walk walk(scores, job, shared_by); walk.there();
+                    for (Walk walk(scores, job, shared_by); walk.active();
                          walk.next(scores), count++) {
-                        if (lane != 0 || count % WRITERS != own) continue;
+                        if (lane != 0 || count % WRITERS != writer) continue;
                         const long long tile =
                             (first_stat(job) + (long long)walk.head * work.call.stat_rows +
-                             walk.row) / TILE;
-                        const int turn = walk.turn(scores);
-                        while (load_acquire(turns + tile) != turn) {}
+                             walk.row) /
+                            TILE;
+                        const int earlier = walk.predecessors(scores);
+                        while (load_acquire(added + tile) != earlier) {}
                         fence_proxy_async_global();
-                        mbarrier_wait(&barriers.dq_full[own], count / WRITERS % 2);
+                        mbarrier_wait(&barriers.dq_full[writer], count / WRITERS % 2);
                         float *const to = sums + tile * (DQ_BYTES / (int)sizeof(float));
-                        if (turn == 0) bulk_store(to, memory + DQ_AT, DQ_BYTES);
+                        if (earlier == 0) bulk_store(to, memory + DQ_AT, DQ_BYTES);
                         else bulk_add(to, memory + DQ_AT, DQ_BYTES);
                         tma_store_commit();
                         tma_store_wait_read<0>();
                         mbarrier_arrive(&barriers.dq_empty);
                         tma_store_wait<0>();
-                        store_release(turns + tile, turn + 1);
+                        store_release(added + tile, earlier + 1);
                     }
                 }
                 return;
@@ -203,13 +205,13 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         } else {
             if (warp > 4 * CONSUMERS) return;
         }
-        Place at;
+        Cursor at;
         int job_phase = 0;
         Landing landing{&barriers.landed};
         while (jobs.take(job)) {
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             Walk walk(scores, job, shared_by);
-            if (!walk.there()) continue;
+            if (!walk.active()) continue;
             const int batch = VARLEN ? 0 : job.batch;
             const int first_own = BY_KEYS ? job.first_key : job.first_query;
             const int first_other = BY_KEYS ? job.first_query : job.first_key;
@@ -217,11 +219,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             auto load = [&](unsigned char *x, const TensorMap &x_map, unsigned char *y,
                             const TensorMap &y_map, bool both, int rows, int bytes, uint64_t *full,
                             int head, int row, int real, auto also) {
-                uint64_t *const there = real < rows ? &barriers.landed : full;
-                if (lane == 0) mbarrier_arrive_expect_tx(there, bytes);
-                load_panels(x, x_map, there, panels(DIM), rows, head, row, batch);
-                if (both) load_panels(y, y_map, there, panels(VALUE_DIM), rows, head, row, batch);
-                also(there);
+                uint64_t *const barrier = real < rows ? &barriers.landed : full;
+                if (lane == 0) mbarrier_arrive_expect_tx(barrier, bytes);
+                load_panels(x, x_map, barrier, panels(DIM), rows, head, row, batch);
+                if (both) load_panels(y, y_map, barrier, panels(VALUE_DIM), rows, head, row, batch);
+                also(barrier);
                 if (real >= rows) return;
                 landing.settle(full, [&] {
                     clear_rows(x, panels(DIM), rows, real);
@@ -233,9 +235,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             job_phase ^= 1;
             load(memory, own_x, memory + OWN_X, own_y, DX, ROWS, OWN_X + OWN_Y, &barriers.own_full,
                  job.head, first_own + job.first_row,
-                 BY_KEYS && (LENGTHS || (VARLEN && TURNS)) ? scores.length - job.first_row : ROWS,
+                 BY_KEYS && (LENGTHS || (VARLEN && SUM_DQ)) ? scores.length - job.first_row : ROWS,
                  [](uint64_t *) {});
-            for (; walk.there(); walk.next(scores)) {
+            for (; walk.active(); walk.next(scores)) {
                 unsigned char *const x = memory + RING_AT + at.stage * (X_BYTES + Y_BYTES);
                 const bool some = VARLEN || (LENGTHS && !BY_KEYS);
                 const int real = BY_KEYS ? job.queries : scores.length;
@@ -243,12 +245,12 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 mbarrier_wait(&barriers.empty[at.stage], at.phase ^ 1);
                 load(x, other_x, x + X_BYTES, other_y, true, TILE, X_BYTES + Y_BYTES + STAT_BYTES,
                      &barriers.full[at.stage], head, first_other + walk.row,
-                     some ? real - walk.row : TILE, [&](uint64_t *there) {
+                     some ? real - walk.row : TILE, [&](uint64_t *barrier) {
                          if (BY_KEYS && lane == 0)
                              bulk_load(memory + STATS_AT + at.stage * STAT_BYTES,
                                        stats + 2 * (first_stat(job) + walk.row +
                                                     (long long)walk.head * work.call.stat_rows),
-                                       STAT_BYTES, there);
+                                       STAT_BYTES, barrier);
                      });
                 at.next();
             }
@@ -260,11 +262,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const Operand rows_x(memory + group * 64 * PANEL_ROW, 16);
     const Operand rows_y(memory + OWN_X + group * 64 * PANEL_ROW, 16);
     // the columns of k for this warpgroup's columns of dq
-    constexpr int COLUMNS = turn_columns(DIM);
-    const Operand keys(memory + (COLUMNS == PANEL ? group * ROWS * PANEL_ROW
-                                                  : group * COLUMNS * (int)sizeof(T)),
-                       ROWS * PANEL_ROW);
-    Place at;  // of the tile whose scores are next
+    constexpr int COLUMNS = half_columns(DIM);
+    const Operand keys(
+        memory + (COLUMNS == PANEL ? group * ROWS * PANEL_ROW : group * COLUMNS * (int)sizeof(T)),
+        ROWS * PANEL_ROW);
+    Cursor at;                     // of the tile whose scores are next
     int job_phase = 0, count = 0;  // count: tiles of dq
     while (jobs.read(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
@@ -287,7 +289,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                     first_stat(job) + (long long)job.head * work.call.stat_rows + row;
                 known.read(0, half, *reinterpret_cast<const float2 *>(stats + from * 2));
             }
-        auto put_sums = [&](float *to, float(&from)[2], int head) {
+        auto put_sums = [&](float *to, float (&from)[2], int head) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = top + half * 8 + lane / 4;
@@ -322,8 +324,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         auto issue_gradients = [&] {
             wgmma_fence(g);
             begin_scores<T, padded(VALUE_DIM), ROWS>(
-                g, rows_y,
-                Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES) + X_BYTES, 16), true);
+                g, rows_y, Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES) + X_BYTES, 16),
+                true);
         };
         auto differentiate = [&](int column) {
 #pragma unroll
@@ -332,9 +334,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 g[i] *= s[i];
                 if constexpr (SUM) sum[half] += g[i];
                 if constexpr (SLOPE) {
-                    const int own = top + half * 8 + lane / 4;
+                    const int own_row = top + half * 8 + lane / 4;
                     const int other = column + n * 8 + lane % 4 * 2 + i % 2;
-                    slope[half] -= g[i] * abs(other - own - scores.origin);
+                    slope[half] -= g[i] * abs(other - own_row - scores.origin);
                 }
                 if constexpr (SOFTCAP) g[i] *= steep[0][n][i % 4];
             }
@@ -362,7 +364,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             release(&barriers.dq_full[count % WRITERS]);
             count++;
         };
-        if (walk.there()) {
+        if (walk.active()) {
             mbarrier_wait(&barriers.own_full, job_phase);
             job_phase ^= 1;
             mbarrier_wait(&barriers.full[at.stage], at.phase);
@@ -377,9 +379,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 at.next();
                 walk.next(scores);
                 wgmma_wait<DX>(s);
-                const bool edge = BY_KEYS
-                                      ? scores.any_hidden(here, last, first_row, first_row + 63)
-                                      : scores.any_hidden(first_row, first_row + 63, here, last);
+                const bool edge =
+                    BY_KEYS ? scores.any_hidden(here, last, first_row, first_row + 63)
+                            : scores.any_hidden(first_row, first_row + 63, here, last);
                 if (edge) {  // a branch, because most tiles need no comparison of positions
                     scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, true);
                     wgmma_name(s);
@@ -391,7 +393,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                     s[i] = probability(s[i], scores.unit, known.of(i));
                 wgmma_name(s);
                 // the wait has a branch: exponentials stay before it, and overlap the products
-                if (walk.there()) mbarrier_wait(&barriers.full[at.stage], at.phase);
+                if (walk.active()) mbarrier_wait(&barriers.full[at.stage], at.phase);
                 if constexpr (DX) {
                     wgmma_wait<0>(g);
                     differentiate(here);
@@ -406,19 +408,19 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                     wgmma_fence(sum_x);
                     begin_values<T>(sum_x, ds, Operand(x, TILE * PANEL_ROW));
                 }
-                if constexpr (TURNS) {
+                if constexpr (SUM_DQ) {
                     add_queries();
                     release(&barriers.empty[stage]);
                 }
                 if constexpr (SUM && BY_KEYS)
                     if (walk.head != head) put_sums(sums, sum, head);
-                if constexpr (BY_KEYS && !TURNS) __syncwarp();  // all lanes have read the stats
-                if (!walk.there()) break;
+                if constexpr (BY_KEYS && !SUM_DQ) __syncwarp();  // all lanes have read the stats
+                if (!walk.active()) break;
 
-                if constexpr (DX && DY && !TURNS) wgmma_free<1>(sum_y, p);
+                if constexpr (DX && DY && !SUM_DQ) wgmma_free<1>(sum_y, p);
                 begin();
                 issue_scores();
-                if constexpr (!TURNS) {
+                if constexpr (!SUM_DQ) {
                     if constexpr (DX) wgmma_free<1>(sum_x, ds);
                     else wgmma_free<1>(sum_y, p);
                     release(&barriers.empty[stage]);
@@ -426,7 +428,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 if constexpr (DX) issue_gradients();
             }
             release(&barriers.own_empty);
-            if constexpr (!TURNS) {
+            if constexpr (!SUM_DQ) {
                 if constexpr (DX) wgmma_wait<0>(sum_x);
                 if constexpr (DY) wgmma_wait<0>(sum_y);
                 release(&barriers.empty[stage]);
@@ -434,9 +436,10 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         }
         if constexpr (SUM && !BY_KEYS) put_sums(sums, sum, job.head);
         if constexpr (SLOPE) put_sums(slopes, slope, job.head);
-        const long long first_own = !VARLEN   ? (long long)job.batch * rows
-                                    : BY_KEYS ? job.first_key
-                                              : job.first_query;
+        const long long first_own =
+            !VARLEN   ? (long long)job.batch * rows
+            : BY_KEYS ? job.first_key
+                      : job.first_query;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = top + half * 8 + lane / 4;

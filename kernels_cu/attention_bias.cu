@@ -13,8 +13,8 @@
 //
 //   The trick: a block owns a tile of pairs and sums the contributions of all batches and heads in
 //   a fixed order.  Other blocks on its SM compute while it loads.
-#include "common/attention_gradient.cuh"
-#include "common/segment.cuh"
+#include <common/attention_gradient.cuh>
+#include <common/segment.cuh>
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TILE / 8;
@@ -22,12 +22,13 @@ using X = Tile<T, padded(DIM)>;
 using Y = Tile<T, padded(VALUE_DIM)>;
 
 // stats   as attention_backward.cu leaves them
-KERNEL(32 * WARPS, RESIDENT) attention_bias(
-    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const T *__restrict__ dout, const float *__restrict__ stats, B *__restrict__ dbias,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-    const __grid_constant__ Call call, int batches) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_bias(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+               const T *__restrict__ dout, const float *__restrict__ stats, B *__restrict__ dbias,
+               const L *__restrict__ key_lengths, const P *__restrict__ starts,
+               const bool *__restrict__ mask, const B *__restrict__ bias,
+               const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+               const __grid_constant__ Call call, int batches) {
     DYNAMIC_SHARED(T, memory);
     const X query_x{memory}, key_x{query_x.start + ROWS * X::PITCH};
     const Y query_y{key_x.start + TILE * X::PITCH}, key_y{query_y.start + ROWS * Y::PITCH};
@@ -75,8 +76,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         __syncthreads();  // all warps are done with the tiles of the previous batch and head
         query_x.copy<ROWS, DIM, THREADS, UNROLLED>(q + row * query_stride + head * DIM, first_row,
                                                    own_queries, query_stride);
-        query_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(
-            dout + row * out_stride + head * VALUE_DIM, first_row, own_queries, out_stride);
+        query_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(dout + row * out_stride + head * VALUE_DIM,
+                                                         first_row, own_queries, out_stride);
         key_x.copy<TILE, DIM, THREADS, UNROLLED>(k + key * key_stride + kv_head * DIM, here,
                                                  scores.length, key_stride);
         key_y.copy<TILE, VALUE_DIM, THREADS, UNROLLED>(v + key * value_stride + kv_head * VALUE_DIM,

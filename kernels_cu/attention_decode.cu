@@ -29,10 +29,10 @@
 //   the same way, so that no block has many to read.  The result of a sequence does not depend on
 //   the rest of the batch, on unused room after its keys, or on pages.  Each warp has a ring of its
 //   own and waits for no other warp.
-#include "common/attention.cuh"
-#include "common/codes.cuh"
-#include "common/last_block.cuh"
-#include "common/vector.cuh"
+#include <common/attention.cuh>
+#include <common/codes.cuh>
+#include <common/last_block.cuh>
+#include <common/vector.cuh>
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
 constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
@@ -44,7 +44,7 @@ constexpr int BOTH = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);  // a tile
 constexpr int STAGE = CODES ? TILE_KEYS * (DIM + VALUE_DIM) / (int)sizeof(T) : BOTH;
 constexpr int RING = 2 * STAGE + (CODES ? BOTH : 0);  // of one warp
 static_assert(!CODES || (DIM % 16 == 0 && VALUE_DIM % 16 == 0 && !BLOCK_MASK), "16 codes a copy");
-constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
+constexpr int BLOCK_KEYS = WARPS * TILE_KEYS;  // keys that a block works on at a time
 static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may extend over several pages
 constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is missing
@@ -52,10 +52,8 @@ constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // i
 constexpr int QUADS = VALUE_DIM / 4;
 
 // The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
-struct Merged {
-    float value[4], top, sum;
-};
-__device__ __forceinline__ Merged merged(const float *row, int column, int parts, int stride) {
+struct Merged { float value[4], top, sum; };
+DEVICE Merged merged(const float *row, int column, int parts, int stride) {
     Merged m = {{}, NO_SCORE, 0};
 #pragma unroll 8
     for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, row[i * stride + TOP]);
@@ -77,51 +75,50 @@ __device__ __forceinline__ Merged merged(const float *row, int column, int parts
 // kv_heads of `from`.  Tokens are consecutive from `token` on or, if SCATTERED, `token` of lane i
 // is that of row i.
 template <int USED, int COLUMNS, class E>
-__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token,
-                                       int count, int kv_heads) {
+DEVICE void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token, int count,
+                   int kv_heads) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
-    static_assert(TILE_KEYS * CHUNKS % 32 == 0, "a warp copies whole turns");
+    static_assert(TILE_KEYS * CHUNKS % 32 == 0, "all lanes of a warp copy equally often");
     const unsigned pitch = kv_heads * USED;
 #pragma unroll(sizeof(T) == 2 ? 8 : 4)  // sums of float32 leave few registers for addresses
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
         const int i = first % CHUNKS + threadIdx.x % 32, chunk = i % CHUNKS;
         const int row = first / CHUNKS + i / CHUNKS;
-        bool there = COLUMNS == USED || chunk * WIDTH < USED;
+        bool in_range = COLUMNS == USED || chunk * WIDTH < USED;
         const E *real = from + chunk * WIDTH;
         if constexpr (SCATTERED) {
-            const unsigned own = __shfl_sync(0xffffffffu, token, row);
-            there &= own != NOWHERE;
-            real += (unsigned long long)own * pitch;
+            const unsigned source = __shfl_sync(0xffffffffu, token, row);
+            in_range &= source != NOWHERE;
+            real += (unsigned long long)source * pitch;
         } else {
-            there &= row < count;
+            in_range &= row < count;
             real += (unsigned long long)token * pitch + (unsigned long long)row * pitch;
         }
-        cp_async_16(to.at(row, chunk), real, there);
+        cp_async_16(to.at(row, chunk), real, in_range);
     }
 }
 
 // The same for codes, whose rows are packed in shared memory.
 template <int USED, class E>
-__device__ __forceinline__ void gather_codes(signed char *to, const E *from, unsigned token,
-                                             int count, int kv_heads) {
+DEVICE void gather_codes(signed char *to, const E *from, unsigned token, int count, int kv_heads) {
     constexpr int CHUNKS = USED / 16;
     const unsigned pitch = kv_heads * USED;
 #pragma unroll 4
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
         const int i = first + threadIdx.x % 32, row = min(i / CHUNKS, TILE_KEYS - 1);
-        const unsigned own = SCATTERED ? __shfl_sync(0xffffffffu, token, row) : token + row;
-        const bool there = SCATTERED ? own != NOWHERE : row < count;
+        const unsigned source = SCATTERED ? __shfl_sync(0xffffffffu, token, row) : token + row;
+        const bool in_range = SCATTERED ? source != NOWHERE : row < count;
         if (TILE_KEYS * CHUNKS % 32 != 0 && i >= TILE_KEYS * CHUNKS) continue;
         cp_async_16(to + i * 16,
-                    from + (there ? (unsigned long long)own * pitch : 0) + i % CHUNKS * 16, there);
+                    from + (in_range ? (unsigned long long)source * pitch : 0) + i % CHUNKS * 16,
+                    in_range);
     }
 }
 
 // Convert the codes of a warp's tile to values; if SCALED, times the scale of their row, which is
 // `scale` of lane `row`.
 template <int USED, bool SCALED, int COLUMNS>
-__device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const signed char *from,
-                                           float scale) {
+DEVICE void widen_tile(const Tile<T, COLUMNS> &to, const signed char *from, float scale) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
 #pragma unroll 4
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
@@ -140,15 +137,15 @@ __device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const sig
 }
 
 // The second to last parameter of the kernel, as a block mask or as scales.
-__device__ __forceinline__ const bool *tiles_of(const bool *block_mask) { return block_mask; }
-__device__ __forceinline__ const bool *tiles_of(const float *) { return nullptr; }
-__device__ __forceinline__ const float *scales_of(const float *scales) { return scales; }
-__device__ __forceinline__ const float *scales_of(const bool *) { return nullptr; }
+DEVICE const bool *tiles_of(const bool *block_mask) { return block_mask; }
+DEVICE const bool *tiles_of(const float *) { return nullptr; }
+DEVICE const float *scales_of(const float *scales) { return scales; }
+DEVICE const float *scales_of(const bool *) { return nullptr; }
 
 struct Call {
     Options options;
-    int chunks, slots;     // chunks of the grid and slots for parts, of a sequence
-    int row_pages, pages;  // pages in a row of page_table, and of k
+    int chunks, slots;       // chunks of the grid and slots for parts, of a sequence
+    int row_pages, pages;    // pages in a row of page_table, and of k
     long long batch_tokens;  // if not PAGED: tokens from the first key of a batch to the next one's
     long long values;        // for codes: number of scales of k before the first of v
 };
@@ -156,13 +153,14 @@ struct Call {
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
 //            for each FAN of these, and so on
 // arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
-KERNEL(32 * WARPS, RESIDENT) attention_decode(
-    const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
-    const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
-    float *__restrict__ lse, float *parts, unsigned *arrived,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const O *__restrict__ block_mask,
-    const __grid_constant__ Call call) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
+                 const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
+                 float *__restrict__ lse, float *parts, unsigned *arrived,
+                 const L *__restrict__ key_lengths, const P *__restrict__ starts,
+                 const bool *__restrict__ mask, const B *__restrict__ bias,
+                 const A *__restrict__ alibi, const O *__restrict__ block_mask,
+                 const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     __shared__ bool last;
     const KeyTile query_tile{memory};
@@ -177,14 +175,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const int rows = min(ROWS, group * queries - first_row);
     const int chunk_of_all = blockIdx.x / row_blocks, head_of_all = chunk_of_all / chunks;
     const int kv_head = head_of_all % kv_heads, batch = head_of_all / kv_heads;
-    const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, tiles_of(block_mask)},
-                        queries, keys, batch);
+    const Scores scores(call.options,
+                        {key_lengths, starts, mask, bias, alibi, tiles_of(block_mask)}, queries,
+                        keys, batch);
 
     // this block's chunk of those that some row sees; at least one block always goes on
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
     const int first_key = LEFT ? max(0, top_query + scores.low) : 0;
-    const int stop_key =
-        RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
+    const int stop_key = RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
     const int first_chunk = first_key / CHUNK;
     const int seen = max(1, (stop_key + CHUNK - 1) / CHUNK - first_chunk);
     const int chunk = chunk_of_all % chunks;
@@ -211,7 +209,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     }
     if constexpr (CODES) scales += kv_head;
     float key_scales[2] = {}, value_scales[2] = {};  // for codes: of row `lane` of both stages
-    auto find = [&](int key) {  // the token that holds this key
+    // the token that holds this key
+    auto find = [&](int key) {
         if constexpr (!PAGED) return (unsigned)key;
         const long long number = page_table[(long long)batch * call.row_pages + key / PAGE];
         return number < 0 || number >= call.pages ? NOWHERE : (unsigned)number * PAGE + key % PAGE;
@@ -225,10 +224,11 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             signed char *const to = reinterpret_cast<signed char *>(ring + stage * STAGE);
             gather_codes<DIM>(to, k, token, count, kv_heads);
             gather_codes<VALUE_DIM>(to + TILE_KEYS * DIM, v, token, count, kv_heads);
-            const bool there = SCATTERED ? token != NOWHERE : lane < min(count, TILE_KEYS);
-            const float *const own =
+            const bool in_range = SCATTERED ? token != NOWHERE : lane < min(count, TILE_KEYS);
+            const float *const from =
                 scales + (unsigned long long)(token + (SCATTERED ? 0 : lane)) * kv_heads;
-            const float of_key = there ? own[0] : 0, of_value = there ? own[call.values] : 0;
+            const float of_key = in_range ? from[0] : 0,
+                        of_value = in_range ? from[call.values] : 0;
 #pragma unroll
             for (int i = 0; i < 2; i++) {  // registers cannot be indexed
                 key_scales[i] = i == stage ? of_key : key_scales[i];
@@ -244,25 +244,26 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 
     for (int i = threadIdx.x; i < ROWS * KeyTile::CHUNKS; i += THREADS) {
         const int row = i / KeyTile::CHUNKS, column = i % KeyTile::CHUNKS * KeyTile::CHUNK;
-        const bool there = row < rows && column < DIM;
-        const int own = first_row + (there ? row : 0);
-        const long long token = (long long)batch * queries + own / group;
+        const bool in_range = row < rows && column < DIM;
+        const int index = first_row + (in_range ? row : 0);
+        const long long token = (long long)batch * queries + index / group;
         cp_async_16(query_tile.at(row, i % KeyTile::CHUNKS),
-                    q + (token * heads + kv_head * group + own % group) * DIM + (there ? column : 0),
-                    there);
+                    q + (token * heads + kv_head * group + index % group) * DIM +
+                        (in_range ? column : 0),
+                    in_range);
     }
     auto seen_from = [&](int key) {  // the warp's first tile from `key` on that some row sees
         if constexpr (BLOCK_MASK)
             while (key < end &&
                    !__any_sync(0xffffffffu, !scores.skipped(head[0], query[0], key) ||
                                                 !scores.skipped(head[1], query[1], key)))
-                key += TURN;
+                key += BLOCK_KEYS;
         return key;
     };
     int here = seen_from(begin + warp * TILE_KEYS);
     load(here, 0);
     cp_async_commit();
-    int ahead = seen_from(here + TURN);  // without BLOCK_MASK simply TURN keys further
+    int ahead = seen_from(here + BLOCK_KEYS);  // without BLOCK_MASK simply BLOCK_KEYS keys further
     load(ahead, 1);
     cp_async_commit();
     cp_async_wait<1>();
@@ -290,12 +291,13 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         float s[1][PARTS][4];
         product_abt<KEPT>(s, kept, query_tile, 0, key_tile);
         if constexpr (CODES) {
-            const float own = stage == 0 ? key_scales[0] : key_scales[1];
+            const float lane_scale = stage == 0 ? key_scales[0] : key_scales[1];
 #pragma unroll
             for (int n = 0; n < PARTS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float scale = __shfl_sync(0xffffffffu, own, lane % 4 * 2 + n * 8 + e);
+                    const float scale =
+                        __shfl_sync(0xffffffffu, lane_scale, lane % 4 * 2 + n * 8 + e);
                     s[0][n][e] *= scale, s[0][n][2 + e] *= scale;
                 }
         }
@@ -356,21 +358,22 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
             for (int n = 0; n < PARTS; n++) {
                 unsigned words[4];
-                scores.share_out(words, philox(batch, odd ? head[1] : head[0],
-                                               odd ? query[1] : query[0],
-                                               (here + n * 8 + lane % 4 * 2) / 4,
-                                               scores.seed_low, scores.seed_high));
+                scores.share_out(
+                    words,
+                    philox(batch, odd ? head[1] : head[0], odd ? query[1] : query[0],
+                           (here + n * 8 + lane % 4 * 2) / 4, scores.seed_low, scores.seed_high));
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     s[0][n][i] = words[i] < scores.drop_threshold ? 0 : s[0][n][i];
             }
         }
-        add_product_ab<1>(o, s, value_tile);  // a warp has few keys of a chunk
-        __syncwarp();                      // all lanes are done with this tile
-        const int later = BLOCK_MASK ? seen_from(ahead + TURN) : here + 2 * TURN;
+        // a warp has few keys of a chunk
+        add_product_ab<1>(o, s, value_tile);
+        __syncwarp();  // all lanes are done with this tile
+        const int later = BLOCK_MASK ? seen_from(ahead + BLOCK_KEYS) : here + 2 * BLOCK_KEYS;
         load(later, stage);
         cp_async_commit();
-        here = BLOCK_MASK ? ahead : here + TURN;
+        here = BLOCK_MASK ? ahead : here + BLOCK_KEYS;
         ahead = later;
     }
 
@@ -400,8 +403,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const float *from = results;
     int several = WARPS, stride = ROWS * PITCH;
     long long slot = sequence * call.slots;  // of the first part of this level
-    for (int own = chunk, there = seen; there > 1;) {
-        float *const to = parts + (slot + own) * part;
+    for (int node = chunk, nodes = seen; nodes > 1;) {
+        float *const to = parts + (slot + node) * part;
         for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
             const int row = i / QUADS, column = i % QUADS * 4;
             const Merged m = merged(from + row * PITCH, column, several, stride);
@@ -411,21 +414,21 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 to[row * PITCH + SUM] = m.sum;
             }
         }
-        own /= FAN;
-        from = parts + (slot + own * FAN) * part;
-        several = min(FAN, there - own * FAN), stride = part;
-        slot += there, there = (there + FAN - 1) / FAN;
+        node /= FAN;
+        from = parts + (slot + node * FAN) * part;
+        several = min(FAN, nodes - node * FAN), stride = part;
+        slot += nodes, nodes = (nodes + FAN - 1) / FAN;
         __syncthreads();
-        if (!last_to_arrive(arrived + slot + own, several, last)) return;
+        if (!last_to_arrive(arrived + slot + node, several, last)) return;
     }
     for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
         const int row = first_row + i / QUADS, column = i % QUADS * 4;
         Merged m = merged(from + (row - first_row) * PITCH, column, several, stride);
-        const int own = kv_head * group + row % group;
+        const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
-            const float share = add_sink(m.top, m.sum, (float)sinks[own] * LOG2E);
+            const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);
 #pragma unroll
-            for (int j = 0; j < 4; j++) m.value[j] *= share;
+            for (int j = 0; j < 4; j++) m.value[j] *= weight;
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -433,9 +436,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             if constexpr (DROPOUT) m.value[j] *= scores.keep_scale;
         }
         const long long token = (long long)batch * queries + row / group;
-        store(out + (token * heads + own) * VALUE_DIM + column, m.value);
+        store(out + (token * heads + query_head) * VALUE_DIM + column, m.value);
         if (column == 0)
-            lse[((long long)batch * heads + own) * queries + row / group] =
+            lse[((long long)batch * heads + query_head) * queries + row / group] =
                 log_sum_exp(m.top, m.sum);
     }
 }

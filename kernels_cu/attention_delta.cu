@@ -16,22 +16,22 @@
 //                                    dtype of their offsets
 //               SINKS                the sum is the gradient of the sinks
 //               KEEP_BATCH, KEEP_HEADS, KEEP_ROWS   axes that are not summed
-#include "common/reduce.cuh"
-#include "common/segment.cuh"
-#include "common/vector.cuh"
+#include <common/reduce.cuh>
+#include <common/segment.cuh>
+#include <common/vector.cuh>
 
 constexpr int LANES = 16 / sizeof(T);
 constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 
 // stats   (batch, heads, stat_rows, 2): lse * UNIT, +inf where a query sees no key, and delta;
-//         in the padding beyond `queries` +inf and 0, so that p is 0 there
+//         in the padding beyond `queries` +inf and 0, so that p is 0
 //         for float32, then (batch, heads, stat_rows): rests, which start as the contribution of a
 //         query's sink to the sum of its p
-KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
-                                const float *__restrict__ lse, const float *__restrict__ dlse,
-                                const S *__restrict__ sinks, float *__restrict__ stats,
-                                int heads, int queries, int stat_rows, long long count,
-                                const P *__restrict__ offsets, int sequences) {
+KERNEL(THREADS)
+attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
+                const float *__restrict__ lse, const float *__restrict__ dlse,
+                const S *__restrict__ sinks, float *__restrict__ stats, int heads, int queries,
+                int stat_rows, long long count, const P *__restrict__ offsets, int sequences) {
     const long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) / ROW_THREADS;
     const int lane = threadIdx.x % ROW_THREADS;
     const int head = i % heads, row = i / heads % stat_rows;
@@ -39,9 +39,9 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
     int query = row, stop = queries;
     if constexpr (VARLEN) {
         const int sequence = sequence_of(offsets, sequences, queries, row);
-        const Run own = run_of(offsets, sequence, queries);
-        query = own.first + row - stats_of(offsets, sequence, queries);
-        stop = own.first + own.count;
+        const Run run = run_of(offsets, sequence, queries);
+        query = run.first + row - stats_of(offsets, sequence, queries);
+        stop = run.first + run.count;
     }
     const bool real = i < count && query < stop;
     float sum = 0;
@@ -75,9 +75,10 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
 //        offsets, at most padded_rows; with SINKS stats
 // rests  with SINKS, the index of the first rest in stats; 0 for none
 // With KEEP_ROWS each thread sums alone; else the threads of a block divide up the rows.
-KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restrict__ sinks,
-                              G *__restrict__ to, long long rests, int batch, int heads, int rows,
-                              const P *__restrict__ offsets, int padded_rows) {
+KERNEL(THREADS)
+attention_sum(const float *__restrict__ from, const S *__restrict__ sinks, G *__restrict__ to,
+              long long rests, int batch, int heads, int rows, const P *__restrict__ offsets,
+              int padded_rows) {
     __shared__ Exchange<32> exchange;
     const int kept_rows = VARLEN ? padded_rows : rows;
     const int blocks = KEEP_ROWS ? (kept_rows + THREADS - 1) / THREADS : 1;
@@ -90,13 +91,12 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restric
             long long start = (long long)(VARLEN ? h : b * heads + h) * rows;
             int stop = KEEP_ROWS ? min(first + 1, kept_rows) : rows;
             if constexpr (VARLEN) {
-                const Run own = run_of(offsets, b, rows);
-                start += own.first, stop = KEEP_ROWS ? min(stop, own.count) : own.count;
+                const Run run = run_of(offsets, b, rows);
+                start += run.first, stop = KEEP_ROWS ? min(stop, run.count) : run.count;
             }
             for (int row = first; row < stop; row += THREADS) {
                 if constexpr (SINKS) {
-                    const float2 stat =
-                        *reinterpret_cast<const float2 *>(from + (start + row) * 2);
+                    const float2 stat = *reinterpret_cast<const float2 *>(from + (start + row) * 2);
                     const float rest = rests == 0 ? 0 : from[rests + start + row];
                     const float power = ((float)sinks[h] * UNIT - stat.x) * (LOG2E / UNIT) - rest;
                     sum -= exp2f(power) * stat.y;

@@ -21,9 +21,34 @@
 //   keys while its values are.  Tiles that no row sees are never loaded, and positions are compared
 //   only in tiles at an edge of the mask.  A sum of more than 256 columns would not fit into
 //   registers: two blocks then divide the columns, and each computes the scores.
-#include "common/attention.cuh"
-#include "common/segment.cuh"
+#include <common/attention.cuh>
+#include <common/segment.cuh>
 
+// ---- plain ------------------------------------------------------------------------------------
+// The same without options, a thread a query of a head.  In no unit of the library: it is here to be
+// read, and as the first step of docs/ladders.md.
+#ifdef PLAIN
+extern "C" __global__ void attention_plain(const T *q, const T *k, const T *v, T *out, int rows,
+                                           int queries, int keys, int heads, int kv_heads) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;  // of q: (batch, query, head)
+    if (row >= rows) return;
+    const int batch = row / heads / queries, kv_head = row % heads / (heads / kv_heads);
+    float top = NO_SCORE, sum = 0, o[VALUE_DIM] = {};  // top: the largest score so far
+    for (int key = 0; key < keys; key++) {
+        const int at = (batch * keys + key) * kv_heads + kv_head;  // row of k and v
+        float score = 0;
+        for (int d = 0; d < DIM; d++) score += (float)q[row * DIM + d] * (float)k[at * DIM + d];
+        score /= sqrtf(DIM);
+        const float above = fmaxf(top, score), rescale = expf(top - above), p = expf(score - above);
+        top = above, sum = sum * rescale + p;
+        for (int d = 0; d < VALUE_DIM; d++)
+            o[d] = o[d] * rescale + p * (float)v[at * VALUE_DIM + d];
+    }
+    for (int d = 0; d < VALUE_DIM; d++) out[row * VALUE_DIM + d] = (T)(o[d] / sum);
+}
+#endif
+
+// ---- by tiles ---------------------------------------------------------------------------------
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS;
 constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(SLICE) / 8;
@@ -36,12 +61,13 @@ constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many iterations to copy
 
 // batch_tokens   tokens from the first key of a batch to that of the next
-KERNEL(32 * WARPS, RESIDENT) attention_forward(
-    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-    const __grid_constant__ Options options, long long batch_tokens) {
+KERNEL(32 * WARPS, RESIDENT)
+attention_forward(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+                  const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
+                  const L *__restrict__ key_lengths, const P *__restrict__ starts,
+                  const bool *__restrict__ mask, const B *__restrict__ bias,
+                  const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+                  const __grid_constant__ Options options, long long batch_tokens) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
@@ -57,11 +83,11 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     long long first_query = (long long)batch * queries, first_key = batch * batch_tokens;
     const int all_queries = queries;
     if constexpr (VARLEN) {
-        const Segment own = segment<ROWS>(starts, sequences, queries, row_block);
-        if (own.sequence < 0) return;
-        const Run rows = run_of(starts, own.sequence, queries);
-        const Run columns = run_of(key_lengths, own.sequence, keys);
-        batch = own.sequence, first_row = own.tile * ROWS;
+        const Segment work = segment<ROWS>(starts, sequences, queries, row_block);
+        if (work.sequence < 0) return;
+        const Run rows = run_of(starts, work.sequence, queries);
+        const Run columns = run_of(key_lengths, work.sequence, keys);
+        batch = work.sequence, first_row = work.tile * ROWS;
         first_query = rows.first, first_key = columns.first;
         queries = rows.count, keys = columns.count;
     }
@@ -87,12 +113,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         return ValueTile{ring + stage * STAGE + TILE_KEYS * KeyTile::PITCH};
     };
     auto load_keys = [&](int tile, int stage) {
-        keys_at(stage).copy<TILE_KEYS, DIM, THREADS, UNROLLED>(k, tile * TILE_KEYS, scores.length,
-                                                               key_stride);
+        keys_at(stage).copy<TILE_KEYS, DIM, THREADS, UNROLLED>(
+            k, tile * TILE_KEYS, scores.length, key_stride);
     };
     auto load_values = [&](int tile, int stage) {
-        values_at(stage).copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(v, tile * TILE_KEYS,
-                                                                   scores.length, value_stride);
+        values_at(stage).copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(
+            v, tile * TILE_KEYS, scores.length, value_stride);
     };
 
     int tile = seen_from(seen.from / TILE_KEYS);
@@ -120,12 +146,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     auto shift = [&](int m, int half) { return shift_of(top[m][half], scores.unit); };
 
     for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= STAGES - 1) {
-        const int own = tile, here = own * TILE_KEYS, last = here + TILE_KEYS - 1;
+        const int current = tile, here = current * TILE_KEYS, last = here + TILE_KEYS - 1;
         tile = seen_from(tile + 1);
         const bool more = tile * TILE_KEYS < stop_key;
         cp_async_wait<0>();
         __syncthreads();  // this tile's keys have arrived; all warps are done with the previous one
-        if constexpr (STAGES == 1) load_values(own, 0);
+        if constexpr (STAGES == 1) load_values(current, 0);
         else if (more) load_keys(tile, stage ^ 1), load_values(tile, stage ^ 1);
         cp_async_commit();
 
@@ -182,14 +208,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     each_row<WARP_TILES>([&](int m, int half) {
         const int row = top_row + m * 16 + half * 8 + lane / 4;
         float total = quad_sum(sum[m][half]), most = __fmul_rn(top[m][half], scores.unit);
-        float share = 1;
-        if (sinks != nullptr) share = add_sink(most, total, (float)sinks[head] * LOG2E);
+        float weight = 1;
+        if (sinks != nullptr) weight = add_sink(most, total, (float)sinks[head] * LOG2E);
         if (row >= queries) return;
         if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, total);
-        share = total == 0 ? 0 : share / total;
-        if constexpr (DROPOUT) share *= scores.keep_scale;
+        weight = total == 0 ? 0 : weight / total;
+        if constexpr (DROPOUT) weight *= scores.keep_scale;
         T *const to = out + (long long)row * out_stride;
-        if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
-        else put_row<REST>(to, o[m], half, share);  // the other slice writes the columns of both
+        if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, weight);
+        else put_row<REST>(to, o[m], half, weight);  // the other slice writes the columns of both
     });
 }

@@ -15,12 +15,12 @@
 //   The trick: computing warps never load, and tensor cores never wait for exp2.  A separate warp
 //   loads the tiles.  A warpgroup issues the score products of the next tile together with the
 //   value products of this one, and works on the former while tensor cores are busy with the
-//   latter.  Warpgroups take turns at issuing, so that one has products under way while another
+//   latter.  Warpgroups alternate in issuing, so that one has products under way while another
 //   exponentiates.  Probabilities are an operand in the registers where they were computed.  Blocks
 //   are persistent and take jobs from a counter, the longest first; the queries of the next job are
 //   loaded while the last values are multiplied.
-#include "common/attention.cuh"
-#include "common/jobs.cuh"
+#include <common/attention.cuh>
+#include <common/jobs.cuh>
 
 static_assert(!DROPOUT);
 constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
@@ -38,31 +38,31 @@ struct Barriers {
     uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
 };
 
-using Place = Ring<STAGES>;
+using Cursor = Ring<STAGES>;
 
 struct Tiles {
-    int first, last;  // iterated from the last one down: masks hide the most pairs there
-    __device__ __forceinline__ Tiles(const Scores &scores, const Job &job) {
+    int first, last;  // iterated from the last one down: masks hide the most pairs in the last ones
+    DEVICE Tiles(const Scores &scores, const Job &job) {
         const Range seen = scores.seen<false, ROWS>(job.first_row);
         first = seen.from / TILE;
         last = next(scores, job, (max(seen.stop, 0) + TILE - 1) / TILE);
     }
-    // The last tile before this one that some row sees; less than `first` if there is none.
-    __device__ __forceinline__ int next(const Scores &scores, const Job &job, int tile) const {
+    // The last tile before this one that some row sees; less than `first` if none is left.
+    DEVICE int next(const Scores &scores, const Job &job, int tile) const {
         tile--;
         if constexpr (BLOCK_MASK)
-            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE))
-                tile--;
+            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE)) tile--;
         return tile;
     }
 };
 
-KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
+KERNEL(128 * CONSUMERS + 128, 1)
+attention_forward_sm90(
     const __grid_constant__ TensorMap queries_map, const __grid_constant__ TensorMap keys_map,
-    const __grid_constant__ TensorMap values_map, const S *__restrict__ sinks,
-    T *__restrict__ out, float *__restrict__ lse, const L *__restrict__ key_lengths,
-    const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
-    const A *__restrict__ alibi, const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
+    const __grid_constant__ TensorMap values_map, const S *__restrict__ sinks, T *__restrict__ out,
+    float *__restrict__ lse, const L *__restrict__ key_lengths, const P *__restrict__ starts,
+    const bool *__restrict__ mask, const B *__restrict__ bias, const A *__restrict__ alibi,
+    const bool *__restrict__ block_mask, unsigned *__restrict__ counter,
     const __grid_constant__ Options options, const __grid_constant__ Order order) {
     extern __shared__ __align__(1024) unsigned char memory[];
     unsigned char *const keys_at = memory + QUERY_BYTES;
@@ -90,7 +90,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     if (group == CONSUMERS) {  // one warp loads
         setmaxnreg_dec<PRODUCER>();
         if (warp > 4 * CONSUMERS) return;
-        Place at;
+        Cursor at;
         int job_phase = 0;
         Landing landing{&barriers.landed};
         while (jobs.take(job)) {
@@ -104,28 +104,26 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             load_panels(memory, queries_map, &barriers.queries_full, panels(DIM), ROWS, job.head,
                         job.first_query + job.first_row, batch);
             job_phase ^= 1;
-            for (int tile = tiles.last; tile >= tiles.first;
-                 tile = tiles.next(scores, job, tile)) {
+            for (int tile = tiles.last; tile >= tiles.first; tile = tiles.next(scores, job, tile)) {
                 const int row = job.first_key + tile * TILE;
                 uint64_t *const keys_full = &barriers.keys_full[at.stage];
                 mbarrier_wait(&barriers.keys_empty[at.stage], at.phase ^ 1);
                 if (lane == 0) mbarrier_arrive_expect_tx(keys_full, KEY_BYTES);
-                load_panels(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM),
-                            TILE, kv_head, row, batch);
+                load_panels(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM), TILE,
+                            kv_head, row, batch);
 
                 unsigned char *const values = values_at + at.stage * VALUE_BYTES;
                 const int real = scores.length - tile * TILE;  // rows of the tile that are keys
                 const bool clear = (LENGTHS || VARLEN) && real < TILE;
                 uint64_t *const values_full = &barriers.values_full[at.stage];
-                uint64_t *const there = clear ? &barriers.landed : values_full;
+                uint64_t *const barrier = clear ? &barriers.landed : values_full;
                 mbarrier_wait(&barriers.values_empty[at.stage], at.phase ^ 1);
-                if (lane == 0) mbarrier_arrive_expect_tx(there, VALUE_BYTES);
-                load_panels(values, values_map, there, panels(VALUE_DIM), TILE, kv_head, row,
+                if (lane == 0) mbarrier_arrive_expect_tx(barrier, VALUE_BYTES);
+                load_panels(values, values_map, barrier, panels(VALUE_DIM), TILE, kv_head, row,
                             batch);
                 if (clear) {  // rows past the end may hold NaN, and 0 times NaN is NaN
-                    landing.settle(values_full, [&] {
-                        clear_rows(values, panels(VALUE_DIM), TILE, real);
-                    });
+                    landing.settle(values_full,
+                                   [&] { clear_rows(values, panels(VALUE_DIM), TILE, real); });
                 }
                 at.next();
             }
@@ -134,13 +132,13 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     }
 
     setmaxnreg_inc<REGISTERS>();
-    const int own_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
+    const int own_barrier = 1 + group, next_barrier = 1 + (group + 1) % CONSUMERS;
     const unsigned char *const own_rows = memory + group * 64 * PANEL_ROW;
     const Operand own_queries(own_rows, 16);
     constexpr bool ANEW = BLOCK_MASK && DIM > 192;  // recompute own_queries: it would be spilled
-    Place at;  // of the tile whose scores are next; its values are multiplied a turn later
+    Cursor at;  // of the tile whose scores are next; its values are multiplied an iteration later
     int job_phase = 0;
-    if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // gives warpgroup 0 the first turn
+    if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // lets warpgroup 0 issue first
     while (jobs.read(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         const Tiles tiles(scores, job);
@@ -174,10 +172,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             begin_scores<T, padded(DIM), ROWS>(s, ANEW ? Operand(own_rows, 16) : own_queries,
                                                Operand(keys_at + at.stage * KEY_BYTES, 16));
         };
-        auto issue_values = [&](Place of) {
+        auto issue_values = [&](Cursor of) {
             wgmma_fence(o);
-            begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES,
-                                          TILE * PANEL_ROW));
+            begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES, TILE * PANEL_ROW));
         };
         if (tiles.last >= tiles.first) {
             int tile = tiles.last;
@@ -192,7 +189,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             };
             update_softmax(tile, edge_of(tile));
 
-            Place of = at;  // the tile whose probabilities are in s, not yet multiplied
+            // the tile whose probabilities are in s, not yet multiplied
+            Cursor of = at;
             uint64_t *done = nullptr;  // barrier to release after the products of values under way
             at.next();
             auto finish = [&] {
@@ -208,11 +206,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 // the wait has a branch: exponentials stay before it, and overlap the products
                 mbarrier_wait(&barriers.keys_full[at.stage], at.phase);
                 finish();
-                named_barrier_sync(own_turn, 256);
+                named_barrier_sync(own_barrier, 256);
                 issue_scores();
                 mbarrier_wait(&barriers.values_full[of.stage], of.phase);
                 issue_values(of);
-                named_barrier_arrive(next_turn, 256);
+                named_barrier_arrive(next_barrier, 256);
                 done = &barriers.values_empty[of.stage];
                 of = at;
                 at.next();
@@ -243,20 +241,20 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         if constexpr (VARLEN) job = jobs.again(job);
         const long long query = VARLEN ? job.first_query : (long long)job.batch * job.queries;
         T *const to = out + (query * heads + job.head) * VALUE_DIM;
-        float *const to_lse = lse + (VARLEN ? query : query * heads) +
-                              (long long)job.head * options.queries;
+        float *const to_lse =
+            lse + (VARLEN ? query : query * heads) + (long long)job.head * options.queries;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = job.first_row + warp * 16 + half * 8 + lane / 4;
             float total = quad_sum(sum[half]), most = __fmul_rn(top[half], scores.unit);
-            float share = 1;
-            if (sinks != nullptr) share = add_sink(most, total, (float)sinks[job.head] * LOG2E);
-            const bool there = row < job.queries;
-            if (there && lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
-            share = total == 0 ? 0 : share / total;
-            put_row_of_lanes(to + (long long)row * heads * VALUE_DIM, o, half, share, there,
+            float weight = 1;
+            if (sinks != nullptr) weight = add_sink(most, total, (float)sinks[job.head] * LOG2E);
+            const bool in_range = row < job.queries;
+            if (in_range && lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
+            weight = total == 0 ? 0 : weight / total;
+            put_row_of_lanes(to + (long long)row * heads * VALUE_DIM, o, half, weight, in_range,
                              VALUE_DIM);
         }
     }
-    if (group == 0) named_barrier_sync(1, 256);  // the last turn, which no warpgroup uses
+    if (group == 0) named_barrier_sync(1, 256);  // the last arrival, which lets no warpgroup issue
 }

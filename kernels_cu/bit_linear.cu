@@ -14,19 +14,19 @@
 //               THREADS   threads of a block
 //               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
-//   The trick: a block of bit_scale takes every gridDim-th tile, so there are few sums; the last
+//   The trick: a block of bit_scale takes every gridDim-th tile, which gives few sums; the last
 //   block to end adds them, always in the same order.  Codes need no clipping: a ratio that rounds
 //   to 1 or more is above a half, and a half itself rounds to 0, which is even.
-#include "common/last_block.cuh"
-#include "common/reduce.cuh"
-#include "common/rows.cuh"
+#include <common/last_block.cuh>
+#include <common/reduce.cuh>
+#include <common/rows.cuh>
 
 constexpr int WARPS = THREADS / 32;
 constexpr float LEAST = 1e-5f;  // smallest scale, as in BitNet
 
-KERNEL(THREADS) bit_scale(const T *__restrict__ weight, float *sums, unsigned *arrived,
-                             float *w_scale, const __grid_constant__ Rows rows, unsigned tiles,
-                             long long count) {
+KERNEL(THREADS)
+bit_scale(const T *__restrict__ weight, float *sums, unsigned *arrived, float *w_scale,
+          const __grid_constant__ Rows rows, unsigned tiles, long long count) {
     __shared__ Exchange<WARPS> exchange[2];
     __shared__ bool last;
     float sum = 0;
@@ -49,9 +49,9 @@ KERNEL(THREADS) bit_scale(const T *__restrict__ weight, float *sums, unsigned *a
     *w_scale = mean < LEAST ? LEAST : mean;  // NaN stays
 }
 
-KERNEL(THREADS) bit_codes(const T *__restrict__ weight, U *__restrict__ codes,
-                             const __grid_constant__ Rows rows,
-                             const float *__restrict__ w_scale) {
+KERNEL(THREADS)
+bit_codes(const T *__restrict__ weight, U *__restrict__ codes, const __grid_constant__ Rows rows,
+          const float *__restrict__ w_scale) {
     const Access<STRIDED> at(rows);
     float v[LANES];
     at.load(v, weight, 0);
@@ -64,9 +64,9 @@ KERNEL(THREADS) bit_codes(const T *__restrict__ weight, U *__restrict__ codes,
     at.store(codes, 1, v);
 }
 
-KERNEL(THREADS) bit_gradient(const float *__restrict__ sums, T *__restrict__ dx,
-                                const __grid_constant__ Rows rows,
-                                const float *__restrict__ w_scale) {
+KERNEL(THREADS)
+bit_gradient(const float *__restrict__ sums, T *__restrict__ dx, const __grid_constant__ Rows rows,
+             const float *__restrict__ w_scale) {
     const Access<STRIDED> at(rows);
     const float factor = *w_scale;
     float v[LANES];

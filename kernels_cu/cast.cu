@@ -11,7 +11,7 @@
 //
 //   The trick: each thread makes one access to every array, so that the 32 accesses of a warp are
 //   contiguous: 16 bytes of both dtypes would leave gaps in the wider array.
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 
 KERNEL(THREADS) cast(const T *__restrict__ x, U *__restrict__ y, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;

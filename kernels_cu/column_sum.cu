@@ -9,8 +9,9 @@
 //
 //   The trick: 32 columns per block, so that a warp reads 64 or 128 bytes; the warps divide up the
 //   rows, then thread c of the first warp adds the sums of all warps.  blockIdx.y picks the result.
-KERNEL(1024) column_sum(const T *__restrict__ rows, W *__restrict__ first, B *__restrict__ second,
-                        long long count, int columns) {
+KERNEL(1024)
+column_sum(const T *__restrict__ rows, W *__restrict__ first, B *__restrict__ second,
+           long long count, int columns) {
     __shared__ float partial[32][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int column = blockIdx.x * 32 + lane;

@@ -6,7 +6,7 @@
 //   dx = z' * (exp(z - lse) * (dloss * (1 + 2 z_loss lse) + dlse)
 //              - dloss * (smoothing / COLUMNS + (1 - smoothing) * [column == label]))
 //   where label == ignore, loss and dloss are 0; with both in one launch, dlse is 0, and dloss is
-//   `scale` times the array dloss, if there is one
+//   `scale` times the array dloss, if it is given
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T)
 //               backward  rows * COLUMNS * (sizeof(T) + sizeof(G))
@@ -28,48 +28,43 @@
 //   before the row, and values outside of the row are ignored.
 //   A label that is neither a column nor `ignore` gives NaN and a report, and no access out of
 //   bounds.
-#include "common/faults.cuh"
-#include "common/math.cuh"
-#include "common/reduce.cuh"
-#include "common/vector.cuh"
+#include <common/faults.cuh>
+#include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/vector.cuh>
 
 constexpr int ROWS = THREADS / ROW_THREADS;  // rows of a block in kernels whose threads share rows
 constexpr int STEP = ROW_THREADS * LANES;    // columns between two vectors of a thread
 constexpr int FLIGHT = 4;                    // vectors of a thread whose loads are in flight
 constexpr int WARPS = THREADS / 32;
 constexpr int WIDTH = COLUMNS + (RAGGED ? LANES - 1 : 0);  // columns covered by a row's accesses
-constexpr bool REST = WIDTH > HELD * STEP;                 // registers do not hold the whole row
+constexpr bool REST = HELD * STEP < WIDTH;                 // registers do not hold the whole row
 
 using Values = Vector<T, LANES>;
 
-__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
-__device__ __forceinline__ float capped(float x, float softcap) {
+DEVICE float capped(float x, float softcap) {
     if constexpr (SOFTCAP) return softcap * tanhf(x * (1 / softcap));  // one division per thread
     else return x;
 }
 
 // ---- accesses ---------------------------------------------------------------------------------
 // The number of columns from the start of a row's first access to the start of the row.
-__device__ __forceinline__ int lead(long long start) { return RAGGED ? (int)(start % LANES) : 0; }
+DEVICE int lead(long long start) { return RAGGED ? (int)(start % LANES) : 0; }
 
-__device__ __forceinline__ bool inside(int column) {
-    return !RAGGED || (column >= 0 && column < COLUMNS);
-}
+DEVICE bool inside(int column) { return !RAGGED || (column >= 0 && column < COLUMNS); }
 
 // Whether an access extends into a neighbouring row.
-__device__ __forceinline__ bool cut(int column) {
-    return RAGGED && (column < 0 || column + LANES > COLUMNS);
-}
+DEVICE bool cut(int column) { return RAGGED && (column < 0 || column + LANES > COLUMNS); }
 
-__device__ __forceinline__ void fetch_row(Values &v, const T *row, int column) {
+DEVICE void fetch_row(Values &v, const T *row, int column) {
     if (!cut(column)) return fetch(v, row + column);
 #pragma unroll
     for (int j = 0; j < LANES; j++) v.at[j] = inside(column + j) ? row[column + j] : (T)0.0f;
 }
 
-__device__ __forceinline__ void store_row(G *dlogits, long long start, int column,
-                                          const float (&d)[LANES]) {
+DEVICE void store_row(G *dlogits, long long start, int column, const float (&d)[LANES]) {
     if (!cut(column)) return store(dlogits, start + column, d);
 #pragma unroll
     for (int j = 0; j < LANES; j++)
@@ -78,11 +73,9 @@ __device__ __forceinline__ void store_row(G *dlogits, long long start, int colum
 
 // ---- losses -----------------------------------------------------------------------------------
 // Sums of a row: `top` is its maximum z, `sum` that of exp(z - top), `total` that of z.
-struct Sums {
-    float top, sum, total;
-};
+struct Sums { float top, sum, total; };
 
-__device__ __forceinline__ void absorb(Sums &s, const Values &v, int column, float softcap) {
+DEVICE void absorb(Sums &s, const Values &v, int column, float softcap) {
     float z[LANES];
     widen(z, v);
     const float before = s.top;
@@ -99,8 +92,7 @@ __device__ __forceinline__ void absorb(Sums &s, const Values &v, int column, flo
 
 // Absorb the vectors of a thread from `column` on, and keep the first KEEP of them in `stored`.
 template <int KEEP>
-__device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, float softcap,
-                                           Values *stored) {
+DEVICE void absorb_row(Sums &s, const T *row, int column, float softcap, Values *stored) {
     for (int from = 0; column + from * STEP < COLUMNS; from += FLIGHT) {
         Values flight[FLIGHT];
 #pragma unroll
@@ -119,7 +111,7 @@ __device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, fl
 }
 
 // Combine the sums of a row's threads into those of the row, in all of its threads.
-__device__ __forceinline__ void reduce_row(Sums &s) {
+DEVICE void reduce_row(Sums &s) {
     __shared__ Exchange<2 * WARPS> exchange;
     __shared__ Exchange<WARPS> totals;
     row_exp_sum<ROW_THREADS>(s.top, s.sum, exchange);
@@ -128,8 +120,7 @@ __device__ __forceinline__ void reduce_row(Sums &s) {
 }
 
 // The loss of a row whose label is valid; `target` is the logit of the label.
-__device__ __forceinline__ float loss_of(const Sums &s, float target, float smoothing,
-                                         float z_loss, float softcap) {
+DEVICE float loss_of(const Sums &s, float target, float smoothing, float z_loss, float softcap) {
     target = capped(target, softcap);
     if constexpr (SMOOTHING)
         target = (1 - smoothing) * target + smoothing * divided_by<COLUMNS>(s.total);
@@ -137,10 +128,11 @@ __device__ __forceinline__ float loss_of(const Sums &s, float target, float smoo
     return log + (s.top - target) + z_loss * (log + s.top) * (log + s.top);
 }
 
-KERNEL(THREADS) cross_entropy_forward(
-    const T *__restrict__ logits, const I *__restrict__ labels, float *__restrict__ loss,
-    float *__restrict__ lse, long long *__restrict__ faults, long long who, long long rows,
-    long long ignore, float smoothing, float z_loss, float softcap) {
+KERNEL(THREADS)
+cross_entropy_forward(const T *__restrict__ logits, const I *__restrict__ labels,
+                      float *__restrict__ loss, float *__restrict__ lse,
+                      long long *__restrict__ faults, long long who, long long rows,
+                      long long ignore, float smoothing, float z_loss, float softcap) {
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
     const long long start = row * COLUMNS;
     const int first = threadIdx.x % ROW_THREADS * LANES;
@@ -169,8 +161,8 @@ struct LogitGradient {
     long long label;
 };
 
-__device__ __forceinline__ void gradient_of(float (&d)[LANES], const Values &v, int column,
-                                            const LogitGradient &g, float softcap) {
+DEVICE void gradient_of(float (&d)[LANES], const Values &v, int column, const LogitGradient &g,
+                        float softcap) {
     widen(d, v);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
@@ -184,10 +176,10 @@ __device__ __forceinline__ void gradient_of(float (&d)[LANES], const Values &v, 
 constexpr int TILE = THREADS * LANES;             // columns of a block
 constexpr int TILES = (WIDTH + TILE - 1) / TILE;  // tiles of a row
 
-KERNEL(THREADS) cross_entropy_backward(
-    const float *__restrict__ dloss, const float *__restrict__ dlse, const T *logits,
-    const I *__restrict__ labels, const float *__restrict__ lse, G *dlogits, long long ignore,
-    float smoothing, float z_loss, float softcap) {
+KERNEL(THREADS)
+cross_entropy_backward(const float *__restrict__ dloss, const float *__restrict__ dlse,
+                       const T *logits, const I *__restrict__ labels, const float *__restrict__ lse,
+                       G *dlogits, long long ignore, float smoothing, float z_loss, float softcap) {
     const long long row = blockIdx.x / TILES, start = row * COLUMNS;
     const int column = blockIdx.x % TILES * TILE + threadIdx.x * LANES - lead(start);
     if (column >= COLUMNS) return;
@@ -209,10 +201,11 @@ KERNEL(THREADS) cross_entropy_backward(
 }
 
 // ---- both -------------------------------------------------------------------------------------
-KERNEL(THREADS, BLOCKS) cross_entropy_over_(
-    const T *logits, const I *__restrict__ labels, const float *__restrict__ dloss, G *dlogits,
-    float *__restrict__ loss, long long *__restrict__ faults, long long who, long long rows,
-    float scale, long long ignore, float smoothing, float z_loss, float softcap) {
+KERNEL(THREADS, BLOCKS)
+cross_entropy_over_(const T *logits, const I *__restrict__ labels, const float *__restrict__ dloss,
+                    G *dlogits, float *__restrict__ loss, long long *__restrict__ faults,
+                    long long who, long long rows, float scale, long long ignore, float smoothing,
+                    float z_loss, float softcap) {
     DYNAMIC_SHARED(Values, stored);
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
     const long long start = row * COLUMNS;
@@ -245,9 +238,9 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
     }
     float row_dloss = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
     if (wrong) row_dloss = not_a_number();
-    const float log = s.sum == 0 ? 0 : logf(s.sum), share = s.sum == 0 ? 0 : 1 / s.sum;
+    const float log = s.sum == 0 ? 0 : logf(s.sum), reciprocal = s.sum == 0 ? 0 : 1 / s.sum;
     // exp(z - lse) is exp(z - top) / sum
-    const LogitGradient g = {s.top, share * row_dloss * (1 + 2 * z_loss * (log + s.top)),
+    const LogitGradient g = {s.top, reciprocal * row_dloss * (1 + 2 * z_loss * (log + s.top)),
                              row_dloss * divided_by<COLUMNS>(smoothing),
                              (1 - smoothing) * row_dloss, label};
 #pragma unroll

@@ -16,15 +16,15 @@
 //   atomics, equal bits, one rounding; a row without a token gets its 0 in the same launch.  A
 //   frequent token would make its thread slow: whole chunks of it are summed in advance, in
 //   parallel.  Forward, a token outside the table gives NaN and a report; backward skips it.
-#include "common/faults.cuh"
-#include "common/vector.cuh"
+#include <common/faults.cuh>
+#include <common/vector.cuh>
 
-constexpr int VECTORS = HIDDEN / LANES;                      // vectors of a row
+constexpr int VECTORS = HIDDEN / LANES;                   // vectors of a row
 constexpr int TILES = (VECTORS + THREADS - 1) / THREADS;  // blocks of a row
 
-KERNEL(THREADS) embedding(const I *__restrict__ tokens, const T *__restrict__ weight,
-                          T *__restrict__ x, long long *__restrict__ faults, long long who,
-                          long long count, long long vocab) {
+KERNEL(THREADS)
+embedding(const I *__restrict__ tokens, const T *__restrict__ weight, T *__restrict__ x,
+          long long *__restrict__ faults, long long who, long long count, long long vocab) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, column = vector % VECTORS * LANES;
     if (token >= count) return;
@@ -41,8 +41,9 @@ KERNEL(THREADS) embedding(const I *__restrict__ tokens, const T *__restrict__ we
 }
 
 // starts[v] is the index of the first sorted token that is v or more, for v = 0 .. vocab.
-KERNEL(THREADS) embedding_starts(const I *__restrict__ sorted, long long *__restrict__ starts,
-                                 long long count, long long vocab) {
+KERNEL(THREADS)
+embedding_starts(const I *__restrict__ sorted, long long *__restrict__ starts, long long count,
+                 long long vocab) {
     const long long v = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (v > vocab) return;
     long long low = 0, high = count;
@@ -55,8 +56,8 @@ KERNEL(THREADS) embedding_starts(const I *__restrict__ sorted, long long *__rest
 }
 
 // Add the rows of dx of the sorted tokens from .. end - 1, in one vector of columns.
-__device__ __forceinline__ void add(float (&sum)[LANES], const T *dx, const long long *order,
-                                    long long from, long long end) {
+DEVICE void add(float (&sum)[LANES], const T *dx, const long long *order, long long from,
+                long long end) {
 #pragma unroll 4
     for (long long i = from; i < end; i++) {
         float d[LANES];
@@ -67,9 +68,9 @@ __device__ __forceinline__ void add(float (&sum)[LANES], const T *dx, const long
 }
 
 // partial[c] is the sum of chunk c of the sorted tokens, if they are all the same.
-KERNEL(THREADS) embedding_partial(const T *__restrict__ dx, const I *__restrict__ sorted,
-                                  const long long *__restrict__ order,
-                                  float *__restrict__ partial) {
+KERNEL(THREADS)
+embedding_partial(const T *__restrict__ dx, const I *__restrict__ sorted,
+                  const long long *__restrict__ order, float *__restrict__ partial) {
     const long long chunk = blockIdx.x / TILES, from = chunk * CHUNK;
     const int column = (blockIdx.x % TILES * THREADS + threadIdx.x) * LANES;
     if (column >= HIDDEN || sorted[from] != sorted[from + CHUNK - 1]) return;
@@ -79,9 +80,10 @@ KERNEL(THREADS) embedding_partial(const T *__restrict__ dx, const I *__restrict_
 }
 
 // order[i] is the t of the i-th sorted token.
-KERNEL(THREADS) embedding_backward(const T *__restrict__ dx, const long long *__restrict__ order,
-                                   const long long *__restrict__ starts,
-                                   const float *__restrict__ partial, T *__restrict__ dweight) {
+KERNEL(THREADS)
+embedding_backward(const T *__restrict__ dx, const long long *__restrict__ order,
+                   const long long *__restrict__ starts, const float *__restrict__ partial,
+                   T *__restrict__ dweight) {
     const long long row = blockIdx.x / TILES;
     const int column = (blockIdx.x % TILES * THREADS + threadIdx.x) * LANES;
     if (column >= HIDDEN) return;

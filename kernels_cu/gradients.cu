@@ -8,15 +8,15 @@
 //   constants   those of common/many.cuh, with the fields GRADIENT and OUT; a kind is a dtype
 //               WRITE     whether measure writes `out`
 //
-//   The trick: a block takes every gridDim-th chunk, so there are few sums; the last block to end
+//   The trick: a block takes every gridDim-th chunk, which gives few sums; the last block to end
 //   adds them, always in the same order.  Eight squares are added in float32, or in float64 where
 //   they are outside of its range; the sums of eight are added in float64.
-#include "common/last_block.cuh"
-#include "common/many.cuh"
+#include <common/last_block.cuh>
+#include <common/many.cuh>
 
 constexpr int WARPS = THREADS / 32;
 
-__device__ __forceinline__ double block_sum(double v, double *partial) {
+DEVICE double block_sum(double v, double *partial) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
@@ -27,7 +27,7 @@ __device__ __forceinline__ double block_sum(double v, double *partial) {
     return v;
 }
 
-__device__ __forceinline__ double squares(const Values &v) {
+DEVICE double squares(const Values &v) {
     float sum = 0, largest = 0;
     each([&](int i, int j) {
         sum += v.at[i][j] * v.at[i][j];
@@ -43,7 +43,7 @@ __device__ __forceinline__ double squares(const Values &v) {
 
 // Call use(address of the tensor, offset, count) for each of the chunk's spans that this warp owns.
 template <class Use>
-__device__ __forceinline__ void spans(const long long *tensor, long long first, Use use) {
+DEVICE void spans(const long long *tensor, long long first, Use use) {
     with_kind(tensor[KIND], [&](auto kind) {
         using T = NumberOf<decltype(kind)::value>;
         const long long elements = tensor[ELEMENTS], end = min(first + CHUNK, elements);
@@ -52,13 +52,14 @@ __device__ __forceinline__ void spans(const long long *tensor, long long first, 
     });
 }
 
-__device__ __forceinline__ void scale(Values &v, float by) {
+DEVICE void scale(Values &v, float by) {
     each([&](int i, int j) { v.at[i][j] *= by; });
 }
 
-KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chunks,
-                           const double *divisor, double max_norm, double *sums,
-                           unsigned *arrived, double *norm, float *factor, bool *finite) {
+KERNEL(THREADS, 4)
+measure(const long long *tensors, const int *owners, int chunks, const double *divisor,
+        double max_norm, double *sums, unsigned *arrived, double *norm, float *factor,
+        bool *finite) {
     __shared__ double partial[2][WARPS];
     __shared__ bool last;
     const float inverse = divisor ? (float)(1 / *divisor) : 1.0f;
@@ -87,8 +88,8 @@ KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chun
     }
 }
 
-KERNEL(THREADS) rescale(const long long *tensors, const int *owners, const float *factor,
-                        const bool *finite) {
+KERNEL(THREADS)
+rescale(const long long *tensors, const int *owners, const float *factor, const bool *finite) {
     const float by = *finite ? *factor : 1.0f;
     const long long *tensor = tensors + (long long)owners[blockIdx.x] * FIELDS;
     if (by != 1)

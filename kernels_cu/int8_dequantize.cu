@@ -9,12 +9,13 @@
 //
 //   The trick: codes become floats by a byte permutation and a subtraction, see codes.cuh; w is a
 //   chunk of the weight that the following product still finds in L2.
-#include "common/codes.cuh"
-#include "common/math.cuh"
-#include "common/rows.cuh"
+#include <common/codes.cuh>
+#include <common/math.cuh>
+#include <common/rows.cuh>
 
-KERNEL(THREADS) int8_dequantize_(const signed char *codes, const A *absmax, T *w,
-                                 const __grid_constant__ Rows rows) {
+KERNEL(THREADS)
+int8_dequantize_(const signed char *codes, const A *absmax, T *w,
+                 const __grid_constant__ Rows rows) {
     const Access<true> at(rows);
     if (at.left <= 0) return;
     const float scale = divided_by<127>((float)absmax[at.row]);

@@ -11,18 +11,19 @@
 //                         address of x allow
 //               ADD       the product is added to y
 //
-//   The trick: a block takes few outputs and all inputs, divided among its threads: there are many
-//   blocks, and all codes are requested at once.  A thread multiplies each of its codes by all
+//   The trick: a block takes few outputs and all inputs, divided among its threads: this gives
+//   many blocks, and all codes are requested at once.  A thread multiplies each of its codes by all
 //   rows.  Sums of threads are added in a fixed order.
-#include "common/codes.cuh"
-#include "common/math.cuh"
-#include "common/reduce.cuh"
+#include <common/codes.cuh>
+#include <common/math.cuh>
+#include <common/reduce.cuh>
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr int RESIDENT = ROWS <= 4 ? 4 : ROWS <= 8 ? 3 : 2;
 
-KERNEL(THREADS, ROWS <= 4 ? 4 : ROWS <= 8 ? 3 : 2) int8_few_rows_(const T *__restrict__ x, const signed char *__restrict__ codes,
-                               const A *__restrict__ absmax, U *y, int rows, long long outputs,
-                               int inputs) {
+KERNEL(THREADS, RESIDENT)
+int8_few_rows_(const T *__restrict__ x, const signed char *__restrict__ codes,
+               const A *__restrict__ absmax, U *y, int rows, long long outputs, int inputs) {
     __shared__ Exchange<OUTPUTS * ROWS * WARPS> exchange;
     const long long first = (long long)blockIdx.x * OUTPUTS;
     float sum[OUTPUTS * ROWS] = {};
@@ -34,15 +35,14 @@ KERNEL(THREADS, ROWS <= 4 ? 4 : ROWS <= 8 ? 3 : 2) int8_few_rows_(const T *__res
     for (int at = threadIdx.x * LANES; at < inputs; at += THREADS * LANES) {
         Vector<signed char, LANES> code[OUTPUTS];
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; o++)
-            fetch(code[o], code_rows[o] + at);
+        for (int o = 0; o < OUTPUTS; o++) fetch(code[o], code_rows[o] + at);
 #pragma unroll
         for (int part = 0; part < LANES; part += PART) {
             float w[OUTPUTS][PART];
 #pragma unroll
             for (int o = 0; o < OUTPUTS; o++)
-                widen_codes(w[o], *reinterpret_cast<const Vector<signed char, PART> *>(
-                                      &code[o].at[part]));
+                widen_codes(
+                    w[o], *reinterpret_cast<const Vector<signed char, PART> *>(&code[o].at[part]));
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float v[PART];

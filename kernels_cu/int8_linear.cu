@@ -14,19 +14,19 @@
 //               DOWN, RIGHT    warps of a block, along rows and outputs
 //               RESIDENT       blocks that an SM must hold
 //               WIDE           inputs, and addresses, are multiples of 16
-//               OUTLIERS       there is a list
+//               OUTLIERS       a list is given
 //               PAIRS          the number of outputs is even
 //               ONE            absmax is one scale
-//               BIAS           there is a bias, with one scale
+//               BIAS           a bias is given, with one scale
 //
 //   The trick: both operands are contiguous along the axis that is summed, as mma m16n8k32 takes
 //   them: ldmatrix loads 16 codes of a row where it would load 8 values of 16 bits.  Sums are
 //   integers until the end: equal bits in any order.  The list has few columns; their codes are 0
-//   in x_codes, and x itself is multiplied by the weight's codes there, in float32, before the only
-//   rounding.
-#include "common/math.cuh"
-#include "common/tile.cuh"
-#include "common/vector.cuh"
+//   in x_codes, and x itself is multiplied by the weight's codes of these columns, in float32,
+//   before the only rounding.
+#include <common/math.cuh>
+#include <common/tile.cuh>
+#include <common/vector.cuh>
 
 constexpr int THREADS = 32 * DOWN * RIGHT;
 constexpr int M = TILE_ROWS / DOWN / 16, N = TILE_OUTPUTS / RIGHT / 8;
@@ -36,29 +36,30 @@ static_assert(N % 2 == 0 && DEPTH % 32 == 0, "ldmatrix brings 16 outputs of 32 i
 
 // Start copying COUNT rows from `row` on, DEPTH inputs from `first` on, with zeros past either end.
 template <int COUNT>
-__device__ __forceinline__ void copy(const Codes &to, const signed char *from, long long row,
-                                     long long rows, int first, int inputs) {
+DEVICE void copy(const Codes &to, const signed char *from, long long row, long long rows, int first,
+                 int inputs) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < COUNT * Codes::CHUNKS; i += THREADS) {
         const int down = i / Codes::CHUNKS, chunk = i % Codes::CHUNKS, at = first + chunk * 16;
-        const bool there = row + down < rows && at < inputs;
-        const signed char *real = from + (there ? (row + down) * inputs + at : 0);
+        const bool in_range = row + down < rows && at < inputs;
+        const signed char *real = from + (in_range ? (row + down) * inputs + at : 0);
         if constexpr (WIDE) {
-            cp_async_16(to.at(down, chunk), real, there);
+            cp_async_16(to.at(down, chunk), real, in_range);
         } else {
             Vector<signed char, 16> codes;
 #pragma unroll
-            for (int j = 0; j < 16; j++) codes.at[j] = there && at + j < inputs ? real[j] : 0;
+            for (int j = 0; j < 16; j++) codes.at[j] = in_range && at + j < inputs ? real[j] : 0;
             put(to.at(down, chunk), codes);
         }
     }
 }
 
-KERNEL(THREADS, RESIDENT) int8_linear(
-    const signed char *__restrict__ x_codes, const float *__restrict__ scales,
-    const signed char *__restrict__ codes, const A *__restrict__ absmax, const T *__restrict__ x,
-    const int *__restrict__ list, const int *__restrict__ count, const B *__restrict__ bias,
-    T *__restrict__ y, long long rows, int outputs, int inputs) {
+KERNEL(THREADS, RESIDENT)
+int8_linear(const signed char *__restrict__ x_codes, const float *__restrict__ scales,
+            const signed char *__restrict__ codes, const A *__restrict__ absmax,
+            const T *__restrict__ x, const int *__restrict__ list, const int *__restrict__ count,
+            const B *__restrict__ bias, T *__restrict__ y, long long rows, int outputs,
+            int inputs) {
     DYNAMIC_SHARED(signed char, memory);
     const int lane = threadIdx.x % 32, warp = own_warp();
     const int tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
@@ -105,21 +106,20 @@ KERNEL(THREADS, RESIDENT) int8_linear(
 
     const int column = output + right + lane % 4 * 2;
     each_row<M>([&](int m, int half) {
-        const long long own = row + down + m * 16 + half * 8 + lane / 4;
-        if (own >= rows) return;
-        const float scale = ONE ? scales[own] * (float)*absmax : scales[own];
+        const long long own_row = row + down + m * 16 + half * 8 + lane / 4;
+        if (own_row >= rows) return;
+        const float scale = ONE ? scales[own_row] * (float)*absmax : scales[own_row];
         float result[N][2];
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-                result[n][e] = (float)sum[m][n][half * 2 + e] * scale;
+            for (int e = 0; e < 2; e++) result[n][e] = (float)sum[m][n][half * 2 + e] * scale;
         if constexpr (OUTLIERS) {
             const int last = *count;
 #pragma unroll 1
             for (int i = 0; i < last; i++) {
                 const int c = list[i];
-                const float value = (float)x[own * inputs + c];
+                const float value = (float)x[own_row * inputs + c];
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
@@ -134,7 +134,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
         for (int n = 0; n < N; n++) {
             const int o = column + n * 8;
             if (o >= outputs) continue;
-            T *const to = y + own * outputs + o;
+            T *const to = y + own_row * outputs + o;
             float both[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {

@@ -21,17 +21,18 @@
 //   The trick: a row that fits is read once, and is kept in its own dtype, so that a register holds
 //   two values of 16 bits.  Both roundings, of 127 / absmax and of the product, are those of
 //   float32 on any machine: codes have equal bits.
-#include "common/math.cuh"
-#include "common/row_threads.cuh"
-#include "common/rows.cuh"
-#include "common/vector.cuh"
+#include <common/math.cuh>
+#include <common/row_threads.cuh>
+#include <common/rows.cuh>
+#include <common/vector.cuh>
 
-constexpr float TINY = 1.504632769052528e-36f;     // 2^-119: 127 / TINY is finite
+constexpr float TINY = 1.504632769052528e-36f;  // 2^-119: 127 / TINY is finite
 constexpr float LARGEST = 3.402823466e38f;
 
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
-    const T *x, signed char *codes, float *scales, float *absmax, const bool *outliers,
-    long long rows, long long inner, long long outer, long long step, float threshold, float least) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+int8_quantize(const T *x, signed char *codes, float *scales, float *absmax, const bool *outliers,
+              long long rows, long long inner, long long outer, long long step, float threshold,
+              float least) {
     __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
@@ -66,8 +67,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
             const float value = (float)kept[KEEP ? k : 0].at[j];
-            const bool there = !broken && !(OUTLIERS && outliers[first + k * STEP + j]);
-            code.at[j] = there ? (signed char)__float2int_rn(value * factor) : 0;
+            const bool coded = !broken && !(OUTLIERS && outliers[first + k * STEP + j]);
+            code.at[j] = coded ? (signed char)__float2int_rn(value * factor) : 0;
         }
         put(codes_row + k * STEP, code);
     }

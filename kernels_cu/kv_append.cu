@@ -18,13 +18,13 @@
 //   The trick: positions are read on the device, so a captured launch can be replayed for every
 //   token.  Of several tokens with the same slot only the last is written; a token that has no slot
 //   is dropped.
-#include "common/vector.cuh"
+#include <common/kv_cache.cuh>
+#include <common/vector.cuh>
 
 constexpr int VECTORS = ROW / LANES;  // vectors of a token
 
 // Copy one vector of a new token to its slot.
-__device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values, long long slot,
-                                     int column) {
+DEVICE void copy(const T *k, const T *v, T *keys, T *values, long long slot, int column) {
     const long long to = slot * ROW + column;
     Vector<T, LANES> key, value;
     fetch(key, k + column);
@@ -33,42 +33,37 @@ __device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values,
     put(values + to, value);
 }
 
-// count             tokens of all rows
-// start             position of the first new token, if there are no starts
-// k_row .. v_token  distances between neighbouring rows, and tokens of a row, of k and v, in values
-KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
-                           T *__restrict__ values, const P *__restrict__ starts, long long start,
-                           long long count, long long tokens, long long slots, long long sinks,
-                           long long k_row, long long k_token, long long v_row,
-                           long long v_token) {
+KERNEL(THREADS)
+kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
+           T *__restrict__ values, const P *__restrict__ starts,
+           const __grid_constant__ Cache call) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
-    const long long token = vector / VECTORS, row = token / tokens, ring = slots - sinks;
-    if (token >= count) return;
-    const long long first = starts == nullptr ? start : (long long)starts[row];
-    const long long position = first + token % tokens;
+    const long long token = vector / VECTORS, row = token / call.tokens;
+    const long long at = token % call.tokens, ring = call.slots - call.sinks;
+    if (token >= call.count) return;
+    const long long first = starts == nullptr ? call.start : (long long)starts[row];
+    const long long position = first + at;
     long long slot = position;
-    if (position >= sinks) {
-        if (position < first + tokens - ring) return;  // a later token takes its slot
-        slot = sinks + (position - sinks) % ring;
+    if (position >= call.sinks) {
+        if (position < first + call.tokens - ring) return;  // a later token takes its slot
+        slot = call.sinks + (position - call.sinks) % ring;
     }
     if (slot < 0) return;
-    copy(k + row * k_row + token % tokens * k_token, v + row * v_row + token % tokens * v_token,
-         keys, values, row * slots + slot, vector % VECTORS * LANES);
+    copy(k + row * call.k_row + at * call.k_token, v + row * call.v_row + at * call.v_token, keys,
+         values, row * call.slots + slot, vector % VECTORS * LANES);
 }
 
-KERNEL(THREADS) kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v,
-                                 T *__restrict__ k_pages, T *__restrict__ v_pages,
-                                 const G *__restrict__ page_table, const P *__restrict__ starts,
-                                 long long count, long long tokens, long long pages, long long page,
-                                 long long row_pages, long long k_row, long long k_token,
-                                 long long v_row, long long v_token) {
+KERNEL(THREADS)
+kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ k_pages,
+                 T *__restrict__ v_pages, const G *__restrict__ page_table,
+                 const P *__restrict__ starts, const __grid_constant__ Cache call) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
-    const long long token = vector / VECTORS, row = token / tokens;
-    if (token >= count) return;
-    const long long position = starts[row] + token % tokens, index = position / page;
-    if (position < 0 || index >= row_pages) return;
-    const long long number = page_table[row * row_pages + index];
-    if (number < 0 || number >= pages) return;
-    copy(k + row * k_row + token % tokens * k_token, v + row * v_row + token % tokens * v_token,
-         k_pages, v_pages, number * page + position % page, vector % VECTORS * LANES);
+    const long long token = vector / VECTORS, row = token / call.tokens, at = token % call.tokens;
+    if (token >= call.count) return;
+    const long long position = starts[row] + at, index = position / call.slots;
+    if (position < 0 || index >= call.row_pages) return;
+    const long long number = page_table[row * call.row_pages + index];
+    if (number < 0 || number >= call.pages) return;
+    copy(k + row * call.k_row + at * call.k_token, v + row * call.v_row + at * call.v_token,
+         k_pages, v_pages, number * call.slots + position % call.slots, vector % VECTORS * LANES);
 }

@@ -17,37 +17,31 @@
 //
 //   The trick: one launch for keys and values, which reads a head once and keeps it in its own
 //   dtype.  A head with a NaN or an infinity has the scale NaN and codes of 0.
-#include "common/math.cuh"
-#include "common/reduce.cuh"
-#include "common/vector.cuh"
+#include <common/kv_cache.cuh>
+#include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/vector.cuh>
 
 constexpr int STEP = ROW_THREADS * LANES, DEPTH = (DIM + STEP - 1) / STEP;
 constexpr float TINY = 1.504632769052528e-36f;  // 2^-119: 127 / TINY is finite
 constexpr float LARGEST = 3.402823466e38f;
 
-// k_row .. v_token  distances between neighbouring rows, and tokens of a row, of k and v, in values
-// pages, slots      of the cache: pages and their tokens, or without pages the batch and its slots
-// row_pages         pages in a row of page_table
-struct Cache {
-    long long start, count, tokens, kv_heads, pages, slots, sinks, row_pages;
-    long long k_row, k_token, v_row, v_token;
-};
-
-KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v,
-                                signed char *__restrict__ keys, signed char *__restrict__ values,
-                                float *__restrict__ scales, const G *__restrict__ page_table,
-                                const P *__restrict__ starts, const __grid_constant__ Cache call) {
+KERNEL(THREADS)
+kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v, signed char *__restrict__ keys,
+                signed char *__restrict__ values, float *__restrict__ scales,
+                const G *__restrict__ page_table, const P *__restrict__ starts,
+                const __grid_constant__ Cache call) {
     constexpr int GROUPS = THREADS / ROW_THREADS;
     const long long each = call.count * call.kv_heads;
     const long long group = (long long)blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
     const bool second = group >= each;  // a head of v
-    const long long own = second ? group - each : group;
-    const long long token = own / call.kv_heads, head = own % call.kv_heads;
+    const long long index_in_array = second ? group - each : group;
+    const long long token = index_in_array / call.kv_heads, head = index_in_array % call.kv_heads;
     const long long row = token / call.tokens, at = token % call.tokens;
     const int first = threadIdx.x % ROW_THREADS * LANES;
 
     long long slot = -1;  // index among all tokens of the cache
-    if (own < each) {
+    if (index_in_array < each) {
         const long long start = starts == nullptr ? call.start : (long long)starts[row];
         const long long position = start + at;
         if constexpr (PAGED) {
@@ -87,8 +81,8 @@ KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v
     const bool broken = top > LARGEST;
     top = top < TINY ? 0.0f : top;
     const float factor = broken || top == 0 ? 0.0f : __fdiv_rn(127.0f, top);
-    const long long place = slot * call.kv_heads + head;
-    signed char *const to = (second ? values : keys) + place * DIM + first;
+    const long long at_scale = slot * call.kv_heads + head;
+    signed char *const to = (second ? values : keys) + at_scale * DIM + first;
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
         if (first + i * STEP >= DIM) continue;
@@ -99,6 +93,6 @@ KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v
         put(to + i * STEP, code);
     }
     if (first == 0)
-        scales[(second ? call.pages * call.slots * call.kv_heads : 0) + place] =
+        scales[(second ? call.pages * call.slots * call.kv_heads : 0) + at_scale] =
             broken ? __uint_as_float(0x7fc00000u) : divided_by<127>(top);
 }

@@ -15,7 +15,7 @@
 //   and the whole rank.  Of the up of a tile, a warp computes 16 rows by 16 columns of the rank; if
 //   there are more warps than such parts, each sums over some of the slab's columns.  These partial
 //   sums are added in a fixed order, as are the sums of blocks.
-#include "common/tile.cuh"
+#include <common/tile.cuh>
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 32;
 constexpr int COLUMNS = 512 / sizeof(T), WARP_COLUMNS = COLUMNS / WARPS;
@@ -30,8 +30,7 @@ constexpr int STAGE = ROWS * (Slab::PITCH + Low::PITCH);
 
 // Copy rows first .. first + COUNT - 1 of a matrix of `rank` columns, with 0 past either end.
 template <int COUNT>
-__device__ __forceinline__ void put_low(const Low &to, const T *from, long long first,
-                                        long long stop, int rank) {
+DEVICE void put_low(const Low &to, const T *from, long long first, long long stop, int rank) {
 #pragma unroll 2
     for (int i = threadIdx.x; i < COUNT * RANK; i += THREADS) {
         const int row = i / RANK, column = i % RANK;
@@ -42,7 +41,7 @@ __device__ __forceinline__ void put_low(const Low &to, const T *from, long long 
 }
 
 // sum += x * four values
-__device__ __forceinline__ void add_four(float (&sum)[4], float x, const float *four) {
+DEVICE void add_four(float (&sum)[4], float x, const float *four) {
     const float4 y = *reinterpret_cast<const float4 *>(four);
     sum[0] = fmaf(x, y.x, sum[0]);
     sum[1] = fmaf(x, y.y, sum[1]);
@@ -52,8 +51,8 @@ __device__ __forceinline__ void add_four(float (&sum)[4], float x, const float *
 
 // sums += 16 rows of dy by 16 columns of b, over part `split` of the slab's columns.
 template <class E>
-__device__ __forceinline__ void add_up(float (&sums)[1][2][4], const Tile<E, COLUMNS> &dy,
-                                       const Tile<E, RANK> &b, int row, int part, int split) {
+DEVICE void add_up(float (&sums)[1][2][4], const Tile<E, COLUMNS> &dy, const Tile<E, RANK> &b,
+                   int row, int part, int split) {
     const int lane = threadIdx.x % 32, first = split * DEPTH;
     if constexpr (sizeof(E) == 2) {
         const auto from = b.lane(lane % 16, lane / 16);
@@ -78,8 +77,8 @@ __device__ __forceinline__ void add_up(float (&sums)[1][2][4], const Tile<E, COL
 
 // held += dy.T @ low, for a warp's columns of dy.
 template <class E>
-__device__ __forceinline__ void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy,
-                                       const Tile<E, RANK> &low, int column) {
+DEVICE void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy, const Tile<E, RANK> &low,
+                   int column) {
     const int lane = threadIdx.x % 32;
     if constexpr (sizeof(E) == 2) {
         const auto turned = dy.lane(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -98,20 +97,20 @@ __device__ __forceinline__ void add_db(float (&held)[M][N][4], const Tile<E, COL
             }
         }
     } else {
-        const int own = column + lane / 2;
+        const int own_column = column + lane / 2;
 #pragma unroll 2
         for (int k = 0; k < ROWS; k++) {
-            const float x = dy.at(k, own / 4)[own % 4];
+            const float x = dy.at(k, own_column / 4)[own_column % 4];
 #pragma unroll
             for (int n = 0; n < N; n++) add_four(held[0][n], x, low.at(k, n * 2 + lane % 2));
         }
     }
 }
 
-KERNEL(32 * WARPS, RESIDENT) lora_gradients(
-    const T *__restrict__ dy, const T *__restrict__ b, const T *__restrict__ low,
-    U *__restrict__ up, W *__restrict__ db, long long rows, int outputs, int rank, int slabs,
-    int tiles) {
+KERNEL(32 * WARPS, RESIDENT)
+lora_gradients(const T *__restrict__ dy, const T *__restrict__ b, const T *__restrict__ low,
+               U *__restrict__ up, W *__restrict__ db, long long rows, int outputs, int rank,
+               int slabs, int tiles) {
     DYNAMIC_SHARED(T, memory);
     const Low own_b{memory};
     T *const ring = memory + COLUMNS * Low::PITCH;
@@ -132,9 +131,9 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
             const int row = i / (COLUMNS / LANES), column = i % (COLUMNS / LANES) * LANES;
             const bool inside = top + row < rows && first_column + column < outputs;
             const T *from = dy + (inside ? (top + row) * outputs + first_column + column : 0);
-            T *const there = to.at(row, column / Slab::CHUNK) + column % Slab::CHUNK;
-            if constexpr (LANES > 1) cp_async_16(there, from, inside);
-            else *there = inside ? *from : T(0.0f);
+            T *const target = to.at(row, column / Slab::CHUNK) + column % Slab::CHUNK;
+            if constexpr (LANES > 1) cp_async_16(target, from, inside);
+            else *target = inside ? *from : T(0.0f);
         }
         cp_async_commit();
         put_low<ROWS>(Low{to.start + ROWS * Slab::PITCH}, low, top, rows, rank);
@@ -162,12 +161,12 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
         for (int n = 0; n < 2; n++) {
             const float *sum = up_sums[0][n];
             if constexpr (sizeof(T) == 2) {
-                float *const there = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
-                *reinterpret_cast<float2 *>(there) = make_float2(sum[0], sum[1]);
-                *reinterpret_cast<float2 *>(there + 8 * PITCH) = make_float2(sum[2], sum[3]);
+                float *const target = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
+                *reinterpret_cast<float2 *>(target) = make_float2(sum[0], sum[1]);
+                *reinterpret_cast<float2 *>(target + 8 * PITCH) = make_float2(sum[2], sum[3]);
             } else {
-                float *const there = to + lane / 2 * PITCH + lane % 2 * 8 + n * 4;
-                *reinterpret_cast<float4 *>(there) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+                float *const target = to + lane / 2 * PITCH + lane % 2 * 8 + n * 4;
+                *reinterpret_cast<float4 *>(target) = make_float4(sum[0], sum[1], sum[2], sum[3]);
             }
         }
         __syncthreads();

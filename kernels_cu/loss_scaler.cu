@@ -7,9 +7,9 @@
 //   constants   none
 //
 //   The trick: the host never reads which of the two it was, so it need not wait.
-KERNEL(1) loss_scaler(double *scale, float *factor, unsigned *counts, const bool *finite,
-                      double growth, double backoff, double minimum, double maximum,
-                      unsigned interval, bool dynamic) {
+KERNEL(1)
+loss_scaler(double *scale, float *factor, unsigned *counts, const bool *finite, double growth,
+            double backoff, double minimum, double maximum, unsigned interval, bool dynamic) {
     double value = *scale;
     unsigned good = counts[0] + 1;
     if (!*finite) {

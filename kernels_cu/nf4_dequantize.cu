@@ -12,22 +12,22 @@
 //
 //   The trick: the 16 levels are in 16 banks of shared memory: lanes that read different levels
 //   have no bank conflict, and lanes that read the same level share one access.
-#include "common/four_bits.cuh"
-#include "common/vector.cuh"
+#include <common/four_bits.cuh>
+#include <common/vector.cuh>
 
 constexpr int DEPTH = 4;  // accesses of a thread, all in flight together
 constexpr int BYTES = LANES < 2 ? 1 : LANES / 2;
 
-KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
-    T *__restrict__ w, const unsigned char *__restrict__ packed,
-    const float *__restrict__ absmax, const unsigned char *__restrict__ codes, long long start,
-    long long apart, long long width, unsigned tiles, int shift) {
+KERNEL(THREADS, 1536 / THREADS)
+nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
+                const float *__restrict__ absmax, const unsigned char *__restrict__ codes,
+                long long start, long long pitch, long long width, unsigned tiles, int shift) {
     __shared__ float levels[16];
     if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
     const long long row = blockIdx.x / tiles;
     const long long column =
         ((long long)(blockIdx.x % tiles) * DEPTH * THREADS + threadIdx.x) * LANES;
-    const long long place = start + row * apart + column;
+    const long long offset = start + row * pitch + column;
     const int left = (int)min(width - column, (long long)DEPTH * THREADS * LANES);
     const long long first = row * width + column;  // of w
 
@@ -37,7 +37,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
     for (int k = 0; k < DEPTH; k++) {
         const int at = k * THREADS * LANES;
         if (at >= left) continue;
-        const unsigned char *from = packed + (place + at) / 2;
+        const unsigned char *from = packed + (offset + at) / 2;
         if (at + LANES <= left) {
             fetch(pairs[k], from);
         } else {
@@ -45,7 +45,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
             for (int j = 0; j < LANES; j += 2)
                 if (at + j < left) pairs[k].at[j / 2] = from[j / 2];
         }
-        size[k] = absmax_of<DOUBLE>((unsigned)((place + at) >> shift), absmax, codes);
+        size[k] = absmax_of<DOUBLE>((unsigned)((offset + at) >> shift), absmax, codes);
     }
     __syncthreads();
 #pragma unroll
@@ -54,7 +54,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
         float value[LANES];
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
-            const bool low = LANES > 1 ? j % 2 : (place + at) % 2;
+            const bool low = LANES > 1 ? j % 2 : (offset + at) % 2;
             const unsigned pair = pairs[k].at[j / 2];
             value[j] = levels[low ? pair & 15 : pair >> 4] * size[k];
         }

@@ -23,22 +23,22 @@
 //   neighbouring columns.  Sums of a unit are multiplied by absmax in float32.  Levels are rounded
 //   to T, as those of a dense weight are; x of float32 is multiplied in float32.  The next units
 //   are loaded meanwhile.  The sums of warps are added in a fixed order.
-#include "common/four_bits.cuh"
-#include "common/vector.cuh"
+#include <common/four_bits.cuh>
+#include <common/vector.cuh>
 #include <common/ptx.cuh>
 
-constexpr bool EXACT = sizeof(T) == 4;             // no tensor cores
+constexpr bool EXACT = sizeof(T) == 4;  // no tensor cores
 constexpr int THREADS = 32 * WARPS, OUTPUTS = 16 * TILES;
-constexpr int OWN = 2 * TILES;                     // rows of the weight that a lane reads
+constexpr int OWN = 2 * TILES;                        // rows of the weight that a lane reads
 constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that a lane reads of a unit of a row
 constexpr int GROUPS = EXACT ? 1 : ROWS / 8;
-constexpr int PITCH = OUTPUTS + 4;                 // of sums: lanes write to different banks
+constexpr int PITCH = OUTPUTS + 4;  // of sums: lanes write to different banks
 constexpr int TABLE_WORDS = EXACT ? 16 : 256 * 32, SUMS = WARPS * ROWS * PITCH;
 
 // The values of a unit that a lane has loaded or is loading.
 struct Part {
     unsigned codes[OWN][WORDS];
-    float size[OWN];         // absmax; with DOUBLE the scale of its code
+    float size[OWN];  // absmax; with DOUBLE the scale of its code
     unsigned char code[OWN];
 };
 
@@ -50,7 +50,7 @@ struct Reader {
     unsigned first[OWN];  // units before each row
     int shift;            // block = unit >> shift
 
-    __device__ __forceinline__ void read(Part &part, unsigned unit) const {
+    DEVICE void read(Part &part, unsigned unit) const {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const unsigned number = first[i] + unit;
@@ -63,8 +63,8 @@ struct Reader {
             } else {
 #pragma unroll
                 for (int j = 0; j < WORDS; j++)
-                    part.codes[i][j] = from[4 * j] | from[4 * j + 1] << 8 |
-                                       from[4 * j + 2] << 16 | (unsigned)from[4 * j + 3] << 24;
+                    part.codes[i][j] = from[4 * j] | from[4 * j + 1] << 8 | from[4 * j + 2] << 16 |
+                                       (unsigned)from[4 * j + 3] << 24;
             }
             const unsigned block = number >> shift;
             part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
@@ -74,7 +74,7 @@ struct Reader {
 };
 
 // Read the N neighbouring values of x that a lane multiplies.
-template <int N> __device__ __forceinline__ void read(Vector<T, N> &to, const T *from) {
+template <int N> DEVICE void read(Vector<T, N> &to, const T *from) {
     if constexpr (X_WIDE) {
         fetch(to, from);
     } else {
@@ -86,18 +86,18 @@ template <int N> __device__ __forceinline__ void read(Vector<T, N> &to, const T 
 using Sums = float[4];
 using Weights = unsigned[4];
 using Rows = unsigned[2];
-__device__ __forceinline__ void multiply(Sums &sums, const Weights &w, const Rows &x, __half) {
+DEVICE void multiply(Sums &sums, const Weights &w, const Rows &x, __half) {
     mma_m16n8k16_f16(sums, w, x, sums);
 }
-__device__ __forceinline__ void multiply(Sums &sums, const Weights &w, const Rows &x, __nv_bfloat16) {
+DEVICE void multiply(Sums &sums, const Weights &w, const Rows &x, __nv_bfloat16) {
     mma_m16n8k16_bf16(sums, w, x, sums);
 }
-__device__ __forceinline__ void multiply(Sums &, const Weights &, const Rows &, float) {}
+DEVICE void multiply(Sums &, const Weights &, const Rows &, float) {}
 
-KERNEL(32 * WARPS, RESIDENT) nf4_product_(
-    O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
-    const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
-    int outputs, int inputs, int shift, unsigned x_apart, long long apart) {
+KERNEL(32 * WARPS, RESIDENT)
+nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
+             const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
+             int outputs, int inputs, int shift, unsigned x_pitch, long long pitch) {
     __shared__ __align__(16) unsigned memory[TABLE_WORDS > SUMS ? TABLE_WORDS : SUMS];
     __shared__ float levels[16], values[DOUBLE ? TABLE : 1];
     const int lane = threadIdx.x % 32, high = lane / 4, low = lane % 4;
@@ -105,8 +105,8 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     const int parts = (rows + ROWS - 1) / ROWS, top = blockIdx.x % parts * ROWS;
     const int first = blockIdx.x / parts * OUTPUTS;
     rows = min(ROWS, rows - top);
-    x += (unsigned long long)top * x_apart;
-    out += top * apart;
+    x += (unsigned long long)top * x_pitch;
+    out += top * pitch;
     const unsigned units = inputs / UNIT;
 
     Reader weight = {packed + low * (VALUES / 2), absmax, codes, {}, shift};
@@ -115,8 +115,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     unsigned x_offset[GROUPS];  // offset of the lane's values of x; 16 rows are below 2^32
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
-        x_offset[i] =
-            opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_apart) + low * VALUES);
+        x_offset[i] = opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_pitch) + low * VALUES);
 
     Part now[UNITS], next[UNITS];
     unsigned unit = warp * UNITS;
@@ -161,7 +160,8 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
             float size[OWN];
 #pragma unroll
             for (int i = 0; i < OWN; i++)
-                size[i] = DOUBLE ? decoded(values[part.code[i]], part.size[i], offset) : part.size[i];
+                size[i] =
+                    DOUBLE ? decoded(values[part.code[i]], part.size[i], offset) : part.size[i];
             if constexpr (EXACT) {
 #pragma unroll
                 for (int c = 0; c < VALUES / 4; c++) {
@@ -176,7 +176,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         Vector<T, 4> v;
-                        read(v, x + (x_offset[0] + min(r, rows - 1) * x_apart + (unit + u) * UNIT +
+                        read(v, x + (x_offset[0] + min(r, rows - 1) * x_pitch + (unit + u) * UNIT +
                                      c * 4));
 #pragma unroll
                         for (int i = 0; i < OWN; i++)
@@ -221,7 +221,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     }
 
     __syncthreads();  // all warps are done with the table
-    float *const own = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
+    float *const partials = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
     if constexpr (EXACT) {
 #pragma unroll
         for (int i = 0; i < OWN; i++)
@@ -230,7 +230,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
                 float sum = exact[i][r];
                 sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                 sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-                if (low == r % 4) own[r * PITCH + 8 * i + high] = sum;
+                if (low == r % 4) partials[r * PITCH + 8 * i + high] = sum;
             }
     } else {
 #pragma unroll
@@ -239,14 +239,14 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
             for (int i = 0; i < GROUPS; i++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    own[(8 * i + 2 * low + j % 2) * PITCH + 16 * tile + 8 * (j / 2) + high] =
+                    partials[(8 * i + 2 * low + j % 2) * PITCH + 16 * tile + 8 * (j / 2) + high] =
                         sums[tile][i][j];
     }
     __syncthreads();
     for (int i = threadIdx.x; i < rows * OUTPUTS; i += THREADS) {
         const int row = i / OUTPUTS, output = i % OUTPUTS;
         if (first + output >= outputs) continue;
-        O *const to = out + row * apart + first + output;
+        O *const to = out + row * pitch + first + output;
         float sum = ADD ? (float)*to : 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++)

@@ -17,18 +17,18 @@
 //   remainder of a product with the rounded reciprocal corrects it to the rounded quotient.  A
 //   block below 2^-126 has the codes of zeros; one above 2^126, where float32 has no normal
 //   reciprocal, is scaled first.
-#include "common/four_bits.cuh"
-#include "common/vector.cuh"
+#include <common/four_bits.cuh>
+#include <common/vector.cuh>
 
-constexpr int VALUES = 16;                        // values of a thread
-constexpr int CHUNK = LANES < 2 ? 2 : LANES;      // contiguous ones: whole bytes of codes
+constexpr int VALUES = 16;                    // values of a thread
+constexpr int CHUNK = LANES < 2 ? 2 : LANES;  // contiguous ones: whole bytes of codes
 constexpr int DEPTH = VALUES / CHUNK;
-constexpr int GROUP = BLOCK / VALUES;             // threads that share a block
+constexpr int GROUP = BLOCK / VALUES;                          // threads that share a block
 constexpr unsigned NORMAL = 0x00800000u, LARGE = 0x7e800000u;  // 2^-126, 2^126
 constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
 
 // Half-way between level I, in ascending order, and the next.
-template <int I> __device__ __forceinline__ float bound() {
+template <int I> DEVICE float bound() {
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
     if constexpr (!FP4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
     else if constexpr (I == 7) return 0.0f;
@@ -36,25 +36,25 @@ template <int I> __device__ __forceinline__ float bound() {
     else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
 }
 
-__device__ __forceinline__ unsigned code_of(float share) {
-    const bool a = share > bound<7>();
+DEVICE unsigned code_of(float value) {
+    const bool a = value > bound<7>();
     float middle = a ? bound<11>() : bound<3>();
-    const bool b = share > middle;
+    const bool b = value > middle;
     middle = a ? (b ? bound<13>() : bound<9>()) : (b ? bound<5>() : bound<1>());
-    const bool c = share > middle;
+    const bool c = value > middle;
     const float high = b ? (c ? bound<14>() : bound<12>()) : (c ? bound<10>() : bound<8>());
     const float low = b ? (c ? bound<6>() : bound<4>()) : (c ? bound<2>() : bound<0>());
-    const unsigned place = b * 4 + c * 2 + (share > (a ? high : low));
-    return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> place * 4 & 15 : a * 8 + place;  // by levels
+    const unsigned rank = b * 4 + c * 2 + (value > (a ? high : low));
+    return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
 }
 
-KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
-                                             unsigned char *__restrict__ packed,
-                                             float *__restrict__ absmax, long long size) {
+KERNEL(THREADS, 1536 / THREADS)
+nf4_quantize(const T *__restrict__ w, unsigned char *__restrict__ packed,
+             float *__restrict__ absmax, long long size) {
     __shared__ unsigned tops[THREADS / 32];
-    const int own = threadIdx.x % GROUP;
+    const int member = threadIdx.x % GROUP;
     const long long block = (long long)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
-    const long long first = block * BLOCK, start = first + own * CHUNK;
+    const long long first = block * BLOCK, start = first + member * CHUNK;
     const int left = (int)min(max(size - start, -1ll), 2ll * BLOCK);
     w += start;
     packed += start / 2;
@@ -85,7 +85,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
     if (first >= size) return;
 
     const bool divides = first + BLOCK > size;
-    if (own == 0) absmax[block] = __uint_as_float(divides ? max(top, LEAST) : top);
+    if (member == 0) absmax[block] = __uint_as_float(divides ? max(top, LEAST) : top);
     const float unit = top > LARGE ? 0.25f : 1.0f, most = __uint_as_float(top) * unit;
     float by = top < NORMAL ? 0.0f : __frcp_rn(most);
     if (divides || top > LARGE) {
@@ -93,8 +93,8 @@ KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
         for (int k = 0; k < DEPTH; k++)
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
-                const float scaled = v[k][j] * unit, share = scaled * by;
-                v[k][j] = divides ? fmaf(fmaf(-share, most, scaled), by, share) : scaled;
+                const float scaled = v[k][j] * unit, value = scaled * by;
+                v[k][j] = divides ? fmaf(fmaf(-value, most, scaled), by, value) : scaled;
             }
         by = divides ? 1.0f : by;
     }

@@ -21,7 +21,7 @@
 //               CLUSTER           blocks that share a row: 1, or up to 8 from sm_90 on
 //               RESIDENT          blocks that an SM must hold
 //               KEEP              a row stays on chip
-//               RESIDUAL, BIAS    there is a residual, or in backward a dh; there is a bias
+//               RESIDUAL, BIAS    a residual, or in backward a dh, is given; a bias is given
 //
 //   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
 //   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
@@ -34,13 +34,29 @@
 //   thread merges the mean and the centred squares of one vector after the other: no digits are
 //   lost far from zero, and the row is read twice instead of three times.
 constexpr int COLUMNS = HIDDEN;
-#include "common/row_threads.cuh"
-#include "common/rows.cuh"
-#include "common/vector.cuh"
+#include <common/row_threads.cuh>
+#include <common/rows.cuh>
+#include <common/vector.cuh>
+
+// ---- plain ------------------------------------------------------------------------------------
+// RMS norm as one would first write it, a thread a row.  In no unit of the library: it is here to be
+// read, and as the first step of docs/ladders.md.
+#ifdef PLAIN
+extern "C" __global__ void rms_norm_plain(const T *x, const W *weight, T *y, long long rows,
+                                          float eps) {
+    const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    x += row * HIDDEN, y += row * HIDDEN;
+    float squares = 0;
+    for (int i = 0; i < HIDDEN; i++) squares += (float)x[i] * (float)x[i];
+    const float rstd = 1 / sqrtf(squares / HIDDEN + eps);
+    for (int i = 0; i < HIDDEN; i++) y[i] = (T)((float)x[i] * rstd * (float)weight[i]);
+}
+#endif
 
 // ---- forward ----------------------------------------------------------------------------------
 // v = x + residual
-__device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *residual) {
+DEVICE void read(float (&v)[LANES], const T *x, const T *residual) {
     load(v, x);
     if constexpr (RESIDUAL) {
         float r[LANES];
@@ -53,23 +69,22 @@ __device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *res
 // Mean and centred squares of the values so far, vector by vector (Chan et al., 1979).
 struct Moments {
     float count, mean, squares;
-    __device__ __forceinline__ void add(const float (&v)[LANES], float sum) {
-        const float apart = sum / LANES - mean, share = LANES / (count + LANES);
+    DEVICE void add(const float (&v)[LANES], float sum) {
+        const float delta = sum / LANES - mean, weight = LANES / (count + LANES);
 #pragma unroll
         for (int j = 0; j < LANES; j++) squares += (v[j] - sum / LANES) * (v[j] - sum / LANES);
-        squares += apart * apart * count * share;
-        mean += apart * share;
+        squares += delta * delta * count * weight;
+        mean += delta * weight;
         count += LANES;
     }
 };
 
-__device__ __forceinline__ void forward(const T *x, const W *weight, const T *residual,
-                                        const B *bias, T *y, T *h, float *mean, float *rstd,
-                                        long long rows, const Layout &of_x,
-                                        const Layout &of_residual, float eps, float offset) {
+DEVICE void forward(const T *x, const W *weight, const T *residual, const B *bias, T *y, T *h,
+                    float *mean, float *rstd, long long rows, const Layout &of_x,
+                    const Layout &of_residual, float eps, float offset) {
     __shared__ Exchange<WARPS, CLUSTER> exchange[2];
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
-    const bool there = row < rows;
+    const bool in_range = row < rows;
     x += start(row, of_x);
     if constexpr (RESIDUAL) residual += start(row, of_residual);
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
@@ -79,8 +94,8 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         const int column = column_of(k);
-        if (!there || !inside(column)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0], part = 0;
+        if (!in_range || !inside(column)) continue;
+        float (&v)[LANES] = kept[KEEP ? k : 0], part = 0;
         read(v, x + column, residual + column);
         if constexpr (RESIDUAL) store(h, row * HIDDEN + column, v);
 #pragma unroll
@@ -92,11 +107,11 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     if constexpr (CENTRED) {
         row_sums<ROW_THREADS, CLUSTER>(sum, exchange[0]);
         centre = divided_by<HIDDEN>(sum[0]);
-        const float apart = moments.mean - centre;
-        squares[0] = moments.squares + moments.count * apart * apart;
+        const float delta = moments.mean - centre;
+        squares[0] = moments.squares + moments.count * delta * delta;
 #pragma unroll
         for (int k = 0; KEEP && k < DEPTH; k++) {
-            if (!there || !inside(column_of(k))) continue;
+            if (!in_range || !inside(column_of(k))) continue;
 #pragma unroll
             for (int j = 0; j < LANES; j++) {
                 kept[k][j] -= centre;
@@ -106,7 +121,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     }
     row_sums<ROW_THREADS, CLUSTER>(squares, exchange[1]);
     const float scale = 1 / sqrtf(divided_by<HIDDEN>(squares[0]) + eps);
-    if (!there) return;
+    if (!in_range) return;
     if (column_of(0) == 0) {
         if constexpr (CENTRED) mean[row] = centre;
         rstd[row] = scale;
@@ -116,7 +131,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     for (int k = 0; k < DEPTH; k++) {
         const int column = column_of(k);
         if (!inside(column)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0];
+        float (&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
             read(v, x + column, residual + column);
 #pragma unroll
@@ -131,19 +146,19 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     }
 }
 
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_forward(
-    const T *__restrict__ x, const W *__restrict__ weight, const T *__restrict__ residual,
-    const B *__restrict__ bias, T *__restrict__ y, T *__restrict__ h, float *__restrict__ mean,
-    float *__restrict__ rstd, long long rows, const __grid_constant__ Layouts of, float eps,
-    float offset) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+norm_forward(const T *__restrict__ x, const W *__restrict__ weight, const T *__restrict__ residual,
+             const B *__restrict__ bias, T *__restrict__ y, T *__restrict__ h,
+             float *__restrict__ mean, float *__restrict__ rstd, long long rows,
+             const __grid_constant__ Layouts of, float eps, float offset) {
     forward(x, weight, residual, bias, y, h, mean, rstd, rows, layout(of, 0), layout(of, 1), eps,
             CENTRED ? 0 : offset);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
 constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS ? 2 : 4;  // rows read before they are read again
-constexpr int MEANS = 1 + CENTRED;           // means of a row: of g * hhat; of g
-constexpr int SUMS = 1 + BIAS;               // sums of a column: dw; dbias
+constexpr int MEANS = 1 + CENTRED;                         // means of a row: of g * hhat; of g
+constexpr int SUMS = 1 + BIAS;                             // sums of a column: dw; dbias
 // Whether dh fits into registers beside dy and h before the means are known.
 constexpr bool EARLY = KEEP && RESIDUAL && !CENTRED && !BIAS && sizeof(T) == 2;
 constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared memory
@@ -151,9 +166,8 @@ constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared m
 struct Row { float scale, centre, mean[MEANS]; };
 
 // Add one vector's g * hhat, and g, to the sums of its row.
-__device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy,
-                                    const Vector<T, LANES> &of_h, const W *weight, float offset,
-                                    const Row &row) {
+DEVICE void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
+                const W *weight, float offset, const Row &row) {
     float dy[LANES], h[LANES], w[LANES];
     widen(dy, of_dy);
     widen(h, of_h);
@@ -167,11 +181,10 @@ __device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> 
 }
 
 // Write one vector of dx, at `at`, and add its contributions to dw and dbias.
-__device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
-                                          const Vector<T, LANES> &of_dy,
-                                          const Vector<T, LANES> &of_h,
-                                          const Vector<T, LANES> &of_dh, const float (&w)[LANES],
-                                          float offset, const Row &row) {
+DEVICE void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
+                      const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
+                      const Vector<T, LANES> &of_dh, const float (&w)[LANES], float offset,
+                      const Row &row) {
     float dy[LANES], h[LANES], d[LANES];
     widen(dy, of_dy);
     widen(h, of_h);
@@ -190,18 +203,17 @@ __device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUM
 
 // partial[0, i] is the sum over the rows of the i-th block, or cluster, for dw; partial[1, i] that
 // for dbias.
-__device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, const W *weight,
-                                         const float *mean, const float *rstd, T *dx,
-                                         float *partial, long long rows, const Layout &of_dy,
-                                         const Layout &of_dh, const Layout &of_h, float offset) {
+DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, const float *mean,
+                     const float *rstd, T *dx, float *partial, long long rows, const Layout &of_dy,
+                     const Layout &of_dh, const Layout &of_h, float offset) {
     DYNAMIC_SHARED(float, held);
     __shared__ Exchange<MEANS * WARPS, CLUSTER> exchange[2];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
-    int turn = 0;
+    int use = 0;
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
     // The address of four sums of a thread; neighbouring threads are 16 bytes apart, which avoids
     // bank conflicts.  Without KEEP the sums are too many for shared memory, and are in `partial`.
-    const auto place = [&](int which, int k, int q, int thread) {
+    const auto address = [&](int which, int k, int q, int thread) {
         if constexpr (KEEP)
             return held + (((which * DEPTH + k) * (LANES / QUAD) + q) * THREADS + thread) * QUAD;
         else
@@ -213,14 +225,14 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
             float four[QUAD];
 #pragma unroll
             for (int j = 0; j < QUAD; j++) four[j] = v[q * QUAD + j];
-            store(place(which, k, q, threadIdx.x), four);
+            store(address(which, k, q, threadIdx.x), four);
         }
     };
     const auto add = [&](float (&v)[LANES], int which, int k, int thread) {
 #pragma unroll
         for (int q = 0; q < LANES / QUAD; q++) {
             float four[QUAD];
-            load(four, place(which, k, q, thread));
+            load(four, address(which, k, q, thread));
 #pragma unroll
             for (int j = 0; j < QUAD; j++) v[q * QUAD + j] += four[j];
         }
@@ -259,8 +271,8 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
 #pragma unroll
             for (int k = 0; EARLY && k < DEPTH; k++)
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
-            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[turn & 1], turn >> 1);
-            turn++;
+            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[use & 1], use >> 1);
+            use++;
 #pragma unroll
             for (int m = 0; m < MEANS; m++) row[i].mean[m] = divided_by<HIDDEN>(sum[m]);
         }
@@ -307,10 +319,11 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
     }
 }
 
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_backward(
-    const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h, const W *weight,
-    const float *__restrict__ mean, const float *__restrict__ rstd, T *__restrict__ dx,
-    float *__restrict__ partial, long long rows, const __grid_constant__ Layouts of, float offset) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+norm_backward(const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h,
+              const W *weight, const float *__restrict__ mean, const float *__restrict__ rstd,
+              T *__restrict__ dx, float *__restrict__ partial, long long rows,
+              const __grid_constant__ Layouts of, float offset) {
     backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, layout(of, 0), layout(of, 1),
              layout(of, 2), CENTRED ? 0 : offset);
 }

@@ -26,14 +26,14 @@
 //   The trick: a warp takes a token.  It reads the row of the tables once, into registers, and
 //   iterates over the heads of q, then of k, SLOTS at a time.  A thread holds both columns of a
 //   pair, so threads only exchange the sums of a head.  In backward, a warp iterates over tokens
-//   and adds to dw in float32, that of q and that of k in turn: the other is kept in shared memory,
-//   to save registers.  A block writes one row of partial sums, which column_sum.cu adds in a fixed
-//   order: no atomics, equal bits.
+//   and adds to dw in float32, that of q and that of k alternately: the other is kept in shared
+//   memory, to save registers.  A block writes one row of partial sums, which column_sum.cu adds in
+//   a fixed order: no atomics, equal bits.
 //   A position outside the tables gives NaN and a report, and no read out of bounds.
-#include "common/faults.cuh"
-#include "common/heads.cuh"
-#include "common/reduce.cuh"
-#include "common/vector.cuh"
+#include <common/faults.cuh>
+#include <common/heads.cuh>
+#include <common/reduce.cuh>
+#include <common/vector.cuh>
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // pairs of a chunk
 constexpr int PARTS = 2 * PAIRS / LANES;                             // accesses of a chunk
@@ -41,41 +41,39 @@ constexpr int CHUNKS = (DIM + 2 * PAIRS - 1) / (2 * PAIRS);          // chunks o
 constexpr int DEPTH = (CHUNKS + GROUP - 1) / GROUP;                  // chunks of a thread
 constexpr int SLOTS = 32 / GROUP;                                    // heads of a warp at a time
 constexpr int WARPS = THREADS / 32;
-constexpr int VALUES = DEPTH * 2 * PAIRS;                            // values of a head per thread
+constexpr int VALUES = DEPTH * 2 * PAIRS;  // values of a head per thread
 
 // A chunk is PAIRS rotated pairs or, from column 2 HALF on, 2 PAIRS neighbours without rotation.
 template <class E> struct Chunk { Vector<E, LANES> part[PARTS]; };
 using Angles = float[DEPTH][PAIRS];
 using Parked = float[VALUES][32];  // a warp's dw in shared memory, one column per thread
 
-__device__ __forceinline__ int chunk_of(int k) { return threadIdx.x % GROUP + k * GROUP; }
-__device__ __forceinline__ bool exists(int chunk) { return CHUNKS % GROUP == 0 || chunk < CHUNKS; }
-__device__ __forceinline__ bool turns(int chunk) { return chunk * PAIRS < HALF; }
-__device__ __forceinline__ int column(int chunk, int part) {
+DEVICE int chunk_of(int k) { return threadIdx.x % GROUP + k * GROUP; }
+DEVICE bool exists(int chunk) { return CHUNKS % GROUP == 0 || chunk < CHUNKS; }
+DEVICE bool rotates(int chunk) { return chunk * PAIRS < HALF; }
+DEVICE int column(int chunk, int part) {
     if constexpr (PARTS == 1) return chunk * LANES;
     else if constexpr (INTERLEAVED) return 2 * chunk + part;
-    else return turns(chunk) ? chunk * PAIRS + part * HALF : (2 * chunk + part) * PAIRS;
+    else return rotates(chunk) ? chunk * PAIRS + part * HALF : (2 * chunk + part) * PAIRS;
 }
-__device__ __forceinline__ bool inside(int column) {
-    return DIM % (2 * PAIRS) == 0 || column < DIM;
-}
+DEVICE bool inside(int column) { return DIM % (2 * PAIRS) == 0 || column < DIM; }
 
 // Read a head; columns past its end, and a head that does not exist, become 0.
 template <class E>
-__device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool there = true) {
+DEVICE void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool in_range = true) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k++)
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             const int at = column(chunk_of(k), part);
             to[k].part[part] = {};
-            if (there && exists(chunk_of(k)) && inside(at)) fetch(to[k].part[part], head + at);
+            if (in_range && exists(chunk_of(k)) && inside(at)) fetch(to[k].part[part], head + at);
         }
 }
 
 // Convert a chunk to floats: to[0] and to[1] are the first and the second columns of its pairs.
 template <class E>
-__device__ __forceinline__ void widen(float (&to)[2][PAIRS], const Chunk<E> &from) {
+DEVICE void widen(float (&to)[2][PAIRS], const Chunk<E> &from) {
 #pragma unroll
     for (int side = 0; side < 2; side++)
 #pragma unroll
@@ -85,8 +83,7 @@ __device__ __forceinline__ void widen(float (&to)[2][PAIRS], const Chunk<E> &fro
 }
 
 // Write a chunk of the head at base + head.
-__device__ __forceinline__ void store(T *base, long long head, const float (&from)[2][PAIRS],
-                                      int chunk) {
+DEVICE void store(T *base, long long head, const float (&from)[2][PAIRS], int chunk) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
         const int at = column(chunk, part);
@@ -98,13 +95,12 @@ __device__ __forceinline__ void store(T *base, long long head, const float (&fro
 }
 
 // Read row positions[index] of the tables, or without positions row `index`; return its number.
-__device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos, const C *sin,
-                                             const I *positions, long long index,
-                                             long long length) {
+DEVICE long long look_up(Angles &c, Angles &s, const C *cos, const C *sin, const I *positions,
+                         long long index, long long length) {
     const long long row = positions == nullptr ? index : (long long)positions[index];
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
-        if (!turns(chunk_of(k))) continue;
+        if (!rotates(chunk_of(k))) continue;
         if (row >= 0 && row < length) {
             load(c[k], cos + row * HALF + chunk_of(k) * PAIRS);
             load(s[k], sin + row * HALF + chunk_of(k) * PAIRS);
@@ -119,17 +115,16 @@ __device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos,
 // ---- forward ----------------------------------------------------------------------------------
 // The COUNT heads of q, or of k, of one token.
 template <int COUNT, class E>
-__device__ __forceinline__ void forward(const T *x, long long step, const E *weight, T *y,
-                                        float *rstd, const Angles &c, const Angles &s, float eps,
-                                        float offset) {
+DEVICE void forward(const T *x, long long step, const E *weight, T *y, float *rstd, const Angles &c,
+                    const Angles &s, float eps, float offset) {
     Chunk<E> w[DEPTH];
     fetch(w, weight);
 #pragma unroll 1  // unrolled iterations would spill
     for (int first = 0; first < COUNT; first += SLOTS) {
         const int head = first + threadIdx.x % 32 / GROUP;
-        const bool there = head < COUNT;
+        const bool in_range = head < COUNT;
         Chunk<T> kept[DEPTH];
-        fetch(kept, x + head * step, there);
+        fetch(kept, x + head * step, in_range);
         float squares = 0;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
@@ -139,11 +134,11 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
             for (int j = 0; j < PAIRS; j++) squares += v[0][j] * v[0][j] + v[1][j] * v[1][j];
         }
         const float scale = rsqrtf(group_sum<GROUP>(squares) * (1.0f / DIM) + eps);
-        if (!there) continue;
+        if (!in_range) continue;
         if (threadIdx.x % GROUP == 0) rstd[head] = scale;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
-            const bool turning = turns(chunk_of(k));
+            const bool rotated = rotates(chunk_of(k));
             float v[2][PAIRS], factor[2][PAIRS];
             widen(v, kept[k]);
             widen(factor, w[k]);
@@ -151,15 +146,16 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
             for (int j = 0; j < PAIRS; j++) {
                 const float one = v[0][j] * scale * (factor[0][j] + offset);
                 const float two = v[1][j] * scale * (factor[1][j] + offset);
-                v[0][j] = turning ? one * c[k][j] - two * s[k][j] : one;
-                v[1][j] = turning ? two * c[k][j] + one * s[k][j] : two;
+                v[0][j] = rotated ? one * c[k][j] - two * s[k][j] : one;
+                v[1][j] = rotated ? two * c[k][j] + one * s[k][j] : two;
             }
             store(y, head * DIM, v, chunk_of(k));
         }
     }
 }
 
-KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
+KERNEL(THREADS, FORWARD_RESIDENT)
+qk_norm_rope_forward(
     const T *__restrict__ q, const T *__restrict__ k, const W *__restrict__ q_weight,
     const B *__restrict__ k_weight, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *__restrict__ turned_q, T *__restrict__ turned_k,
@@ -181,46 +177,44 @@ KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
 
 // ---- backward ---------------------------------------------------------------------------------
 template <int COUNT, class E>
-__device__ __forceinline__ void backward(const T *dy, const T *x, long long step,
-                                         const E *weight, const float *rstd, T *dx,
-                                         Parked &parked, const Angles &c, const Angles &s,
-                                         float offset) {
+DEVICE void backward(const T *dy, const T *x, long long step, const E *weight, const float *rstd,
+                     T *dx, Parked &parked, const Angles &c, const Angles &s, float offset) {
     float dw[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; i++) dw[i] = parked[i][threadIdx.x % 32];
 #pragma unroll 1  // unrolled iterations would spill
     for (int first = 0; first < COUNT; first += SLOTS) {
         const int head = first + threadIdx.x % 32 / GROUP;
-        const bool there = head < COUNT;
-        const float scale = there ? rstd[head] : 0;
+        const bool in_range = head < COUNT;
+        const float scale = in_range ? rstd[head] : 0;
         Chunk<T> kept_dy[DEPTH], kept_x[DEPTH];
         Chunk<E> w[DEPTH];
-        fetch(kept_dy, dy + head * DIM, there);
-        fetch(kept_x, x + head * step, there);
+        fetch(kept_dy, dy + head * DIM, in_range);
+        fetch(kept_x, x + head * step, in_range);
         fetch(w, weight);
-        float g[DEPTH][2][PAIRS], share = 0;
+        float g[DEPTH][2][PAIRS], product = 0;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
-            const bool turning = turns(chunk_of(k));
+            const bool rotated = rotates(chunk_of(k));
             float d[2][PAIRS], v[2][PAIRS], factor[2][PAIRS];
             widen(d, kept_dy[k]);
             widen(v, kept_x[k]);
             widen(factor, w[k]);
 #pragma unroll
             for (int j = 0; j < PAIRS; j++) {
-                const float dz[2] = {turning ? d[0][j] * c[k][j] + d[1][j] * s[k][j] : d[0][j],
-                                     turning ? d[1][j] * c[k][j] - d[0][j] * s[k][j] : d[1][j]};
+                const float dz[2] = {rotated ? d[0][j] * c[k][j] + d[1][j] * s[k][j] : d[0][j],
+                                     rotated ? d[1][j] * c[k][j] - d[0][j] * s[k][j] : d[1][j]};
 #pragma unroll
                 for (int side = 0; side < 2; side++) {
                     const float xhat = v[side][j] * scale;
                     g[k][side][j] = dz[side] * (factor[side][j] + offset);
-                    share += g[k][side][j] * xhat;
+                    product += g[k][side][j] * xhat;
                     dw[(2 * k + side) * PAIRS + j] += dz[side] * xhat;
                 }
             }
         }
-        const float mean = group_sum<GROUP>(share) * (1.0f / DIM);
-        if (!there) continue;
+        const float mean = group_sum<GROUP>(product) * (1.0f / DIM);
+        if (!in_range) continue;
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
             float v[2][PAIRS];
@@ -238,7 +232,8 @@ __device__ __forceinline__ void backward(const T *dy, const T *x, long long step
 }
 
 // partial[0, block] is the block's part of the gradient of q_weight, partial[1, block] of k_weight.
-KERNEL(THREADS, RESIDENT) qk_norm_rope_backward(
+KERNEL(THREADS, RESIDENT)
+qk_norm_rope_backward(
     const T *__restrict__ dturned_q, const T *__restrict__ dturned_k, const T *__restrict__ q,
     const T *__restrict__ k, const W *__restrict__ q_weight, const B *__restrict__ k_weight,
     const C *__restrict__ cos, const C *__restrict__ sin, const I *__restrict__ positions,
@@ -267,7 +262,8 @@ KERNEL(THREADS, RESIDENT) qk_norm_rope_backward(
         if (!exists(chunk) || !inside(at)) continue;
         float sum = 0;
         for (int other = 0; other < WARPS * SLOTS; other++)
-            sum += dw[which][other / SLOTS][(2 * k + side) * PAIRS + j][lane + other % SLOTS * GROUP];
+            sum +=
+                dw[which][other / SLOTS][(2 * k + side) * PAIRS + j][lane + other % SLOTS * GROUP];
         partial[((long long)which * gridDim.x + blockIdx.x) * DIM + at] = sum;
     }
 }

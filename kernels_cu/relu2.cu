@@ -11,10 +11,10 @@
 //
 //   The trick: each thread makes one access to every array, and loads before it stores, so that dx
 //   may overwrite x or dy.  Slices are read and written without a copy.
-#include "common/rows.cuh"
+#include <common/rows.cuh>
 
 // max(x, 0); a NaN stays a NaN.
-__device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
+DEVICE float positive(float x) { return x < 0 ? 0 : x; }
 
 KERNEL(THREADS) relu2(const T *x, T *y, const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);

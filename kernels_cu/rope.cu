@@ -21,24 +21,22 @@
 //   table is read once per token.  It loads both values of a pair before it stores one: y may be x.
 //   A position outside the tables gives NaN and a report, and no read out of bounds.  With ANGLES a
 //   block computes the cosines and sines of its tokens once, in shared memory, for all its heads.
-#include "common/faults.cuh"
-#include "common/heads.cuh"
-#include "common/math.cuh"
-#include "common/vector.cuh"
+#include <common/faults.cuh>
+#include <common/heads.cuh>
+#include <common/math.cuh>
+#include <common/vector.cuh>
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // pairs of a thread at a time
 constexpr int TURNED = 2 * HALF;
 constexpr int ALL_HEADS = HEADS + KV_HEADS;
 
 // Heads are numbered from those of q to those of k.
-__device__ __forceinline__ bool of_q(int head) { return KV_HEADS == 0 || head < HEADS; }
-__device__ __forceinline__ long long start(long long token, int head, Steps q, Steps k) {
-    return of_q(head) ? token * q.token + head * q.head
-                      : token * k.token + (head - HEADS) * k.head;
+DEVICE bool of_q(int head) { return KV_HEADS == 0 || head < HEADS; }
+DEVICE long long start(long long token, int head, Steps q, Steps k) {
+    return of_q(head) ? token * q.token + head * q.head : token * k.token + (head - HEADS) * k.head;
 }
 
-__device__ __forceinline__ long long position(const I *positions, long long token,
-                                              long long period) {
+DEVICE long long position(const I *positions, long long token, long long period) {
     const long long index = token % period;
     return positions == nullptr ? index : (long long)positions[index];
 }
@@ -46,8 +44,7 @@ __device__ __forceinline__ long long position(const I *positions, long long toke
 // cos and sin of position * base^(-pair / HALF), with wavelength and angle rounded to float32.
 // Half turns are subtracted from the angle in float64, which is right for any position: sinf would
 // use local memory.
-__device__ __forceinline__ void turn_by(float &c, float &s, long long position, int pair,
-                                        double log2_base) {
+DEVICE void turn_by(float &c, float &s, long long position, int pair, double log2_base) {
     constexpr double PI = 3.141592653589793, PI_LOW = 1.2246467991473532e-16, INVERSE_PI = 1 / PI;
     const float exponent = divided_by<TURNED>((float)(2 * pair));
     const float wavelength = (float)exp2(exponent * log2_base);
@@ -61,8 +58,8 @@ __device__ __forceinline__ void turn_by(float &c, float &s, long long position, 
 }
 
 // Rotate the pairs from `pair` on of the head at x, and write them to the head at y + head.
-__device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
-                                     const float (&c)[PAIRS], const float (&s)[PAIRS]) {
+DEVICE void rotate(const T *x, T *y, long long head, int pair, const float (&c)[PAIRS],
+                   const float (&s)[PAIRS]) {
     float first[PAIRS], second[PAIRS];
     if constexpr (!INTERLEAVED || LANES == 1) {
         const int one = INTERLEAVED ? 2 * pair : pair, other = INTERLEAVED ? one + 1 : pair + HALF;
@@ -91,10 +88,10 @@ __device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
 
 // 4 blocks on an SM are half of its threads, with 64 registers each; without this bound, ptxas
 // spills in order to use fewer.
-KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
-    const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
-    const I *__restrict__ positions, T *turned_q, T *turned_k,
-    const __grid_constant__ Tokens tokens, double log2_base, long long *faults, long long who) {
+KERNEL(TOKENS * SLOTS * COLUMNS, 4)
+rope(const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
+     const I *__restrict__ positions, T *turned_q, T *turned_k,
+     const __grid_constant__ Tokens tokens, double log2_base, long long *faults, long long who) {
     const long long period = tokens.period, length = tokens.length;
     __shared__ __align__(16) float angles[2][ANGLES ? TOKENS : 1][ANGLES ? HALF : 1];
     const int column = threadIdx.x % COLUMNS, slot = threadIdx.x / COLUMNS % SLOTS;
@@ -130,9 +127,9 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
         for (int j = 0; j < PAIRS; j++) s[j] = INVERSE ? -s[j] : s[j];
 #pragma unroll 4
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
-            turn((of_q(head) ? q : k) + start(token, head, q_steps, k_steps),
-                 of_q(head) ? turned_q : turned_k, start(token, head, q_out_steps, k_out_steps),
-                 pair, c, s);
+            rotate((of_q(head) ? q : k) + start(token, head, q_steps, k_steps),
+                   of_q(head) ? turned_q : turned_k, start(token, head, q_out_steps, k_out_steps),
+                   pair, c, s);
     }
     if constexpr (TURNED < DIM && !IN_PLACE) {
         for (int head = slot; head < ALL_HEADS; head += SLOTS)

@@ -29,27 +29,27 @@
 //   exchange, while a cluster holds that row in halves.  Before sm_90 shared memory would only save
 //   the second read of a few lengths: those of 16 bits from 32,768 to 50,000 columns, or 80,000 on
 //   sm_80.
-#include "common/math.cuh"
-#include "common/row_threads.cuh"
-#include "common/rows.cuh"
-#include "common/vector.cuh"
+#include <common/math.cuh>
+#include <common/row_threads.cuh>
+#include <common/rows.cuh>
+#include <common/vector.cuh>
 
 // ---- forward ----------------------------------------------------------------------------------
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
-    const T *x, T *y, long long rows, long long inner, long long x_outer, long long x_step,
-    float scale) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+softmax(const T *x, T *y, long long rows, long long inner, long long x_outer, long long x_step,
+        float scale) {
     __shared__ Exchange<2 * WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
     const T *x_row = x + start(row, {inner, x_outer, x_step}) + first;
-    const long long place = row * COLUMNS + first;  // of y; see `store` in vector.cuh
+    const long long at = row * COLUMNS + first;  // of y; see `store` in vector.cuh
     cluster_start<CLUSTER>(exchange);
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (row >= rows || !inside(first + k * STEP, k)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0];
+        float (&v)[LANES] = kept[KEEP ? k : 0];
         load(v, x_row + k * STEP);
         const float before = top;
 #pragma unroll
@@ -75,33 +75,34 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     const float mine = top;
     row_exp_sum<ROW_THREADS, CLUSTER>(top, sum, exchange);
     if (row >= rows) return;
-    const float share = sum == 0 ? 0 : (KEEP ? exp_below(mine - top) : 1) / sum;
+    const float reciprocal = sum == 0 ? 0 : (KEEP ? exp_below(mine - top) : 1) / sum;
 
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (!inside(first + k * STEP, k)) continue;
-        float(&v)[LANES] = kept[KEEP ? k : 0];
+        float (&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
             load(v, x_row + k * STEP);
 #pragma unroll
             for (int j = 0; j < LANES; j++) v[j] = exp_below(v[j] * scale - top);
         }
 #pragma unroll
-        for (int j = 0; j < LANES; j++) v[j] *= share;
-        store(y, place + k * STEP, v);
+        for (int j = 0; j < LANES; j++) v[j] *= reciprocal;
+        store(y, at + k * STEP, v);
     }
 }
 
 // ---- backward ---------------------------------------------------------------------------------
-CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
-    const T *dy, const T *y, T *dx, long long rows, long long inner, long long dy_outer,
-    long long dy_step, long long y_outer, long long y_step, float scale) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
+softmax_backward(const T *dy, const T *y, T *dx, long long rows, long long inner,
+                 long long dy_outer, long long dy_step, long long y_outer, long long y_step,
+                 float scale) {
     __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
     const T *dy_row = dy + start(row, {inner, dy_outer, dy_step}) + first;
     const T *y_row = y + start(row, {inner, y_outer, y_step}) + first;
-    const long long place = row * COLUMNS + first;  // of dx
+    const long long at = row * COLUMNS + first;  // of dx
     cluster_start<CLUSTER>(exchange);
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
@@ -132,6 +133,6 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
         widen(v, kept_y[KEEP ? k : 0]);
 #pragma unroll
         for (int j = 0; j < LANES; j++) d[j] = scale * v[j] * (d[j] - sum);
-        store(dx, place + k * STEP, d);
+        store(dx, at + k * STEP, d);
     }
 }

@@ -13,8 +13,8 @@
 //   The trick: each thread makes one access to every array, and all loads before the first store,
 //   so that a result may overwrite an operand: dgate may overwrite gate, and dup up.  Slices are
 //   read and written without a copy: gate and up may be halves of one array.
-#include "common/math.cuh"
-#include "common/rows.cuh"
+#include <common/math.cuh>
+#include <common/rows.cuh>
 
 KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);
@@ -26,8 +26,9 @@ KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, const __grid_constant__
     at.store(y, 2, u);
 }
 
-KERNEL(THREADS) swiglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
-                                const __grid_constant__ Rows rows) {
+KERNEL(THREADS)
+swiglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
+                const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);
     float d[LANES], g[LANES], u[LANES];
     at.load(d, dy, 0);

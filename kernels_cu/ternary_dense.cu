@@ -9,25 +9,24 @@
 //
 //   The trick: a thread has 8 columns, so it reads one byte of each plane; neighbouring threads
 //   store neighbouring 16 bytes of 16-bit values.
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 
 constexpr int THREADS = 256;
 
-KERNEL(THREADS) ternary_dense_(
-    T *w, const unsigned char *planes, const S *scale, long long eighths, int columns, int row,
-    int column, int bytes, int group, int groups, int scale_step) {
+KERNEL(THREADS)
+ternary_dense_(T *w, const unsigned char *planes, const S *scale, long long eighths, int columns,
+               int row, int column, int bytes, int group, int groups, int scale_step) {
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (at >= eighths) return;
     const int wide = (columns + 7) / 8, left = (int)(at % wide) * 8;
     const long long r = at / wide, output = row + r;
-    const unsigned char *own = planes + output * 2 * bytes + (column + left) / 8;
-    const unsigned plus = own[0], minus = own[bytes];
+    const unsigned char *from = planes + output * 2 * bytes + (column + left) / 8;
+    const unsigned plus = from[0], minus = from[bytes];
     const int part = GROUPED ? (column + left) / group : 0;  // 8 columns are of one group
     const float factor = (float)scale[output * scale_step * groups + part];
     float v[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-        v[j] = plus >> j & 1 ? factor : minus >> j & 1 ? -factor : 0.0f;
+    for (int j = 0; j < 8; j++) v[j] = plus >> j & 1 ? factor : minus >> j & 1 ? -factor : 0.0f;
     T *to = w + r * columns + left;
     if constexpr (LANES == 8) {
         store(to, v);

@@ -22,24 +22,26 @@
 //   large sum and lose digits.  Weights of the next columns are loaded while x is written to shared
 //   memory.  One row takes the same path as eight: an mma does 512 of its products, and dp4a would
 //   do 128.
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 #include <common/ptx.cuh>
 
 constexpr bool INT8 = sizeof(X) == 1;
-constexpr int PARTS = sizeof(X) == 4 ? 3 : 1;     // bfloat16 parts of a value of x
+constexpr int PARTS = sizeof(X) == 4 ? 3 : 1;  // bfloat16 parts of a value of x
 constexpr int WARPS = WM * WK, THREADS = 32 * WARPS, N = 8 * N_TILES, M = 16 * WM;
 constexpr int COLUMNS = 512, WORDS = COLUMNS / 32;  // that the warp takes at a time
-constexpr int VALUES = INT8 ? 16 : 8;             // of a chunk: 16 bytes in shared memory
+constexpr int VALUES = INT8 ? 16 : 8;               // of a chunk: 16 bytes in shared memory
 constexpr int CHUNKS = COLUMNS / VALUES, WORD_CHUNKS = 32 / VALUES;
-constexpr int HALVES = INT8 ? 1 : 2;              // parts of a word, of four products each
-constexpr int PITCH = M + 4;                      // of sums: lanes write to different banks
-constexpr int SPAN = GROUPED ? 1 : 4;             // neighbouring words of a lane
-constexpr bool SHORT = GROUPED || PARTS > 1;      // sums of few columns are added to a total
+constexpr int HALVES = INT8 ? 1 : 2;          // parts of a word, of four products each
+constexpr int PITCH = M + 4;                  // of sums: lanes write to different banks
+constexpr int SPAN = GROUPED ? 1 : 4;         // neighbouring words of a lane
+constexpr bool SHORT = GROUPED || PARTS > 1;  // sums of few columns are added to a total
 
 template <class E> struct Codes;  // (high) bytes of 0, 1 and -1; the factor that their sums need
 template <> struct Codes<signed char> { static constexpr unsigned BYTES = 0x00ff0100, FACTOR = 1; };
 template <> struct Codes<__half> { static constexpr unsigned BYTES = 0x00bc3c00, FACTOR = 1; };
-template <> struct Codes<__nv_bfloat16> { static constexpr unsigned BYTES = 0x00bf3f00, FACTOR = 2; };
+template <> struct Codes<__nv_bfloat16> {
+    static constexpr unsigned BYTES = 0x00bf3f00, FACTOR = 2;
+};
 template <> struct Codes<float> : Codes<__nv_bfloat16> {};
 
 template <bool I> struct Sum { using type = float; };
@@ -48,33 +50,35 @@ using Acc = Sum<INT8>::type;
 
 struct alignas(16) Four { unsigned at[4]; };
 
-// The word, among those of 512 columns, that a lane takes in a turn.
-__device__ __forceinline__ int word_of(int lane, int turn) {
-    return SPAN == 4 ? lane % 4 * 4 + turn : turn * 4 + lane % 4;
+// The word, among those of 512 columns, that a lane takes in a step.
+DEVICE int word_of(int lane, int step) {
+    return SPAN == 4 ? lane % 4 * 4 + step : step * 4 + lane % 4;
 }
 
 // The index of chunk j of a word of row n: each lane of a quarter warp has another group of banks.
-__device__ __forceinline__ int place(int n, int word, int j) {
+DEVICE int index_of(int n, int word, int j) {
     const int owner = SPAN == 4 ? word / 4 : word % 4;
     const int mixed = (SPAN == 4 ? owner * 2 : owner / 2 * 2) ^ (n & 1);
     return n * CHUNKS + ((word * WORD_CHUNKS + j) ^ mixed);
 }
 
 // The transpose of four by four bytes: byte j of word c is byte c of word j.
-__device__ __forceinline__ Four turned(const Four &w) {
-    const unsigned a = __byte_perm(w.at[0], w.at[1], 0x5140), b = __byte_perm(w.at[0], w.at[1], 0x7362);
-    const unsigned c = __byte_perm(w.at[2], w.at[3], 0x5140), d = __byte_perm(w.at[2], w.at[3], 0x7362);
+DEVICE Four turned(const Four &w) {
+    const unsigned a = __byte_perm(w.at[0], w.at[1], 0x5140),
+                   b = __byte_perm(w.at[0], w.at[1], 0x7362);
+    const unsigned c = __byte_perm(w.at[2], w.at[3], 0x5140),
+                   d = __byte_perm(w.at[2], w.at[3], 0x7362);
     return {{__byte_perm(a, c, 0x5410), __byte_perm(a, c, 0x7632), __byte_perm(b, d, 0x5410),
              __byte_perm(b, d, 0x7632)}};
 }
 
 template <class E>
-__device__ __forceinline__ Four as_four(const Vector<E, 16 / sizeof(E)> &v) {
+DEVICE Four as_four(const Vector<E, 16 / sizeof(E)> &v) {
     return reinterpret_cast<const Four &>(v);
 }
 
 // Write a chunk of x, with 0 past its last column, in the layout that the products read.
-__device__ __forceinline__ void stage(Four *to, const signed char *x, int left) {
+DEVICE void stage(Four *to, const signed char *x, int left) {
     Vector<signed char, 16> v;
     if (X_WIDE && left >= 16) {
         fetch(v, x);
@@ -84,7 +88,7 @@ __device__ __forceinline__ void stage(Four *to, const signed char *x, int left) 
     }
     *to = turned(as_four(v));
 }
-template <class E> __device__ __forceinline__ void stage(Four *to, const E *x, int left) {
+template <class E> DEVICE void stage(Four *to, const E *x, int left) {
     constexpr int STRIDE = N * CHUNKS;  // from one part to the next
     Vector<E, 8> v;
     if (X_WIDE && left >= 8) {
@@ -112,35 +116,35 @@ template <class E> __device__ __forceinline__ void stage(Four *to, const E *x, i
     }
 }
 
-// A lane's words of the planes, for rows `output` and `output + 8`: [row][plane][turn].
+// A lane's words of the planes, for rows `output` and `output + 8`: [row][plane][step].
 struct Weights { unsigned at[2][2][4]; };
 
-__device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
-                                      const unsigned char *marks, int output, int outputs,
-                                      int first, int words, int lane) {
+DEVICE void fetch(Weights &w, const unsigned char *planes, const unsigned char *marks, int output,
+                  int outputs, int first, int words, int lane) {
     const int mark_bytes = ((words + 7) / 8 + 7) / 8;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = output + 8 * half;
 #pragma unroll
-        for (int turn = 0; turn < 4; turn += SPAN) {
-            const int word = first + word_of(lane, turn);
-            bool there = row < outputs && word < words;
-            if (MARKED && there)
-                there = marks[(long long)row * mark_bytes + word / 64] >> (word / 8 % 8) & 1;
+        for (int step = 0; step < 4; step += SPAN) {
+            const int word = first + word_of(lane, step);
+            bool needed = row < outputs && word < words;
+            if (MARKED && needed)
+                needed = marks[(long long)row * mark_bytes + word / 64] >> (word / 8 % 8) & 1;
 #pragma unroll
             for (int plane = 0; plane < 2; plane++) {
-                const unsigned *from =
-                    reinterpret_cast<const unsigned *>(planes) + ((long long)row * 2 + plane) * words;
+                const unsigned *from = reinterpret_cast<const unsigned *>(planes) +
+                                       ((long long)row * 2 + plane) * words;
                 if constexpr (WIDE && SPAN == 4) {
                     const Four four =
-                        there ? *reinterpret_cast<const Four *>(from + word) : Four{};
+                        needed ? *reinterpret_cast<const Four *>(from + word) : Four{};
 #pragma unroll
                     for (int i = 0; i < 4; i++) w.at[half][plane][i] = four.at[i];
                 } else {
 #pragma unroll
                     for (int i = 0; i < SPAN; i++)
-                        w.at[half][plane][turn + i] = there && word + i < words ? from[word + i] : 0;
+                        w.at[half][plane][step + i] =
+                            needed && word + i < words ? from[word + i] : 0;
                 }
             }
         }
@@ -150,7 +154,7 @@ __device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
 // Turn the codes of a word into byte selectors, one nibble per code.  For signed char, word c has
 // columns c, c + 4, .. c + 28; for 16-bit floats columns 2 c, 2 c + 1 and those 16 further on, in
 // the odd nibbles.
-__device__ __forceinline__ void select(unsigned (&codes)[4], unsigned plus, unsigned minus, int half) {
+DEVICE void select(unsigned (&codes)[4], unsigned plus, unsigned minus, int half) {
     const unsigned even = plus & 0x55555555u | minus << 1 & 0xaaaaaaaau;
     const unsigned odd = plus >> 1 & 0x55555555u | minus & 0xaaaaaaaau;
     if constexpr (INT8) {
@@ -168,28 +172,24 @@ __device__ __forceinline__ void select(unsigned (&codes)[4], unsigned plus, unsi
     }
 }
 
-__device__ __forceinline__ void multiply(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
-                                         signed char) {
+DEVICE void multiply(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], signed char) {
     mma_m16n8k32_s8(d, a, b, d);
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2], __half) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
     mma_m16n8k16_f16(d, a, b, d);
 }
 template <class E>
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2], E) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], E) {
     mma_m16n8k16_bf16(d, a, b, d);
 }
 
-// sums += codes of a turn times x; the chunks of x for this warp's columns start at `tile`.
-__device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile,
-                                    int turn, int lane) {
+// sums += codes of a step times x; the chunks of x for this warp's columns start at `tile`.
+DEVICE void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile, int step, int lane) {
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
         unsigned low[4], high[4], a[4][4];
-        select(low, w.at[0][0][turn], w.at[0][1][turn], half);
-        select(high, w.at[1][0][turn], w.at[1][1][turn], half);
+        select(low, w.at[0][0][step], w.at[0][1][step], half);
+        select(high, w.at[1][0][step], w.at[1][1][step], half);
 #pragma unroll
         for (int q = 0; q < 4; q++) {
             a[q][0] = __byte_perm(Codes<X>::BYTES, 0, low[q] & 0xffff);
@@ -201,10 +201,10 @@ __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, c
         for (int tiles = 0; tiles < N_TILES; tiles++)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-                const int n = tiles * 8 + lane / 4, word = word_of(lane, turn);
+                const int n = tiles * 8 + lane / 4, word = word_of(lane, step);
                 const Four *from = tile + part * N * CHUNKS;
-                const Four first = from[place(n, word, half)];
-                const Four second = from[place(n, word, half + HALVES)];
+                const Four first = from[index_of(n, word, half)];
+                const Four second = from[index_of(n, word, half + HALVES)];
 #pragma unroll
                 for (int q = 0; q < 4; q++) {
                     const unsigned b[2] = {first.at[q], second.at[q]};
@@ -217,15 +217,15 @@ __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, c
 // x of float32 fills 48 KiB of shared memory: two blocks have all the registers that they need.
 constexpr int RESIDENT = PARTS > 1 ? 2 : 0;
 
-KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
-    const X *x, const float *x_scale, const unsigned char *planes, const S *scale,
-    const unsigned char *marks, T *y, long long rows, int inputs, int outputs, int words, int group,
-    int groups, int scale_step, int tiles) {
+KERNEL(32 * WM * WK, RESIDENT)
+ternary_linear(const X *x, const float *x_scale, const unsigned char *planes, const S *scale,
+               const unsigned char *marks, T *y, long long rows, int inputs, int outputs, int words,
+               int group, int groups, int scale_step, int tiles) {
     DYNAMIC_SHARED(Four, memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp / WM;
     const long long first_row = (long long)(blockIdx.x % tiles) * N;
     const int first = blockIdx.x / tiles * M, output = first + warp % WM * 16 + lane / 4;
-    const Four *own = memory + part * PARTS * N * CHUNKS;
+    const Four *chunks = memory + part * PARTS * N * CHUNKS;
 
     Acc sums[N_TILES][4] = {};
     float total[SHORT ? N_TILES : 1][4] = {};
@@ -239,25 +239,26 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
             const int at = top + k * COLUMNS + chunk * VALUES;
             const int left = first_row + n < rows ? inputs - at : 0;
             Four *to = memory + k * PARTS * N * CHUNKS;
-            to += place(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS);
+            to += index_of(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS);
             stage(to, x + (left > 0 ? (first_row + n) * inputs + at : 0), left);
         }
         __syncthreads();
 #pragma unroll
-        for (int turn = 0; turn < 4; turn++) {
+        for (int step = 0; step < 4; step++) {
             if constexpr (MARKED) {  // a product with zeros only adds 0
-                const unsigned any = w.at[0][0][turn] | w.at[0][1][turn] | w.at[1][0][turn] |
-                                     w.at[1][1][turn];
+                const unsigned any =
+                    w.at[0][0][step] | w.at[0][1][step] | w.at[1][0][step] | w.at[1][1][step];
                 if (!__any_sync(0xffffffffu, any != 0)) continue;  // only to save time
             }
-            add(sums, w, own, turn, lane);
+            add(sums, w, chunks, step, lane);
             if constexpr (GROUPED) {  // 128 columns, all of one group
-                const int at = (column + turn * 128) / group;
+                const int at = (column + step * 128) / group;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int row = output + 8 * half;
-                    const bool there = row < outputs && at < groups;
-                    const float factor = there ? (float)scale[(long long)row * scale_step + at] : 0;
+                    const bool in_range = row < outputs && at < groups;
+                    const float factor =
+                        in_range ? (float)scale[(long long)row * scale_step + at] : 0;
 #pragma unroll
                     for (int t = 0; t < N_TILES; t++)
 #pragma unroll
@@ -285,7 +286,8 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = t * 8 + lane % 4 * 2 + i % 2, m = warp % WM * 16 + lane / 4 + i / 2 * 8;
-            partial[(part * N + n) * PITCH + m] = SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
+            partial[(part * N + n) * PITCH + m] =
+                SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
         }
     __syncthreads();
     for (int i = threadIdx.x; i < N * M; i += THREADS) {

@@ -12,7 +12,7 @@
 //   The trick: two counts per word instead of four, because codes that are not 0 and do not differ
 //   agree.  16 by 16 threads share tiles of 16 OWN rows of q and 64 of k; the rows of a thread are
 //   16 apart, so that neighbouring threads read neighbouring words.
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 
 constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 8;  // STEP: words of a row at a time
 constexpr int Q = SIDE * OWN, K = SIDE * 4;
@@ -21,22 +21,22 @@ constexpr int Q = SIDE * OWN, K = SIDE * 4;
 template <int ROWS> struct Side {
     unsigned used[STEP][ROWS + 1], plus[STEP][ROWS + 1];
 
-    __device__ __forceinline__ void load(const unsigned *planes, long long first, long long rows,
-                                         int word, int words) {
+    DEVICE void load(const unsigned *planes, long long first, long long rows, int word, int words) {
         for (int i = threadIdx.x; i < ROWS * STEP; i += THREADS) {
             const int row = i / STEP, at = word + i % STEP;
-            const bool there = first + row < rows && at < words;
-            const unsigned *own = planes + (first + row) * 2 * words + at;
-            const unsigned ones = there ? own[0] : 0, minus = there ? own[words] : 0;
+            const bool in_range = first + row < rows && at < words;
+            const unsigned *from = planes + (first + row) * 2 * words + at;
+            const unsigned ones = in_range ? from[0] : 0, minus = in_range ? from[words] : 0;
             used[i % STEP][row] = ones | minus;
             plus[i % STEP][row] = ones;
         }
     }
 };
 
-KERNEL(THREADS) ternary_scores(
-    const unsigned char *q, const unsigned char *k, const T *q_scale, const T *k_scale, T *scores,
-    long long q_rows, long long k_rows, int words, int tiles, int q_step, int k_step) {
+KERNEL(THREADS)
+ternary_scores(const unsigned char *q, const unsigned char *k, const T *q_scale, const T *k_scale,
+               T *scores, long long q_rows, long long k_rows, int words, int tiles, int q_step,
+               int k_step) {
     __shared__ Side<Q> of_q;
     __shared__ Side<K> of_k;
     const long long first_q = (long long)(blockIdx.x % tiles) * Q;

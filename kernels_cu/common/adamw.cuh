@@ -6,7 +6,7 @@ struct Rates {
     float beta1, rest1, beta2, rest2, rate, eps, decay_factor;
 };
 
-__device__ __forceinline__ void update(float &p, float g, float &m, float &s, const Rates &r) {
+DEVICE void update(float &p, float g, float &m, float &s, const Rates &r) {
     m = m * r.beta1 + g * r.rest1;
     s = s * r.beta2 + g * g * r.rest2;
     p = p * r.decay_factor - m / (sqrtf(s) + r.eps) * r.rate;

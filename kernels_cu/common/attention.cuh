@@ -13,9 +13,9 @@
 //                                all; mask, bias and block_mask have the rows and columns of a
 //                                padded batch
 #pragma once
-#include "common/philox.cuh"
-#include "common/softmax.cuh"
-#include "common/tile.cuh"
+#include <common/philox.cuh>
+#include <common/softmax.cuh>
+#include <common/tile.cuh>
 
 constexpr int BLOCK_MASK_TILE = 128;
 
@@ -32,10 +32,10 @@ struct Options {
     int heads, starts_batch, kv_heads, alibi_batch;
     int queries, padded_queries, keys, padded_keys;  // with VARLEN, pairs beyond padded_queries and
                                                      // padded_keys have no mask and no bias
-    float factor;           // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
-    int sequences;          // with VARLEN
+    float factor;   // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
+    int sequences;  // with VARLEN
     float cap;
-    bool has_start;         // without STARTS: the position of the first query is `start`
+    bool has_start;  // without STARTS: the position of the first query is `start`
     long long start;
     long long left, right;  // keys seen before and after a query's own position
     Strides mask_strides, bias_strides, block_mask_strides;
@@ -54,14 +54,12 @@ struct Operands {
     const bool *block_mask;
 };
 
-__device__ __forceinline__ int clipped(long long offset) {  // no query or key is that far away
+DEVICE int clipped(long long offset) {  // no query or key is that far away
     return (int)max(-(1ll << 29), min(1ll << 29, offset));
 }
 
 // Rows from .. stop - 1.
-struct Range {
-    int from, stop;
-};
+struct Range { int from, stop; };
 
 // The scores of one batch.  A warp's part of a product begins at (row, column): queries by keys or,
 // with BY_KEYS, keys by queries.  A lane holds float[M][N][4] of it, in the layout of tile.cuh.
@@ -71,8 +69,8 @@ struct Scores : Options, Operands {
     float unit;             // exp(score) = exp2(unit * result of `score`)
 
     // `queries` and `keys` are those of this batch; with VARLEN options count those of all.
-    __device__ __forceinline__ Scores(const Options &options, const Operands &operands, int queries,
-                                      int keys, int batch)
+    DEVICE Scores(const Options &options, const Operands &operands, int queries, int keys,
+                  int batch)
         : Options(options), Operands(operands), batch(batch), length(keys),
           unit(FOLD ? options.factor : LOG2E) {
         this->queries = queries, this->keys = keys;
@@ -89,7 +87,7 @@ struct Scores : Options, Operands {
 
     // The range of keys that at least one of the ROWS queries from `first` on may see; with BY_KEYS
     // the range of queries that may see at least one of the ROWS keys from `first` on.
-    template <bool BY_KEYS, int ROWS> __device__ __forceinline__ Range seen(int first) const {
+    template <bool BY_KEYS, int ROWS> DEVICE Range seen(int first) const {
         const int last = min(first + ROWS, BY_KEYS ? length : queries) - 1;
         Range range{0, BY_KEYS ? queries : length};
         if constexpr (BY_KEYS ? RIGHT : LEFT)
@@ -100,14 +98,14 @@ struct Scores : Options, Operands {
     }
     // Whether the queries top .. bottom see none of the keys first .. last; whether at least one
     // pair of them is hidden.
-    __device__ __forceinline__ bool all_hidden(int top, int bottom, int first, int last) const {
+    DEVICE bool all_hidden(int top, int bottom, int first, int last) const {
         return first >= length || (LEFT && last < top + low) || (RIGHT && first > bottom + high);
     }
-    __device__ __forceinline__ bool any_hidden(int top, int bottom, int first, int last) const {
+    DEVICE bool any_hidden(int top, int bottom, int first, int last) const {
         return last >= length || (LEFT && first < bottom + low) || (RIGHT && last > top + high);
     }
     // block_mask skips the tile of this query and this key.
-    __device__ __forceinline__ bool skipped(int head, int query, int key) const {
+    DEVICE bool skipped(int head, int query, int key) const {
         if constexpr (!BLOCK_MASK) return false;
         if (VARLEN && (query >= padded_queries || key >= padded_keys)) return false;
         const int wide = VARLEN ? padded_keys : keys;
@@ -121,8 +119,8 @@ struct Scores : Options, Operands {
     // relative to a lane's first column and are compared with constants, because registers that
     // hold column numbers would spill.
     template <bool BY_KEYS, bool FROM_LANE = false, int M, int N>
-    __device__ __forceinline__ void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head,
-                                          int row, int column, bool edge) const {
+    DEVICE void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head, int row, int column,
+                      bool edge) const {
         const int lane = threadIdx.x % 32;
         const bool *const seen = MASK ? mask + head * mask_strides.head : nullptr;
         const B *const added = BIAS ? bias + head * bias_strides.head : nullptr;
@@ -133,16 +131,16 @@ struct Scores : Options, Operands {
         row += lane / 4, column += lane % 4 * 2;
         auto hide = [&](int m, int half) {  // a row sees its columns first .. last
             constexpr bool BEFORE = BY_KEYS ? RIGHT : LEFT;
-            const int own = row + m * 16 + half * 8;
+            const int own_row = row + m * 16 + half * 8;
             int first = -(1 << 30), last = 1 << 30;
             if constexpr (BY_KEYS) {
-                if constexpr (RIGHT) first = own - high;
-                if constexpr (LEFT) last = own - low;
-                if (own >= length) last = -1;
+                if constexpr (RIGHT) first = own_row - high;
+                if constexpr (LEFT) last = own_row - low;
+                if (own_row >= length) last = -1;
             } else {
-                if constexpr (LEFT) first = own + low;
+                if constexpr (LEFT) first = own_row + low;
                 last = length - 1;
-                if constexpr (RIGHT) last = min(last, own + high);
+                if constexpr (RIGHT) last = min(last, own_row + high);
             }
             if constexpr (FROM_LANE) first -= column, last -= column;
 #pragma unroll
@@ -150,8 +148,7 @@ struct Scores : Options, Operands {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int other = (FROM_LANE ? 0 : column) + n * 8 + e;
-                    if (other > last || (BEFORE && other < first))
-                        s[m][n][half * 2 + e] = NO_SCORE;
+                    if (other > last || (BEFORE && other < first)) s[m][n][half * 2 + e] = NO_SCORE;
                 }
         };
         if constexpr (FOLD && !MASK) {  // no other work: one branch for all rows
@@ -161,20 +158,21 @@ struct Scores : Options, Operands {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int own = row + m * 16 + half * 8;
+                    const int own_row = row + m * 16 + half * 8;
 #pragma unroll
                     for (int n = 0; n < N; n++)
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             float &x = s[m][n][half * 2 + e];
                             const int other = column + n * 8 + e;
-                            const int query = BY_KEYS ? other : own, key = BY_KEYS ? own : other;
+                            const int query = BY_KEYS ? other : own_row,
+                                      key = BY_KEYS ? own_row : other;
                             const bool real = query < real_queries && key < real_keys;
                             if constexpr (!FOLD) x *= factor;
                             if constexpr (SOFTCAP) {
-                                const float share = tanhf(x);
-                                steep[m][n][half * 2 + e] = 1 - share * share;
-                                x = cap * share;
+                                const float ratio = tanhf(x);
+                                steep[m][n][half * 2 + e] = 1 - ratio * ratio;
+                                x = cap * ratio;
                             }
                             if constexpr (BIAS)
                                 if (real)
@@ -195,14 +193,13 @@ struct Scores : Options, Operands {
     // One call of philox gives the words of four keys of a query, and several lanes hold these
     // keys: each lane draws for a part of the pairs, and the lanes exchange words by shuffles.
     template <bool BY_KEYS>
-    __device__ __forceinline__ void draw(unsigned (&words)[4], int head, int row,
-                                         int column) const {
+    DEVICE void draw(unsigned (&words)[4], int head, int row, int column) const {
         const int lane = threadIdx.x % 32;
         row += lane / 4, column += lane % 4 * 2;
         if constexpr (BY_KEYS) {  // four lanes hold four keys: each draws for a query and four keys
             const int mine = lane / 4 % 4;
-            const uint4 w = philox(batch, head, column + mine % 2, row / 4 + mine / 2 * 2,
-                                   seed_low, seed_high);
+            const uint4 w =
+                philox(batch, head, column + mine % 2, row / 4 + mine / 2 * 2, seed_low, seed_high);
             unsigned received[4];
 #pragma unroll
             for (int away = 0; away < 4; away++) {
@@ -222,7 +219,7 @@ struct Scores : Options, Operands {
         }
     }
     // The odd lane of a pair drew for the lower row of both lanes, the even one for the upper row.
-    static __device__ __forceinline__ void share_out(unsigned (&words)[4], uint4 w) {
+    static DEVICE void share_out(unsigned (&words)[4], uint4 w) {
         const int odd = threadIdx.x % 2;
         const unsigned x = __shfl_xor_sync(0xffffffffu, odd ? w.x : w.z, 1);
         const unsigned y = __shfl_xor_sync(0xffffffffu, odd ? w.y : w.w, 1);

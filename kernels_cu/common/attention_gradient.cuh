@@ -2,13 +2,13 @@
 //
 //   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
 #pragma once
-#include "common/attention.cuh"
+#include <common/attention.cuh>
 
 // The numbers of a call.
 struct Call {
     Options options;
     float scale;
-    int stat_rows;    // rows of a head in stats: see attention_delta.cu
+    int stat_rows;          // rows of a head in stats: see attention_delta.cu
     long long rests_start;  // offset in floats from the start of stats to its `rest` values
 };
 
@@ -24,26 +24,24 @@ constexpr int WIDEST = FOLD ? 128 : 64;
 // of scores explains: lse may then cover more keys than this call has.
 constexpr bool RESTS = sizeof(T) == 4;
 constexpr float EPS = 1.0f / (1 << 23);
-__device__ __forceinline__ float rest_of(float sum, float lse) {
+DEVICE float rest_of(float sum, float lse) {
     const float away = fabsf(sum - 1), most = fminf(0.5f, 32 * EPS * (1 + fabsf(lse)));
     return 2 * EPS < away && away < most ? log2f(sum) : 0.0f;
 }
 
 // Statistics of a query: lse (with FOLD times log2(e); +inf where it sees no key, and in padding
 // rows), delta and rest.
-struct Stat {
-    float lse, delta, rest;
-};
+struct Stat { float lse, delta, rest; };
 // A lane holds those of its rows or, where queries are columns, those of its two columns of each n.
 template <int M> struct RowStats {
     float2 both[M][2];
     float rest[M][2];
 
-    __device__ __forceinline__ void read(int m, int half, const float *stats, const float *rests) {
+    DEVICE void read(int m, int half, const float *stats, const float *rests) {
         both[m][half] = *reinterpret_cast<const float2 *>(stats);
         rest[m][half] = RESTS && rests != nullptr ? *rests : 0;
     }
-    __device__ __forceinline__ Stat of(int m, int, int i) const {
+    DEVICE Stat of(int m, int, int i) const {
         return {both[m][i / 2].x, both[m][i / 2].y, rest[m][i / 2]};
     }
 };
@@ -51,11 +49,11 @@ template <int N> struct ColumnStats {
     float4 both[N];
     float2 rest[N];
 
-    __device__ __forceinline__ void read(int n, const float *stats, const float *rests) {
+    DEVICE void read(int n, const float *stats, const float *rests) {
         both[n] = *reinterpret_cast<const float4 *>(stats);
         if constexpr (RESTS) rest[n] = *reinterpret_cast<const float2 *>(rests);
     }
-    __device__ __forceinline__ Stat of(int, int n, int i) const {
+    DEVICE Stat of(int, int n, int i) const {
         if (i % 2) return {both[n].z, both[n].w, rest[n].y};
         return {both[n].x, both[n].y, rest[n].x};
     }
@@ -63,7 +61,7 @@ template <int N> struct ColumnStats {
 
 // exp(score - lse).  Without FOLD scores may be large, so the difference to lse is taken first,
 // while it is exact, and multiplied by `unit` afterwards.
-__device__ __forceinline__ float probability(float score, float unit, const Stat &stat) {
+DEVICE float probability(float score, float unit, const Stat &stat) {
     float power = FOLD ? fmaf(score, unit, -stat.lse) : (score - stat.lse) * unit;
     if constexpr (RESTS) power -= stat.rest;
     return exp2f(power);
@@ -72,9 +70,8 @@ __device__ __forceinline__ float probability(float score, float unit, const Stat
 // Turn scores s into p with dropout, the weights of the values, and with DS the products g of dout
 // and v into ds; each(m, half, column, p, ds) is called for every pair.
 template <bool DS, bool BY_KEYS, int M, int N, class Stats, class Each>
-__device__ __forceinline__ void differentiate(const Scores &scores, float (&s)[M][N][4],
-                                              float (&g)[M][N][4], const Stats &stats, int head,
-                                              int row, int column, Each each) {
+DEVICE void differentiate(const Scores &scores, float (&s)[M][N][4], float (&g)[M][N][4],
+                          const Stats &stats, int head, int row, int column, Each each) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll

@@ -17,7 +17,7 @@ __device__ void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int ra
 #define CLUSTER_KERNEL(size, ...) KERNEL(__VA_ARGS__) __cluster_dims__(size, 1, 1)
 #endif
 
-template <int SIZE> __device__ __forceinline__ int rank_in() {
+template <int SIZE> DEVICE int rank_in() {
     if constexpr (SIZE > 1) return cluster_rank();
     else return 0;
 }
@@ -32,7 +32,7 @@ template <int FLOATS, int CLUSTER = 1> struct Exchange : Landing<CLUSTER> {
 };
 
 // Call it first: the shared memory of a block that does not run yet cannot be written.
-template <int SIZE, class... E> __device__ __forceinline__ void cluster_start(E &...exchanges) {
+template <int SIZE, class... E> DEVICE void cluster_start(E &...exchanges) {
     if constexpr (SIZE > 1) {
         if (threadIdx.x == 0) {
             (mbarrier_init(&exchanges.landed, 1), ...);
@@ -45,10 +45,9 @@ template <int SIZE, class... E> __device__ __forceinline__ void cluster_start(E 
 
 // Send v to all blocks, as partials `mine`, `mine` + stride, .. of the N * stride that all warps
 // send together, and wait for those of the others.  All lanes of a warp call it together.  An
-// exchange may be used again, with `turn` one higher, after another exchange has been used.
+// exchange may be used again, with `use` one higher, after another exchange has been used.
 template <int SIZE, int N, class E>
-__device__ __forceinline__ void share_partials(E &exchange, const float (&v)[N], int mine,
-                                               int stride, int turn) {
+DEVICE void share_partials(E &exchange, const float (&v)[N], int mine, int stride, int use) {
     const int lane = threadIdx.x % 32;
     if constexpr (SIZE > 1) {
         __syncwarp();  // all lanes have read the exchange before this one
@@ -59,7 +58,7 @@ __device__ __forceinline__ void share_partials(E &exchange, const float (&v)[N],
             if (lane < SIZE)
                 store_async_b32(&exchange.partials[i * stride + mine], __float_as_uint(v[i]),
                                 &exchange.landed, lane);
-        mbarrier_wait(&exchange.landed, turn & 1);  // counts arrived bytes: no flush of L1
+        mbarrier_wait(&exchange.landed, use & 1);  // counts arrived bytes: no flush of L1
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)

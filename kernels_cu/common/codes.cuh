@@ -1,10 +1,10 @@
 // Conversion of 8-bit integers to floats.
 #pragma once
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 
 // The four bytes of a word.  A byte b + 128 is the low mantissa byte of the float 2^23 + b + 128.
 // That takes two instructions for each byte, both at full rate, which conversions do not have.
-__device__ __forceinline__ void widen_four(float *to, unsigned word) {
+DEVICE void widen_four(float *to, unsigned word) {
     word ^= 0x80808080u;
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -12,8 +12,7 @@ __device__ __forceinline__ void widen_four(float *to, unsigned word) {
 }
 
 template <int LANES>
-__device__ __forceinline__ void widen_codes(float (&to)[LANES],
-                                            const Vector<signed char, LANES> &from) {
+DEVICE void widen_codes(float (&to)[LANES], const Vector<signed char, LANES> &from) {
     if constexpr (LANES % 4 == 0) {
 #pragma unroll
         for (int j = 0; j < LANES; j += 4)

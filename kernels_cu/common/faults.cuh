@@ -6,10 +6,10 @@
 #pragma once
 
 // The first report is kept; later ones are dropped.
-__device__ __forceinline__ void report(long long *faults, long long who, long long place,
-                                       long long number, long long end) {
+DEVICE void report(long long *faults, long long who, long long position, long long number,
+                   long long end) {
     if (atomicCAS((unsigned long long *)faults, 0ull, (unsigned long long)who) != 0) return;
-    faults[1] = place;
+    faults[1] = position;
     faults[2] = number;
     faults[3] = end;
 }

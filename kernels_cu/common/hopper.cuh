@@ -5,132 +5,131 @@
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
-#define PTX __device__ __forceinline__
 
 // ---- sm_90: mbarrier, TMA ---------------------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-PTX void mbarrier_init(uint64_t *bar, int count) {
+DEVICE void mbarrier_init(uint64_t *bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                ::"r"(smem_u32(bar)), "r"(count)
                : "memory");
 }
-PTX void mbarrier_init_fence() {
+DEVICE void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-PTX void mbarrier_arrive(uint64_t *bar) {
+DEVICE void mbarrier_arrive(uint64_t *bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_u32(bar)) : "memory");
 }
-PTX void mbarrier_arrive_expect_tx(uint64_t *bar, int bytes) {
+DEVICE void mbarrier_arrive_expect_tx(uint64_t *bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                ::"r"(smem_u32(bar)), "r"(bytes)
                : "memory");
 }
-PTX void mbarrier_wait(uint64_t *bar, int parity) {
+DEVICE void mbarrier_wait(uint64_t *bar, int parity) {
   asm volatile("{.reg .pred p;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
                "@!p bra again;}"
                ::"r"(smem_u32(bar)), "r"(parity)
                : "memory");
 }
-PTX void tma_prefetch_descriptor(const TensorMap *m) {
+DEVICE void tma_prefetch_descriptor(const TensorMap *m) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
 }
-PTX void tma_load_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1) {
+DEVICE void tma_load_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4}], [%2];"
                ::"r"(smem_u32(dst)), "l"(m), "r"(smem_u32(bar)), "r"(c0), "r"(c1)
                : "memory");
 }
-PTX void tma_load_3d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1, int c2) {
+DEVICE void tma_load_3d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5}], [%2];"
                ::"r"(smem_u32(dst)), "l"(m), "r"(smem_u32(bar)), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
 }
-PTX void tma_load_4d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1, int c2, int c3) {
+DEVICE void tma_load_4d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5, %6}], [%2];"
                ::"r"(smem_u32(dst)), "l"(m), "r"(smem_u32(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-PTX void tma_store_2d(const TensorMap *m, const void *src, int c0, int c1) {
+DEVICE void tma_store_2d(const TensorMap *m, const void *src, int c0, int c1) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
                ::"l"(m), "r"(smem_u32(src)), "r"(c0), "r"(c1)
                : "memory");
 }
-PTX void tma_reduce_add_2d(const TensorMap *m, const void *src, int c0, int c1) {
+DEVICE void tma_reduce_add_2d(const TensorMap *m, const void *src, int c0, int c1) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group "
                "[%0, {%2, %3}], [%1];"
                ::"l"(m), "r"(smem_u32(src)), "r"(c0), "r"(c1)
                : "memory");
 }
 // Copy contiguous bytes without a tensor map; both addresses and the size are multiples of 16.
-PTX void bulk_load(void *dst, const void *src, int bytes, uint64_t *bar) {
+DEVICE void bulk_load(void *dst, const void *src, int bytes, uint64_t *bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];"
                ::"r"(smem_u32(dst)), "l"(src), "r"(bytes), "r"(smem_u32(bar))
                : "memory");
 }
-PTX void bulk_store(void *dst, const void *src, int bytes) {
+DEVICE void bulk_store(void *dst, const void *src, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
                : "memory");
 }
 // Add contiguous floats to those in global memory; their number is a multiple of four.
-PTX void bulk_add(float *dst, const void *src, int bytes) {
+DEVICE void bulk_add(float *dst, const void *src, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
                : "memory");
 }
-PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int N> PTX void tma_store_wait() {
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N> DEVICE void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 // Wait until the sources of the stores have been read and may be overwritten; the data may not have
 // arrived at the destination yet.
-template <int N> PTX void tma_store_wait_read() {
+template <int N> DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Order an acquire of global memory before asynchronous copies to it.
-PTX void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- sm_90: clusters --------------------------------------------------------------------------
-PTX uint32_t cluster_rank() {
+DEVICE uint32_t cluster_rank() {
   uint32_t r;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-PTX uint32_t cluster_size() {
+DEVICE uint32_t cluster_size() {
   uint32_t r;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
   return r;
 }
-PTX void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 // The same without making earlier writes visible to those who wait: it waits for no store and
 // flushes no cache.  What fence.mbarrier_init has published is visible all the same.
-PTX void cluster_arrive_relaxed() {
+DEVICE void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-PTX void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // The address in the block of `rank` that corresponds to a pointer to this block's shared memory.
-PTX void *cluster_map(const void *p, int rank) {
+DEVICE void *cluster_map(const void *p, int rank) {
   void *r;
   asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(rank));
   return r;
 }
-PTX uint32_t cluster_smem_u32(const void *p, int rank) {
+DEVICE uint32_t cluster_smem_u32(const void *p, int rank) {
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(smem_u32(p)), "r"(rank));
   return r;
 }
-PTX void mbarrier_arrive_cluster(uint64_t *bar, int rank) {
+DEVICE void mbarrier_arrive_cluster(uint64_t *bar, int rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
                ::"r"(cluster_smem_u32(bar, rank))
                : "memory");
 }
-PTX void mbarrier_wait_cluster(uint64_t *bar, int parity) {
+DEVICE void mbarrier_wait_cluster(uint64_t *bar, int parity) {
   asm volatile("{.reg .pred p;\n"
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
                "@!p bra again;}"
@@ -139,7 +138,7 @@ PTX void mbarrier_wait_cluster(uint64_t *bar, int parity) {
 }
 // Store four bytes in the block of `rank`; its mbarrier counts them when they arrive.  The compiler
 // of CUDA 12.0 lacks st.async: there a plain store, a fence and a complete_tx take its place.
-PTX void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
+DEVICE void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
 #if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ == 0
   asm volatile("st.shared::cluster.u32 [%0], %1;\n"
                "fence.acq_rel.cluster;\n"
@@ -153,7 +152,7 @@ PTX void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
 #endif
 }
 // Load the same tile into every block whose bit in `ranks` is set; each has its own mbarrier.
-PTX void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1,
+DEVICE void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1,
                                int ranks) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
@@ -165,10 +164,10 @@ PTX void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int
 
 // ---- sm_90a: warpgroup products, register budgets ---------------------------------------------
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <int R> PTX void setmaxnreg_inc() {
+template <int R> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R));
 }
-template <int R> PTX void setmaxnreg_dec() {
+template <int R> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R));
 }
 // wgmma_fence and wgmma_wait both name the accumulators, which only the products themselves may
@@ -177,17 +176,17 @@ template <int R> PTX void setmaxnreg_dec() {
 #define WGMMA_NAME(d, count) \
   _Pragma("unroll") for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory")
 // Values named here are computed before what follows, such as the wait for other products.
-template <int R> PTX void wgmma_name(float (&d)[R]) { WGMMA_NAME(d, R); }
-template <int R> PTX void wgmma_name(uint32_t (&a)[R][4]) {
+template <int R> DEVICE void wgmma_name(float (&d)[R]) { WGMMA_NAME(d, R); }
+template <int R> DEVICE void wgmma_name(uint32_t (&a)[R][4]) {
   _Pragma("unroll") for (int i = 0; i < R; i++) asm volatile(
       "" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }
-template <int R> PTX void wgmma_fence(float (&d)[R]) {
+template <int R> DEVICE void wgmma_fence(float (&d)[R]) {
   WGMMA_NAME(d, R);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N, int R> DEVICE void wgmma_wait(float (&d)[R]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
   WGMMA_NAME(d, R);
 }
@@ -225,7 +224,7 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
 // I0 to I6 are the numbers of the operands that follow the R results.
 #define WGMMA_OF(TYPE, N, R, I0, I1, I2, I3, I4, I5, I6)                                           \
   template <int TA, int TB>                                                                        \
-  PTX void wgmma_m64n##N##k16_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
+  DEVICE void wgmma_m64n##N##k16_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                    \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE                 \
                  " {" WGMMA_D_##R "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I3 ", %" #I4 ";}"           \
@@ -233,7 +232,7 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
                  : "l"(a), "l"(b), "r"(scale_d), "n"(TA), "n"(TB));                                \
   }                                                                                                \
   template <int TB>                                                                                \
-  PTX void wgmma_m64n##N##k16_##TYPE##_registers(float (&d)[R], const uint32_t (&a)[4],            \
+  DEVICE void wgmma_m64n##N##k16_##TYPE##_registers(float (&d)[R], const uint32_t (&a)[4],            \
                                                  uint64_t b, int scale_d) {                        \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0;\n"                                    \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE                 \
@@ -244,14 +243,14 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
   }
 // Operands of 8-bit floats cannot be MN-major.
 #define WGMMA8_OF(TYPE, N, R, I0, I1, I2, I3, I4, I5, I6)                                          \
-  PTX void wgmma_m64n##N##k32_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
+  DEVICE void wgmma_m64n##N##k32_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                    \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." #TYPE "." #TYPE                 \
                  " {" WGMMA_D_##R "}, %" #I0 ", %" #I1 ", p, 1, 1;}"                               \
                  : WGMMA_OUT_##R                                                                   \
                  : "l"(a), "l"(b), "r"(scale_d));                                                  \
   }                                                                                                \
-  PTX void wgmma_m64n##N##k32_##TYPE##_registers(float (&d)[R], const uint32_t (&a)[4],            \
+  DEVICE void wgmma_m64n##N##k32_##TYPE##_registers(float (&d)[R], const uint32_t (&a)[4],            \
                                                  uint64_t b, int scale_d) {                        \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0;\n"                                    \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." #TYPE "." #TYPE                 \
@@ -272,4 +271,3 @@ WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #endif
-#undef PTX

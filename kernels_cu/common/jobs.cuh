@@ -3,13 +3,13 @@
 // one job after another from a counter, the longest first, so that all blocks end at about the same
 // time; one of its warps loads the tiles.
 #pragma once
-#include "common/segment.cuh"
-#include "common/warpgroup.cuh"
+#include <common/segment.cuh>
+#include <common/warpgroup.cuh>
 
 // A position in a ring of stages, and the parity of the number of times that it has wrapped around.
 template <int STAGES> struct Ring {
     int stage = 0, phase = 0;
-    __device__ __forceinline__ void next() {
+    DEVICE void next() {
         stage++;
         if (stage == STAGES) stage = 0, phase ^= 1;
     }
@@ -25,30 +25,31 @@ struct Order {
 // A job: ROWS queries of a head or, with BY_KEYS, ROWS keys, and the sequence that they belong to.
 struct Job {
     int head, batch, first_row, queries, keys, first_query, first_key, index;
-    bool there;
+    bool exists;
 };
 template <int ROWS, bool BY_KEYS>
-__device__ __forceinline__ Job job_of(int index, const Order &order, const Options &options,
-                                      const L *key_lengths, const P *starts) {
+DEVICE Job job_of(int index, const Order &order, const Options &options, const L *key_lengths,
+                  const P *starts) {
     const int group = index / (order.heads_in_l2 * order.row_blocks);
-    const int own = index - group * order.heads_in_l2 * order.row_blocks;
+    const int index_in_group = index - group * order.heads_in_l2 * order.row_blocks;
     const int first_head = group * order.heads_in_l2;
     const int heads = min(order.heads_in_l2, order.heads - first_head);
     // with RIGHT the last queries see the most keys, and the most queries see the first keys
-    const int row_block = BY_KEYS ? own / heads : order.row_blocks - 1 - own / heads;
-    const int head = first_head + own % heads;
+    const int row_block =
+        BY_KEYS ? index_in_group / heads : order.row_blocks - 1 - index_in_group / heads;
+    const int head = first_head + index_in_group % heads;
     const int of_batch = BY_KEYS ? options.kv_heads : options.heads;
-    Job job{head % of_batch, head / of_batch, row_block * ROWS, options.queries, options.keys,
-            0,               0,               index, true};
+    Job job{head % of_batch, head / of_batch, row_block * ROWS, options.queries, options.keys};
+    job.index = index, job.exists = true;
     if constexpr (VARLEN) {
-        const Segment found =
+        const Segment segment_of_rows =
             BY_KEYS ? segment<ROWS>(key_lengths, options.sequences, options.keys, row_block)
                     : segment<ROWS>(starts, options.sequences, options.queries, row_block);
-        job.there = found.sequence >= 0;
-        if (job.there) {
-            const Run rows = run_of(starts, found.sequence, options.queries);
-            const Run columns = run_of(key_lengths, found.sequence, options.keys);
-            job.batch = found.sequence, job.first_row = found.tile * ROWS;
+        job.exists = segment_of_rows.sequence >= 0;
+        if (job.exists) {
+            const Run rows = run_of(starts, segment_of_rows.sequence, options.queries);
+            const Run columns = run_of(key_lengths, segment_of_rows.sequence, options.keys);
+            job.batch = segment_of_rows.sequence, job.first_row = segment_of_rows.tile * ROWS;
             job.first_query = rows.first, job.first_key = columns.first;
             job.queries = rows.count, job.keys = columns.count;
         }
@@ -75,7 +76,7 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
 
     // Take the next non-empty job from the counter; return false where none is left.  For the warp
     // that loads.
-    __device__ __forceinline__ bool take(Job &job) {
+    DEVICE bool take(Job &job) {
         return next(job, [&] {
             mbarrier_wait(&handout.empty, phase ^ 1);
             phase ^= 1;
@@ -90,7 +91,7 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
         });
     }
     // Read which job the block has taken; return false where none is left.  For the other warps.
-    __device__ __forceinline__ bool read(Job &job) {
+    DEVICE bool read(Job &job) {
         return next(job, [&] {
             mbarrier_wait(&handout.full, phase);
             phase ^= 1;
@@ -100,33 +101,33 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
             return index;
         });
     }
-    template <class F> __device__ __forceinline__ bool next(Job &job, F next_index) {
+    template <class F> DEVICE bool next(Job &job, F next_index) {
         for (int index; (index = next_index()) < count();) {
             job = job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
-            if (job.there) return true;
+            if (job.exists) return true;
         }
         return false;
     }
-    __device__ __forceinline__ int count() const { return order.row_blocks * order.heads; }
+    DEVICE int count() const { return order.row_blocks * order.heads; }
     // The same job, computed again, so that its fields need no registers in between.
-    __device__ __forceinline__ Job again(const Job &job) const {
+    DEVICE Job again(const Job &job) const {
         const int index = (int)opaque((uint32_t)job.index);
         return job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
     }
 };
 
 // One barrier counts the bytes of a tile that arrive, the other the warps that no longer need it.
-__device__ __forceinline__ void init_handover(uint64_t *full, uint64_t *empty, int warps) {
+DEVICE void init_handover(uint64_t *full, uint64_t *empty, int warps) {
     mbarrier_init(full, 1);
     mbarrier_init(empty, warps);
 }
-__device__ __forceinline__ void release(uint64_t *empty) {
+DEVICE void release(uint64_t *empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
 // Start the TMA loads of a tile of `rows` rows, panel by panel, from the first lane of a warp.
-__device__ __forceinline__ void load_panels(unsigned char *to, const TensorMap &map, uint64_t *full,
-                                            int count, int rows, int head, int row, int batch) {
+DEVICE void load_panels(unsigned char *to, const TensorMap &map, uint64_t *full, int count,
+                        int rows, int head, int row, int batch) {
     if (threadIdx.x % 32 == 0)
         for (int panel = 0; panel < count; panel++)
             tma_load_4d(to + panel * rows * PANEL_ROW, &map, full, panel * PANEL, head, row, batch);
@@ -134,7 +135,7 @@ __device__ __forceinline__ void load_panels(unsigned char *to, const TensorMap &
 
 // Write 0 over the rows of a tile from `real` on, which are outside of the sequence, once they have
 // arrived: a probability of 0 times NaN would be NaN.
-__device__ __forceinline__ void clear_rows(unsigned char *tile, int count, int rows, int real) {
+DEVICE void clear_rows(unsigned char *tile, int count, int rows, int real) {
     for (int panel = 0; panel < count; panel++)
         for (int i = real * 8 + threadIdx.x % 32; i < rows * 8; i += 32)
             reinterpret_cast<uint4 *>(tile)[panel * rows * 8 + i] = {};
@@ -146,7 +147,7 @@ struct Landing {
     int phase = 0;
 
     // Wait for the bytes, call clear(), and signal that the tile is full.
-    template <class F> __device__ __forceinline__ void settle(uint64_t *full, F clear) {
+    template <class F> DEVICE void settle(uint64_t *full, F clear) {
         mbarrier_wait(landed, phase);
         phase ^= 1;
         clear();

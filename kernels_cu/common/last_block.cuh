@@ -5,7 +5,7 @@
 // The last one sees what thread 0 of every block has written, and what other threads had written
 // before a barrier with that thread 0.  `last` is in shared memory.  The counter starts at 0 and is
 // 0 again afterwards.
-__device__ __forceinline__ bool last_to_arrive(unsigned *counter, unsigned several, bool &last) {
+DEVICE bool last_to_arrive(unsigned *counter, unsigned several, bool &last) {
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicInc(counter, several - 1) == several - 1;

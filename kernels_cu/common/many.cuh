@@ -8,7 +8,7 @@
 //               CHUNK     elements of a chunk
 //               THREADS   threads of a block
 #pragma once
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 
 constexpr int SPAN = 256, GROUPS = SPAN / 32 / LANES;
 
@@ -21,7 +21,7 @@ template <int KIND> using NumberOf = typename Number<KIND & DTYPE>::type;
 
 // Call `use` with the kind of a tensor as a compile-time constant, one of KINDS.
 template <int VALUE> struct Constant { static constexpr int value = VALUE; };
-template <int K = 0, class Use> __device__ __forceinline__ void with_kind(int kind, Use use) {
+template <int K = 0, class Use> DEVICE void with_kind(int kind, Use use) {
     if constexpr (K < 32) {
         if constexpr (KINDS >> K & 1)
             if (kind == K) return use(Constant<K>());
@@ -31,36 +31,32 @@ template <int K = 0, class Use> __device__ __forceinline__ void with_kind(int ki
 
 // The values of a span that one thread holds.  Neighbouring lanes hold neighbouring values, so that
 // a warp's access has no gap in any dtype.
-struct Values {
-    float at[GROUPS][LANES];
-};
+struct Values { float at[GROUPS][LANES]; };
 
 // Call use(i, j) for each of them.
-template <class Use> __device__ __forceinline__ void each(Use use) {
+template <class Use> DEVICE void each(Use use) {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
 #pragma unroll
         for (int j = 0; j < LANES; j++) use(i, j);
 }
 
-__device__ __forceinline__ int place(int group) {
-    return (group * 32 + (int)threadIdx.x % 32) * LANES;
-}
+DEVICE int offset(int group) { return (group * 32 + (int)threadIdx.x % 32) * LANES; }
 
 template <class T>
-__device__ __forceinline__ void load(Values &to, const T *span, long long count) {
+DEVICE void load(Values &to, const T *span, long long count) {
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) load(to.at[i], span + place(i), count - place(i));
+    for (int i = 0; i < GROUPS; i++) load(to.at[i], span + offset(i), count - offset(i));
 }
 
 template <class T>
-__device__ __forceinline__ void store(T *base, long long at, const Values &from, long long count) {
+DEVICE void store(T *base, long long at, const Values &from, long long count) {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
-        if (count - place(i) >= LANES) store(base, at + place(i), from.at[i]);
-        else store(base + at + place(i), from.at[i], count - place(i));
+        if (count - offset(i) >= LANES) store(base, at + offset(i), from.at[i]);
+        else store(base + at + offset(i), from.at[i], count - offset(i));
 }
 
-template <class T> __device__ __forceinline__ T *address(const long long *record, int field) {
+template <class T> DEVICE T *address(const long long *record, int field) {
     return reinterpret_cast<T *>(record[field]);
 }

@@ -2,8 +2,8 @@
 #pragma once
 
 // Four random words for a counter of four words, a .. d, and a key of two, first and second.
-__device__ __forceinline__ uint4 philox(unsigned a, unsigned b, unsigned c, unsigned d,
-                                        unsigned first, unsigned second) {
+DEVICE uint4 philox(unsigned a, unsigned b, unsigned c, unsigned d, unsigned first,
+                    unsigned second) {
 #pragma unroll
     for (int round = 0; round < 10; round++) {
         const unsigned high = __umulhi(0xD2511F53u, a), low = 0xD2511F53u * a;

@@ -2,23 +2,21 @@
 //
 //   constants   LANES, THREADS and, for Access, STRIDED: some array is such a slice
 #pragma once
-#include "common/vector.cuh"
+#include <common/vector.cuh>
 
 // Where the rows of an array start: groups of `inner` rows, `step` values apart in a group; groups
 // are `outer` values apart.  With more than one group there are fewer than 2^32 rows.
 struct Layout { long long inner, outer, step; };
 
-__device__ __forceinline__ long long start(long long row, const Layout &of) {
-    const unsigned turn = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
-    return turn * of.outer + (row - turn * of.inner) * of.step;
+DEVICE long long start(long long row, const Layout &of) {
+    const unsigned group = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
+    return group * of.outer + (row - group * of.inner) * of.step;
 }
 
 // The layouts of all arrays of a kernel, at most five, in the order of its parameters.
-struct Layouts {
-    long long inner, outer[5], step[5];
-};
+struct Layouts { long long inner, outer[5], step[5]; };
 
-__device__ __forceinline__ Layout layout(const Layouts &of, int array) {
+DEVICE Layout layout(const Layouts &of, int array) {
     return {of.inner, of.outer[array], of.step[array]};
 }
 
@@ -35,7 +33,7 @@ template <bool STRIDED> struct Access {
     const Rows &rows;
     long long row = 0, column, left;  // left: number of columns from `column` on
 
-    __device__ __forceinline__ Access(const Rows &rows, unsigned tile = blockIdx.x) : rows(rows) {
+    DEVICE Access(const Rows &rows, unsigned tile = blockIdx.x) : rows(rows) {
         if constexpr (STRIDED) {
             row = tile / rows.tiles;
             tile %= rows.tiles;
@@ -44,18 +42,18 @@ template <bool STRIDED> struct Access {
         left = rows.columns - column;
     }
 
-    __device__ __forceinline__ long long in(int array) const {
+    DEVICE long long in(int array) const {
         if constexpr (!STRIDED) return column;
         return start(row, layout(rows.layouts, array)) + column;
     }
 
     template <class E>
-    __device__ __forceinline__ void load(float (&to)[LANES], const E *from, int array) const {
+    DEVICE void load(float (&to)[LANES], const E *from, int array) const {
         ::load(to, from + in(array), left);
     }
 
     template <class E>
-    __device__ __forceinline__ void store(E *to, int array, const float (&from)[LANES]) const {
+    DEVICE void store(E *to, int array, const float (&from)[LANES]) const {
         if (left >= LANES) ::store(to, in(array), from);  // not split in four: see vector.cuh
         else ::store(to + in(array), from, left);
     }

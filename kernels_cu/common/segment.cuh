@@ -3,11 +3,9 @@
 
 // The tokens first .. first + count - 1 of a sequence, clipped to the array of `tokens` tokens, so
 // that invalid offsets do no harm.
-struct Run {
-    int first, count;
-};
+struct Run { int first, count; };
 template <class O>
-__device__ __forceinline__ Run run_of(const O *offsets, int sequence, int tokens) {
+DEVICE Run run_of(const O *offsets, int sequence, int tokens) {
     const long long first = max(0ll, min((long long)tokens, (long long)offsets[sequence]));
     const long long stop = max(first, min((long long)tokens, (long long)offsets[sequence + 1]));
     return {(int)first, (int)(stop - first)};
@@ -17,13 +15,13 @@ __device__ __forceinline__ Run run_of(const O *offsets, int sequence, int tokens
 // PADDING rows.
 constexpr int PADDING = 128;
 template <class O>
-__device__ __forceinline__ int stats_of(const O *offsets, int sequence, int tokens) {
+DEVICE int stats_of(const O *offsets, int sequence, int tokens) {
     return (run_of(offsets, sequence, tokens).first / PADDING + sequence) * PADDING;
 }
 
 // The last sequence whose stats begin at `row` or before.
 template <class O>
-__device__ __forceinline__ int sequence_of(const O *offsets, int sequences, int tokens, int row) {
+DEVICE int sequence_of(const O *offsets, int sequences, int tokens, int row) {
     int low = 0, high = sequences;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -40,7 +38,7 @@ struct Segment {
 // The index-th of the tiles of all sequences.  Tiles have ROWS tokens, the last of a sequence may
 // have fewer.  All lanes of a warp call it together: they search 32 sequences at a time.
 template <int ROWS, class O>
-__device__ __forceinline__ Segment segment(const O *offsets, int sequences, int tokens, int index) {
+DEVICE Segment segment(const O *offsets, int sequences, int tokens, int index) {
     const int lane = threadIdx.x % 32;
     for (int first = 0; first < sequences; first += 32) {
         int count = 0;

@@ -9,18 +9,18 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define NO_SCORE __int_as_float(0xff800000)  // -inf
 
 // Sum and maximum over the four lanes of a row.
-__device__ __forceinline__ float quad_sum(float v) {
+DEVICE float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
 }
-__device__ __forceinline__ float quad_max(float v) {
+DEVICE float quad_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
     return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
 // The largest score of a row, or `top` if that is larger.
 template <int N>
-__device__ __forceinline__ float row_max(float top, const float (&s)[N][4], int half) {
+DEVICE float row_max(float top, const float (&s)[N][4], int half) {
 #pragma unroll
     for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
     return quad_max(top);
@@ -28,19 +28,18 @@ __device__ __forceinline__ float row_max(float top, const float (&s)[N][4], int 
 
 // The number subtracted from exponents; it is 0 for a row that has seen no key, so that the row
 // gives exp2(-inf - 0) = 0, not NaN.
-__device__ __forceinline__ float shift_of(float top, float unit) {
+DEVICE float shift_of(float top, float unit) {
     return top == NO_SCORE ? 0.0f : __fmul_rn(top, unit);
 }
 
 // The factor of earlier sums and values when the largest score of a row has grown.
-__device__ __forceinline__ float rescale_of(float before, float unit, float shift) {
+DEVICE float rescale_of(float before, float unit, float shift) {
     return exp2f(__fmul_rn(before, unit) - shift);
 }
 
 // Turn the scores of a row into exp(score - top); return the sum over this lane's columns.
 template <int N>
-__device__ __forceinline__ float exponentiate(float (&s)[N][4], int half, float unit,
-                                              float shift) {
+DEVICE float exponentiate(float (&s)[N][4], int half, float unit, float shift) {
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -54,7 +53,7 @@ __device__ __forceinline__ float exponentiate(float (&s)[N][4], int half, float 
 }
 
 template <int N>
-__device__ __forceinline__ void scale_row(float (&o)[N][4], int half, float by) {
+DEVICE void scale_row(float (&o)[N][4], int half, float by) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -63,15 +62,15 @@ __device__ __forceinline__ void scale_row(float (&o)[N][4], int half, float by) 
 
 // Add exp(sink) to the sum of a row; return the factor of its values.  Here and below, `top` and
 // `sink` have been multiplied by log2(e).
-__device__ __forceinline__ float add_sink(float &top, float &sum, float sink) {
+DEVICE float add_sink(float &top, float &sum, float sink) {
     const float both = fmaxf(top, sink);
     if (both == NO_SCORE) return 1;
-    const float share = exp2f(top - both);
-    sum = sum * share + exp2f(sink - both);
+    const float ratio = exp2f(top - both);
+    sum = sum * ratio + exp2f(sink - both);
     top = both;
-    return share;
+    return ratio;
 }
 
-__device__ __forceinline__ float log_sum_exp(float top, float sum) {  // -inf where sum is 0
+DEVICE float log_sum_exp(float top, float sum) {  // -inf where sum is 0
     return fmaf(top, LN2, log2f(sum) * LN2);
 }

@@ -1,6 +1,6 @@
 // Tiles in shared memory, and the products of a warp with them: 16-bit values on tensor cores,
 // float32 by FMAs in the same layout, with 16-byte reads that a quarter or an eighth of a warp
-// shares.
+// elements.
 //
 // A lane holds float[M][N][4] of a result of 16 * M rows by 8 * N columns.  In each part of 16 x 8,
 // [0] and [1] are of row lane / 4, [2] and [3] of the row 8 below; the columns are lane % 4 * 2 and
@@ -10,12 +10,10 @@
 
 // The number of the warp, in a form that the compiler knows to be the same in all lanes: values
 // derived from it take uniform registers, and branches on it need no reconvergence.
-__device__ __forceinline__ int own_warp() {
-    return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-}
+DEVICE int own_warp() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
 // Call use(m, half) for every row that a lane holds a part of; half is 1 for the row 8 below.
-template <int M, class Use> __device__ __forceinline__ void each_row(Use use) {
+template <int M, class Use> DEVICE void each_row(Use use) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -34,22 +32,22 @@ template <class E, int COLUMNS> struct Tile {
     static constexpr int PITCH_BYTES = PITCH * sizeof(E);
     E *start;
 
-    __device__ __forceinline__ E *at(int row, int chunk) const {
+    DEVICE E *at(int row, int chunk) const {
         return start + row * PITCH + (XOR ? chunk ^ (row & 7) : chunk) * CHUNK;
     }
     // A position of each thread, and the addresses `rows` and `chunks` further on.  These offsets
     // share no bit with the thread's own row and chunk, so that they become a constant: in the
     // address, or in a single xor.
     struct Lane {
-        char *start;   // the same in all threads
-        uint32_t own;  // offset of this thread in bytes
+        char *start;      // the same in all threads
+        uint32_t offset;  // offset of this thread in bytes
 
-        __device__ __forceinline__ char *at(int rows, int chunks) const {
+        DEVICE char *at(int rows, int chunks) const {
             const int mixed = XOR ? (rows ^ chunks) & 7 : 0, added = XOR ? chunks & ~7 : chunks;
-            return start + (rows * PITCH_BYTES + added * 16) + (own ^ mixed * 16u);
+            return start + (rows * PITCH_BYTES + added * 16) + (offset ^ mixed * 16u);
         }
     };
-    __device__ __forceinline__ Lane lane(int row, int chunk) const {
+    DEVICE Lane lane(int row, int chunk) const {
         return {reinterpret_cast<char *>(start),
                 opaque(row * PITCH_BYTES + (XOR ? chunk ^ (row & 7) : chunk) * 16)};
     }
@@ -57,8 +55,8 @@ template <class E, int COLUMNS> struct Tile {
     // threads; rows from `stop` on and padding become 0.  UNROLLED: iterations whose addresses fit
     // into registers.
     template <int COUNT, int USED, int THREADS, int UNROLLED = COUNT * CHUNKS>
-    __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
-        constexpr int TURNS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
+    DEVICE void copy(const E *from, int first, int stop, int stride) const {
+        constexpr int STEPS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
         // STAYS: a thread copies the same chunk of every row, and goes down by DOWN rows each time
         constexpr bool STAYS = THREADS % CHUNKS == 0;
         constexpr int DOWN = THREADS / CHUNKS;
@@ -68,10 +66,10 @@ template <class E, int COLUMNS> struct Tile {
         real += (long long)(first + row) * bytes + chunk * 16;
         const auto to = lane(row, chunk);
 #pragma unroll UNROLLED
-        for (int turn = 0; turn < TURNS; turn++) {
-            const int i = turn * THREADS + threadIdx.x;
+        for (int step = 0; step < STEPS; step++) {
+            const int i = step * THREADS + threadIdx.x;
             if (COUNT * CHUNKS % THREADS != 0 && i >= COUNT * CHUNKS) break;
-            const int down = STAYS ? turn * DOWN : i / CHUNKS, column = STAYS ? chunk : i % CHUNKS;
+            const int down = STAYS ? step * DOWN : i / CHUNKS, column = STAYS ? chunk : i % CHUNKS;
             const bool inside = down < left && (COLUMNS == USED || column * CHUNK < USED);
             if constexpr (STAYS) {
                 cp_async_16(to.at(down, 0), real, inside);
@@ -86,27 +84,24 @@ template <class E, int COLUMNS> struct Tile {
 // ---- products ----------------------------------------------------------------------------------
 template <int M> using Fragment = uint32_t[M][4];  // 16 columns of 16 * M rows: operand a of mma
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2], __half) {
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
     mma_m16n8k16_f16(d, a, b, d);
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2], __nv_bfloat16) {
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
     mma_m16n8k16_bf16(d, a, b, d);
 }
-__device__ __forceinline__ uint32_t pair(float low, float high, __half) {
+DEVICE uint32_t pair(float low, float high, __half) {
     const __half2 both = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t *>(&both);
 }
-__device__ __forceinline__ uint32_t pair(float low, float high, __nv_bfloat16) {
+DEVICE uint32_t pair(float low, float high, __nv_bfloat16) {
     const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t *>(&both);
 }
 
 // d[..][n] and d[..][n + 1] += a @ b, where b are the 16 columns that one ldmatrix_x4 loads.
 template <class E, int M, int N>
-__device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const Fragment<M> &a,
-                                             const uint32_t (&b)[4]) {
+DEVICE void multiply_two(float (&d)[M][N][4], int n, const Fragment<M> &a, const uint32_t (&b)[4]) {
     const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -117,8 +112,7 @@ __device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const F
 
 // Load the fragment of the rows from `row` on and the columns from 16 * step on.
 template <int M, class E, int COLUMNS>
-__device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row,
-                                      int step) {
+DEVICE void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row, int step) {
     const auto from = tile.lane(row + threadIdx.x % 16, threadIdx.x / 16 % 2);
 #pragma unroll
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], from.at(m * 16, step * 2));
@@ -128,9 +122,8 @@ __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS
 // b.  Here and below, loops along rows of more than WIDEST columns are not fully unrolled:
 // prefetched values and their addresses would need the registers of other sums.
 template <bool KEPT, int WIDEST = 1024, int M, int N, int STEPS, class E, int COLUMNS>
-__device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
-                                           const Tile<E, COLUMNS> &a, int row,
-                                           const Tile<E, COLUMNS> &b) {
+DEVICE void product_abt(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
+                        const Tile<E, COLUMNS> &a, int row, const Tile<E, COLUMNS> &b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -204,7 +197,7 @@ __device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept
 
 // The first column of o[..][n] that a lane holds of the product below.  In float32 a lane holds
 // runs of four columns, in two n.
-template <class E> __device__ __forceinline__ int column(int n) {
+template <class E> DEVICE int column(int n) {
     const int quarter = threadIdx.x % 4;
     return sizeof(E) == 2 ? n * 8 + quarter * 2 : n / 2 * 16 + quarter * 4 + n % 2 * 2;
 }
@@ -212,8 +205,8 @@ template <class E> __device__ __forceinline__ int column(int n) {
 // o += p @ b with 8 * K rows of b; p is the result of product_abt, rounded to E.  In float32, PART
 // rows are summed before they are added to o: for n rows, o is then rounded n / PART times.
 template <int PART = 8, int M, int K, int N, class E, int COLUMNS>
-__device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float (&p)[M][K][4],
-                                            const Tile<E, COLUMNS> &b) {
+DEVICE void add_product_ab(float (&o)[M][N][4], const float (&p)[M][K][4],
+                           const Tile<E, COLUMNS> &b) {
     static_assert(N == COLUMNS / 8 && 8 % PART == 0);
     const int lane = threadIdx.x % 32;
     if constexpr (sizeof(E) == 2) {
@@ -235,23 +228,23 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
             }
         }
     } else {
-        auto share = [&](int m, int k, int half, int row) {  // one of four lanes has it
+        auto element = [&](int m, int k, int half, int row) {  // one of four lanes has it
             return __shfl_sync(0xffffffffu, p[m][k][half * 2 + row % 2], row / 2, 4);
         };
         const auto from = b.lane(0, lane % 4);
         auto read = [&](int row, int n) {
             return *reinterpret_cast<const float4 *>(from.at(row, n * 2));
         };
-        auto add = [](float &x, float &y, float &z, float &w, float share, const float4 &row) {
-            x = fmaf(share, row.x, x), y = fmaf(share, row.y, y);
-            z = fmaf(share, row.z, z), w = fmaf(share, row.w, w);
+        auto add = [](float &x, float &y, float &z, float &w, float factor, const float4 &row) {
+            x = fmaf(factor, row.x, x), y = fmaf(factor, row.y, y);
+            z = fmaf(factor, row.z, z), w = fmaf(factor, row.w, w);
         };
         auto one_by_one = [&](int k, int row) {
-            float shares[M][2];
+            float elements[M][2];
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int half = 0; half < 2; half++) shares[m][half] = share(m, k, half, row);
+                for (int half = 0; half < 2; half++) elements[m][half] = element(m, k, half, row);
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 const float4 y = read(k * 8 + row, n);
@@ -260,19 +253,19 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
-                        add(first[0], first[1], second[0], second[1], shares[m][half], y);
+                        add(first[0], first[1], second[0], second[1], elements[m][half], y);
                     }
             }
         };
         auto together = [&](int k, int from) {
-            float shares[M][2][PART];
+            float elements[M][2][PART];
 #pragma unroll
             for (int i = 0; i < PART; i++)
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int half = 0; half < 2; half++)
-                        shares[m][half][i] = share(m, k, half, from + i);
+                        elements[m][half][i] = element(m, k, half, from + i);
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 float part[M][2][4] = {};
@@ -283,8 +276,8 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            float(&to)[4] = part[m][half];
-                            add(to[0], to[1], to[2], to[3], shares[m][half][i], y);
+                            float (&to)[4] = part[m][half];
+                            add(to[0], to[1], to[2], to[3], elements[m][half][i], y);
                         }
                 }
 #pragma unroll
@@ -312,14 +305,14 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
     }
 }
 
-// Write USED columns of one row of such a sum, times `share`: of a lane's upper row (half 0) or of
+// Write USED columns of one row of such a sum, times `factor`: of a lane's upper row (half 0) or of
 // the row 8 below (half 1).
 template <int USED, int N, class E>
-__device__ __forceinline__ void put_row(E *to, const float (&o)[N][4], int half, float share) {
+DEVICE void put_row(E *to, const float (&o)[N][4], int half, float factor) {
 #pragma unroll
     for (int n = 0; n < N; n++) {
         if (N * 8 != USED && column<E>(n) >= USED) continue;
-        const float first = o[n][half * 2] * share, second = o[n][half * 2 + 1] * share;
+        const float first = o[n][half * 2] * factor, second = o[n][half * 2 + 1] * factor;
         if constexpr (sizeof(E) == 2)
             *reinterpret_cast<uint32_t *>(to + column<E>(n)) = pair(first, second, E());
         else *reinterpret_cast<float2 *>(to + column<E>(n)) = make_float2(first, second);

@@ -11,13 +11,13 @@ template <> struct Word<1> { using type = unsigned char; };
 // Values in the dtype of memory, for kernels that keep them in few registers.
 template <class T, int LANES> struct Vector {
     static constexpr int BYTES = sizeof(T) * LANES;
-    using Word = typename ::Word<BYTES < 16 ? BYTES : 16>::type;
+    using Word = typename ::Word<(BYTES < 16 ? BYTES : 16)>::type;
     static constexpr int WORDS = BYTES / sizeof(Word);
     alignas(Word) T at[LANES];
 };
 
 template <int LANES, class T>
-__device__ __forceinline__ void fetch(Vector<T, LANES> &to, const T *from) {
+DEVICE void fetch(Vector<T, LANES> &to, const T *from) {
     using V = Vector<T, LANES>;
 #pragma unroll
     for (int i = 0; i < V::WORDS; i++)
@@ -26,7 +26,7 @@ __device__ __forceinline__ void fetch(Vector<T, LANES> &to, const T *from) {
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void put(T *to, const Vector<T, LANES> &from) {
+DEVICE void put(T *to, const Vector<T, LANES> &from) {
     using V = Vector<T, LANES>;
 #pragma unroll
     for (int i = 0; i < V::WORDS; i++)
@@ -37,7 +37,7 @@ __device__ __forceinline__ void put(T *to, const Vector<T, LANES> &from) {
 // The same at base + at, where base is aligned and LANES divides `at`.  The compiler cannot tell
 // that base + at is aligned: in a loop with an unknown step it splits such an access in four.
 template <int LANES, class T>
-__device__ __forceinline__ void put(T *base, long long at, const Vector<T, LANES> &from) {
+DEVICE void put(T *base, long long at, const Vector<T, LANES> &from) {
     using V = Vector<T, LANES>;
 #pragma unroll
     for (int i = 0; i < V::WORDS; i++)
@@ -46,33 +46,33 @@ __device__ __forceinline__ void put(T *base, long long at, const Vector<T, LANES
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void widen(float (&to)[LANES], const Vector<T, LANES> &from) {
+DEVICE void widen(float (&to)[LANES], const Vector<T, LANES> &from) {
 #pragma unroll
     for (int j = 0; j < LANES; j++) to[j] = (float)from.at[j];
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void load(float (&to)[LANES], const T *from) {
+DEVICE void load(float (&to)[LANES], const T *from) {
     Vector<T, LANES> v;
     fetch(v, from);
     widen(to, v);
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void narrow(Vector<T, LANES> &to, const float (&from)[LANES]) {
+DEVICE void narrow(Vector<T, LANES> &to, const float (&from)[LANES]) {
 #pragma unroll
     for (int j = 0; j < LANES; j++) to.at[j] = (T)from[j];
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void store(T *to, const float (&from)[LANES]) {
+DEVICE void store(T *to, const float (&from)[LANES]) {
     Vector<T, LANES> v;
     narrow(v, from);
     put(to, v);
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void store(T *base, long long at, const float (&from)[LANES]) {
+DEVICE void store(T *base, long long at, const float (&from)[LANES]) {
     Vector<T, LANES> v;
     narrow(v, from);
     put(base, at, v);
@@ -81,14 +81,14 @@ __device__ __forceinline__ void store(T *base, long long at, const float (&from)
 // The same for the first `count` values where a flat array has fewer than LANES left; values past
 // its end load as 0.
 template <int LANES, class T>
-__device__ __forceinline__ void load(float (&to)[LANES], const T *from, long long count) {
+DEVICE void load(float (&to)[LANES], const T *from, long long count) {
     if (count >= LANES) return load(to, from);
 #pragma unroll
     for (int j = 0; j < LANES; j++) to[j] = j < count ? (float)from[j] : 0.0f;
 }
 
 template <int LANES, class T>
-__device__ __forceinline__ void store(T *to, const float (&from)[LANES], long long count) {
+DEVICE void store(T *to, const float (&from)[LANES], long long count) {
     if (count >= LANES) return store(to, from);
 #pragma unroll
     for (int j = 0; j < LANES; j++)

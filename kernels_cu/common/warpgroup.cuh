@@ -14,7 +14,7 @@ constexpr int product_columns(int columns) {  // rounded up to a size that produ
 }
 
 template <int PARTS> using Parts = float[1][PARTS][4];
-template <int R> __device__ __forceinline__ Parts<R / 4> &parts_of(float (&d)[R]) {
+template <int R> DEVICE Parts<R / 4> &parts_of(float (&d)[R]) {
     return reinterpret_cast<Parts<R / 4> &>(d);
 }
 
@@ -26,53 +26,47 @@ struct Operand {
     uint32_t low;
     static constexpr uint32_t HIGH = 1u << 30 | 1024 >> 4;
 
-    __device__ __forceinline__ Operand(const void *tile, int leading)
+    DEVICE Operand(const void *tile, int leading)
         : low(__shfl_sync(0xffffffffu, (uint32_t)wgmma_descriptor_128b(tile, leading, 1024), 0)) {}
-    __device__ __forceinline__ uint64_t at(int bytes) const {
-        return (uint64_t)HIGH << 32 | (low + (bytes >> 4));
-    }
+    DEVICE uint64_t at(int bytes) const { return (uint64_t)HIGH << 32 | (low + (bytes >> 4)); }
 };
 
 // d = a @ b.T, or with `add` d += a @ b.T, for 16 columns of 64 rows of a and N rows of b.
 template <int N>
-__device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add,
-                                               __nv_bfloat16) {
+DEVICE void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add, __nv_bfloat16) {
     if constexpr (N == 64) wgmma_m64n64k16_bf16<0, 0>(d, a, b, add);
     if constexpr (N == 96) wgmma_m64n96k16_bf16<0, 0>(d, a, b, add);
     if constexpr (N == 128) wgmma_m64n128k16_bf16<0, 0>(d, a, b, add);
 }
 template <int N>
-__device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add,
-                                               __half) {
+DEVICE void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add, __half) {
     if constexpr (N == 64) wgmma_m64n64k16_f16<0, 0>(d, a, b, add);
     if constexpr (N == 96) wgmma_m64n96k16_f16<0, 0>(d, a, b, add);
     if constexpr (N == 128) wgmma_m64n128k16_f16<0, 0>(d, a, b, add);
 }
 
 // d += a @ b for 16 columns of a, in registers in the layout of mma, and N columns of b.
-#define WARPGROUP_REGISTERS(E, TYPE)                                                               \
-    template <int N>                                                                               \
-    __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t (&a)[4],  \
-                                                       uint64_t b, E) {                            \
-        if constexpr (N == 64) wgmma_m64n64k16_##TYPE##_registers<1>(d, a, b, 1);                  \
-        if constexpr (N == 96) wgmma_m64n96k16_##TYPE##_registers<1>(d, a, b, 1);                  \
-        if constexpr (N == 128) wgmma_m64n128k16_##TYPE##_registers<1>(d, a, b, 1);                \
-        if constexpr (N == 160) wgmma_m64n160k16_##TYPE##_registers<1>(d, a, b, 1);                \
-        if constexpr (N == 192) wgmma_m64n192k16_##TYPE##_registers<1>(d, a, b, 1);                \
-        if constexpr (N == 224) wgmma_m64n224k16_##TYPE##_registers<1>(d, a, b, 1);                \
-        if constexpr (N == 256) wgmma_m64n256k16_##TYPE##_registers<1>(d, a, b, 1);                \
+#define WARPGROUP_REGISTERS(E, TYPE)                                                           \
+    template <int N>                                                                           \
+    DEVICE void multiply_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, E) { \
+        if constexpr (N == 64) wgmma_m64n64k16_##TYPE##_registers<1>(d, a, b, 1);              \
+        if constexpr (N == 96) wgmma_m64n96k16_##TYPE##_registers<1>(d, a, b, 1);              \
+        if constexpr (N == 128) wgmma_m64n128k16_##TYPE##_registers<1>(d, a, b, 1);            \
+        if constexpr (N == 160) wgmma_m64n160k16_##TYPE##_registers<1>(d, a, b, 1);            \
+        if constexpr (N == 192) wgmma_m64n192k16_##TYPE##_registers<1>(d, a, b, 1);            \
+        if constexpr (N == 224) wgmma_m64n224k16_##TYPE##_registers<1>(d, a, b, 1);            \
+        if constexpr (N == 256) wgmma_m64n256k16_##TYPE##_registers<1>(d, a, b, 1);            \
     }
 WARPGROUP_REGISTERS(__nv_bfloat16, bf16)
 WARPGROUP_REGISTERS(__half, f16)
 #undef WARPGROUP_REGISTERS
 
 // d = a.T @ b, or with `add` d += a.T @ b, for 16 rows of 64 columns of a and N columns of b.
-#define WARPGROUP_TRANSPOSED(E, TYPE)                                                              \
-    template <int N>                                                                               \
-    __device__ __forceinline__ void multiply_transposed(float (&d)[N / 2], uint64_t a, uint64_t b, \
-                                                        int add, E) {                              \
-        if constexpr (N == 32) wgmma_m64n32k16_##TYPE<1, 1>(d, a, b, add);                         \
-        if constexpr (N == 64) wgmma_m64n64k16_##TYPE<1, 1>(d, a, b, add);                         \
+#define WARPGROUP_TRANSPOSED(E, TYPE)                                                        \
+    template <int N>                                                                         \
+    DEVICE void multiply_transposed(float (&d)[N / 2], uint64_t a, uint64_t b, int add, E) { \
+        if constexpr (N == 32) wgmma_m64n32k16_##TYPE<1, 1>(d, a, b, add);                   \
+        if constexpr (N == 64) wgmma_m64n64k16_##TYPE<1, 1>(d, a, b, add);                   \
     }
 WARPGROUP_TRANSPOSED(__nv_bfloat16, bf16)
 WARPGROUP_TRANSPOSED(__half, f16)
@@ -81,8 +75,7 @@ WARPGROUP_TRANSPOSED(__half, f16)
 // s = a @ b.T, or with `add` s += a @ b.T, over DEPTH columns; a panel of a has A_ROWS rows, one of
 // b has 2 * N.
 template <class E, int DEPTH, int A_ROWS, int N>
-__device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b,
-                                             bool add = false) {
+DEVICE void begin_scores(float (&s)[N], Operand a, Operand b, bool add = false) {
     constexpr int B_ROWS = N * 2;
 #pragma unroll
     for (int step = 0; step < DEPTH / 16; step++) {
@@ -95,8 +88,7 @@ __device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b
 
 // o += p @ b with 16 * STEPS rows of b.
 template <class E, int STEPS, int N>
-__device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[STEPS][4],
-                                             Operand b) {
+DEVICE void begin_values(float (&o)[N], const uint32_t (&p)[STEPS][4], Operand b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
         multiply_registers<N * 2>(o, p[step], b.at(step * 16 * PANEL_ROW), E());
@@ -105,7 +97,7 @@ __device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[
 
 // o = p.T @ b with 16 * STEPS rows of p and b, both in shared memory.
 template <class E, int STEPS, int N>
-__device__ __forceinline__ void begin_transposed(float (&o)[N], Operand p, Operand b) {
+DEVICE void begin_transposed(float (&o)[N], Operand p, Operand b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
         multiply_transposed<N * 2>(o, p.at(step * 16 * PANEL_ROW), b.at(step * 16 * PANEL_ROW),
@@ -115,7 +107,7 @@ __device__ __forceinline__ void begin_transposed(float (&o)[N], Operand p, Opera
 
 // Store a warp's 16 of 64 rows, of up to 64 columns, in a panel, in the layout that products read.
 template <int STEPS>
-__device__ __forceinline__ void put_operand(unsigned char *panel, const uint32_t (&p)[STEPS][4]) {
+DEVICE void put_operand(unsigned char *panel, const uint32_t (&p)[STEPS][4]) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < STEPS * 4; i++) {  // rows 8 apart have the same swizzle
@@ -127,7 +119,7 @@ __device__ __forceinline__ void put_operand(unsigned char *panel, const uint32_t
 
 // Round a lane's part of 64 rows to 16 bits, in the layout of a product's operand.
 template <class E, int STEPS, int R>
-__device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&from)[R]) {
+DEVICE void narrow(uint32_t (&to)[STEPS][4], const float (&from)[R]) {
     static_assert(R == STEPS * 8);
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
@@ -137,12 +129,13 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&f
     wgmma_name(to);
 }
 
-// Write the first `used` columns of one row in 16 bits, 16 bytes per lane, if the row is `there`.
+// Write the first `used` columns of one row in 16 bits, 16 bytes per lane, if the row is
+// `in_range`.
 // Four lanes hold two of every eight columns each: they exchange them until each lane has a whole
 // group of eight.
 template <class E, int R>
-__device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int half, float share,
-                                                 bool there, int used) {
+DEVICE void put_row_of_lanes(E *to, const float (&o)[R], int half, float factor, bool in_range,
+                             int used) {
     static_assert(R % 16 == 0 && sizeof(E) == 2);
     const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -151,7 +144,7 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float *const two = o + (first + i) * 4 + half * 2;
-            words[i] = pair(two[0] * share, two[1] * share, E());
+            words[i] = pair(two[0] * factor, two[1] * factor, E());
         }
 #pragma unroll
         for (int away = 1; away < 4; away *= 2)
@@ -164,14 +157,14 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
                     (upper ? low : high) = theirs;
                 }
         const int column = (first + lane) * 8;
-        if (there && column < used)
+        if (in_range && column < used)
             *reinterpret_cast<uint4 *>(to + column) = {words[0], words[1], words[2], words[3]};
     }
 }
 
 // Wait for products whose operand is in registers; afterwards the compiler may reuse these.
 template <int N, int R, int STEPS>
-__device__ __forceinline__ void wgmma_free(float (&sum)[R], uint32_t (&p)[STEPS][4]) {
+DEVICE void wgmma_free(float (&sum)[R], uint32_t (&p)[STEPS][4]) {
     wgmma_wait<N>(sum);
     wgmma_name(p);
 }

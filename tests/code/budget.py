@@ -85,7 +85,7 @@ def read_log(log: str) -> dict[str, Resources]:
 
 def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
     """Return the sources that a text includes, directly or through other sources."""
-    for name in re.findall(r'^#include "([^"]+)"', text, re.M):
+    for name in re.findall(r'^#include ["<](.+\.cuh?)[">]', text, re.M):
         if name not in seen:
             seen[name] = (source_root() / name).read_text()
             _closure(seen[name], seen)

@@ -3,14 +3,17 @@
     python -m tests.code.ladder --write      rewrites them (needs the extra ``test``)
 
 A rung is a kernel of the library with only some of its optimizations: the same source, launched
-with other constants.  Registers and instructions are those of the code that NVRTC compiles; memory
-traffic is counted in a run on the emulator.
+with other constants.  The first rung is the plain kernel that the source begins with.  Registers
+and instructions are those of the code that NVRTC compiles; memory traffic is counted in a run on
+the emulator.
 """
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,10 +21,10 @@ import ml_dtypes
 import numpy as np
 
 from unsloth_cupy import attention_forward, rms_norm_forward
-from unsloth_cupy.core.source import Constants
-from unsloth_cupy.core.target import using
+from unsloth_cupy.core.source import Constants, translation_unit
+from unsloth_cupy.core.target import target_of, using
 from unsloth_cupy.files import atomic_path
-from unsloth_cupy.ops.attention import _tiles
+from unsloth_cupy.ops.attention import _forward, _hopper, _tiles
 from unsloth_cupy.ops.attention._tiles import Start, Tiles
 from unsloth_cupy.ops.norms import rows
 
@@ -65,6 +68,8 @@ def shared(variant: Variant, traffic: Traffic) -> str:
 def per_product(variant: Variant, traffic: Traffic) -> str:
     """Return the instructions of the loop over keys, divided by its tensor-core products."""
     loop = sass.tile_loop(sass.disassembled(variant))
+    if not loop.products:
+        return "none"
     return f"{loop.instructions / loop.products:.2f}"
 
 
@@ -85,20 +90,55 @@ def passes(variant: Variant, traffic: Traffic) -> str:
 
 def other_constants(changed: dict[str, Any]) -> Any:
     """Return a patch under which norms are launched with these constants changed."""
-    plain = rows.constants
+    library = rows.constants
     return mock.patch.object(
-        rows, "constants", lambda *args: Constants(**{**plain(*args), **changed})
+        rows, "constants", lambda *args: Constants(**{**library(*args), **changed})
     )
 
 
 @contextlib.contextmanager
 def other_tiles(tiles: Tiles) -> Iterator[None]:
     """Make these tiles the only row of attention's launch table, and the one that calls request."""
-    start = mock.patch.object(_tiles, "start", Start(tiles.rows, tiles.threads))
+    start = mock.patch.object(_tiles, "start", Start(tiles.rows, tiles.threads, warpgroups=False))
     with start, mock.patch.dict(_tiles.FORWARD, {(80, 2, 64): (tiles,)}):
         _tiles.resolve.cache_clear()
         yield
     _tiles.resolve.cache_clear()
+
+
+def plain(module: ModuleType, name: str, arguments: Callable[..., tuple[Any, ...]]) -> Any:
+    """Return a patch under which a module launches the plain kernel of the source that it loads.
+
+    ``arguments`` chooses the number of its threads, and its arguments, from those of a launch.
+    """
+
+    def load(file: str, _: str, like: Any, constants: Constants) -> Any:
+        source = "#define PLAIN\n" + translation_unit(file, constants)
+        compiled = target_of(like).compile(name, source)
+
+        def launch(*args: Any) -> None:
+            threads, *values = arguments(*args)
+            compiled((-(-threads // 128),), (128,), tuple(values), 0)
+
+        return defaultdict(lambda: launch)  # whatever the shape of the launch
+
+    return mock.patch.object(module, "load", side_effect=load)
+
+
+def plain_norm(x: Any, weight: Any, _: Any, bias: Any, y: Any, *more: Any) -> tuple[Any, ...]:
+    """Return the threads and arguments of the plain kernel for those of norm_forward."""
+    *_, rows, _, eps, _ = more
+    return rows, x, weight, y, np.int64(rows), np.float32(eps)
+
+
+def plain_attention(q: Any, k: Any, v: Any, _: Any, out: Any, *more: Any) -> tuple[Any, ...]:
+    """Return the threads and arguments of the plain kernel for those of attention_forward."""
+    batch, queries, heads, _ = q.shape
+    rows, sizes = batch * queries * heads, (queries, k.shape[1], heads, k.shape[2])
+    return rows, q, k, v, out, *map(np.int32, (rows, *sizes))
+
+
+PLAIN = "a plain kernel"  # the name of such a rung
 
 
 LADDERS = (
@@ -107,6 +147,7 @@ LADDERS = (
         rms_norm_forward,
         ((32, 4096), (4096,)),
         {
+            PLAIN: plain(rows, "rms_norm_plain", plain_norm),
             "a thread takes a row": {"ROW_THREADS": 1, "LANES": 1, "KEEP": False},
             "a block takes a row": {"LANES": 1, "KEEP": False},
             "an access has 16 bytes": {"KEEP": False},
@@ -125,6 +166,7 @@ LADDERS = (
         attention_forward,
         ((1, 256, 1, 64),) * 3,
         {
+            PLAIN: plain(_forward, "attention_plain", plain_attention),
             "16 keys a tile": Tiles(4, 1, 16, False, stages=1),
             "64 keys a tile": Tiles(4, 1, 64, False, stages=1),
             "queries stay in registers": Tiles(4, 1, 64, True, stages=1),
@@ -146,7 +188,8 @@ LADDERS = (
 
 def row(ladder: Ladder, rung: str) -> str:
     """Return the table line of a rung."""
-    with ladder.patch(ladder.rungs[rung]):
+    patch = ladder.rungs[rung] if rung == PLAIN else ladder.patch(ladder.rungs[rung])
+    with patch, mock.patch.object(_hopper, "requested", False):  # not on warpgroups
         ladder.op.routes.clear()  # they were recorded without the patch
         with gpu(ARCHITECTURE) as machine:
             ladder.op(*(machine.array(shape, "bfloat16") for shape in ladder.shapes))

@@ -69,10 +69,17 @@ def test_nvrtc_lays_structs_out_as_numpy_does() -> None:
     budget.cubin(source, ("-std=c++17",), "90")
 
 
-def test_no_kernel_has_more_than_16_parameters() -> None:
-    """Numbers that belong together travel as one struct."""
-    many = {name: len(declared) for _, name, declared in parameters() if len(declared) > 16}
-    assert many == {}
+def test_no_kernel_takes_more_than_8_single_numbers() -> None:
+    """Numbers that belong together are one struct.
+
+    Arrays are parameters of their own, as a replay picks them by position.  Not every kernel gains
+    by a struct: those that take several numbers here needed more registers with one.
+    """
+    single = {
+        name: [each for each in declared if "*" not in each and "__grid_constant__" not in each]
+        for _, name, declared in parameters()
+    }
+    assert {name: numbers for name, numbers in single.items() if len(numbers) > 8} == {}
 
 
 def test_a_struct_is_read_where_it_lies() -> None:

@@ -206,7 +206,7 @@ def tile_of(text: str, values: dict[str, str]) -> tuple[Tile, int]:
     kept = Counter(int(n) for n, register in products if register)
     row = sum(-(-int(values[name]) // 64) * 128 for name in ("DIM", "VALUE_DIM"))
     moved = int(values["TILE"]) * row // int(values["CONSUMERS"])
-    if values.get("TURNS") == "true":  # ds is written; half of dq is written, and read by TMA
+    if values.get("SUM_DQ") == "true":  # ds is written; half of dq is written, and read by TMA
         moved += ROWS * (ROWS * 2 + 2 * 4 * (32 if values["DIM"] == "64" else 64))
     counts = Counter(name.partition(".")[0] for name in names)
     return Tile(counts, shapes, kept, moved), len(more)

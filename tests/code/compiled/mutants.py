@@ -44,7 +44,7 @@ FILES = ("common/ptx.cuh", "common/hopper.cuh")
 JUDGES = 4  # the most judges of a mutant
 ROUNDS = 3
 ASM = re.compile(r"\basm( volatile)?\s*\(")
-FUNCTION = re.compile(r"PTX [\w *]*?\b(\w+(?:##\w+)*)\s*\(")
+FUNCTION = re.compile(r"DEVICE [\w *]*?\b(\w+(?:##\w+)*)\s*\(")
 # Edits of an asm template: pattern and replacement.
 EDITS = {
     r"\.trans\b": "",

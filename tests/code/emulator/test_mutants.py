@@ -47,7 +47,7 @@ STATEMENT = re.compile(
     r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|(un)?signed "
     r"|[A-Z]\w*(<.*>)? [*&]?\w+(;| =|\[|\(|\{)"
     r"|setmaxnreg|wgmma_name|if constexpr \(VARLEN\) job = jobs\.again"
-    r"|(if constexpr \(DX && DY( && !TURNS)?\) )?wgmma_free)"
+    r"|(if constexpr \(DX && DY( && !SUM_DQ)?\) )?wgmma_free)"
     r"(?:[^/\n]|/(?![/*]))+;$"
 )
 
@@ -83,7 +83,7 @@ class Mutant(NamedTuple):
 def found(folder: Path, file: str, pattern: re.Pattern[str]) -> Iterator[Mutant]:
     text = (folder / file).read_text()
     for match in pattern.finditer(text):
-        guarded = text[: match.start()].rpartition("#if")[2].startswith("def BUG")
+        guarded = text[: match.start()].rpartition("#if")[2].startswith(("def BUG", "def PLAIN"))
         if not guarded or "#endif" in text[: match.start()].rpartition("#if")[2]:
             yield Mutant(folder, file, *match.span())
 

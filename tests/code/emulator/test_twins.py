@@ -23,9 +23,7 @@ def declared(path: Path) -> dict[str, list[str]]:
     command = ["g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-"]
     alone = re.sub(r"#include.*", "", path.read_text())
     text = subprocess.run(command, input=alone, capture_output=True, text=True, check=True).stdout
-    text = re.sub(
-        r"\b(__device__ __forceinline__|inline) (void \*|void |uint32_t |int )", "FUNCTION ", text
-    )
+    text = re.sub(r"\b(DEVICE|inline) (void \*|void |uint32_t |int )", "FUNCTION ", text)
     text = re.sub(r",?\s*EMU_PLACE", "", text)
     functions = re.findall(r"FUNCTION (\w+)\(((?:[^()]|\(&?\w*\))*)\)\s*{", text)
     return {name: types(parameters) for name, parameters in functions}
@@ -47,7 +45,7 @@ def test_the_twins_declare_the_same_functions(file: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_templates_of_the_twins_agree(file: str) -> None:
-    pattern = r"template <([^>]*)>[\s\\]*(?:PTX|inline) \w+ (\w+)"
+    pattern = r"template <([^>]*)>[\s\\]*(?:DEVICE|inline) \w+ (\w+)"
     real, twin = (set(re.findall(pattern, (folder / file).read_text())) for folder in (REAL, TWINS))
     assert real == twin
 

@@ -10,7 +10,7 @@ and all of these hold; attention_backward.cu runs the others.
 
 Two launches, one whose blocks own keys and one whose blocks own queries, compute seven products:
 every accumulator has one owner, no block waits for another, and dq needs no float32 buffer.  A
-single launch computes five products; its blocks take turns to add to dq.  It runs if
+single launch computes five products; its blocks add to dq one by one.  It runs if
 
     head dims up to 128       the accumulators of dk, dv and dq fill the registers
     no option changes scores  or hides tiles (block_mask): registers, and a turn for every tile
@@ -67,7 +67,7 @@ class OnePass(Backward):
         return self.tile * max(64, -(-dim // 64) * 64) * 4
 
     def workspace(self, rows: int, dim: int) -> int:
-        """Return the bytes of dq in float32, for the padded rows of all heads, and of its turns."""
+        """Return the bytes of dq in float32, for the padded rows of all heads, and its counts."""
         tiles = rows // self.tile
         return tiles * (self.sums(dim) + 4)
 
@@ -151,7 +151,7 @@ def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
 
 
 def pays(own: OnePass, q: Array, v: Array) -> bool:
-    """Return whether the cycles that the single launch saves exceed those spent waiting for turns.
+    """Return whether the cycles that the single launch saves exceed those spent waiting.
 
     Blocks that start together stay staggered for as long as they run: the last of them lags by one
     tile for every earlier block of keys of the same head.
@@ -171,21 +171,21 @@ def launch_one_pass(
     call: KernelOptions,
     numbers: dict[str, Any],
 ) -> None:
-    """Launch the kernel that adds to dq in turns, then attention_dq_sm90.cu, which finishes dq."""
+    """Launch the kernel that adds to dq, then attention_dq_sm90.cu, which finishes dq."""
     q, *_, stats = inputs
     dq, dk, dv = outputs
     tiles, dim = math.prod(stats.shape[1:]) // own.tile, q.shape[-1]
-    turns = empty((tiles,), np.float32, like=q)  # the kernel reads its bits as integers
-    turns.fill(0)
+    added = empty((tiles,), np.float32, like=q)  # the kernel reads its bits as integers
+    added.fill(0)
     sums = empty((tiles, own.sums(dim) // 4), np.float32, like=q)
-    launch_on_warpgroups(own, True, inputs, (dk, dv, sums, turns), call, numbers)
+    launch_on_warpgroups(own, True, inputs, (dk, dv, sums, added), call, numbers)
     offsets, sequences = call.operands[1], call.numbers["sequences"]
     flags = call.constants
     chosen = Constants(T=q.dtype, DIM=dim, VARLEN=flags["VARLEN"], P=flags["P"])
     kernel = load("attention_dq_sm90.cu", "attention_dq_sm90", q, chosen)
     queries, heads = q.shape[-3:-1]
     kernel[tiles, 256](
-        *(sums, turns, dq, numbers["scale"], heads, queries, stats.shape[-1]),
+        *(sums, added, dq, numbers["scale"], heads, queries, stats.shape[-1]),
         *(offsets if flags["VARLEN"] else None, sequences),
     )
 
@@ -200,16 +200,17 @@ def launch_on_warpgroups(
 ) -> None:
     """Launch attention_backward_sm90.cu on q, k, v, dout and stats; write dx, dy, sums, slopes.
 
-    In the single launch, the last two outputs are the sums of dq and the turns.
+    In the single launch, the last two outputs are the sums of dq, and how many blocks have
+    added to each.
     """
     *arrays, stats = inputs
     q, k, v, dout = map(mappable, arrays)
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
     named = zip(("DX", "DY", "SUM", "SLOPE"), outputs, strict=True)
     flags = {name: array is not None for name, array in named}
-    if turns := isinstance(own, OnePass):
+    if sums_dq := isinstance(own, OnePass):
         flags |= {"SUM": False, "SLOPE": False}
-    flags["TURNS"] = turns
+    flags["SUM_DQ"] = sums_dq
     chosen = constants(own, **call.constants, BY_KEYS=by_key, **flags)
     shared_by = heads // kv_heads
     rows, row_heads, streamed = keys, kv_heads, queries * shared_by  # rows that a head streams

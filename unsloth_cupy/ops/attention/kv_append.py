@@ -70,28 +70,14 @@ def _launch(
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
         return no_kernel("keys or values are not contiguous")
     starts = contiguous(starts)
-    count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
+    shape, size, row = k.shape, k.size, k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
     wide = lanes(math.gcd(row, *k_strides, *v_strides), k, v, keys, values)
     constants = _constants(k.dtype, getattr(starts, "dtype", np.dtype("int32")), None, row, wide)
     kernel = load("kv_append.cu", "kv_append_", k, constants)
     threads = constants["THREADS"]
-    kernel[-(-count * row // (wide * threads)), threads](
-        *(
-            k,
-            v,
-            keys,
-            values,
-            starts,
-            start,
-            count,
-            tokens,
-            keys.shape[1],
-            sinks,
-            *k_strides,
-            *v_strides,
-        )
-    )
+    numbers = cache_numbers(shape, keys, k_strides + v_strides, start=start, sinks=sinks)
+    kernel[-(-size // (wide * threads)), threads](k, v, keys, values, starts, numbers)
     return keys, values
 
 
@@ -127,17 +113,34 @@ def _launch_paged(
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
         return no_kernel("k_pages or v_pages are not contiguous")
     page_table, starts = contiguous(page_table), contiguous(starts)
-    count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
+    shape, size, row = k.shape, k.size, k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
     wide = lanes(math.gcd(row, *k_strides, *v_strides), k, v, k_pages, v_pages)
     constants = _constants(k.dtype, starts.dtype, page_table.dtype, row, wide)
     kernel = load("kv_append.cu", "kv_append_paged_", k, constants)
     threads = constants["THREADS"]
-    kernel[-(-count * row // (wide * threads)), threads](
-        *(k, v, k_pages, v_pages, page_table, starts),
-        *(count, tokens, *k_pages.shape[:2], page_table.shape[1], *k_strides, *v_strides),
+    strides = k_strides + v_strides
+    numbers = cache_numbers(shape, k_pages, strides, row_pages=page_table.shape[1])
+    kernel[-(-size // (wide * threads)), threads](
+        k, v, k_pages, v_pages, page_table, starts, numbers
     )
     return k_pages, v_pages
+
+
+def cache_numbers(
+    shape: tuple[int, ...],
+    keys: Array,
+    strides: tuple[int, ...],
+    *,
+    start: int = 0,
+    sinks: int = 0,
+    row_pages: int = 0,
+) -> dict[str, int]:
+    """Return the struct Cache of kv_cache.cuh for k of this shape and the strides of k and v."""
+    (batch, tokens, kv_heads, _), (pages, slots) = shape, keys.shape[:2]
+    numbers = {"start": start, "count": batch * tokens, "tokens": tokens, "kv_heads": kv_heads}
+    numbers |= {"pages": pages, "slots": slots, "sinks": sinks, "row_pages": row_pages}
+    return numbers | dict(zip(("k_row", "k_token", "v_row", "v_token"), strides, strict=True))
 
 
 @cache

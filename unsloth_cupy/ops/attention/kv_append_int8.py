@@ -21,7 +21,7 @@ from ...errors import ShapeError
 from ..common.codes import quantized
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
-from .kv_append import NEW, kv_append_, kv_append_paged_
+from .kv_append import NEW, cache_numbers, kv_append_, kv_append_paged_
 
 THREADS = 128
 
@@ -88,20 +88,18 @@ def _launch(
     if not all(array.flags.c_contiguous for array in (keys, values, scales)):
         return no_kernel("keys, values or scales are not contiguous")
     page_table, starts = contiguous(page_table), contiguous(starts)
-    (batch, tokens, kv_heads, dim), (pages, slots) = k.shape, keys.shape[:2]
+    shape, dim = k.shape, k.shape[3]
+    groups = 2 * math.prod(shape[:3])
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
     wide = lanes(math.gcd(dim, *k_strides, *v_strides), k, v, keys, values)
     plain = np.dtype("int32")
     dtypes = k.dtype, getattr(starts, "dtype", plain), getattr(page_table, "dtype", plain)
     chosen = _constants(dtypes, dim, wide, page_table is not None)
     kernel = load("kv_append_int8.cu", "kv_append_int8_", k, chosen)
-    numbers = {"start": start, "count": batch * tokens, "tokens": tokens, "kv_heads": kv_heads}
-    numbers |= {"pages": pages, "slots": slots, "sinks": sinks}
-    numbers["row_pages"] = 0 if page_table is None else page_table.shape[1]
-    strides = zip(("k_row", "k_token", "v_row", "v_token"), k_strides + v_strides, strict=True)
-    groups = 2 * batch * tokens * kv_heads
+    row_pages, strides = 0 if page_table is None else page_table.shape[1], k_strides + v_strides
+    numbers = cache_numbers(shape, keys, strides, start=start, sinks=sinks, row_pages=row_pages)
     kernel[-(-groups * chosen["ROW_THREADS"] // THREADS), THREADS](
-        *(k, v, keys, values, scales, page_table, starts, numbers | dict(strides))
+        *(k, v, keys, values, scales, page_table, starts, numbers)
     )
     return scales
 

@@ -2,7 +2,7 @@
 #include <common/hopper.cuh>
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void prepare(uint64_t *bar, int count) {
+DEVICE void prepare(uint64_t *bar, int count) {
   if (threadIdx.x == 0) {
     mbarrier_init(bar, count);
     mbarrier_init_fence();
@@ -34,7 +34,7 @@ KERNEL(64) bulk(const unsigned *in, unsigned *out) {
 
 // Every block adds its tile of 8 rows by 16 to the same place.
 template <class T>
-__device__ __forceinline__ void add_tile(const TensorMap &sum, const T *in) {
+DEVICE void add_tile(const TensorMap &sum, const T *in) {
   __shared__ __align__(128) T tile[128];
   tile[threadIdx.x] = in[blockIdx.x * 128 + threadIdx.x];
   fence_proxy_async();
@@ -85,7 +85,7 @@ KERNEL(128) store_tile(const __grid_constant__ TensorMap to, const int *in) {
 }
 
 // out[block, 0:32] is read from the next block's shared memory, the rest written there by it.
-__device__ __forceinline__ void exchange(const int *in, int *out) {
+DEVICE void exchange(const int *in, int *out) {
   __shared__ int mine[32], theirs[32];
   const int size = cluster_size(), rank = cluster_rank(), next = (rank + 1) % size;
   mine[threadIdx.x] = in[blockIdx.x * 32 + threadIdx.x];

@@ -5,14 +5,14 @@
 constexpr int D = 64, BM = 64, BN = 64;
 #define NEG_INF __int_as_float(0xff800000)
 
-__device__ __forceinline__ __nv_bfloat16 *at(__nv_bfloat16 *tile, int row, int chunk) {
+DEVICE __nv_bfloat16 *at(__nv_bfloat16 *tile, int row, int chunk) {
   return tile + row * D + ((chunk ^ (row & 7)) << 3);
 }
-__device__ __forceinline__ uint32_t pack(float lo, float hi) {
+DEVICE uint32_t pack(float lo, float hi) {
   __nv_bfloat162 p = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<uint32_t *>(&p);
 }
-__device__ __forceinline__ void load_tile(__nv_bfloat16 *tile, const __nv_bfloat16 *from, int first,
+DEVICE void load_tile(__nv_bfloat16 *tile, const __nv_bfloat16 *from, int first,
                                           int tokens) {
   for (int i = threadIdx.x; i < 64 * 8; i += 128) {
     int row = i / 8, chunk = i % 8;

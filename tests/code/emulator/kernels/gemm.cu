@@ -7,7 +7,7 @@ constexpr int TM = 64, TN = 128, TK = 64, STAGES = 3;
 constexpr int A_BYTES = TM * TK * 2, B_BYTES = TN * TK * 2, STAGE = A_BYTES + B_BYTES;
 
 template <bool N_MAJOR>
-__device__ __forceinline__ void gemm_tile(const TensorMap &ma, const TensorMap &mb,
+DEVICE void gemm_tile(const TensorMap &ma, const TensorMap &mb,
                                           const TensorMap &mc, int k) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ uint64_t full[STAGES], empty[STAGES];

@@ -41,7 +41,7 @@ KERNEL(32) async_copies(const int *in, int *out) {
 }
 
 template <int RANK>
-__device__ __forceinline__ void tma_dump(const TensorMap &m, unsigned char *out, int bytes, int c0,
+DEVICE void tma_dump(const TensorMap &m, unsigned char *out, int bytes, int c0,
                                          int c1, int c2, int c3) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ uint64_t bar;

@@ -1,0 +1,13 @@
+// The numbers of a call that appends tokens to a cache of keys and values.
+#pragma once
+
+struct Cache {
+    long long start;          // position of the first new token, without an array of starts
+    long long count, tokens;  // new tokens of all rows; of one row
+    long long kv_heads;
+    long long pages, slots;  // pages and their tokens; without pages the batch and its slots
+    long long sinks;         // first tokens of a row, which stay
+    long long row_pages;     // pages in a row of page_table
+    // distances between neighbouring rows, and tokens of a row, of k and v, in values
+    long long k_row, k_token, v_row, v_token;
+};

@@ -301,7 +301,8 @@ def test_gradients_in_float16_are_those_of_a_mean(scale):
         gradients.append(head.weight.grad)
     expected, actual = gradients
     assert 6000 * expected.abs().max() / scale > 65504, "this case tests nothing"
-    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3 * expected.abs().max().item())
+    most = 2e-3 * expected.abs().max().item()  # of hidden states and logits in float16
+    torch.testing.assert_close(actual, expected, rtol=0, atol=most)
 
 
 def test_a_loss_has_its_gradients_once():

@@ -26,7 +26,7 @@ from unsloth_cupy.core.target import target_of, using
 from unsloth_cupy.files import atomic_path
 from unsloth_cupy.ops.attention import _forward, _hopper, _tiles
 from unsloth_cupy.ops.attention._tiles import Start, Tiles
-from unsloth_cupy.ops.norms import rows
+from unsloth_cupy.ops.norms import _norm
 
 from ..harness.parity import general_attention
 from ..machines.cuda_on_cpu import Emulator
@@ -90,9 +90,9 @@ def passes(variant: Variant, traffic: Traffic) -> str:
 
 def other_constants(changed: dict[str, Any]) -> Any:
     """Return a patch under which norms are launched with these constants changed."""
-    library = rows.constants
+    library = _norm.constants
     return mock.patch.object(
-        rows, "constants", lambda *args: Constants(**{**library(*args), **changed})
+        _norm, "constants", lambda *args: Constants(**{**library(*args), **changed})
     )
 
 
@@ -147,7 +147,7 @@ LADDERS = (
         rms_norm_forward,
         ((32, 4096), (4096,)),
         {
-            PLAIN: plain(rows, "rms_norm_plain", plain_norm),
+            PLAIN: plain(_norm, "rms_norm_plain", plain_norm),
             "a thread takes a row": {"ROW_THREADS": 1, "LANES": 1, "KEEP": False},
             "a block takes a row": {"LANES": 1, "KEEP": False},
             "an access has 16 bytes": {"KEEP": False},

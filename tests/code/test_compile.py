@@ -24,7 +24,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
 from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
-from unsloth_cupy.ops.norms import rows
+from unsloth_cupy.ops.norms import _norm
 from unsloth_cupy.profiling import binary
 
 from ..harness.sampling import Sample
@@ -158,7 +158,7 @@ def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
     left = {  # what launch tables that fill the memory of a block leave for its static part
         "attention_decode": _decode.STATIC,
         "cross_entropy_over_": _launch.STATIC,
-        "norm_backward": rows.STATIC,
+        "norm_backward": _norm.STATIC,
     }
     beside = {k: most for k, most in static_memory().items() if most and k in dynamic()}
     assert {k: most <= left.get(k, 0) for k, most in beside.items()} == dict.fromkeys(left, True)

@@ -36,7 +36,7 @@ from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import DTypeError, UnslothCupyError
 from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
-from unsloth_cupy.ops.norms import rows as norms_rows
+from unsloth_cupy.ops.norms import _norm
 
 from ..code.variants import Form, backward_call, constants
 from ..code.variants import call as call_of_zeros
@@ -388,9 +388,7 @@ WITHOUT_LEAVE = 48 << 10  # bytes of shared memory, static and dynamic together
 def held_backward(bias: Any, hidden: int, there: Limits) -> int:
     types = BFLOAT16, BFLOAT16, bias
     clusters = there.architecture >= 90
-    return norms_rows.sums(
-        norms_rows.constants(types, hidden, 8, False, False, clusters, there.shared)
-    )
+    return _norm.sums(_norm.constants(types, hidden, 8, False, False, clusters, there.shared))
 
 
 def held_over(vocab: int, there: Limits) -> int:

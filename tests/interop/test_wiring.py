@@ -16,7 +16,7 @@ from unsloth_cupy.interop._wiring import (
     no_gradient,
     operators,
     public,
-    same,
+    shared_outputs,
 )
 
 from .calls import drawn, every_call
@@ -27,7 +27,7 @@ def test_forms_are_those_of_results(op, optional):
     call = drawn(op, optional)[0]
     inputs = {n: Form(a.shape, a.dtype) for n, a in call.arrays.items() if a is not None}
     expected = {n: (a.shape, a.dtype) for n, a in call.run().items()}
-    for output in same(op, inputs):
+    for output in shared_outputs(op, inputs):
         expected.pop(output)
     actual = forms(op, inputs, call.options)
     assert {name: form for name, form in actual.items() if form is not None} == expected
@@ -40,7 +40,7 @@ def test_forms_of_gradients_are_those_of_their_operands(op, optional):
     back = call.backward(outputs, call.seeds(outputs, every=True))
     inputs = {n: Form(a.shape, a.dtype) for n, a in back.arrays.items() if a is not None}
     options = back.options | ({"wanted": {names[0]}} if "wanted" in op.backward.options else {})
-    actual, elsewhere = forms(op.backward, inputs, options), same(op.backward, inputs)
+    actual, elsewhere = forms(op.backward, inputs, options), shared_outputs(op.backward, inputs)
     asked = names[:1] if "wanted" in options else names
     for name in asked:
         form = actual[elsewhere.get(f"d{name}", f"d{name}")]
@@ -50,9 +50,9 @@ def test_forms_of_gradients_are_those_of_their_operands(op, optional):
 
 def test_sums_that_have_one_term_are_that_term():
     forward, backward = OPS["rms_norm_forward"], OPS["rms_norm_backward"]
-    assert same(forward, {"x", "weight"}) == {"h": "x"}
-    assert same(forward, {"x", "weight", "residual"}) == {}
-    assert same(backward, {"residual"}) == {"dresidual": "dx"}
+    assert shared_outputs(forward, {"x", "weight"}) == {"h": "x"}
+    assert shared_outputs(forward, {"x", "weight", "residual"}) == {}
+    assert shared_outputs(backward, {"residual"}) == {"dresidual": "dx"}
     x = np.ones((2, 4), np.float32)
     _, h, _ = forward(x, x[0])
     assert h is x

@@ -3,8 +3,8 @@
 For ``f(x, bias=None, *, eps: float = 1e-6)`` it is, in short,
 
     def f(self, x=None, bias=None, *more, eps=1e-6):
-        if x.__class__ is not ndarray and (door := door_of(x)):
-            return door(self, [x, bias], {"eps": eps})   a library that runs the op itself
+        if x.__class__ is not ndarray and (handler := handler_of(x)):
+            return handler(self, [x, bias], {"eps": eps})   a library that runs the op itself
         try:
             run = routes[targets, x.__class__, x.shape, x.dtype, bias and (...)]
         except (AttributeError, KeyError, TypeError):
@@ -40,7 +40,7 @@ import numpy as np
 
 from ..errors import ConfigError, DTypeError
 from . import target
-from .frameworks import door_of
+from .frameworks import handler_of
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
@@ -66,8 +66,8 @@ def key({arrays}):
 def {name}({parameters}):
     if more:
         too_many()
-    if {lead}.__class__ is not ndarray and (door := door_of({lead})):
-        return door(self, [{arrays}], {{{options}}})
+    if {lead}.__class__ is not ndarray and (handler := handler_of({lead})):
+        return handler(self, [{arrays}], {{{options}}})
     try:
         run = routes[targets.targets,{key}]
     except (AttributeError, KeyError, TypeError):
@@ -101,7 +101,7 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         "routes": op.routes,
         "targets": target,
         "ndarray": np.ndarray,
-        "door_of": door_of,
+        "handler_of": handler_of,
         "inf": math.inf,
         "fit": functools.partial(coerce_option, op.called, parameters),
         "too_many": functools.partial(_too_many, op.called, ", ".join(positional)),

@@ -22,7 +22,7 @@ class Framework(NamedTuple):
     adopt: Callable[[Any], Any]
     give_back: Callable[[Any, Any], Any]  # (result, an operand)
     stream: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # (operand): its stream
-    door: Callable[[Any, list[Any], dict[str, Any]], Any] | None = None  # see ``door_of``
+    handler: Callable[[Any, list[Any], dict[str, Any]], Any] | None = None  # see ``handler_of``
 
 
 def _plain(array: Any) -> Any:
@@ -52,8 +52,8 @@ REFUSED = ("tensorflow", "paddle", "mlx")  # libraries that differentiate, and h
 OWN = ("numpy", "cupy", "unsloth_cupy")  # ops take their arrays without adopting them
 
 
-def door_of(array: Any) -> Any:
-    """Return ``door(op, arrays, options)`` of a library that differentiates or traces calls itself.
+def handler_of(array: Any) -> Any:
+    """Return ``handler(op, arrays, options)`` of a library that differentiates or traces calls.
 
     None for other libraries.  Their compilers trace this function, and guard all that it reads.
     """
@@ -61,8 +61,8 @@ def door_of(array: Any) -> Any:
         name = kind.__module__.partition(".")[0].replace("jaxlib", "jax")
         if name in OWN:
             return None
-        if name in FRAMEWORKS and FRAMEWORKS[name].door is not None:
-            return FRAMEWORKS[name].door
+        if name in FRAMEWORKS and FRAMEWORKS[name].handler is not None:
+            return FRAMEWORKS[name].handler
     return None
 
 
@@ -77,8 +77,8 @@ def cupy() -> Any:
 def run_adopted(library: str, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Adopt arrays of another library, run op on its stream and return results as its arrays."""
     home = FRAMEWORKS.get(library, DLPACK)
-    if home.door is not None:  # a call without its first array gets here
-        return home.door(op, [*arrays], options)
+    if home.handler is not None:  # a call without its first array gets here
+        return home.handler(op, [*arrays], options)
     operand = next(array for array in arrays if not isinstance(array, NOT_ARRAYS))
     with home.stream(operand):
         result = op.call(adopt_all(home, op.called, op.names, arrays), options)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..models.gather import whole_parameters
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
-from ..models.whole import whole_parameters
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel
 from ..parallel.ulysses import check_heads

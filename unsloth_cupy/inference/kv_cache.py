@@ -22,7 +22,7 @@ from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
-from .codes import INT8, STORED, check_new, read, scale_bytes, scales_like
+from .int8_cache import INT8, STORED, check_new, read, scale_bytes, scales_like
 
 MOST_LAYERS = 10_000
 ORDERLESS = {"scale", "softcap", "sinks"}  # options of attention for keys in any order

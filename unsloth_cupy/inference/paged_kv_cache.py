@@ -22,7 +22,7 @@ from ..machine import array_bytes, check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, on_gpu_of_attribute, to_device_of
-from .codes import STORED, check_new, scale_bytes, scales_like
+from .int8_cache import STORED, check_new, scale_bytes, scales_like
 
 
 @on_gpu_of_attribute("keys")

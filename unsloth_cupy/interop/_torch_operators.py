@@ -31,7 +31,7 @@ from ._wiring import (
     may_be_number,
     needed,
     no_gradient,
-    same,
+    shared_outputs,
     table_gradient,
 )
 
@@ -46,10 +46,10 @@ compiling = torch.compiler.is_compiling
 
 
 class Operator:
-    """An op registered with torch's dispatcher; ``behind`` is the operator of its backward op."""
+    """An op registered with torch's dispatcher; ``backward`` is the operator of its backward op."""
 
-    def __init__(self, op: Op[..., Any], compute: Compute, behind: "Operator | None") -> None:
-        self.op, self.compute, self.behind = op, compute, behind
+    def __init__(self, op: Op[..., Any], compute: Compute, backward: "Operator | None") -> None:
+        self.op, self.compute, self.backward = op, compute, backward
         name = op.__name__
         while hasattr(getattr(torch.ops, SPACE), name):  # another op of the user has this name
             name += "_"
@@ -174,16 +174,18 @@ class Operator:
         ctx.mark_non_differentiable(*[outputs[name] for name in self._idle(tensors)])
         ctx.set_materialize_grads(False)
         ctx.forms = [(a.shape, a.dtype, a.device) for a in outputs.values()]
-        elsewhere = same(self.op, tensors)
+        elsewhere = shared_outputs(self.op, tensors)
         values = (
             tensors | outputs | {n: tensors[of] for n, of in elsewhere.items() if of in tensors}
         )
-        ctx.kept = [] if self.behind is None else [n for n in self.behind.tensors if n in values]
+        ctx.kept = (
+            [] if self.backward is None else [n for n in self.backward.tensors if n in values]
+        )
         ctx.save_for_backward(*[values[name] for name in ctx.kept])
 
     def _idle(self, tensors: Container[str]) -> list[str]:
         """Return the outputs of a call with these tensors that have no gradient."""
-        differentiable, elsewhere = {*gradient_names(self.op)}, same(self.op, tensors)
+        differentiable, elsewhere = {*gradient_names(self.op)}, shared_outputs(self.op, tensors)
         if self.op.backward is None:  # backward raises an error then
             return self.results if "constant" in self.op.facts else []
         return [
@@ -199,10 +201,10 @@ class Operator:
         nothing = [None] * (len(self.tensors) + len(self.codecs))
         if all(grad is None for grad in grads):
             return tuple(nothing)
-        if self.behind is None:
+        if self.backward is None:
             raise no_gradient(self.op)
         values = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-        required = {o.name for o in self.behind.op.contract.inputs if not o.optional}
+        required = {o.name for o in self.backward.op.contract.inputs if not o.optional}
         for name, grad, (shape, dtype, device) in zip(self.results, grads, ctx.forms, strict=True):
             zeros = grad is None and f"d{name}" in required
             values[f"d{name}"] = torch.zeros(shape, dtype=dtype, device=device) if zeros else grad
@@ -213,11 +215,13 @@ class Operator:
         options = ctx.options | {"wanted": {name for name, need in needs.items() if need}}
         encoded = [
             options[name] if codec.encode is None else codec.encode(options[name])
-            for name, codec in self.behind.codecs.items()
+            for name, codec in self.backward.codecs.items()
         ]
-        gradients = self.behind.door(*[values.get(name) for name in self.behind.tensors], *encoded)
-        named = dict(zip(self.behind.results, _packed(gradients), strict=True))
-        named |= {n: named[of] for n, of in same(self.behind.op, values).items()}
+        gradients = self.backward.door(
+            *[values.get(name) for name in self.backward.tensors], *encoded
+        )
+        named = dict(zip(self.backward.results, _packed(gradients), strict=True))
+        named |= {n: named[of] for n, of in shared_outputs(self.backward.op, values).items()}
         back = [named.get(f"d{name}") if needs[name] else None for name in self.tensors]
         return *back, *nothing[len(back) :]
 

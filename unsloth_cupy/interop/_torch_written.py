@@ -80,7 +80,7 @@ def backward(ctx, {grads}):
         return {nothing}
     ({saved_names}) = ctx.saved_tensors
     {filled}
-    {gradients} = behind({arguments})
+    {gradients} = backward_op({arguments})
     return {returned}
 """
 
@@ -158,7 +158,7 @@ def traced_source(operator: Operator) -> str:
 
 
 def function_source(
-    op: Op[..., Any], order: list[str], behind: Op[..., Any], behind_order: list[str]
+    op: Op[..., Any], order: list[str], backward: Op[..., Any], backward_order: list[str]
 ) -> str:
     """Return the source of ``forward`` and ``backward``."""
     outputs = {o.name: o for o in op.contract.outputs}
@@ -166,13 +166,13 @@ def function_source(
     others = {
         o.name: _not_tensor(o) for o in op.contract.inputs if may_be_number(o) or is_weight(o)
     }
-    saved_names = [n for n in behind.names if n in op.names or n in outputs]
+    saved_names = [n for n in backward.names if n in op.names or n in outputs]
     saved = {n: _output(op, outputs[n]) if n in outputs else n for n in saved_names}
     saved |= {n: f"None if {other} else {n}" for n, other in others.items() if n in saved_names}
-    options = [name for name in behind_order if name in op.options]
+    options = [name for name in backward_order if name in op.options]
     required = [
         o.name[1:]
-        for o in behind.contract.inputs
+        for o in backward.contract.inputs
         if o.name[1:] in differentiable and not o.optional
     ]
     single = len(differentiable) == 1
@@ -189,8 +189,8 @@ def function_source(
         for i, o in enumerate(op.contract.inputs)
         if o.kind == "table"
     ]
-    arguments = ["wanted(ctx.needs_input_grad)" if n == "wanted" else n for n in behind_order]
-    gradients = [o.name for o in behind.contract.outputs]
+    arguments = ["wanted(ctx.needs_input_grad)" if n == "wanted" else n for n in backward_order]
+    gradients = [o.name for o in backward.contract.outputs]
     return FUNCTION.format(
         parameters=", ".join(order),
         computed=_results([*outputs]),

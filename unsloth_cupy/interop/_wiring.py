@@ -30,7 +30,7 @@ class Form(NamedTuple):
         return len(self.shape)
 
 
-def changes(op: Op[..., Any]) -> bool:
+def writes_in_place(op: Op[..., Any]) -> bool:
     """Return whether an op changes its arguments, which a graph cannot record."""
     return op.__name__.endswith("_")
 
@@ -38,7 +38,7 @@ def changes(op: Op[..., Any]) -> bool:
 def operators() -> list[Op[..., Any]]:
     """Return the library's ops that a graph can record, with backward ops."""
     ours = [op for op in OPS.values() if op.__module__.partition(".")[0] == "unsloth_cupy"]
-    return [op for op in ours if not changes(op)]
+    return [op for op in ours if not writes_in_place(op)]
 
 
 def public() -> dict[str, Callable[..., Any]]:
@@ -134,7 +134,7 @@ def is_gradient(op: Op[..., Any], output: Operand) -> bool:
     return output.name[0] == "d" and (output.name[1:] in op.names or "wanted" in op.options)
 
 
-def same(op: Op[..., Any], operands: Container[str]) -> dict[str, str]:
+def shared_outputs(op: Op[..., Any], operands: Container[str]) -> dict[str, str]:
     """Return the outputs that are the same array as an operand or another output, and its name.
 
     These are sums of terms of which, in a call with these operands, only one is present.
@@ -156,7 +156,7 @@ def forms(
     if op.options <= options.keys() and all(map(_is_constant, options.values())):
         for each in op.checks:
             each(arrays, dict(options))
-    sizes, elsewhere = bound.sizes, same(op, operands)
+    sizes, elsewhere = bound.sizes, shared_outputs(op, operands)
     if "sizes" in op.facts:
         own = {name: value for name, value in options.items() if name in op.options}
         sizes = sizes | op.facts["sizes"](operands[op.names[0]].shape, **own)

@@ -32,7 +32,6 @@ from . import _jax_arrays as memory
 from ._jax_callback import on_buffers
 from ._wiring import (
     SEED,
-    changes,
     forms,
     gradient_names,
     is_weight,
@@ -40,8 +39,9 @@ from ._wiring import (
     module_names,
     no_gradient,
     quantized,
-    same,
+    shared_outputs,
     table_gradient,
+    writes_in_place,
 )
 
 KEPT = 4096  # functions of calls that are cached; when there are more, the cache is cleared
@@ -95,7 +95,7 @@ def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any])
 
 def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Call an op with arrays of which some are traced."""
-    if changes(op):
+    if writes_in_place(op):
         problem = "changes its arguments, and arrays of JAX cannot be changed"
         raise ConfigError(f"{op.called} {problem}; call the function without the underscore")
     operands: dict[str, Any] = {}
@@ -187,9 +187,9 @@ def _differentiable(call: Call) -> Callable[..., Any]:
     def forward(*arrays: Any) -> Any:
         outputs = function(*[array.value for array in arrays])
         pairs = [*zip(call.names, arrays, strict=True)]
-        behind = call.op.backward
+        backward = call.op.backward
         values = {name: array.value for name, array in pairs} | outputs
-        needed = () if behind is None else (*behind.names, *({SEED} & behind.options))
+        needed = () if backward is None else (*backward.names, *({SEED} & backward.options))
         saved = {name: values[name] for name in needed if values.get(name) is not None}
         return outputs, (saved, {name: None for name, array in pairs if array.perturbed})
 
@@ -234,7 +234,7 @@ def _outputs(
     )
     results = dict(zip(outputs, called(*arrays.values()), strict=True))
     results = memory.alike(arrays | results, only=results)
-    results |= {name: (operands | results)[of] for name, of in same(op, operands).items()}
+    results |= {name: (operands | results)[of] for name, of in shared_outputs(op, operands).items()}
     return dict.fromkeys(output_forms) | results
 
 
@@ -260,9 +260,9 @@ def _gradients(
     zeros: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the gradients of the perturbed operands, from those of the used outputs."""
-    op, behind = call.op, call.op.backward
+    op, backward = call.op, call.op.backward
     kinds = {operand.name: operand.kind for operand in op.contract.inputs}
-    if behind is None:
+    if backward is None:
         raise no_gradient(op)
     stopped = "pass it through jax.lax.stop_gradient"
     for name in perturbed:
@@ -271,17 +271,17 @@ def _gradients(
     if without := used.keys() - {*gradient_names(op)}:
         name = min(without)
         raise GradientError(f"{op.called}: its result {name} has no gradient; {stopped}")
-    required = {operand.name for operand in behind.contract.inputs if not operand.optional}
+    required = {operand.name for operand in backward.contract.inputs if not operand.optional}
     values = values | {f"d{name}": grad for name, grad in used.items()}
     for name, grad in zeros.items():
         if f"d{name}" in required:
             values[f"d{name}"] = jax.numpy.zeros(grad.shape, grad.dtype)
-    options = {name: value for name, value in call.fixed.items() if name in behind.options}
+    options = {name: value for name, value in call.fixed.items() if name in backward.options}
     options |= {SEED: values[SEED]} if SEED in values else {}
-    if "wanted" in behind.options:
+    if "wanted" in backward.options:
         options["wanted"] = frozenset(perturbed)
-    arrays = [values.get(name, call.fixed.get(name)) for name in behind.names]
-    result = behind.call(arrays, options)
+    arrays = [values.get(name, call.fixed.get(name)) for name in backward.names]
+    result = backward.call(arrays, options)
     results = result if type(result) is tuple else (result,)
-    named = zip(behind.contract.outputs, results, strict=True)
+    named = zip(backward.contract.outputs, results, strict=True)
     return {output.name: grad for output, grad in named if output.name[1:] in perturbed}

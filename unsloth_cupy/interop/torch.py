@@ -42,7 +42,6 @@ from ._torch_operators import (
 )
 from ._torch_written import call_source, compute_source, function_source, traced_source
 from ._wiring import (
-    changes,
     check_places,
     is_weight,
     may_be_number,
@@ -51,6 +50,7 @@ from ._wiring import (
     operators,
     quantized,
     table_gradient,
+    writes_in_place,
 )
 
 REFUSED = (TypeError, RuntimeError, BufferError)
@@ -126,13 +126,13 @@ def _generate(op: Any) -> Callable[..., Any]:
         "traced": functools.partial(_registered, op),
         "check_together": functools.partial(_check_together, op),
     }
-    if changes(op):
+    if writes_in_place(op):
         scope["array_of"] = memory.adopt
     scope["refuse"] = functools.partial(_refuse, op, scope["array_of"])
     scopes[op] = scope
     _write("tensors", op, compute_source(op, order))
     _untraced(scope["compute"])
-    if changes(op):
+    if writes_in_place(op):
         op.in_torch = scope["compute"]
         op.in_torch._torchdynamo_disable = True  # breaks a graph, which cannot record changes
         return op.in_torch
@@ -143,11 +143,11 @@ def _generate(op: Any) -> Callable[..., Any]:
         outside_of_graphs(scope["outside"])
     op.in_torch = scope["call"]
     if op.backward is not None:
-        behind = op.backward
-        scope["behind"] = behind.in_torch if behind in scopes else _generate(behind)
+        backward = op.backward
+        scope["backward_op"] = backward.in_torch if backward in scopes else _generate(backward)
         scope["wanted"] = functools.partial(_wanted, op.names)
-        behind_order = [*inspect.signature(op.backward.definition).parameters]
-        _write("gradient", op, function_source(op, order, op.backward, behind_order))
+        backward_order = [*inspect.signature(op.backward.definition).parameters]
+        _write("gradient", op, function_source(op, order, op.backward, backward_order))
     else:
         scope["forward"] = lambda ctx, *arguments: scope["compute"](*arguments)
         scope["backward"] = functools.partial(_refuse_gradient, op, len(order))
@@ -174,8 +174,8 @@ def register(op: Op[..., Any]) -> Operator:
     """Register an op and its backward op as operators of torch, unless they are already."""
     if op in registered:
         return registered[op]
-    behind = None if op.backward is None else register(op.backward)
-    operator = registered[op] = Operator(op, scopes[op]["compute"], behind)
+    backward = None if op.backward is None else register(op.backward)
+    operator = registered[op] = Operator(op, scopes[op]["compute"], backward)
     scopes[op]["door"] = operator.door
     scopes[op].update((f"encode_{n}", c.encode) for n, c in operator.codecs.items() if c.encode)
     _write("graph", op, traced_source(operator))

@@ -13,8 +13,8 @@ from ..core.dtypes import FLOAT32
 from ..models.adapter import Adapter
 from ..models.config import Config
 from ..models.division import Division, divided_adapter
-from ..models.layers import Stages
 from ..models.objective import Objective, TrainingStep, next_token
+from ..models.pipeline_stages import Stages
 from ..models.quantized import Quantizer
 from ..models.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets

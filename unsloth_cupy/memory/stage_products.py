@@ -8,7 +8,7 @@ import numpy as np
 from ..models.adapter import PREFIX
 from ..models.config import Config
 from ..models.division import Division
-from ..models.layers import EMBEDDING, HEAD
+from ..models.pipeline_stages import EMBEDDING, HEAD
 
 
 def products(

@@ -16,8 +16,8 @@ if typing.TYPE_CHECKING:
     from .folder import create as create
     from .folder import load as load
     from .gguf.export import export_gguf as export_gguf
-    from .live import from_torch as from_torch
     from .quantized import quantize as quantize
+    from .torch_model import from_torch as from_torch
     from .transformer import Transformer as Transformer
 
 _HOMES = {
@@ -26,7 +26,7 @@ _HOMES = {
     "create": "folder",
     "load": "folder",
     "export_gguf": "gguf.export",
-    "from_torch": "live",
+    "from_torch": "torch_model",
     "quantize": "quantized",
     "Transformer": "transformer",
 }

@@ -17,7 +17,7 @@ from ..parallel.communicator import Communicator, part
 from ..parallel.ring import ring_attention, ring_order
 from ..parallel.ulysses import ulysses_attention
 from ..placement import to_device_of, to_numpy
-from .inputs import Places
+from .positions import Places
 
 KINDS: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
 

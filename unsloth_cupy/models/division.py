@@ -33,8 +33,8 @@ from ..parallel.tensor import all_reduce
 from ..parallel.ulysses import dividing
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
-from .layers import EMBEDDING, Stages, part_of_inner
 from .lazy_parameter import LazyParameter
+from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates

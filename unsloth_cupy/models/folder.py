@@ -26,9 +26,9 @@ from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
-from .layers import EMBEDDING, Stages
 from .lazy_parameter import LazyParameter
 from .parse import parse, text_config, token_ids
+from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
 from .transformer import Transformer
 

@@ -18,9 +18,9 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..placement import to_numpy
 from ..training.find_nan import NonFiniteError
 from .config import Config
-from .inputs import check
 from .network import Network
 from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
+from .positions import check
 
 # (tokens, True where not padding) on the host -> logits
 NextLogits = Callable[[Array, Array], Array]

@@ -20,15 +20,15 @@ from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
 from .adapter import Adapter
+from .any_library import to_torch
 from .attending import attend_of, project_of
 from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
 from .context import Context, own_tokens
 from .division import Division
 from .head import logits_of
-from .inputs import Angles, check, places
 from .objective import TrainingStep, start_of_backward
-from .other_libraries import to_torch
+from .positions import Angles, check, places
 from .quantized_weights import trainable
 
 

@@ -18,8 +18,8 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
 from ..placement import on_gpu_of_attribute, to_device_of
 from .config import Config
-from .layers import Stages
 from .network import Network
+from .pipeline_stages import Stages
 from .stages import pipeline_logits
 from .step import Step
 

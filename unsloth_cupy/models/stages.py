@@ -17,8 +17,8 @@ from ..training.variable import Var
 from .adapter import PREFIX
 from .block import Call, blocks, embedded, join
 from .context import Context, own_tokens
-from .layers import EMBEDDING, Stages
 from .objective import Objective, TrainingStep, next_token, start_of_backward
+from .pipeline_stages import EMBEDDING, Stages
 
 if TYPE_CHECKING:
     from .network import Network

@@ -20,15 +20,15 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
 from .adapter import Adapter, create_adapter
+from .any_library import from_any_library
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter
+from .gather import whole_parameters
 from .loss import mean_loss
 from .network import Network
 from .objective import next_token
-from .other_libraries import from_any_library
 from .quantized_weights import saved_config
-from .whole import whole_parameters
 
 
 class Transformer(Network):

@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_cupy import embedding, rms_norm_backward, rms_norm_forward
 from unsloth_cupy.core.target import Limits
-from unsloth_cupy.ops.norms import rows
+from unsloth_cupy.ops.norms import _norm
 
 from ...harness.parity import compare_far, emulator, sparse
 
@@ -58,8 +58,8 @@ def test_the_last_tokens_turn() -> None:
 def test_the_last_rows_backward(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU so wide that its blocks walk one step each; only what they write to dx."""
     wide = Limits(90, 48 << 10, 1 << 22)
-    monkeypatch.setattr(rows, "limits", lambda like: wide)
-    monkeypatch.setattr(rows, "column_sums", lambda *args: None)
+    monkeypatch.setattr(_norm, "limits", lambda like: wide)
+    monkeypatch.setattr(_norm, "column_sums", lambda *args: None)
     compare_far(op, 64, hidden=64)
 
 

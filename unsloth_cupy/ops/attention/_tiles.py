@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     warp_tiles: int  # tiles of 16 queries per warp
     keys: int  # of a stage of the ring
     kept: bool  # the queries stay in registers
-    blocks: int = 1  # per SM: the tiles are chosen only if so many fit into its shared memory
+    blocks: int = 1  # per SM, whose shared memory must have room for them
     stages: int = 2  # of the ring; with 1, keys load while values are multiplied, and vice versa
     options: int = ANY  # the highest level of options that the registers allow
 
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where the search for tiles starts: at most so many queries and threads of a block."""
+    """Upper limits of the search for tiles: queries and threads of a block."""
 
     tile: int
     block: int

@@ -18,7 +18,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...errors import ShapeError
-from ..common.codes import quantized
+from ..common.int8_codes import quantized
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
 from .kv_append import NEW, cache_numbers, kv_append_, kv_append_paged_

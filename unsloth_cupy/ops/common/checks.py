@@ -19,6 +19,12 @@ def check_choice(call: str, name: str, value: Any, known: Iterable[str]) -> None
         raise ConfigError(f"{call}: {name}={value!r}; choose from {', '.join(known)}")
 
 
+def check_eps(call: str, eps: float) -> None:
+    """Raise ConfigError for a negative eps: the square root could be of a negative number."""
+    if eps < 0:
+        raise ConfigError(f"{call}(eps={eps}): eps must be 0 or more")
+
+
 def check_wanted(call: str, wanted: Any) -> None:
     """Raise ConfigError unless wanted is None or a set of names."""
     if wanted is not None and not isinstance(wanted, Set):

@@ -9,7 +9,8 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
-from .rows import backward, check_eps, forward
+from ..common.checks import check_eps
+from ._norm import backward, forward
 
 
 def layer_norm(

@@ -21,11 +21,11 @@ from ...core.op import op
 from ...core.source import Constants
 from ...core.target import limits
 from ..common import faults
+from ..common.checks import check_eps
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
 from ..norms.rms_norm import rms_norm_backward, rms_norm_forward
-from ..norms.rows import check_eps
 from .rope import INT64, by_token, check_tables, reports, rotated, tokens_of
 
 REPORTER = faults.reporter("qk_norm_rope", "positions", "length")

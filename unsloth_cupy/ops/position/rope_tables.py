@@ -164,7 +164,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
     unscaled = frequencies(dim, base)
 
     def column(turns: float) -> float:
-        """Return the fractional column index that makes so many turns in the trained context."""
+        """Return the column, a fraction, whose angle makes ``turns`` full turns in training."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first = column(_number(scaling, "beta_fast", 32.0))

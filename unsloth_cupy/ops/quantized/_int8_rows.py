@@ -8,7 +8,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.codes import INT8
+from ..common.int8_codes import INT8
 from ..common.rows import held_rows
 from ..common.strides import row_layout
 

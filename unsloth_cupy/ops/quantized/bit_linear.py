@@ -19,11 +19,11 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.stand_in import representative_steps
 from ..common.checks import check_wanted, requested_gradients
-from ..common.codes import INT8
 from ..common.columns import row_sum
 from ..common.counters import counters
 from ..common.elementwise import THREADS, Walk, constants, walk
 from ..common.gemm import gemm
+from ..common.int8_codes import INT8
 from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
 from ._int8_rows import launch_quantize

@@ -15,7 +15,7 @@ from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.gpu import device_of
 from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
-from ..common.codes import INT8
+from ..common.int8_codes import INT8
 from ._state import array_of, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .int8_quantize import int8_quantize_forward

@@ -19,8 +19,8 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import Traced, op
 from ...errors import ConfigError, DTypeError, ShapeError, naming
-from ..common.codes import quantized
 from ..common.gemm import gemm
+from ..common.int8_codes import quantized
 from ..linear.linear import linear
 from ._int8_rows import launch_quantize
 from ._int8_tiles import launch_product, outlier_constants

@@ -7,7 +7,7 @@ Dettmers and others, LLM.int8(), 2022; absmax and, except for ties, codes are th
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.codes import quantized
+from ..common.int8_codes import quantized
 from ._int8_rows import launch_quantize
 
 

@@ -14,7 +14,7 @@ from ...core.op import OPS
 from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import check_library, to_device_of
-from ..common.codes import quantized
+from ..common.int8_codes import quantized
 from ._planes import (
     MARKED_BYTES,
     WORD,

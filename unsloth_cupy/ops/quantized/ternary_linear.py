@@ -21,8 +21,8 @@ from ...core.source import Constants
 from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError, naming
-from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
+from ..common.int8_codes import INT8, quantized
 from ..common.no_kernel import no_kernel
 from ..linear.linear import linear
 from ._int8_rows import launch_quantize

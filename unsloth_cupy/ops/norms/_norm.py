@@ -13,7 +13,6 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
-from ...errors import ConfigError
 from ..common.columns import column_sums
 from ..common.rows import spread
 from ..common.strides import row_layout
@@ -99,12 +98,6 @@ def sums(chosen: Constants) -> int:
     step = chosen["CLUSTER"] * chosen["ROW_THREADS"] * chosen["LANES"]
     depth = -(-chosen["HIDDEN"] // step)
     return 4 * (1 + chosen["BIAS"]) * depth * chosen["LANES"] * chosen["THREADS"]
-
-
-def check_eps(call: str, eps: float) -> None:
-    """Raise ConfigError for a negative eps: the square root could be of a negative number."""
-    if eps < 0:
-        raise ConfigError(f"{call}(eps={eps}): eps must be 0 or more")
 
 
 def forward(

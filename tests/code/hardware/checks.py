@@ -48,8 +48,8 @@ NEAR = 2e-2  # of a row's norm: the result's rounding to bfloat16, and those ins
 TIMES = 1000
 # ten calls: three with their backward op, and a decode step
 PROFILED = (
-    *("attention_forward", "rms_norm_forward", "cross_entropy_forward", "nf4_product_", "rope_qk"),
-    "ternary_linear_forward",
+    *("attention_forward", "rms_norm_forward", "cross_entropy_forward", "nf4_product_"),
+    *("ternary_linear_forward", "int8_quantize_forward"),
 )
 
 

@@ -46,7 +46,7 @@ SECONDS = 60  # for one test, including compilation, which takes a second or two
 BREAKS = 3  # after this many broken processes, other tests of the same kind are left out
 QUIET = 90  # seconds for a step of attention or of the checks
 QUIET_OP = 300  # for the times of one op
-CALM = 20  # for other processes to leave the GPU
+CALM = 10  # for other processes to leave the GPU
 LOOKS = 4  # tests to run under compute-sanitizer, which is slow
 LIBRARY = ("numpy", "scipy", "ml_dtypes", "safetensors", "cupy")
 NEEDS = {
@@ -253,13 +253,17 @@ class Session:
     def quiet(self) -> None:
         """Wait until no process computes on the GPU, as it would share the time of the next one."""
         smi = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
-        until = time.monotonic() + min(CALM, self.left())
-        while others := finished(smi, 20)[1].strip() if shutil.which(smi[0]) else "":
-            if time.monotonic() > until:
+        until, own = time.monotonic() + min(CALM, self.left()), f"{os.getpid()},"
+        while True:
+            lines = finished(smi, 20)[1].splitlines() if shutil.which(smi[0]) else []
+            others = [line for line in lines if line and not line.startswith(own)]
+            if not others or time.monotonic() > until:
                 break
             time.sleep(0.5)
-        outcome = "failed" if others else "passed"
-        self.results.add("quiet", outcome, 0, others and f"others use the GPU: {others}")
+        if others:
+            self.results.add("quiet", "failed", 0, "\n".join(["others use the GPU", *others]))
+        else:
+            self.results.add("quiet", "passed")
 
     def tests(self, *paths: str, chosen: Callable[[str], bool] = lambda name: True) -> None:
         """Run chosen tests under these paths in several processes, each one after another."""
@@ -437,7 +441,8 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
                 time_ops(session, bool(lacking["peers"]))
             else:
                 RUN[step](session)
-            keep_fixtures(results.lines, device)
+            if step in ("first", "tests"):
+                keep_fixtures(results.lines, device)
     finally:
         end_all()
         signal.signal(signal.SIGTERM, before)

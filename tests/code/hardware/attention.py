@@ -10,9 +10,9 @@
 These steps are for head dims 64, 128 and 256, causal and full.  Their results are stored next to a
 page, whose table ``python -m tests.code.hardware.attention PAGE STEP ... --json FILE`` rewrites;
 FILE lists the steps that are done.  A step that detects an error ends the process, but racecheck's:
-it does not follow the order that an mbarrier gives to bulk copies, and reports each stage of a ring
-as a hazard, where the emulator's race detector, which follows it, finds none.  Its report is kept
-beside those of the other tools, to be judged by a reader.
+on an H200 it reported hazards between accesses that an mbarrier orders, where the emulator's race
+detector finds none, and whether it follows mbarriers is not known.  Its report is kept beside those
+of the other tools, to be judged by a reader.
 """
 
 import argparse

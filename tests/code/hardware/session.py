@@ -192,6 +192,7 @@ class Worker:
         timer.start()
         text = self.process.stdout.readline()
         timer.cancel()
+        timer.join()
         if text and not late.is_set():
             line: Line = json.loads(text)
             return line
@@ -241,14 +242,16 @@ class Session:
         end_all()
 
     def rates(self) -> None:
-        """Say the clocks of the GPU, and the rates of a copy and of a product."""
-        query = "clocks.sm,clocks.mem,clocks.max.sm,clocks_throttle_reasons.active,power.limit"
+        """Say clocks, and the rates of a copy and of a product; where these fail, stop here."""
+        query = "clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.limit"
         smi = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
         clocks = finished(smi, 20)[1].splitlines() if shutil.which(smi[0]) else ["no nvidia-smi"]
         rates: Any = {"cwd": self.root, "env": ENVIRONMENT}
         status, text = finished([*CHECKS, "--rates"], min(QUIET, self.left()), **rates)
         outcome = "hung" if status is None else "failed" if status else "passed"
         self.results.add("rates", outcome, 0, "\n".join([*text.splitlines()[-4:], *clocks]))
+        if outcome != "passed":
+            self.stop()
 
     def quiet(self) -> None:
         """Wait until no process computes on the GPU, as it would share the time of the next one."""

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -191,19 +190,29 @@ def test_what_failed_before_a_change_is_told_from_what_fails_now(tmp_path: Path)
     assert changed.lines == {}
 
 
+def running(group: int) -> bool:
+    """Return whether a group has a process."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a hung step started is killed with it, as its pipes and the GPU would be kept busy."""
     ended: list[int] = []
     original = os.killpg
-    monkeypatch.setattr(os, "killpg", lambda *of: (ended.append(of[0]), original(*of)))
+    monkeypatch.setattr(os, "killpg", lambda *of: (of[1] and ended.append(of[0]), original(*of)))
     results = Results(root, "now")
     results.add("time known", "passed")
     ops = ["one", "breaks", "two", "known", "waits", "three"]
     Session(results, 300, 1, root).times(ops, quiet=8, process_of=lambda op: "same")
-    left = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True, check=True)
-    groups = {int(line.split()[0]) for line in left.stdout.splitlines()[1:] if "sleep(60)" in line}
     assert len(ended) == 3
-    assert not groups & {*ended}
+    until = time.monotonic() + 30
+    while any(map(running, ended)):  # a killed process takes a moment
+        assert time.monotonic() < until
+        time.sleep(0.1)
     assert results.lines["time two"]["said"] == "twice"
     found = {name.partition(" ")[2]: line["outcome"] for name, line in results.lines.items()}
     assert found == {
@@ -267,6 +276,7 @@ def test_others_on_the_gpu_are_told_before_times(
     assert results.lines["quiet"]["outcome"] == ("failed" if others else "passed")
     assert others in results.lines["quiet"]["said"]
     assert results.lines["rates"]["outcome"] == "failed", "there is no GPU"
+    assert not begun.left(), "nothing else would run"
 
 
 def test_one_test_is_alone() -> None:

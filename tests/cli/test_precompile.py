@@ -120,9 +120,9 @@ from unsloth_cupy.compiled import cache
 root, key = Path(sys.argv[1]), sys.argv[2]
 for n in range(50):
     cache.keep(root, key, bytes([n]) * 10_000)
-    found = cache.find(root, key)
-    assert found is not None
-    assert len({*found.read_bytes()}) == 1
+    binary = cache.find(root, key)
+    assert binary is not None
+    assert len({*binary.read_bytes()}) == 1
 """
 
 

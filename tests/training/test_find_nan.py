@@ -35,7 +35,7 @@ def model_of(dtype: str = "float32") -> Transformer:
     return create(CONFIG, seed=0, dtype=dtype)
 
 
-def found(model: Transformer, **options: Any) -> NonFiniteError:
+def first_error(model: Transformer, **options: Any) -> NonFiniteError:
     with (
         np.errstate(all="ignore"),
         pytest.raises(NonFiniteError) as raised,
@@ -63,7 +63,7 @@ def test_a_weight_that_is_broken_is_named(
     model = model_of()
     row = int(TOKENS[0, 0]) if name.startswith(("model.embed", "lm_head")) else 0
     model.parameters[name][(row, 0)[: model.parameters[name].ndim]] = value
-    error = found(model, checkpoint=checkpoint)
+    error = first_error(model, checkpoint=checkpoint)
     assert (error.op, error.result, error.parameter) == (op, result, name)
     assert f"weight ({name})" in str(error)
 
@@ -73,7 +73,7 @@ def test_an_adapter_that_is_broken_is_named() -> None:
     model.add_adapter(2)
     name = next(name for name in model.trainable if ".1." in name and "up_proj.lora_B" in name)
     model.trainable[name][3, 1] = np.nan
-    error = found(model)
+    error = first_error(model)
     assert error.op.startswith("lora")
     assert error.parameter is not None
     assert ".layers.1.mlp." in error.parameter
@@ -85,7 +85,7 @@ def test_a_value_that_grows_too_large_is_found_where_it_does() -> None:
     model = model_of()
     for name in ("gate", "up"):
         model.parameters[f"model.layers.1.mlp.{name}_proj.weight"] *= np.float32(1e22)
-    error = found(model)
+    error = first_error(model)
     assert (error.op, error.result) == ("swiglu", "y")
     assert error.parameter == "model.layers.1.mlp.up_proj.weight"
     assert "all its arguments are finite" in str(error)
@@ -93,7 +93,7 @@ def test_a_value_that_grows_too_large_is_found_where_it_does() -> None:
 
 def test_gradients_are_looked_at_unless_a_scaler_is() -> None:
     model, scaler = model_of("float16"), LossScaler(2.0**30)
-    error = found(model, scaler=scaler)
+    error = first_error(model, scaler=scaler)
     assert error.result[0] == "d"
     with find_nan(model.parameters, gradients=False):
         _, gradients = model.loss_and_gradients(TOKENS, TOKENS, scaler=scaler)

@@ -117,7 +117,7 @@ class Tested(NamedTuple):
 @functools.cache
 def tested() -> list[Tested]:
     """Return the calls of all Parity classes, as a GPU of sm_90 launches them."""
-    made, found = mock.Mock(wraps=counters._of_stream), []
+    made, several = mock.Mock(wraps=counters._of_stream), []
     with mock.patch.object(counters, "_of_stream", made), stand_in.gpu("90") as machine:
         machine.strict = False
         for proof in parity.proofs():
@@ -131,18 +131,18 @@ def tested() -> list[Tested]:
                 sizes = [variants.constants(each.source) for each in machine.launches]
                 waits = made.called or any(int(each.get("CLUSTER", 1)) > 1 for each in sizes)
                 names = frozenset(launch.kernel for launch in machine.launches)
-                found.append(Tested(proof, call, names, waits))
-    return found
+                several.append(Tested(proof, call, names, waits))
+    return several
 
 
 def classes() -> dict[str, list[Tested]]:
     """Return the calls whose blocks wait for others, by class."""
-    found: dict[str, list[Tested]] = {}
+    by_kernel: dict[str, list[Tested]] = {}
     for each in tested():
         if each.ordered:
             name = f"{each.proof.__module__.rpartition('.')[2]}.{each.proof.__name__}"
-            found.setdefault(name, []).append(each)
-    return found
+            by_kernel.setdefault(name, []).append(each)
+    return by_kernel
 
 
 def repeat(kind: str, times: int = TIMES) -> str:

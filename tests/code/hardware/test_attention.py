@@ -69,13 +69,13 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) ->
 
 def test_steps_are_of_every_head_dim_and_mask_and_begin_with_bits() -> None:
     """Each way has a process of its own, as has each tool."""
-    found = [step.split() for step in names()]
+    steps = [step.split() for step in names()]
     wanted = set(itertools.product(("64", "128", "256"), ("causal", "full")))
     for what in (*attention.WAYS, "speed"):
         assert {
-            (dim, mask) for name, dim, *mask in found if name == what for mask in mask
+            (dim, mask) for name, dim, *mask in steps if name == what for mask in mask
         } == wanted
-    assert [name for name, *_ in found[:18]] == [way for way in attention.WAYS for _ in range(6)]
+    assert [name for name, *_ in steps[:18]] == [way for way in attention.WAYS for _ in range(6)]
     processes = [*dict.fromkeys(map(attention.process_of, names()))]
     assert processes[:5] == ["forward", "two", "one", "speed", "pipes 128"]
     assert processes[5:] == names()[25:]

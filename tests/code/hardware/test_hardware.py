@@ -104,9 +104,9 @@ def test_on_a_gpu(name: str) -> None:
     if not runs_on(name, capability):
         pytest.skip("needs another GPU")
     made = launch(name)
-    for position, found in run(made).items():
-        wanted = made.expected[position]
-        np.testing.assert_array_equal(found.view(wanted.dtype), wanted)
+    for position, actual in run(made).items():
+        expected = made.expected[position]
+        np.testing.assert_array_equal(actual.view(expected.dtype), expected)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_arrays_lie_on_a_gpu_as_they_do_here(view: Any, monkeypatch: pytest.Monk
 def test_a_difference_is_told_by_its_place(wrong: float, says: str) -> None:
     exact = {"y": np.arange(6.0).reshape(2, 3)}
     plain = {"y": exact["y"].astype(np.float32)}
-    found = {"y": plain["y"].copy()}
-    within_rule(plain, exact, found)
-    found["y"][1, 2] = wrong
+    kernel = {"y": plain["y"].copy()}
+    within_rule(plain, exact, kernel)
+    kernel["y"][1, 2] = wrong
     with pytest.raises(AssertionError, match=says):
-        within_rule(plain, exact, found)
+        within_rule(plain, exact, kernel)

@@ -115,9 +115,9 @@ def test_every_end_is_told_and_the_rest_goes_on(
     monkeypatch.setattr(session, "BREAKS", 1)
     results = Results(root / "found", "now")
     Session(results, 300, 2, root).tests(".")
-    found = outcomes(results)
-    assert found.pop("test_crashes[1]") in ("crashed", "left out"), "it may have begun before"
-    assert found == {
+    actual = outcomes(results)
+    assert actual.pop("test_crashes[1]") in ("crashed", "left out"), "it may have begun before"
+    assert actual == {
         **{f"test_passes[{c}-{d}]": "passed" for c in "abc" for d in ("float16", "float32")},
         **{"test_crashes[0]": "crashed", "test_crashes[2]": "left out"},
         **{"test_fails": "failed", "test_hangs": "hung"},
@@ -214,8 +214,8 @@ def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.Mon
         assert time.monotonic() < until
         time.sleep(0.1)
     assert results.lines["time two"]["said"] == "twice"
-    found = {name.partition(" ")[2]: line["outcome"] for name, line in results.lines.items()}
-    assert found == {
+    actual = {name.partition(" ")[2]: line["outcome"] for name, line in results.lines.items()}
+    assert actual == {
         **dict.fromkeys(("known", "one", "two", "three"), "passed"),
         **{"breaks": "failed", "waits": "hung"},
     }
@@ -362,5 +362,5 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
         done.clear()
         about["major"] = major
         session.everything(tmp_path / f"{major}", 1, ["attention"])
-        found = [name for name, *_ in done]
-        assert found == (["quiet", "attention"] if major == 9 and not untimed else [])
+        actual = [name for name, *_ in done]
+        assert actual == (["quiet", "attention"] if major == 9 and not untimed else [])

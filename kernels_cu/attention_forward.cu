@@ -25,8 +25,8 @@
 #include <common/segment.cuh>
 
 // ---- plain ------------------------------------------------------------------------------------
-// The same without options, a thread a query of a head.  In no unit of the library: it is here to be
-// read, and as the first step of docs/ladders.md.
+// The same without options, a thread a query of a head.  In no unit of the library: it is here to
+// be read, and as the first step of docs/ladders.md.
 #ifdef PLAIN
 extern "C" __global__ void attention_plain(const T *q, const T *k, const T *v, T *out, int rows,
                                            int queries, int keys, int heads, int kv_heads) {

@@ -39,8 +39,8 @@ constexpr int COLUMNS = HIDDEN;
 #include <common/vector.cuh>
 
 // ---- plain ------------------------------------------------------------------------------------
-// RMS norm as one would first write it, a thread a row.  In no unit of the library: it is here to be
-// read, and as the first step of docs/ladders.md.
+// RMS norm as one would first write it, a thread a row.  In no unit of the library: it is here to
+// be read, and as the first step of docs/ladders.md.
 #ifdef PLAIN
 extern "C" __global__ void rms_norm_plain(const T *x, const W *weight, T *y, long long rows,
                                           float eps) {

@@ -357,7 +357,8 @@ def ptx(source: str, arch: str, *more: str) -> str:
 
 CONSTANT_DIVISOR = r"\bdiv\.[\w.]*f32\s+%\w+, %\w+, 0[fF]\w+;"
 DIVISIONS = """
-#include "common/math.cuh"
+#include <common/device.cuh>
+#include <common/math.cuh>
 extern "C" __global__ void by_constant(float *x) { x[0] = x[0] / 24; }
 extern "C" __global__ void rounded(float *x) { x[0] = divided_by<24>(x[0]); }
 extern "C" __global__ void exact(float *x) { x[0] = divided_by<16>(x[0]); }
@@ -407,7 +408,8 @@ extern "C" __global__ void k(float *x, uint64_t a, uint64_t b, float by, int tur
 def test_nothing_computes_with_an_accumulator_before_its_wait() -> None:
     nvrtc = cupy.cuda.nvrtc
     program = nvrtc.createProgram(PRODUCT, "k.cu", [], [])
-    nvrtc.compileProgram(program, ("-arch=compute_90a", "-std=c++17", f"-I{source_root()}"))
+    options = core.assemble_cupy_compiler_options(("-std=c++17", f"-I{source_root()}"))
+    nvrtc.compileProgram(program, ("-arch=compute_90a", *options))
     instructions = re.findall(r"wgmma\.\w+|fma", nvrtc.getPTX(program).decode())
     assert [name for name in instructions if name != "fma"] == [
         "wgmma.fence",

@@ -55,7 +55,7 @@ class Notes:
 @pytest.fixture(autouse=True)
 def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "common").mkdir()
-    (tmp_path / "test.cu").write_text('#include "common/sizes.cuh"' + SOURCE)
+    (tmp_path / "test.cu").write_text("#include <common/sizes.cuh>" + SOURCE)
     (tmp_path / "common/sizes.cuh").write_text(HEADER)
     monkeypatch.setattr(core_source, "source_root", lambda: tmp_path)
     core_source.digest.cache_clear()

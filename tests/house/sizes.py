@@ -88,7 +88,7 @@ def main() -> None:
         length = len(path.read_text(encoding="utf-8").splitlines())
         if length > LONG:
             print(f"long: {path.relative_to(PACKAGE.parent)} has {length} lines")
-    sys.exit("\n".join(too_large()))
+    sys.exit("\n".join(too_large()) or None)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def parameters(
 def with_headers(file: str) -> str:
     """Return the text of a source after that of the headers it includes."""
     text = (source_root() / file).read_text(encoding="utf-8")
-    return "".join(map(with_headers, re.findall(r"^#include .(.+\.cuh?).", text, re.M))) + text
+    return "".join(map(with_headers, re.findall(r"^#include <(common/.+)>", text, re.M))) + text
 
 
 def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dtype[Any] | None:

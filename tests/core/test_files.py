@@ -65,12 +65,12 @@ def whole(model: Transformer) -> Transformer:
 def fill(model: Transformer, value: float) -> None:
     for array in model.parameters.values():
         array[...] = value
-    model.texts = {**model.texts, "config.json": {**model.texts["config.json"], "written": value}}
+    model.texts = {**model.texts, "config.json": {**model.texts["config.json"], "_written": value}}
 
 
 def held(folder: Path) -> set[float]:
     """Return the values that a reader finds, who knows nothing of this library's moves."""
-    values = {float(files.read_json(folder / "config.json")["written"])}
+    values = {float(files.read_json(folder / "config.json")["_written"])}
     for path in folder.glob("*.safetensors"):
         values |= {float(value) for array in load_file(path).values() for value in np.unique(array)}
     return values

@@ -12,7 +12,7 @@ from unsloth_cupy import attention_forward
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
-from unsloth_cupy.ops.attention import _hopper, _warpgroups
+from unsloth_cupy.ops.attention import _backward_hopper, _hopper, _warpgroups
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
 from unsloth_cupy.ops.attention._warpgroups import Warpgroups
 
@@ -343,6 +343,29 @@ def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:
         packed = attention_forward(q, cache[:, 20:150].copy(), cache[:, 30:160].copy(), causal=True)
     for first, second in zip(actual, packed, strict=True):
         assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_the_counter_of_jobs_is_zero_after_a_launch(
+    one_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream keeps it: the next launch finds what this one leaves."""
+    counter, launches = np.zeros(1, np.uint32), []
+
+    def kept(count: int, like: Any) -> np.ndarray:
+        launches.append(count)
+        return counter
+
+    monkeypatch.setattr(_hopper, "counters", kept)
+    monkeypatch.setattr(_backward_hopper, "counters", kept)
+    monkeypatch.setattr(_backward_hopper, "one_pass", one_pass)
+    q = np.random.default_rng(0).standard_normal((1, 200, 2, 64)).astype(np.float16)
+    with emulator(processors=3):
+        out, lse = attention_forward(q, q, q, causal=True)
+        assert counter == 0
+        launched("attention_backward", q, q, q, q, out, lse, causal=True)
+    assert counter == 0
+    assert launches == [1] * (2 if one_pass else 3)
 
 
 @pytest.mark.parametrize("table", [TABLE, CHANGED])

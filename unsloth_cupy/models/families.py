@@ -61,7 +61,14 @@ READ = {
 # Keys that do not change what a model computes from tokens: facts about the file, other tokens,
 # what calls return, generation, the heads of classifiers.
 NEUTRAL = {
-    *("architectures", "auto_map", "cache_implementation", "dtype", "finetuning_task"),
+    *(
+        "architectures",
+        "auto_map",
+        "cache_implementation",
+        "dtype",
+        "finetuning_task",
+        "is_llama_config",
+    ),
     *(
         "name_or_path",
         "model_max_length",

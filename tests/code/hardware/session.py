@@ -160,8 +160,8 @@ def report(lines: dict[str, Line]) -> str:
         text.append(f"| {group} | {' | '.join(str(count[c]) for c in columns)} |")
     for error, names in sorted(errors.items(), key=lambda pair: -len(pair[1])):
         text += ["", f"## {len(names)} x {names[0]}", "", "```text", error, "```", *names[1:6]]
-    told = [f"{n}: {line['said']}" for n, line in tried.items() if line["outcome"] == "passed"]
-    text += ["", "## Measured", "", *(words for words in told if not words.endswith(": "))]
+    passed = [f"{n}: {line['said']}" for n, line in tried.items() if line["outcome"] == "passed"]
+    text += ["", "## Measured", "", *(words for words in passed if not words.endswith(": "))]
     text += ["", "## Warnings", "", *(f"{n} x {words}" for words, n in warned.most_common(20))]
     slowest = sorted(tried, key=lambda name: -tried[name]["seconds"])[:10]
     text += ["", "## Slowest", "", *(f"{tried[name]['seconds']:.1f} s {name}" for name in slowest)]
@@ -353,8 +353,8 @@ class Session:
             numbers.unlink(missing_ok=True)
             with tempfile.TemporaryFile() as errors:
                 files: Any = {"stdout": DEVNULL, "stderr": errors, "env": ENVIRONMENT}
-                given = [*(command or BENCH), *batch, "--json", numbers, *options]
-                process = start(given, cwd=self.root, **files)
+                program = [*(command or BENCH), *batch, "--json", numbers, *options]
+                process = start(program, cwd=self.root, **files)
                 count, outcome = self._watched(process, len(batch), numbers, what, quiet)
                 end(process)
                 waiting = waiting[count:]
@@ -373,12 +373,12 @@ class Session:
         count, last = 0, time.monotonic()
         while self.left():
             ended = process.poll() is not None
-            told = json.loads(numbers.read_text()) if numbers.exists() else {"ops": []}
-            for op in told["ops"][count:]:
-                said = told.get("said", {}).get(op, "")
+            written = json.loads(numbers.read_text()) if numbers.exists() else {"ops": []}
+            for op in written["ops"][count:]:
+                said = written.get("said", {}).get(op, "")
                 self.results.add(f"{what} {op}", "passed", time.monotonic() - last, said)
                 last = time.monotonic()
-            count = len(told["ops"])
+            count = len(written["ops"])
             if ended:
                 return count, "failed"
             if count < ops and time.monotonic() > last + quiet:
@@ -432,12 +432,12 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
         if not (folder / page.name).exists():
             shutil.copy(page, folder)
     kinds = {step: "times" if step in ("attention", "times") else "tests" for step in STEPS}
-    wanted = [step for step in STEPS if step in steps and not lacking[kinds[step]]]
+    chosen = [step for step in STEPS if step in steps and not lacking[kinds[step]]]
     if about["major"] != 9:
-        wanted = [step for step in wanted if step != "attention"]
+        chosen = [step for step in chosen if step != "attention"]
     before = signal.signal(signal.SIGTERM, session.stop)
     try:
-        for step in wanted:
+        for step in chosen:
             if step in ("host", "attention", "checks", "times"):
                 session.quiet()
             if step == "times":

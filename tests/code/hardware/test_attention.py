@@ -70,11 +70,11 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) ->
 def test_steps_are_of_every_head_dim_and_mask_and_begin_with_bits() -> None:
     """Each way has a process of its own, as has each tool."""
     steps = [step.split() for step in names()]
-    wanted = set(itertools.product(("64", "128", "256"), ("causal", "full")))
+    expected = set(itertools.product(("64", "128", "256"), ("causal", "full")))
     for what in (*attention.WAYS, "speed"):
         assert {
             (dim, mask) for name, dim, *mask in steps if name == what for mask in mask
-        } == wanted
+        } == expected
     assert [name for name, *_ in steps[:18]] == [way for way in attention.WAYS for _ in range(6)]
     processes = [*dict.fromkeys(map(attention.process_of, names()))]
     assert processes[:5] == ["forward", "two", "one", "speed", "pipes 128"]
@@ -213,7 +213,7 @@ def test_steps_that_are_done_are_told(
     done: list[str] = []
     monkeypatch.setattr(attention, "Here", Rehearsed)
     monkeypatch.setattr(attention, "do", lambda step, page, here: done.append(step))
-    told = tmp_path / "attention.json"
-    monkeypatch.setattr(sys, "argv", ["attention", str(page), "pipes 64", "--json", str(told)])
+    listed = tmp_path / "attention.json"
+    monkeypatch.setattr(sys, "argv", ["attention", str(page), "pipes 64", "--json", str(listed)])
     attention.main()
-    assert json.loads(told.read_text())["ops"] == done == ["pipes 64"]
+    assert json.loads(listed.read_text())["ops"] == done == ["pipes 64"]

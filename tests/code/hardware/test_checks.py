@@ -111,12 +111,12 @@ def test_ten_calls_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_are_told_with_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = '[ "$2" = memcheck ] && echo "========= Invalid read" && exit 9\necho "== done"'
     tool(tmp_path, monkeypatch, "compute-sanitizer", said)
-    told = tmp_path / "check.json"
+    listed = tmp_path / "check.json"
     monkeypatch.setattr(
-        sys, "argv", ["checks", str(tmp_path), "initcheck ops", "--json", str(told)]
+        sys, "argv", ["checks", str(tmp_path), "initcheck ops", "--json", str(listed)]
     )
     checks.main()
-    assert json.loads(told.read_text()) == {
+    assert json.loads(listed.read_text()) == {
         "ops": ["initcheck ops"],
         "said": {"initcheck ops": "done"},
     }

@@ -64,6 +64,6 @@ def test_what_is_not_about_numbers_fails(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     _, said = rehearse(str(tmp_path))
     failed = {name.removeprefix("test_fails_") for name in re.findall(r"::(\w+) - ", said)}
-    wanted = {"by_what_cupy_lacks", "by_a_mixture", "by_a_shape", "by_a_dtype"}
-    assert failed == wanted, said
+    expected = {"by_what_cupy_lacks", "by_a_mixture", "by_a_shape", "by_a_dtype"}
+    assert failed == expected, said
     assert "4 failed, 5 passed" in said

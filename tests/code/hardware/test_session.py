@@ -344,8 +344,8 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     assert ("attention" in steps) == ("times" in steps)
     assert ("check" in steps) == ("tests" in steps)
     if not lacks:
-        wanted = ["rates", "tests", "tests", "closer", "quiet", "tests", "quiet", "attention"]
-        assert steps == [*wanted, "quiet", "check", "quiet", "times"]
+        expected = ["rates", "tests", "tests", "closer", "quiet", "tests", "quiet", "attention"]
+        assert steps == [*expected, "quiet", "check", "quiet", "times"]
     if "times" in steps:
         assert ("attention", attention.names()) in done
         ops, *options = done[-1][1:]

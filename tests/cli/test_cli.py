@@ -536,6 +536,8 @@ class TestGenerate:
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": tokens}))
         result = run("generate", folder, "The dog", "--temperature", 0)
         assert result.stderr.startswith("1 tokens")
+        result = run("generate", folder, "The dog", "--temperature", 0, "--seed", 3, "--top-k", 5)
+        assert_one_clear_error(result, "leave out --top-k, --seed, or raise it")
 
     @pytest.mark.parametrize("prompt", [(), ("-",)])
     def test_a_prompt_from_standard_input(

@@ -165,6 +165,17 @@ def test_float64_takes_parameters_of_float32() -> None:
     assert allowed("stat", F64) == (F64,)
 
 
+def test_swapped_arrays_are_told_from_wrong_dtypes() -> None:
+    x, labels = form((2,), F32), form((2,), np.dtype("int64"))
+    contract = parse("x(n), y(n): int -> z(n)")
+    with pytest.raises(DTypeError, match="f: x is int64 and y is float32: swap them\n"):
+        check("f", contract, [labels, x])
+    with pytest.raises(DTypeError, match="f: y is float32; it must be int32 or int64\n"):
+        check("f", contract, [x, x])
+    with pytest.raises(DTypeError, match="f: x is int64; it must be float16 or"):
+        check("f", contract, [labels, labels])
+
+
 def test_swapped_bytes_name_their_cure() -> None:
     with pytest.raises(DTypeError, match=r"x is float32 with swapped bytes; pass x\.astype"):
         bind("x(n) -> y(n)", (3,), dtype=F32.newbyteorder())

@@ -363,6 +363,7 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "eps": _some(1e-6, 1e-5, 1e-3),
     "offset": _some(0.0, 1.0),
     "scale": _some(1.0, 0.3, -0.5),
+    "softmax.axis": _some(-1),
     "softcap": _some(None, 0.5, 30.0),
     "window": _window,
     "dropout": _some(0.0, 0.1, 0.9),

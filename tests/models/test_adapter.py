@@ -179,6 +179,8 @@ def test_what_an_adapter_learned_is_never_dropped_in_silence(tmp_path: Path) -> 
         model.add_adapter(4)
     assert model.adapter is adapter
     model.merge_adapter()
+    with pytest.raises(ConfigError, match=r"there is no adapter; call add_adapter\(rank\)"):
+        model.merge_adapter()
     model.save(tmp_path / "base")
     model.add_adapter(4)
 

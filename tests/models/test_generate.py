@@ -77,6 +77,23 @@ def test_top_k_of_one_is_greedy(model):
         np.testing.assert_array_equal(made, greedy)
 
 
+@pytest.mark.parametrize("option", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 0}])
+def test_an_option_that_greedy_choice_does_not_use_is_named(model, option):
+    message = f"the most likely token, so {next(iter(option))} change nothing"
+    with pytest.warns(UserWarning, match=message):
+        made = model.generate(PROMPT, max_new_tokens=2, stop=(), **option)
+    np.testing.assert_array_equal(made, model.generate(PROMPT, max_new_tokens=2, stop=()))
+
+
+def test_tokens_beyond_the_positions_are_announced():
+    model = create(CONFIG | {"max_position_embeddings": 10}, seed=0)
+    padded = np.concatenate([PROMPT, PROMPT[:, :2]], axis=1)
+    mask = np.broadcast_to(np.arange(9) < 7, padded.shape)
+    model.generate(padded, mask=mask, max_new_tokens=3, stop=())  # padding takes no position
+    with pytest.warns(UserWarning, match="7 tokens and 4 new ones are more than the 10 positions"):
+        model.generate(PROMPT, max_new_tokens=4, stop=())
+
+
 def test_draws_follow_the_distribution(model):
     """2,000 rows of one prompt: the shares of the first token are those of the softmax."""
     rows, temperature, top_k = 2000, 1.5, 5

@@ -26,6 +26,13 @@ def hidden_but_one(rng: np.random.Generator) -> Any:
     return x
 
 
+@pytest.mark.parametrize("axis", [0, 2, -2])
+def test_another_axis_is_refused(axis: int) -> None:
+    with pytest.raises(ConfigError, match=r"the last axis; call softmax\(np.moveaxis\(x, "):
+        uc.softmax(HIDDEN, axis=axis)
+    np.testing.assert_array_equal(uc.softmax(HIDDEN, axis=1), uc.softmax(HIDDEN))
+
+
 class TestSoftmax(KernelParity):
     op = "softmax"
     sizes = tuple({"columns": n} for n in (*ROWS, 32768, 262144, 524296))

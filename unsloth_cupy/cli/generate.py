@@ -37,7 +37,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option(
     "--repetition-penalty", Number(0, min_open=True), "Above 1: tokens are less often repeated."
 )
-@option("--seed", click.IntRange(0), "Of the random choices.", 0)
+@option("--seed", click.IntRange(0), "Of the random choices; 0 if it is not given.")
 @click.option(
     "--stop", multiple=True, type=Words(nonempty=True), metavar="TEXT",
     help="End before this text; may be repeated.",
@@ -75,6 +75,14 @@ def generate(
     with ranks.ending(click.ClickException):
         if system is not None and not chat:
             raise click.UsageError("--system is for questions; add --chat.")
+        random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]
+        if options["temperature"]:
+            options["seed"] = options["seed"] or 0
+        elif random:
+            flags = ", ".join("--" + name.replace("_", "-") for name in random)
+            raise click.UsageError(
+                f"--temperature 0 takes the likeliest token: leave out {flags}, or raise it."
+            )
         interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
         source = model_folder(folder)
         tokenizer, template = load_tokenizer(source), Chat(source)
@@ -129,7 +137,7 @@ def answer(
     return write("", tokenizer.encode(text, add_special_tokens=False).ids, **options)
 
 
-def converse(reply: Write, start_messages: Sequence[Message], seed: int) -> None:
+def converse(reply: Write, start_messages: Sequence[Message], seed: int | None) -> None:
     """Answer each line of the terminal, with all previous messages, until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401 -- makes input() lines editable
@@ -137,7 +145,7 @@ def converse(reply: Write, start_messages: Sequence[Message], seed: int) -> None
     with suppress(EOFError, KeyboardInterrupt):
         for turn in count():
             messages.append(_question(_line()))
-            text, _ = reply(messages, seed=seed + turn)
+            text, _ = reply(messages, seed=None if seed is None else seed + turn)
             messages.append({"role": "assistant", "content": text})
     click.echo()
 

@@ -147,6 +147,7 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             if not array.dtype.isnative:
                 cure = f"{operand.name}.astype({name!r})"
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
+            problem = _swapped(operand, array, present) or problem
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
         if misfit := _bind(operand, array.shape, sizes):
             raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
@@ -161,6 +162,16 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
         for o in contract.outputs
     ]
     return Bound(sizes, dtype, tuple(outputs))
+
+
+def _swapped(operand: Operand, array: Any, present: Sequence[tuple[Operand, Any]]) -> str | None:
+    """Return the problem if an array and another have floats and integers the wrong way round."""
+    integers = [(o, a.dtype) for o, a in present if (o.kind == "int") != (a.dtype.kind in "iu")]
+    for other, dtype in integers:
+        if (other.kind == "int") != (operand.kind == "int"):
+            name = operand.name
+            return f"{name} is {array.dtype.name} and {other.name} is {dtype.name}: swap them"
+    return None
 
 
 def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ whose probabilities reach top_p, then to those of at least min_p times the most 
 next token is where the cumulative sum of p passes a uniform random number.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -76,6 +77,17 @@ class Options:
             "seed", greedy or is_integer(self.seed, 0), "be an integer of 0 or more, to draw"
         )
 
+        if self.temperature == 0:
+            unused = [
+                n for n in ("top_k", "top_p", "min_p", "seed") if getattr(self, n) is not None
+            ]
+            if unused:
+                warnings.warn(
+                    f"{self.CALL}: temperature=0 takes the most likely token, so"
+                    f" {' and '.join(unused)} change nothing; pass a temperature above 0 to sample",
+                    stacklevel=2,
+                )
+
     def _require(self, name: str, valid: bool, must: str) -> None:
         """Raise a ConfigError that says what an option must be, unless it is valid."""
         if not valid:
@@ -111,6 +123,15 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     order = np.argsort(real, axis=1, kind="stable")
     prompt, real = (np.take_along_axis(array, order, axis=1) for array in (prompt, real))
     most = options.max_new_tokens
+    longest = int(real.sum(axis=1).max(initial=0)) + most
+    if longest > model.config.positions:
+        warnings.warn(
+            f"generate: {longest - most} tokens and {most} new ones are more than the"
+            f" {model.config.positions} positions that the model was made for"
+            " (max_position_embeddings), and what comes after them is seldom good; pass a smaller"
+            " max_new_tokens",
+            stacklevel=2,
+        )
     if cache is None:
         sizes = len(prompt), prompt.shape[1] + most
         next_logits: NextLogits = CachedLogits(model, tokens, *sizes, options.cache_dtype)

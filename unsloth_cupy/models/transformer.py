@@ -78,9 +78,17 @@ class Transformer(Network):
         """Merge the adapter into the weights, which become new arrays, and remove it.
 
         All quantized weights become dense; ``requantize`` quantizes them again, with new errors.
+
+        Raises
+        ------
+        ConfigError
+            There is no adapter.
         """
-        if self.adapter is not None:
-            self.parameters, self.adapter = self.adapter.merged(self.parameters, requantize), None
+        if self.adapter is None:
+            raise ConfigError(
+                "merge_adapter: there is no adapter; call add_adapter(rank), or load(lora=folder)"
+            )
+        self.parameters, self.adapter = self.adapter.merged(self.parameters, requantize), None
 
     @from_any_library
     def logits(
@@ -211,13 +219,15 @@ class Transformer(Network):
         tokens : (batch, prompt) int32 or int64
             Prompts, padded on the left or on the right where mask is 0.
         max_new_tokens, min_new_tokens : int
-            How many tokens to add, at most and at least.
+            How many tokens to add, at most and at least.  A warning says if a row then has more
+            tokens than the config's ``max_position_embeddings``.
         mask : (batch, prompt) bool or int, optional
             1 where a token is real.
         temperature : float
             0: the most likely token.  Otherwise tokens are sampled from softmax(logits /
             temperature), restricted to the ``top_k`` most likely ones, then to the fewest whose
-            probabilities reach ``top_p``.
+            probabilities reach ``top_p``.  At 0 those options and ``seed`` change nothing, which a
+            warning says.
         min_p : float, optional
             In [0, 1]: after that, only tokens of at least min_p times the probability of the most
             likely one are sampled (Nguyen et al., Turning Up the Heat, 2024).

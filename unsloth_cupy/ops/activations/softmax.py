@@ -14,6 +14,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...core.target import limits
+from ...errors import ConfigError
 from ..common.rows import held_rows
 from ..common.strides import row_layout
 
@@ -25,7 +26,7 @@ HELD = 32  # registers per thread for elements of a row: two blocks of 512 threa
     autocast="float32",
     torch=lambda nn, t, o: nn.softmax(t["x"], dim=-1),
 )
-def softmax(x: Array, *, scale: float = 1.0) -> Array:
+def softmax(x: Array, *, scale: float = 1.0, axis: int = -1) -> Array:
     """Return the softmax of each row, ``y = exp(scale * x) / sum(exp(scale * x))``.
 
     Parameters
@@ -34,6 +35,8 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
         An element of -inf gets 0, even in a row of only -inf.
     scale : float
         Inverse temperature.
+    axis : int
+        The last axis; another is an error, which says how to move it there.
 
     Returns
     -------
@@ -43,7 +46,7 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
     Raises
     ------
     ConfigError
-        scale is not finite.
+        scale is not finite, or axis is not the last one.
     ShapeError, DTypeError
         x is not a float array, or has no axis.
 
@@ -61,6 +64,13 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
         np.exp(y, out=y)
         y /= np.maximum(y.sum(axis=-1, keepdims=True), np.finfo(y.dtype).tiny)
     return y
+
+
+@softmax.require
+def _check_axis(x: Array, axis: int) -> None:
+    if axis not in (-1, x.ndim - 1):
+        cure = f"softmax(np.moveaxis(x, {axis}, -1)), and move the axis of the result back"
+        raise ConfigError(f"softmax(axis={axis}): the softmax is of the last axis; call {cure}")
 
 
 @softmax.kernel(strided=("x",))

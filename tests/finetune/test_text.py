@@ -105,10 +105,22 @@ def test_a_text_is_split_as_a_whole_one(
         far = cut < 2 or len(text[: cut - 2].encode()) < path.stat().st_size // 2
         cut = end if far else cut
         seen = {paragraph.strip() for paragraph in text[:cut].split("\n\n")}
-        held_out = [p for p in text[cut:].split("\n\n") if p.strip() not in seen]
+        end_part = text[cut:].split("\n\n")
+        new = [p for p in end_part if p.strip() not in seen]
+        repeats = len("".join(new)) < 0.1 * len("".join(end_part))
         actual = read_text(path)
         assert trained(actual) == text[:cut]
-        assert actual.held_out == "\n\n".join(held_out)
+        assert actual.held_out == "\n\n".join(end_part if repeats else new)
+        assert ("repeats what comes before it" in actual.note) == repeats == (number == 2)
+
+
+def test_a_text_whose_end_repeats_its_beginning_trains(tmp_path: Path) -> None:
+    text = some_text(300)
+    path = tmp_path / "text.txt"
+    path.write_text(text + "\n\n" + text)
+    result = run("finetune", "--text", path, "--steps", 1, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "the end of the text repeats what comes before it" in result.stderr
 
 
 def test_a_byte_that_is_no_text_is_named_in_any_block(

@@ -19,6 +19,7 @@ from .naming import named
 
 HELD_OUT_SHARE = 0.1
 HELD_OUT_CHARACTERS = 50_000  # enough for a loss exact to 0.02 nats; evaluation stays cheap
+LEAST_NEW = 0.1  # share of the text held out that the training part must not hold
 PARAGRAPH = "\n\n"
 SMALL = 2**20  # bytes of the largest text that is tokenised as a whole, in memory
 PIECE = 2**15  # bytes of a piece of a larger text: an encoding takes 200 bytes for each
@@ -60,7 +61,7 @@ class TrainingData(NamedTuple):
     learned: int  # number of tokens to train on
     held_out_tokens: int  # number of held-out tokens
     prompt: list[int]  # tokens from which a sample starts
-    note: str  # message about truncated texts, or empty
+    note: str  # message about truncated or repeated texts, or empty
     largest: tuple[int, int]  # rows, and tokens in a row, of the largest batch
 
 
@@ -74,6 +75,7 @@ class Text(NamedTuple):
     cut: int  # bytes of the training part, at the beginning
     held_out: str
     digest: str  # SHA-256 of both parts
+    note: str  # message about paragraphs that both parts hold, or empty
 
     def blocks(self) -> Iterator[tuple[bytes, str]]:
         """Yield the training part in blocks of (bytes, their characters); one if it is small."""
@@ -135,8 +137,8 @@ def split(name: str, text: str) -> Text:
 def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text:
     """Hold out the end of a text, without the paragraphs that the training part holds too.
 
-    The Python documentation repeats a fifth of its paragraphs; a held-out loss on text of the
-    training part would be meaningless.
+    The Python documentation repeats a fifth of its paragraphs, and a held-out loss on them would
+    say what the model remembers.  An end that has hardly any others is held out as it is.
     """
     with opened() as file:
         size = file.seek(0, os.SEEK_END)
@@ -152,9 +154,15 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
         paragraphs = file.read().decode().split(PARAGRAPH)
         file.seek(0)
         seen, digest = _seen(file, cut, {paragraph.strip() for paragraph in paragraphs})
-    held_out = PARAGRAPH.join(p for p in paragraphs if p.strip() not in seen)
+    new = [paragraph for paragraph in paragraphs if paragraph.strip() not in seen]
+    note = ""
+    if sum(map(len, new)) < LEAST_NEW * sum(map(len, paragraphs)):
+        new = paragraphs
+        note = "the end of the text repeats what comes before it: the held-out loss says what the"
+        note += " model remembers, not how it does on new text"
+    held_out = PARAGRAPH.join(new)
     digest.update(held_out.encode())
-    return Text(name, path, opened, size, cut, held_out, digest.hexdigest())
+    return Text(name, path, opened, size, cut, held_out, digest.hexdigest(), note)
 
 
 def _counted(file: BinaryIO, size: int, path: Path | None) -> tuple[int, bool]:

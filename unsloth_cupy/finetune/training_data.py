@@ -186,7 +186,9 @@ def from_text(
     baseline = unigram_baseline(train, held_out[1:], config.vocab)
     prompt = held_out[:PROMPT_TOKENS].tolist()
     largest = (shape.batch, shape.length)
-    return TrainingData(batches, rows, baseline, len(train), len(held_out), prompt, "", largest)
+    return TrainingData(
+        batches, rows, baseline, len(train), len(held_out), prompt, text.note, largest
+    )
 
 
 def from_records(

@@ -45,6 +45,11 @@ WIDE = SIZES | {  # blocks of 256 divide its rows, but for those of o_proj
     "head_dim": 8,
 }
 BLOCKS = {"q8_0": 32, "q4_0": 32, "tq1_0": 256, "tq2_0": 256}
+MIXED = {  # types of kinds that have several: of the layers, of the head
+    "q6_k": "q6_k q6_k", "q5_k_m": "q5_k q6_k", "q5_k_s": "q5_k q6_k", "q5_1": "q5_1 q6_k",
+    "q5_0": "q5_0 q6_k", "q4_k_m": "q4_k q6_k", "q4_k_s": "q4_k q6_k", "q4_1": "q4_1 q6_k",
+    "q3_k_l": "q3_k q6_k", "q3_k_m": "q3_k q6_k", "q3_k_s": "q3_k q6_k", "q2_k": "q2_k q6_k",
+}  # fmt: skip
 
 
 def exported(folder: Path, config: Any, kind: str = "f32", **options: Any) -> tuple[Any, ...]:
@@ -214,7 +219,7 @@ def test_rope_factors_of_llama_3(tmp_path: Path) -> None:
     np.testing.assert_allclose(factors, 1 / ((1 - smooth) / 8 + smooth), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in MIXED])
 def test_types(kind: str, tmp_path: Path) -> None:
     """Vectors stay float32, odd rows become float16, and values are as near as the type allows."""
     config = WIDE | {"num_attention_heads": 31, "num_key_value_heads": 31}
@@ -247,6 +252,30 @@ def test_types(kind: str, tmp_path: Path) -> None:
     else:
         digits = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8}[kind]
         np.testing.assert_allclose(made, weight, rtol=digits, atol=2**-24)
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("tied", [False, True])
+def test_types_of_mixtures(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Most matrices have one type, the head another, and rows of 96 one of smaller blocks."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    config = WIDE | heads | {"tie_word_embeddings": tied, "intermediate_size": 96}
+    model, report, values, dense, types = exported(tmp_path, config, kind)
+    layers, head = MIXED[kind].split()
+    assert types["blk.0.attn_q.weight"] == types["blk.0.ffn_up.weight"] == layers
+    assert types["token_embd.weight"] == (head if tied else layers)
+    assert types.get("output.weight", head) == head
+    assert types["blk.0.ffn_norm.weight"] == "f32"
+    down = types["blk.0.ffn_down.weight"]  # rows of 96 are no whole blocks of 256
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[down.upper()]][0] == 32
+    assert report.notes == (() if down == layers else report.notes[:1])
+    assert all(f"the rows of 1 tensor: {down} (blk.0.ffn_down" in note for note in report.notes)
+    assert sum(report.types.values()) == len(types)
+    number = gguf.LlamaFileType(values["general.file_type"]).name
+    assert number == f"MOSTLY_{kind.upper()}"
+    weight = model.parameters["model.layers.0.mlp.up_proj.weight"]
+    error = np.sqrt(np.mean((dense["blk.0.ffn_up.weight"] - weight) ** 2)) / weight.std()
+    assert error < 1.4 * 2.0 ** -int(layers[1])
 
 
 @pytest.mark.parametrize("kind", ["tq1_0", "tq2_0"])
@@ -441,7 +470,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tmp_path / "m", "llama")
     (tmp_path / "there.gguf").write_text("mine")
     for source, file, options, words in (
-        (model, tmp_path / "m.gguf", {"kind": "q5_1"}, "kind='q5_1'; choose from f32, f16, bf16"),
+        (model, tmp_path / "m.gguf", {"kind": "q9"}, "kind='q9'; choose from f32, f16, bf16"),
         (model, tmp_path / "there.gguf", {}, "exists; remove it, or name another file"),
         (model, tmp_path / "no" / "m.gguf", {}, "is not a folder; create it first"),
         (tmp_path / "no", tmp_path / "m.gguf", {}, "no is not a folder; pass one that holds"),

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
 from ..config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
-from ._types import Kind, divides
+from ._types import Kind, dividing
 
 # BitNet's norms under names that gguf knows
 OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
@@ -29,21 +29,27 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     type: Type
     read: Callable[[], Array]
+    wanted: Type  # the type if rows were whole blocks of it
 
 
 def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list[Tensor]:
     """Return all tensors of a model's file, in the order in which they are written."""
     names, result = _names(config, known), []
-    for stored, shape in config.shapes().items():
-        name = names(stored)
-        result.append(
-            Tensor(name, shape, _type(name, shape, kind), _reader(config, known, stored, read))
-        )
-    if config.tied and known.output == "own":
-        name, shape = names(HEAD), config.shapes()[TABLE]
-        result.append(Tensor(name, shape, _type(name, shape, kind), lambda: read(TABLE)))
+    is_own = config.tied and known.output == "own"
+    head = names(HEAD if is_own or not config.tied else TABLE)
+    stored_shapes = config.shapes()
+
+    def add(stored: str, name: str, read: Callable[[], Array]) -> None:
+        shape = stored_shapes[stored]
+        wanted = kind.of(name, shape, config, name == head)
+        result.append(Tensor(name, shape, dividing(shape, wanted), read, wanted))
+
+    for stored in stored_shapes:
+        add(stored, names(stored), _reader(config, known, stored, read))
+    if is_own:
+        add(TABLE, names(HEAD), lambda: read(TABLE))
     for name, array in _rope_factors(config):
-        result.append(Tensor(name, array.shape, Type.F32, lambda array=array: array))  # type: ignore[misc]
+        result.append(Tensor(name, array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
 
 
@@ -64,16 +70,6 @@ def _names(config: Config, known: Architecture) -> Callable[[str], str]:
         return gguf_name
 
     return name_of
-
-
-def _type(name: str, shape: tuple[int, ...], kind: Kind) -> Type:
-    """Return the type of a tensor: float32 for vectors, float16 for rows that blocks do not fit."""
-    if len(shape) == 1:
-        return Type.F32
-    chosen = kind.type
-    if kind.tables is not None and name in ("token_embd.weight", "output.weight"):
-        chosen = kind.tables
-    return chosen if divides(shape, chosen) else Type.F16
 
 
 def _reader(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:

@@ -1,6 +1,8 @@
 """The tensor types of a GGUF file, and the range of each."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import gguf
 import numpy as np
@@ -9,46 +11,129 @@ from gguf import LlamaFileType
 
 from ...core.dtypes import Array
 from ...errors import ConfigError
+from ..config import Config
+from ._k_quants import FORMATS, quantize
 
 CHUNK = 1 << 22  # numbers converted through float32 at a time
 HALF = 65504.0  # the largest float16, the type of block scales too
+
+
+Rule = Callable[[int, Config], Type]  # from the number of a layer
 
 
 @dataclass(frozen=True)
 class Kind:
     """The tensor types of a kind of file.
 
-    ``most`` is the largest magnitude that the type can hold with float16 scales.  ``tables`` is the
-    type of the embedding table and the head, if it is another.
+    ``head`` is the type of the head (of the embedding table, if that is the head too), ``table``
+    that of the embedding table, if they have another.  ``parts`` are the tensors of a layer that
+    have another: the mixtures of llama.cpp, which give more bits to what hurts most.
     """
 
     type: Type
     file_type: LlamaFileType
-    most: float = HALF
-    tables: Type | None = None
+    head: Type | None = None
+    table: Type | None = None
+    parts: Mapping[str, Rule] = field(default_factory=dict)
+
+    def of(self, name: str, shape: tuple[int, ...], config: Config, is_head: bool) -> Type:
+        """Return the type of a tensor, whether or not its rows are whole blocks."""
+        if len(shape) == 1:
+            return Type.F32
+        if is_head or name == "token_embd.weight":
+            return (self.head if is_head else self.table) or self.type
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        rule = self.parts.get(match[2]) if match else None
+        return self.type if rule is None or match is None else rule(int(match[1]), config)
 
 
+def dividing(shape: tuple[int, ...], kind: Type) -> Type:
+    """Return a type, or the one that stands in for it where rows are not whole blocks of it."""
+    while shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = STAND_INS.get(kind, Type.F16)
+    return kind
+
+
+def _all(kind: Type) -> Rule:
+    return lambda layer, config: kind
+
+
+def _first(count: Callable[[int], int], kind: Type, other: Type) -> Rule:
+    """Return the rule that the first ``count(layers)`` layers have one type, the rest another."""
+    return lambda layer, config: kind if layer < count(config.layers) else other
+
+
+def _ends_and_thirds(kind: Type, other: Type) -> Rule:
+    """Return the rule that the first and last eighth, and each third layer between, have one."""
+
+    def rule(layer: int, config: Config) -> Type:
+        eighth = config.layers // 8
+        ends = layer < eighth or layer >= 7 * config.layers // 8
+        return kind if ends or (layer - eighth) % 3 == 2 else other
+
+    return rule
+
+
+def _grouped(kind: Type, other: Type) -> Rule:
+    """Return the rule that values of 4 or more query heads each have one type, else another."""
+    return lambda layer, config: kind if config.heads >= 4 * config.kv_heads else other
+
+
+Q2, Q3, Q4, Q5, Q6 = Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K
 KINDS = {
-    "f32": Kind(Type.F32, LlamaFileType.ALL_F32, np.inf),
+    "f32": Kind(Type.F32, LlamaFileType.ALL_F32),
     "f16": Kind(Type.F16, LlamaFileType.MOSTLY_F16),
-    "bf16": Kind(Type.BF16, LlamaFileType.MOSTLY_BF16, np.inf),
-    "q8_0": Kind(Type.Q8_0, LlamaFileType.MOSTLY_Q8_0, 127 * HALF),
-    "q4_0": Kind(Type.Q4_0, LlamaFileType.MOSTLY_Q4_0, 8 * HALF),
-    "tq1_0": Kind(Type.TQ1_0, LlamaFileType.MOSTLY_TQ1_0, tables=Type.F16),
-    "tq2_0": Kind(Type.TQ2_0, LlamaFileType.MOSTLY_TQ2_0, tables=Type.F16),
-}
-MOST = {kind.type: kind.most for kind in KINDS.values()}
+    "bf16": Kind(Type.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": Kind(Type.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q6_k": Kind(Q6, LlamaFileType.MOSTLY_Q6_K),
+    "q5_k_m": Kind(Q5, LlamaFileType.MOSTLY_Q5_K_M, Q6, parts={
+        "attn_v": _ends_and_thirds(Q6, Q5), "ffn_down": _ends_and_thirds(Q6, Q5),
+        "attn_qkv": _all(Q6),
+    }),
+    "q5_k_s": Kind(Q5, LlamaFileType.MOSTLY_Q5_K_S, Q6),
+    "q5_1": Kind(Type.Q5_1, LlamaFileType.MOSTLY_Q5_1, Q6),
+    "q5_0": Kind(Type.Q5_0, LlamaFileType.MOSTLY_Q5_0, Q6),
+    "q4_k_m": Kind(Q4, LlamaFileType.MOSTLY_Q4_K_M, Q6, parts={
+        "attn_v": _ends_and_thirds(Q6, Q4), "ffn_down": _ends_and_thirds(Q6, Q4),
+        "attn_qkv": _all(Q5),
+    }),
+    "q4_k_s": Kind(Q4, LlamaFileType.MOSTLY_Q4_K_S, Q6, parts={
+        "attn_v": _first(lambda layers: 4, Q5, Q4),
+        "ffn_down": _first(lambda layers: layers // 8, Q5, Q4),
+    }),
+    "q4_1": Kind(Type.Q4_1, LlamaFileType.MOSTLY_Q4_1, Q6),
+    "q4_0": Kind(Type.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "q3_k_l": Kind(Q3, LlamaFileType.MOSTLY_Q3_K_L, Q6, parts={
+        "attn_v": _all(Q5), "ffn_down": _all(Q5), "attn_output": _all(Q5), "attn_qkv": _all(Q4),
+    }),
+    "q3_k_m": Kind(Q3, LlamaFileType.MOSTLY_Q3_K_M, Q6, parts={
+        "attn_v": _first(lambda layers: 2, Q5, Q4),
+        "ffn_down": _first(lambda layers: layers // 16, Q5, Q4),
+        "attn_output": _all(Q4), "attn_qkv": _all(Q4),
+    }),
+    "q3_k_s": Kind(Q3, LlamaFileType.MOSTLY_Q3_K_S, Q6),
+    "q2_k": Kind(Q2, LlamaFileType.MOSTLY_Q2_K, Q6, parts={
+        "attn_v": _grouped(Q4, Q3), "ffn_down": _all(Q3), "attn_output": _all(Q3),
+    }),
+    "tq1_0": Kind(Type.TQ1_0, LlamaFileType.MOSTLY_TQ1_0, Type.F16, Type.F16),
+    "tq2_0": Kind(Type.TQ2_0, LlamaFileType.MOSTLY_TQ2_0, Type.F16, Type.F16),
+}  # fmt: skip
+# types of smaller blocks, for rows that are not whole blocks
+STAND_INS = {
+    Q2: Type.Q4_0, Q3: Type.Q4_0, Q4: Type.Q5_0, Q5: Type.Q5_1, Q6: Type.Q8_0,
+}  # fmt: skip
+# the largest magnitude that a type holds; others hold that of float16, the type of their scales
+MOST = {
+    Type.F32: np.inf, Type.BF16: np.inf, Type.Q8_0: 127 * HALF,
+    Type.Q4_0: 8 * HALF, Type.Q5_0: 16 * HALF,
+    Q2: 15 * HALF, Q3: 31 * HALF, Q4: 63 * HALF, Q5: 63 * HALF, Q6: 127 * HALF,
+}  # fmt: skip
 
 
 def size_of(shape: tuple[int, ...], kind: Type) -> int:
     """Return the size of a tensor in a file, in bytes."""
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     return int(np.prod(shape)) // numbers * size
-
-
-def divides(shape: tuple[int, ...], kind: Type) -> bool:
-    """Return whether the rows of a tensor are whole blocks of a type."""
-    return shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
 
 
 def packed(name: str, array: Array, kind: Type) -> Array:
@@ -65,7 +150,8 @@ def packed(name: str, array: Array, kind: Type) -> Array:
     for top in range(0, rows.shape[0], step):
         part = np.ascontiguousarray(rows[top : top + step], np.float32)
         _check(name, part, kind)
-        result[top : top + step] = gguf.quants.quantize(part, kind).view(np.uint8)
+        made = quantize(part, kind) if kind in FORMATS else gguf.quants.quantize(part, kind)
+        result[top : top + step] = made.view(np.uint8)
     return result
 
 
@@ -76,7 +162,7 @@ def _check(name: str, part: Array, kind: Type) -> None:
         raise ConfigError(
             f"export_gguf: {name} holds numbers that are not finite; load a sound checkpoint"
         )
-    if most > MOST[kind]:
+    if most > MOST.get(kind, HALF):
         raise ConfigError(
             f"export_gguf: {name} holds {most:g}, which {kind.name.lower()} does not; choose bf16"
             " or f32"

@@ -85,9 +85,9 @@ def export_gguf(
     """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
 
     Adapters are merged into the weights.  Vectors and norms are float32; tensors whose rows are not
-    whole blocks of ``kind`` are float16, and a note says so.  With tq1_0 and tq2_0 the embedding
-    table and the head are float16.  Tensors are read and written one by one to a temporary file,
-    which is renamed when it is complete.
+    whole blocks of their type have one of smaller blocks, or float16, and a note says so.  With
+    tq1_0 and tq2_0 the embedding table and the head are float16.  Tensors are read and written one
+    by one to a temporary file, which is renamed when it is complete.
 
     Parameters
     ----------
@@ -97,8 +97,11 @@ def export_gguf(
     file : path
         A file that does not exist yet.
     kind : str
-        f32, f16, bf16, q8_0 (8.5 bits a weight), q4_0 (4.5), tq1_0 (1.69) or tq2_0 (2.06); the
-        last two store -1, 0, 1 and a scale for 256 weights, which is meant for BitNet.
+        f32, f16, bf16, q8_0 (8.5 bits a weight), q6_k (6.56), q5_k_m, q5_k_s (5.5 and more), q5_1
+        (6), q5_0 (5.5), q4_k_m, q4_k_s (4.5 and more), q4_1 (5), q4_0 (4.5), q3_k_l, q3_k_m, q3_k_s
+        (3.44 and more), q2_k (2.63 and more), tq1_0 (1.69) or tq2_0 (2.06).  Kinds with an _m, _l
+        or _s are llama.cpp's mixtures: some tensors have more bits.  The last two store -1, 0, 1
+        and a scale for 256 weights, which is meant for BitNet.
     tokenizer : path, optional
         The folder of the tokenizer: tokenizer.json and, if they exist, tokenizer_config.json and
         chat_template.jinja.  None: the folder of the model.
@@ -131,7 +134,7 @@ def export_gguf(
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
     tensor_list = tensors(source.config, known, KINDS[kind], source.read)
-    notes = [*warnings_of(source.config, known), *notes, *_halved(tensor_list, kind)]
+    notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {
         "general.type": "model",
         "general.name": _name(source.name, words["tokenizer.ggml.tokens"]),
@@ -228,16 +231,17 @@ def _name(name: str, tokens: Iterable[str]) -> str:
     return "" if phi3 and not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= {*tokens} else name
 
 
-def _halved(tensors: Iterable["Tensor"], kind: str) -> Iterator[str]:
-    """Yield a note about tensors that are float16 because their rows are not whole blocks."""
-    from ._types import KINDS, divides
-
-    names = [tensor.name for tensor in tensors if len(tensor.shape) > 1
-             and not divides(tensor.shape, KINDS[kind].type)]  # fmt: skip
-    if names:
+def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
+    """Yield notes about tensors of another type because their rows are not whole blocks."""
+    replaced: dict[tuple[str, str], list[str]] = {}
+    for tensor in tensors:
+        if tensor.type != tensor.wanted:
+            pair = (tensor.wanted.name.lower(), tensor.type.name.lower())
+            replaced.setdefault(pair, []).append(tensor.name)
+    for (wanted, chosen), names in replaced.items():
         count = f"{len(names)} tensor" + "s" * (len(names) > 1)
         shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
-        yield f"blocks of {kind} do not divide the rows of {count}: f16 ({shown})"
+        yield f"blocks of {wanted} do not divide the rows of {count}: {chosen} ({shown})"
 
 
 def _write(

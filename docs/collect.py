@@ -28,7 +28,10 @@ MODULES = {
 }
 # Modules that import torch or transformers, which building the documentation does not need: names
 # are read from the module's text, and autodoc imports it with mocks.
-ELSEWHERE = {"unsloth_cupy.interop.huggingface": "Hugging Face"}
+ELSEWHERE = {
+    "unsloth_cupy.interop.huggingface": "Hugging Face",
+    "unsloth_cupy.losses": "Losses of texts",
+}
 PARTS = ("_forward", "_backward")
 EXAMPLES = Path(__file__).with_name("examples") / "api.md"
 

@@ -1,6 +1,7 @@
 """Fast CUDA kernels for transformers, each next to its NumPy definition."""
 
 from . import interop as interop
+from . import losses as losses
 from ._version import __version__ as __version__
 
 # Attention

@@ -35,7 +35,13 @@ from unsloth_cupy.ops.attention import _hopper
 
 from .tracked import tracked
 
-EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+EPS = {
+    "bool": 0.0,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float32": 2.0**-23,
+    "float64": 2.0**-52,
+}
 EPS |= {"int8": 0.0, "uint8": 0.0}  # quantized codes must equal those of the plain definition
 Arrays = dict[str, np.ndarray | None]
 

@@ -154,6 +154,19 @@ def _slots(draw: Draw, sizes: Sizes) -> None:
     sizes["slots"] = sizes["tokens"] + draw(st.integers(0, 3))
 
 
+def _one_function(draw: Draw, sizes: Sizes) -> None:
+    sizes["functions"] = 1  # the axis may be absent, and weights are as long
+
+
+def _of_a_sampler(draw: Draw, sizes: Sizes) -> None:
+    sizes["given"] = {"old": True}  # without it, log_probs are also a constant
+
+
+def _pairs(draw: Draw, sizes: Sizes) -> None:
+    sizes["pairs"] = draw(st.integers(0, 3))
+    sizes["rows"] = 2 * sizes["pairs"]
+
+
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
@@ -164,6 +177,12 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "ternary_dense_": _part_of_planes,
     "nf4_dequantize_": _part_of_blocks,
     "nf4_product_": _whole_of_blocks,
+    "advantages_forward": _one_function,
+    "policy_forward": _of_a_sampler,
+    "preference_forward": _pairs,
+    "reward_forward": _pairs,
+    "wpo_weights_forward": _pairs,
+    "contrastive_forward": _no_more_than("rows", "candidates"),
 }
 
 
@@ -208,6 +227,10 @@ def _absmax(rng: Any, shape: Any, sizes: Sizes) -> Any:
     return double_absmax((rng.random(shape[0] - SCALES) + 0.5).astype(np.float32), 3.0)
 
 
+def _negative(rng: Any, shape: tuple[int, ...], sizes: Sizes) -> Any:
+    return -0.1 - rng.random(shape)
+
+
 def _positive(rng: Any, shape: Any, sizes: Sizes) -> Any:
     return rng.random(shape) + 0.5
 
@@ -230,6 +253,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "ternary_scores_forward.k": _codes,
     "absmax": _absmax,
     **dict.fromkeys(("scales", "square", "norm"), _positive),
+    "log_probs": _negative,
     **dict.fromkeys(("log.x", "divide.b", "power.x", "sum.x", "mean.x"), _positive),
     "absmax_codes": lambda rng, shape, sizes: rng.integers(0, 256, shape, np.uint8),
 }
@@ -396,6 +420,24 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "max_queries": _most("max_queries"),
     "max_keys": _most("max_keys"),
     "wanted": _some(None),
+    "kind": _some("kto"),
+    "preference_forward.kind": _some("sigmoid", "ipo", "simpo", "robust", "bco_pair", "orpo"),
+    "policy_forward.kind": _some("grpo", "dapo", "luspo", "sapo"),
+    "advantages_forward.kind": _some("grpo", "gdpo", "rloo"),
+    "advantages_forward.scale": _some("group", "batch", "none"),
+    "advantages_forward.group": _some(1),
+    "sampler_ratio_forward.kind": _some("sequence_mask", "token_truncate"),
+    "contrastive_forward.scale": _some(1.0, 20.0),
+    "divergence": _some("reverse_kl", "forward_kl", "js", "alpha"),
+    "level": _some("token", "sequence"),
+    "weighted_kl": _some(True, False),
+    "count": _some(None, 3.0),
+    **dict.fromkeys(("beta", "alpha", "gamma", "tau", "low", "high"), _some(0.3)),
+    **dict.fromkeys(("tau_above", "tau_below", "power_above", "decay_above"), _some(1.5)),
+    **dict.fromkeys(("power_below", "decay_below"), _some(1.5)),
+    **dict.fromkeys(("ld_alpha", "share", "shift", "center"), _some(0.0, 0.7)),
+    **dict.fromkeys(("cap", "most"), _some(None, 1.3)),
+    "least": _some(None, 0.7),
 }
 FOLLOW = {"block", "column", "columns", "group", "row", "start"}  # options that sizes determine
 

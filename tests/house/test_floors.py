@@ -16,7 +16,7 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("placement",),
     ("machine",),
     ("ops",),
-    ("training", "inference", "interop"),
+    ("training", "inference", "interop", "losses"),
     ("parallel",),
     ("models",),
     ("memory",),

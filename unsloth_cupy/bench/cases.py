@@ -96,7 +96,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "value_dim": scale.dim,
         "batch": 1,
         "sequences": SEQUENCES,
-        **dict.fromkeys(("queries", "keys", "key_tokens", "length", "slots"), tokens),
+        **dict.fromkeys(("queries", "keys", "key_tokens", "length", "slots", "candidates"), tokens),
         **dict.fromkeys(("max_queries", "max_keys"), part),
         **dict.fromkeys(("pages", "max_pages", "row_pages"), tokens // PAGE),
         "page": PAGE,

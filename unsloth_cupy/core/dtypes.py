@@ -34,6 +34,7 @@ KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     "weight": FLOATS,  # the dtype of the call, or a Stored matrix
     "param": FLOATS,  # the dtype of the call, or float32
     "table": FLOATS,  # as param, but a constant: it has no gradient
+    "constant": FLOATS,  # any float; it has no gradient
     "stat": FLOATS[2:],  # float32; float64 where the dtype of the call is float64
     "int": (np.dtype("int32"), np.dtype("int64")),
     "bool": (np.dtype("bool"),),

@@ -1,0 +1,445 @@
+"""Losses of texts: TRL's own numbers, finite differences, and what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import Tape, losses
+from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.losses import policies, preferences
+
+from ..conftest import FOLDER
+from ..golden.golden import OpCase, op_cases
+from ..harness.parity import Case, Parity
+from ..ops.golden_cases import both_dtypes
+
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "losses.preference(log_probs, mask, reference=None, *, kind='sigmoid', beta=0.1,"
+    " smoothing=None, divergence=None, alpha=None, gamma=None, tau=None, ld_alpha=None,"
+    " weights=None, count=None)",
+    "losses.kto(log_probs, mask, reference, desirable, *, kind='kto', beta=0.1, k=None,"
+    " weights=None, count=None)",
+    "losses.policy(log_probs, mask, advantages, *, old=None, reference=None, kind='dapo',"
+    " level=None, clip=None, cap=None, tau=None, vespo=None, beta=0.0, weighted_kl=None,"
+    " weights=None, count=None)",
+    "losses.nll(log_probs, mask, *, count=None)",
+    "losses.reward(rewards, *, margin=None, center=0.0, count=None)",
+    "losses.contrastive(queries, documents, *, scale=20.0, count=None)",
+    "losses.implicit_rewards(log_probs, mask, reference=None, *, beta=0.1)",
+    "losses.wpo_weights(log_probs, log_sum_squares, mask)",
+    "losses.advantages(rewards, group, *, kind='grpo', scale=None, weights=None)",
+    "losses.sampler_ratio(old, sampler, mask, *, kind='sequence_mask', limits=(None, 3.0))",
+    "losses.high_entropy(entropy, mask, share)",
+)
+
+LOSSES = FOLDER / "losses"
+PREFERENCES = [*op_cases(LOSSES, "preference")]
+POLICIES = [
+    case for case in op_cases(LOSSES, "policy")
+    if not case.name.startswith(("advantages", "sampler"))
+]  # fmt: skip
+CONSTANTS = [
+    case for case in op_cases(LOSSES, "policy") if case.name.startswith(("advantages", "sampler"))
+]
+DIVERGENCES = {"js_divergence": "js", "alpha_divergence": "alpha"}
+
+
+def named(case: OpCase) -> str:
+    return case.name
+
+
+def inputs_of(case: OpCase, dtype: Any) -> dict[str, Any]:
+    arrays = case.inputs.items()
+    return {n: a.astype(dtype) if a.dtype.kind == "f" else a for n, a in arrays}
+
+
+def judged(case: OpCase, dtype: Any, loss_of: Any) -> None:
+    """Assert that loss and gradient of log_probs are TRL's."""
+    arrays = inputs_of(case, dtype)
+    tape = Tape()
+    log_probs = tape.watch(arrays["log_probs"])
+    loss = loss_of(log_probs, arrays)
+    assert loss.value.dtype == dtype
+    expected = float(case.outputs["loss"])
+    assert abs(float(loss.value) - expected) <= 1e-5 * max(1, abs(expected))
+    (gradient,) = tape.gradients(loss, [log_probs])
+    expected_gradient = case.grads["log_probs"]
+    error = np.linalg.norm(gradient - expected_gradient)
+    assert error <= 1e-4 * max(np.linalg.norm(expected_gradient), 1e-30)
+    assert not gradient[arrays["mask"] == 0].any() or "text" in arrays
+
+
+def preference_of(kind: str, case: OpCase, log_probs: Any, arrays: dict[str, Any]) -> Any:
+    """Return the loss of one kind, with the options of a case that the kind uses."""
+    given = case.params
+    options: dict[str, Any] = {"kind": kind, "beta": given["beta"]}
+    options["ld_alpha"] = given.get("ld_alpha")
+    if (kind in preferences.SMOOTHED and kind != "sigmoid") or given["family"] == "cpo":
+        options["smoothing"] = given.get("smoothing") or None
+    if kind in preferences.MARGINS and given.get("divergence"):
+        options["divergence"] = DIVERGENCES.get(given["divergence"], given["divergence"])
+        if options["divergence"] == "alpha":
+            options["alpha"] = given.get("alpha")
+    if kind == "simpo":
+        options["gamma"] = given["gamma"]
+        if given["alpha"]:
+            options |= {"divergence": "alpha", "alpha": 1 - given["alpha"]}
+    if kind == "discopop":
+        options["tau"] = given.get("tau")
+    if given.get("wpo"):
+        sums = arrays["log_sum_squares"]
+        options["weights"] = losses.wpo_weights(arrays["log_probs"], sums, arrays["mask"])
+    return losses.preference(log_probs, arrays["mask"], arrays.get("reference"), **options)
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", PREFERENCES, ids=named)
+def test_preferences_are_those_of_trl(case: OpCase, dtype: Any) -> None:
+    given, family = case.params, case.params["family"]
+
+    def loss_of(log_probs: Any, arrays: dict[str, Any]) -> Any:
+        mask = arrays["mask"]
+        if family == "kto":
+            rewards = losses.implicit_rewards(
+                arrays["mismatched"], arrays["mismatched_mask"], arrays["mismatched_reference"],
+                beta=1.0,
+            )  # fmt: skip
+            k = rewards.mean() if given["kind"] == "kto" else None
+            weights = np.where(arrays["desirable"], *given["weights"])
+            return losses.kto(
+                log_probs, mask, arrays["reference"], arrays["desirable"], kind=given["kind"],
+                beta=given["beta"], k=k, weights=weights,
+            )  # fmt: skip
+        chosen = arrays.get("text", mask).copy()
+        chosen[len(chosen) // 2 :] = 0
+        total = losses.nll(log_probs, chosen) * {"orpo": 1}.get(family, given.get("cpo_alpha", 0))
+        kinds = given.get("types", [given.get("kind")])
+        for kind, weight in zip(kinds, given.get("weights", [1] * len(kinds)), strict=True):
+            part = losses.nll(log_probs, chosen) if kind == "sft" else None
+            part = preference_of(kind, case, log_probs, arrays) if part is None else part
+            total = total + part * weight
+        return total
+
+    judged(case, dtype, loss_of)
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", POLICIES, ids=named)
+def test_policies_are_those_of_trl(case: OpCase, dtype: Any) -> None:
+    given, kind = case.params, case.params["kind"]
+    options: dict[str, Any] = {"kind": kind, "count": given["count"]}
+    if kind not in ("vespo", *policies.ROWS):
+        options["level"] = given["level"]
+    if kind in (*policies.CLIPPED, *policies.ROWS):
+        options["clip"] = tuple(given["clip"])
+    if kind in (*policies.CLIPPED, "cispo"):
+        options["cap"] = given["cap"]
+    if kind == "sapo":
+        options["tau"] = tuple(given["tau"])
+    if kind == "vespo":
+        options["vespo"] = tuple(map(tuple, given["vespo"]))
+    if given["beta"]:
+        options["beta"] = given["beta"]
+        if kind not in policies.ROWS:
+            options["weighted_kl"] = given["weighted_kl"]
+
+    def loss_of(log_probs: Any, arrays: dict[str, Any]) -> Any:
+        mask, weights = arrays["mask"], arrays.get("weights")
+        if "entropy" in arrays:
+            chosen = losses.high_entropy(arrays["entropy"], mask, given["entropy"]).astype(dtype)
+            weights = chosen if weights is None else chosen * weights
+        more = {"reference": arrays["reference"]} if given["beta"] else {}
+        return losses.policy(
+            log_probs, mask, arrays["advantages"], old=arrays.get("old"), weights=weights,
+            **options, **more,
+        )  # fmt: skip
+
+    judged(case, dtype, loss_of)
+
+
+@pytest.mark.parametrize("case", CONSTANTS, ids=named)
+def test_constants_are_those_of_trl(case: OpCase) -> None:
+    given, arrays = case.params, case.inputs
+    if case.name.startswith("sampler"):
+        actual = losses.sampler_ratio(
+            arrays["old"], arrays["sampler"], arrays["mask"], kind=given["kind"],
+            limits=tuple(given["limits"]),
+        )  # fmt: skip
+        counts = arrays["mask"] if actual.shape[1] > 1 else 1
+        np.testing.assert_allclose(actual * counts, case.outputs["ratio"] * counts, rtol=1e-6)
+        return
+    scale = {} if given["kind"] == "gdpo" else {"scale": given["scale"]}
+    actual = losses.advantages(
+        arrays["rewards"], given["group"], kind=given["kind"], weights=np.array(given["weights"]),
+        **scale,
+    )  # fmt: skip
+    np.testing.assert_allclose(actual, case.outputs["advantages"], rtol=1e-6, atol=1e-9)
+
+
+# ---- definitions --------------------------------------------------------------------------------
+OF_PREFERENCE = {
+    "beta": 0.4, "smoothing": 0.1, "divergence": "reverse_kl", "alpha": 0.5, "gamma": 0.5,
+    "tau": 0.3, "ld_alpha": 1.0, "count": None,
+}  # fmt: skip
+OF_POLICY = {
+    "level": "token", "low": 0.2, "high": 0.3, "cap": None, "tau_above": 1.0, "tau_below": 1.1,
+    "power_above": 2.0, "decay_above": 3.0, "power_below": 3.0, "decay_below": 2.0, "beta": 0.0,
+    "weighted_kl": False, "count": None,
+}  # fmt: skip
+
+
+def likely(rng: Any, rows: int = 6, tokens: int = 5) -> Any:
+    """Draw log-probabilities of tokens."""
+    return -rng.gamma(2.0, 0.3, (rows, tokens))
+
+
+class TestPreference(Parity):
+    op = "preference_forward"
+    cases = (
+        *(
+            Case(kind, rows=6, tokens=5, arrays={"log_probs": likely}, kind=kind, **OF_PREFERENCE)
+            for kind in preferences.KINDS
+        ),
+        *(
+            Case(name, given=("reference", "weights"), rows=6, tokens=5, pairs=3, kind="robust",
+                 **OF_PREFERENCE | {"divergence": name, "ld_alpha": 0.3, "count": 2.5})
+            for name in preferences.DIVERGENCES
+        ),
+        Case("no pairs", rows=0, tokens=5, kind="sigmoid", **OF_PREFERENCE),
+        Case("no tokens", rows=2, tokens=0, kind="ipo", **OF_PREFERENCE),
+    )  # fmt: skip
+
+
+class TestKto(Parity):
+    op = "kto_forward"
+    cases = (
+        Case("kto", rows=4, tokens=5, kind="kto", beta=0.5, shift=0.3, count=None),
+        Case("k, weights", given=("k", "weights"), rows=4, tokens=5, kind="kto", beta=0.5,
+             shift=0.0, count=3.0),
+        Case("unpaired", rows=4, tokens=5, kind="apo_zero_unpaired", beta=0.5, shift=0.0,
+             count=None),
+        Case("none", rows=0, tokens=5, kind="kto", beta=0.5, shift=0.0, count=None),
+    )  # fmt: skip
+
+
+def policy_case(kind: str, level: str = "token") -> Case:
+    return Case(
+        f"{kind}, {level}", given=("old", "weights"), rows=4, tokens=5, kind=kind,
+        arrays={"advantages": lambda rng: rng.standard_normal(4),
+                "weights": lambda rng: rng.random((4, 1))},
+        **OF_POLICY | {"level": level, "cap": 1.2 if kind == "cispo" else None},
+    )  # fmt: skip
+
+
+class TestPolicy(Parity):
+    op = "policy_forward"
+    cases = (
+        *(policy_case(kind) for kind in (*policies.CLIPPED, "sapo", *policies.ROWS)),
+        *(policy_case(kind, "sequence") for kind in (*policies.CLIPPED, "sapo")),
+        Case("of tokens, divergence", given=("old", "reference"), rows=4, tokens=5, kind="grpo",
+             **OF_POLICY | {"beta": 0.3, "weighted_kl": True, "cap": 1.25, "count": 7.0}),
+        Case("none", rows=0, tokens=5, kind="dapo", **OF_POLICY),
+    )  # fmt: skip
+
+
+class TestPolicyOfConstantRatios(Parity):
+    """Their gradient is not that of the number: TRL's cases judge it."""
+
+    op = "policy_forward"
+    cases = (policy_case("cispo"), policy_case("vespo"))
+    test_gradient_matches_finite_differences = None
+
+
+class TestNll(Parity):
+    op = "nll_forward"
+    cases = (
+        Case("mean", rows=3, tokens=5, count=None),
+        Case("count", rows=3, tokens=5, count=40.0),
+        Case("none", rows=0, tokens=5, count=None),
+    )
+
+
+class TestReward(Parity):
+    op = "reward_forward"
+    cases = (
+        Case("pairs", rows=6, center=0.0, count=None),
+        Case("margin", given=("margin",), rows=6, pairs=3, center=0.1, count=2.0),
+        Case("none", rows=0, center=0.0, count=None),
+    )
+
+
+class TestContrastive(Parity):
+    op = "contrastive_forward"
+    cases = (
+        Case("as many", rows=4, candidates=4, dim=3, scale=2.0, count=None),
+        Case("more", rows=4, candidates=7, dim=3, scale=2.0, count=9.0),
+        Case("none", rows=0, candidates=0, dim=3, scale=2.0, count=None),
+    )
+
+
+class TestImplicitRewards(Parity):
+    op = "implicit_rewards_forward"
+    cases = (Case("of rows", given=("reference",), rows=3, tokens=5, beta=0.3),)
+
+
+class Constant(Parity):
+    test_gradient_matches_finite_differences = None
+
+
+class TestAdvantages(Constant):
+    op = "advantages_forward"
+    cases = (
+        *(
+            Case(f"{kind}, {scale}", given=("weights",), rows=6, functions=2, group=3, kind=kind,
+                 scale=scale)
+            for kind in ("grpo", "gdpo", "rloo") for scale in ("group", "batch", "none")
+        ),
+        Case("none", rows=0, functions=1, group=3, kind="grpo", scale="batch"),
+    )  # fmt: skip
+
+
+class TestSamplerRatio(Constant):
+    op = "sampler_ratio_forward"
+    cases = tuple(
+        Case(kind, rows=3, tokens=5, kind=kind, least=0.5, most=1.5)
+        for kind in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
+    )
+
+
+class TestHighEntropy(Constant):
+    op = "high_entropy_forward"
+    cases = (
+        Case("a third", rows=3, tokens=5, share=0.3),
+        Case("none", rows=0, tokens=5, share=0.3),
+    )
+    test_any_strides = None  # its results are no floats
+
+
+class TestWpoWeights(Constant):
+    op = "wpo_weights_forward"
+    cases = (Case("of pairs", rows=4, tokens=5),)
+
+
+# ---- properties ---------------------------------------------------------------------------------
+def test_what_a_mask_hides_may_hold_anything() -> None:
+    rng = np.random.default_rng(0)
+    mask = rng.random((4, 6)) < 0.7
+    clean, dirty = (np.where(mask, likely(rng, 4, 6), fill) for fill in (0, np.nan))
+    dirty[mask] = clean[mask]
+    for kind in preferences.KINDS:
+        reference = None if kind == "orpo" else (clean - 0.1, dirty - 0.1)
+        sides = []
+        for side, log_probs in enumerate((clean, dirty)):
+            tape = Tape()
+            watched = tape.watch(log_probs)
+            known = None if reference is None else reference[side]
+            loss = losses.preference(watched, mask, known, kind=kind)
+            sides.append((loss.value, tape.gradients(loss, [watched])[0]))
+        np.testing.assert_array_equal(sides[0][0], sides[1][0])
+        np.testing.assert_array_equal(sides[0][1], sides[1][1])
+        assert not sides[1][1][~mask].any()
+
+
+def test_parts_of_a_batch_add_up() -> None:
+    rng = np.random.default_rng(0)
+    log_probs, reference = likely(rng, 8, 6), likely(rng, 8, 6)
+    mask = rng.random((8, 6)) < 0.7
+    whole = losses.preference(log_probs, mask, reference)
+    halves = ([0, 1, 4, 5], [2, 3, 6, 7])
+    parts = [losses.preference(log_probs[i], mask[i], reference[i], count=4) for i in halves]
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-12)
+    gains = rng.standard_normal(8)
+    whole = losses.policy(log_probs, mask, gains, old=reference)
+    count = int(mask.sum())
+    parts = [losses.policy(log_probs[i], mask[i], gains[i], old=reference[i], count=count)
+             for i in halves]  # fmt: skip
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-12)
+
+
+def test_extreme_log_probs_give_finite_losses() -> None:
+    """Sums of hundreds, of either sign, in float32: no overflow, no NaN."""
+    mask = np.ones((4, 2), bool)
+    for size in (300, 3000):
+        log_probs = np.float32([[-1, -1], [-size, -1], [-size, -size], [-2, 0]])
+        known = np.float32([[-size, -1], [-1, -1], [-1, -1], [-size, 0]])
+        for kind in preferences.KINDS:
+            tape = Tape()
+            watched = tape.watch(log_probs)
+            loss = losses.preference(watched, mask, None if kind == "orpo" else known, kind=kind)
+            (gradient,) = tape.gradients(loss, [watched])
+            assert np.isfinite(loss.value), kind
+            assert np.isfinite(gradient).all(), kind
+
+
+def test_the_first_step_on_policy_is_the_gradient_of_the_policy() -> None:
+    """Without ``old`` the ratio is 1: each token gets -A / tokens."""
+    mask, gains = np.ones((2, 3)), np.array([1.0, -2.0])
+    tape = Tape()
+    log_probs = tape.watch(np.full((2, 3), -0.7))
+    loss = losses.policy(log_probs, mask, gains)
+    (gradient,) = tape.gradients(loss, [log_probs])
+    np.testing.assert_allclose(gradient, np.repeat(-gains[:, None] / 6, 3, axis=1))
+
+
+A = np.full((4, 3), -1.0)
+M = np.ones((4, 3), bool)
+BROKEN = A.copy()
+BROKEN[1, 2] = -np.inf
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: losses.preference(A, M, kind="dpo"), "kind='dpo'; choose from sigmoid, hinge"),
+        (lambda: losses.preference(A, M, kind="hinge", smoothing=0.1), "'hinge' does not use smoo"),
+        (lambda: losses.preference(A, M, alpha=0.5), "divergence=None does not use alpha; leave"),
+        (lambda: losses.preference(A, M, kind="apo_zero", divergence="js"), "not use divergence"),
+        (lambda: losses.preference(A, M, A, kind="orpo"), "'orpo' does not use reference"),
+        (lambda: losses.preference(A, M, kind="aot", weights=A[0]), "does not use weights"),
+        (lambda: losses.preference(A, M, beta=0.0), "beta must be above 0"),
+        (lambda: losses.preference(A, M, kind="robust", smoothing=0.5), r"in \[0, 0.5\)"),
+        (lambda: losses.preference(A, M, kind="exo_pair", smoothing=0.0), "exo_pair needs one"),
+        (lambda: losses.preference(BROKEN, M), "log_probs holds -inf at row 1, token 2, which"),
+        (lambda: losses.kto(A, M, A, M[:, 0], kind="apo_zero_unpaired", k=1.0), "not use k"),
+        (lambda: losses.policy(A, M, A[:, 0], kind="cispo"), "'cispo' needs cap, the largest"),
+        (lambda: losses.policy(A, M, A[:, 0], kind="vespo", clip=(0.1, 0.1)), "not use clip"),
+        (lambda: losses.policy(A, M, A[:, 0], clip=0.2), "clip=0.2 must be two numbers"),
+        (lambda: losses.policy(A, M, A[:, 0], clip=(-0.1, 0.2)), r"clip\[0\] must be 0 or more"),
+        (lambda: losses.policy(A, M, A[:, 0], beta=0.1), r"beta=0.1\): pass reference"),
+        (lambda: losses.policy(A, M, A[:, 0], reference=A), "beta=0 does not use reference"),
+        (lambda: losses.advantages(A[:, 0], 4, kind="gdpo", scale="group"), "not use scale"),
+        (lambda: losses.advantages(A[:, 0], 4, kind="rloo", scale="group"), "choose from none, b"),
+        (lambda: losses.advantages(-BROKEN[:, 2], 2), "holds an infinity in row 1; pass NaN"),
+        (lambda: losses.high_entropy(A, M, 1.5), r"share must be in \[0, 1\]"),
+        (lambda: losses.sampler_ratio(A, A, M, limits=3.0), r"limits=3.0 must be \(least, most\)"),
+        (lambda: losses.reward(A[:, 0], center=-1.0), "center must be 0 or more"),
+        (lambda: losses.nll(A, M, count=0), "count must be above 0"),
+    ],
+)
+def test_bad_options(call: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: losses.preference(A[:3], M[:3]), "3 rows are no pairs; the first half are the"),
+        (lambda: losses.preference(A, M[:, :2]), r"mask has tokens=2; it must be 3"),
+        (lambda: losses.preference(A, M, weights=A[:, 0]), "weights has 4 numbers for 2 pairs"),
+        (
+            lambda: losses.policy(A, M, A, kind="rloo"),
+            r"advantages of kind='rloo' must be \(rows,\)",
+        ),
+        (lambda: losses.policy(A, M, A[:, 0], kind="gmpo", weights=A), r"must be \(rows, 1\)"),
+        (lambda: losses.advantages(A[:, 0], 3), "4 rows are no whole groups of 3"),
+        (lambda: losses.reward(A[:, 0], margin=A[:, 0]), "margin has 4 numbers for 2 pairs"),
+        (lambda: losses.contrastive(A, A[:3]), "3 documents for 4 queries; pass at least as many"),
+        (lambda: losses.wpo_weights(A[:3], A[:3], M[:3]), "3 rows are no pairs"),
+    ],
+)
+def test_shapes_that_do_not_fit(call: Any, words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        call()

@@ -1,0 +1,82 @@
+"""Sums over the tokens of texts, and the functions of them that losses are made of."""
+
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..errors import ConfigError, ShapeError
+
+LARGEST = 80.0  # of an exponent: exp of it is finite in float32
+
+
+def as_mask(mask: Any) -> Any:
+    """Return a mask of 0 and 1 as one of bool, of any library."""
+    return mask if str(getattr(mask, "dtype", "")).endswith("bool") else mask != 0
+
+
+def refuse_unused(call: str, choice: str, **unused: bool) -> None:
+    """Raise ConfigError for an option that was given though a choice does not use it."""
+    if names := [name for name, is_unused in unused.items() if is_unused]:
+        raise ConfigError(f"{call}: {choice} does not use {' and '.join(names)}; leave that out")
+
+
+def check_pairs(call: str, rows: int) -> None:
+    """Raise ShapeError unless rows are chosen texts, then as many rejected ones."""
+    if rows % 2:
+        raise ShapeError(
+            f"{call}: {rows} rows are no pairs; the first half are the chosen texts, the second"
+            " half their rejected ones, in the same order"
+        )
+
+
+def check_positive(call: str, **options: float) -> None:
+    """Raise ConfigError for an option that is not above 0."""
+    for name, value in options.items():
+        if not value > 0:
+            raise ConfigError(f"{call}({name}={value}): {name} must be above 0")
+
+
+def check_share(call: str, below: float, **options: float) -> None:
+    """Raise ConfigError for an option outside of 0 (included) to ``below`` (excluded)."""
+    for name, value in options.items():
+        if not 0 <= value < below:
+            raise ConfigError(f"{call}({name}={value}): {name} must be in [0, {below:g})")
+
+
+def masked(call: str, log_probs: Array, mask: Array) -> Array:
+    """Return log_probs with 0 where the mask hides what they are.
+
+    Raises
+    ------
+    ConfigError
+        One that counts is not finite; arrays of a GPU are not read.
+    """
+    counted: Any = np.where(mask, log_probs, 0)
+    if type(counted) is np.ndarray and not np.isfinite(counted).all():
+        row, token = np.argwhere(~np.isfinite(counted))[0]
+        raise ConfigError(
+            f"{call}: log_probs holds {counted[row, token]} at row {row}, token {token}, which mask"
+            " counts; mask tokens that cannot be predicted, and look for what broke the model"
+        )
+    return counted
+
+
+def lengths(mask: Array, dtype: Any) -> Array:
+    """Return the number of tokens of each row, at least 1."""
+    return np.maximum(mask.sum(axis=1), 1).astype(dtype)
+
+
+def sigmoid(x: Array) -> Array:
+    """Return 1 / (1 + exp(-x)), which no x overflows."""
+    return np.exp(log_sigmoid(x))
+
+
+def log_sigmoid(x: Array) -> Array:
+    """Return log(1 / (1 + exp(-x)))."""
+    return -np.logaddexp(x.dtype.type(0), -x)
+
+
+def exp(x: Array) -> Array:
+    """Return exp(x), of exponents of at most LARGEST."""
+    return np.exp(np.minimum(x, LARGEST))

@@ -1,0 +1,237 @@
+"""Losses of texts of one line: likelihood, reward pairs, in-batch contrast.
+
+nll = -sum(log_probs) / tokens
+reward = mean of -log s(r_w - r_l - margin) + center (r_w + r_l)**2
+contrastive = mean cross entropy of scale queries documents^T, document i for query i
+"""
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..core.op import op
+from ..errors import ConfigError, ShapeError
+from ._rows import as_mask, check_pairs, check_positive, log_sigmoid, masked, sigmoid
+
+
+def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
+    """Return the negative log-likelihood of a token: ``-sum(log_probs) / tokens``.
+
+    Parameters
+    ----------
+    log_probs : (rows, tokens) float
+        Log-probabilities of the tokens.
+    mask : (rows, tokens) bool, or 0 and 1
+        The tokens that count; what it hides may hold anything.
+    count : float, optional
+        Divides the sum, instead of the number of tokens that count.
+
+    Returns
+    -------
+    loss : () float32, or float64 for float64 log_probs
+
+    Raises
+    ------
+    ConfigError
+        count is not above 0; a log-probability that counts is not finite (on a GPU the loss is
+        then NaN).
+    ShapeError, DTypeError
+        The arrays do not fit each other.
+    """
+    return nll_forward(log_probs, as_mask(mask), count=count)
+
+
+@op("log_probs(rows, tokens), mask(rows, tokens): bool -> loss(): stat")
+def nll_forward(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
+    """Return the loss of ``nll``."""
+    counted = masked("nll", log_probs, mask)
+    divisor = np.maximum(mask.sum(), 1) if count is None else count
+    return np.asarray((-counted.sum() / divisor).astype(counted.dtype), like=counted)
+
+
+@nll_forward.gradient
+def nll_backward(
+    dloss: Array, log_probs: Array, mask: Array, *, count: float | None = None
+) -> tuple[Array, None]:
+    """Return the gradient of log_probs; mask has none."""
+    divisor = np.maximum(mask.sum(), 1) if count is None else count
+    return np.where(mask, -dloss / divisor, 0).astype(log_probs.dtype), None
+
+
+@nll_forward.require
+def _check_count(call: str, count: float | None) -> None:
+    if count is not None:
+        check_positive(call, count=count)
+
+
+nll_backward.require(_check_count)
+
+
+def reward(
+    rewards: Array, *, margin: Array | None = None, center: float = 0.0, count: float | None = None
+) -> Array:
+    """Return the loss of a reward model on pairs of texts, averaged over the pairs.
+
+    ``-log s(r_w - r_l - margin) + center (r_w + r_l)**2``, w the chosen and l the rejected text
+    (Bradley and Terry, 1952; the center keeps rewards near 0).
+
+    Parameters
+    ----------
+    rewards : (rows,) float
+        The first half of the rows are the chosen texts, the second half their rejected ones.
+    margin : (pairs,) float, optional
+        By how much a chosen text should be better.
+    center : float
+        0 or more.
+    count : float, optional
+        Divides the sum, instead of the number of pairs.
+
+    Returns
+    -------
+    loss : () float32, or float64 for float64 rewards
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the number of rows is odd.
+    """
+    return reward_forward(rewards, margin=margin, center=center, count=count)
+
+
+@op("rewards(rows), margin?(pairs): constant -> loss(): stat")
+def reward_forward(
+    rewards: Array, *, margin: Array | None = None, center: float = 0.0, count: float | None = None
+) -> Array:
+    """Return the loss of ``reward``."""
+    return _reward(rewards, margin, center, count)[0]
+
+
+@reward_forward.gradient
+def reward_backward(
+    dloss: Array,
+    rewards: Array,
+    margin: Array | None,
+    *,
+    center: float = 0.0,
+    count: float | None = None,
+) -> Array:
+    """Return the gradient of the rewards."""
+    return dloss * _reward(rewards, margin, center, count)[1]
+
+
+@reward_forward.require
+def _check_reward(
+    call: str, rewards: Array, margin: Array | None, center: float, count: float | None
+) -> None:
+    check_pairs(call, len(rewards))
+    _check_count(call, count)
+    if center < 0:
+        raise ConfigError(f"{call}(center={center}): center must be 0 or more")
+    if margin is not None and len(margin) != len(rewards) // 2:
+        problem = f"{call}: margin has {len(margin)} numbers for {len(rewards) // 2} pairs"
+        raise ShapeError(problem, expected=(len(rewards) // 2,), actual=margin.shape)
+
+
+reward_backward.require(_check_reward)
+
+
+def _reward(
+    rewards: Array, margin: Array | None, center: float, count: float | None
+) -> tuple[Array, Array]:
+    """Return the loss, and its derivatives by rewards."""
+    half = len(rewards) // 2
+    won, lost = rewards[:half], rewards[half:]
+    z = won - lost if margin is None else won - lost - margin.astype(rewards.dtype)
+    divisor = max(half, 1) if count is None else count
+    losses, total = center * (won + lost) ** 2 - log_sigmoid(z), 2 * center * (won + lost)
+    slopes = np.concatenate([total - sigmoid(-z), total + sigmoid(-z)]) / divisor
+    return np.asarray(losses.sum() / divisor, like=rewards), slopes
+
+
+def contrastive(
+    queries: Array, documents: Array, *, scale: float = 20.0, count: float | None = None
+) -> Array:
+    """Return the in-batch contrastive loss: document i is right for query i, all others wrong.
+
+    The mean over queries of ``-log softmax(scale queries documents^T)[i]`` (Henderson et al.,
+    Efficient Natural Language Response Suggestion, 2017).
+
+    Parameters
+    ----------
+    queries : (rows, dim) float
+        Of length 1, for a cosine.
+    documents : (rows or more, dim) float
+        The first ones belong to the queries; the others are wrong for all.
+    scale : float
+        Inverse temperature, above 0.
+    count : float, optional
+        Divides the sum, instead of the number of queries.
+
+    Returns
+    -------
+    loss : () float32, or float64 for float64 arrays
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other; there are fewer documents than queries.
+    """
+    return contrastive_forward(queries, documents, scale=scale, count=count)
+
+
+@op("queries(rows, dim), documents(candidates, dim) -> loss(): stat")
+def contrastive_forward(
+    queries: Array, documents: Array, *, scale: float = 20.0, count: float | None = None
+) -> Array:
+    """Return the loss of ``contrastive``."""
+    log_p, divisor = _log_softmax(queries, documents, scale, count)
+    right = np.arange(len(queries), like=log_p)
+    return np.asarray(-log_p[right, right].sum() / divisor, like=queries)
+
+
+@contrastive_forward.gradient
+def contrastive_backward(
+    dloss: Array,
+    queries: Array,
+    documents: Array,
+    *,
+    scale: float = 20.0,
+    count: float | None = None,
+) -> tuple[Array, Array]:
+    """Return the gradients of queries and documents."""
+    log_p, divisor = _log_softmax(queries, documents, scale, count)
+    slopes, right = np.exp(log_p), np.arange(len(queries), like=log_p)
+    slopes[right, right] -= 1
+    slopes *= dloss * (scale / divisor)
+    return slopes @ documents, slopes.T @ queries
+
+
+@contrastive_forward.require
+def _check_contrastive(
+    call: str, queries: Array, documents: Array, scale: float, count: float | None
+) -> None:
+    check_positive(call, scale=scale)
+    _check_count(call, count)
+    if len(documents) < len(queries):
+        problem = (
+            f"{call}: {len(documents)} documents for {len(queries)} queries; pass at least as many"
+        )
+        raise ShapeError(problem, expected=len(queries), actual=len(documents))
+
+
+contrastive_backward.require(_check_contrastive)
+
+
+def _log_softmax(
+    queries: Array, documents: Array, scale: float, count: float | None
+) -> tuple[Array, float]:
+    """Return the log-probabilities of documents, and the divisor of the loss."""
+    z = queries @ documents.T
+    z *= z.dtype.type(scale)
+    if z.size:
+        z -= z.max(axis=1, keepdims=True)
+        z -= np.log(np.exp(z).sum(axis=1, keepdims=True))
+    return z, max(len(queries), 1) if count is None else count

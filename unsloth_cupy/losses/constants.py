@@ -1,0 +1,382 @@
+"""Constants of losses of texts: advantages, ratios of samplers, implicit rewards, weights.
+
+Their formulas are those of TRL, which names the papers.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..core.op import op
+from ..errors import ConfigError, ShapeError
+from ..ops.common.checks import check_choice
+from ._rows import as_mask, check_pairs, lengths, masked, refuse_unused
+
+KINDS = ("grpo", "gdpo", "rloo")
+SCALES = {"grpo": ("group", "batch", "none"), "gdpo": (), "rloo": ("none", "batch")}
+LEAST = 1e-4  # added to standard deviations
+RATIOS = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
+
+
+def advantages(
+    rewards: Array,
+    group: int,
+    *,
+    kind: str = "grpo",
+    scale: str | None = None,
+    weights: Array | None = None,
+) -> Array:
+    """Return how much better each text is than the others that answer its prompt.
+
+    With r the weighted sum of a text's rewards, m and std the mean and the standard deviation
+    (divided by n - 1) of its group:
+
+    ==== =========================================================================================
+    grpo (r - m) / (std + 1e-4); with scale="batch" the std of all texts, with "none" r - m
+    gdpo each function so normalised in its group; their weighted sum normalised over the batch
+    rloo r - mean of the others of the group; with scale="batch" centred and divided over the batch
+    ==== =========================================================================================
+
+    Parameters
+    ----------
+    rewards : (rows,) or (rows, functions) float
+        NaN where a function gave none; such entries count in no mean.
+    group : int
+        Consecutive rows that answer one prompt.
+    kind : str
+    scale : str, optional
+        Of grpo: group (default), batch or none; of rloo: none (default) or batch.
+    weights : (functions,) float, optional
+        Of the functions, 1 each by default.
+
+    Returns
+    -------
+    advantages : (rows,) float32, or float64 for float64 rewards
+        A constant; 0 for a row that no function scored.
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range; a reward is infinite.
+    ShapeError, DTypeError
+        The arrays do not fit each other; rows are no whole groups.
+    """
+    check_choice("advantages", "kind", kind, KINDS)
+    refuse_unused("advantages", f"kind={kind!r}", scale=scale is not None and kind == "gdpo")
+    known = SCALES[kind]
+    if scale is not None:
+        check_choice("advantages", "scale", scale, known)
+    chosen = scale if scale is not None or not known else known[0]
+    return advantages_forward(
+        rewards, weights=weights, group=group, kind=kind, scale=chosen or "none"
+    )
+
+
+@op(
+    "rewards(rows, functions?), weights?(functions): constant -> advantages(rows): stat",
+    constant=True,
+    no_gradient="advantages are constants of a loss",
+)
+def advantages_forward(
+    rewards: Array,
+    *,
+    weights: Array | None = None,
+    group: int = 1,
+    kind: str = "grpo",
+    scale: str = "group",
+) -> Array:
+    """Return the advantages, with all options given."""
+    table: Any = rewards[:, None] if rewards.ndim == 1 else rewards
+    if type(table) is np.ndarray and np.isinf(table).any():
+        row = int(np.argwhere(np.isinf(table))[0, 0])
+        raise ConfigError(f"advantages: rewards holds an infinity in row {row}; pass NaN for none")
+    if not table.size:
+        return np.zeros_like(table, shape=(len(table),))
+    factors = np.ones_like(table, shape=(table.shape[1],))
+    if weights is not None:
+        factors = weights.astype(table.dtype)
+    unknown = np.isnan(table)
+    scored = ~unknown.all(axis=1)
+    if kind == "gdpo":
+        parts = [_normalised(table[:, i], ~unknown[:, i], group) for i in range(table.shape[1])]
+        total = (np.stack(parts, axis=1) * factors).sum(axis=1)
+        return np.where(scored, _normalised(total, scored, max(len(total), 1)), 0)
+    total = np.where(unknown, 0, table * factors).sum(axis=1)
+    if kind == "rloo":
+        counts, sums = (
+            _of_groups(array, group) for array in (scored.astype(total.dtype), scored * total)
+        )
+        others = np.maximum(counts - 1, 1)
+        result = np.where(counts > 1, total - (sums - total) / others, 0 * total)
+        if scale == "batch":
+            result = _normalised(result, scored, max(len(result), 1))
+        return np.where(scored, result, 0)
+    whole = group if scale != "batch" else max(len(total), 1)
+    mean, _ = _statistics(total, scored, group)
+    result = total - mean
+    if scale != "none":
+        result = result / (_statistics(total, scored, whole)[1] + LEAST)
+    return np.where(scored, result, 0)
+
+
+@advantages_forward.require
+def _check(
+    call: str, rewards: Array, weights: Array | None, group: int, kind: str, scale: str
+) -> None:
+    check_choice(call, "kind", kind, KINDS)
+    if group < 1:
+        raise ConfigError(f"{call}(group={group}): group must be 1 or more")
+    rows = rewards.shape[0]
+    if rows % group:
+        problem = f"{call}: {rows} rows are no whole groups of {group}"
+        raise ShapeError(problem, expected=f"a multiple of {group}", actual=rows)
+    functions = 1 if rewards.ndim == 1 else rewards.shape[1]
+    if weights is not None and len(weights) != functions:
+        problem = f"{call}: weights has {len(weights)} numbers for {functions} functions"
+        raise ShapeError(problem, expected=(functions,), actual=weights.shape)
+
+
+def _of_groups(values: Array, group: int) -> Array:
+    """Return the sum of each group, repeated for its rows."""
+    return np.repeat(values.reshape(-1, group).sum(axis=1), group)
+
+
+def _statistics(values: Array, scored: Array, group: int) -> tuple[Array, Array]:
+    """Return mean and standard deviation of the scored rows of each group, for its rows."""
+    values = np.where(scored, values, 0)
+    counts = _of_groups(scored.astype(values.dtype), group)
+    mean = _of_groups(values, group) / np.maximum(counts, 1)
+    squares = _of_groups(np.where(scored, values - mean, 0) ** 2, group)
+    return mean, np.sqrt(squares / np.maximum(counts - 1, 1))
+
+
+def _normalised(values: Array, scored: Array, group: int) -> Array:
+    """Return values of mean 0 and standard deviation 1 in each group; 0 where not scored."""
+    mean, deviation = _statistics(values, scored, group)
+    return np.where(scored, (np.where(scored, values, 0) - mean) / (deviation + LEAST), 0)
+
+
+def sampler_ratio(
+    old: Array,
+    sampler: Array,
+    mask: Array,
+    *,
+    kind: str = "sequence_mask",
+    limits: Any = (None, 3.0),
+) -> Array:
+    """Return ``exp(old - sampler)``: how much likelier training finds what a sampler drew.
+
+    Parameters
+    ----------
+    old, sampler : (rows, tokens) float
+        Log-probabilities by the trained model and by the engine that sampled; where that gave NaN,
+        the ratio is 1.
+    mask : (rows, tokens) bool, or 0 and 1
+        The tokens of the completions.
+    kind : str
+        sequence_mask, sequence_truncate: exp(sum of a row); token_mask, token_truncate: of each
+        token.  A mask gives 0 outside of the limits, truncation the nearest limit.
+    limits : (float or None, float or None)
+        The least and the largest ratio.
+
+    Returns
+    -------
+    ratio : (rows, 1) or (rows, tokens)
+        A constant, for the ``weights`` of ``policy``.
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other.
+    """
+    check_choice("sampler_ratio", "kind", kind, RATIOS)
+    if not isinstance(limits, tuple | list) or len(limits) != 2:
+        raise ConfigError(
+            f"sampler_ratio: limits={limits!r} must be (least, most), None for no limit"
+        )
+    least, most = limits
+    return sampler_ratio_forward(old, sampler, as_mask(mask), kind=kind, least=least, most=most)
+
+
+def _tokens(own: Any, *, kind: str, **_: Any) -> dict[str, Any]:
+    return {"width": 1 if kind.startswith("sequence") else own[1]}
+
+
+@op(
+    "old(rows, tokens), sampler(rows, tokens): constant, mask(rows, tokens): bool"
+    " -> ratio(rows, width): stat",
+    constant=True,
+    no_gradient="ratios are constants of a loss",
+    sizes=_tokens,
+)
+def sampler_ratio_forward(
+    old: Array,
+    sampler: Array,
+    mask: Array,
+    *,
+    kind: str = "sequence_mask",
+    least: float | None = None,
+    most: float | None = 3.0,
+) -> Array:
+    """Return the ratio, with limits as two options."""
+    difference = np.where(mask & ~np.isnan(sampler), old - sampler.astype(old.dtype), 0)
+    if kind.startswith("sequence"):
+        difference = difference.sum(axis=1, keepdims=True)
+    with np.errstate(over="ignore"):
+        ratio = np.exp(difference)
+    if kind.endswith("truncate"):
+        return np.clip(ratio, -np.inf if least is None else least, np.inf if most is None else most)
+    if least is not None:
+        ratio = np.where(ratio < least, 0, ratio)
+    return ratio if most is None else np.where(ratio > most, 0, ratio)
+
+
+def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
+    """Return the tokens of highest entropy: a ``share`` of those that count.
+
+    Those whose entropy reaches the quantile ``1 - share`` of all tokens that count (Wang et al.,
+    Beyond the 80/20 Rule, 2025).
+
+    Parameters
+    ----------
+    entropy : (rows, tokens) float
+    mask : (rows, tokens) bool, or 0 and 1
+        The tokens that count.
+    share : float
+        In [0, 1].
+
+    Returns
+    -------
+    chosen : (rows, tokens) bool
+        A constant: multiply a policy's ``weights`` by it.
+
+    Raises
+    ------
+    ConfigError
+        share is outside of [0, 1].
+    ShapeError, DTypeError
+        The arrays do not fit each other.
+    """
+    return high_entropy_forward(entropy, as_mask(mask), share=share)
+
+
+@op(
+    "entropy(rows, tokens), mask(rows, tokens): bool -> chosen(rows, tokens): bool",
+    constant=True,
+    no_gradient="a choice has none",
+)
+def high_entropy_forward(entropy: Array, mask: Array, *, share: float = 0.2) -> Array:
+    """Return the tokens that ``high_entropy`` chooses."""
+    counted = entropy[mask]
+    if not counted.size:
+        return np.zeros_like(mask)
+    return mask & (entropy >= np.quantile(counted.astype(np.float64), 1 - share))
+
+
+@high_entropy_forward.require
+def _check_share(call: str, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{call}(share={share}): share must be in [0, 1]")
+
+
+def implicit_rewards(
+    log_probs: Array, mask: Array, reference: Array | None = None, *, beta: float = 0.1
+) -> Array:
+    """Return the reward that a policy implies: ``beta * sum(log_probs - reference)`` of each row.
+
+    Parameters
+    ----------
+    log_probs : (rows, tokens) float
+    mask : (rows, tokens) bool, or 0 and 1
+        The tokens of the completions; what it hides may hold anything.
+    reference : (rows, tokens) float, optional
+        Log-probabilities by the reference model.
+    beta : float
+
+    Returns
+    -------
+    rewards : (rows,) float32, or float64 for float64 log_probs
+
+    Raises
+    ------
+    ConfigError
+        A log-probability that counts is not finite (on a GPU the reward is then).
+    ShapeError, DTypeError
+        The arrays do not fit each other.
+    """
+    return implicit_rewards_forward(log_probs, as_mask(mask), reference, beta=beta)
+
+
+@op(
+    "log_probs(rows, tokens), mask(rows, tokens): bool, reference?(rows, tokens): constant"
+    " -> rewards(rows): stat"
+)
+def implicit_rewards_forward(
+    log_probs: Array, mask: Array, reference: Array | None = None, *, beta: float = 0.1
+) -> Array:
+    """Return the rewards."""
+    counted = masked("implicit_rewards", log_probs, mask)
+    if reference is not None:
+        counted = counted - np.where(mask, reference, 0)
+    return (beta * counted.sum(axis=1)).astype(counted.dtype)
+
+
+@implicit_rewards_forward.gradient
+def implicit_rewards_backward(
+    drewards: Array, log_probs: Array, mask: Array, reference: Array | None, *, beta: float = 0.1
+) -> tuple[Array, None, None]:
+    """Return the gradient of log_probs."""
+    return np.where(mask, beta * drewards[:, None], 0).astype(log_probs.dtype), None, None
+
+
+def wpo_weights(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
+    """Return the weights of pairs by WPO: how likely the policy would draw both texts.
+
+    ``exp(mean of log_probs - log_sum_squares)`` of the chosen text, times that of the rejected one
+    (Zhou et al., WPO: Weighted Preference Optimization, 2024).
+
+    Parameters
+    ----------
+    log_probs, log_sum_squares : (rows, tokens) float
+        As ``linear_log_probs`` returns them; the first half of the rows are the chosen texts.
+    mask : (rows, tokens) bool, or 0 and 1
+        The tokens of the completions.
+
+    Returns
+    -------
+    weights : (pairs,)
+        A constant, for ``preference``.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the number of rows is odd.
+    """
+    return wpo_weights_forward(log_probs, log_sum_squares, as_mask(mask))
+
+
+def _pairs(own: Any) -> dict[str, Any]:
+    return {"pairs": own[0] // 2}
+
+
+@op(
+    "log_probs(rows, tokens), log_sum_squares(rows, tokens), mask(rows, tokens): bool"
+    " -> weights(pairs): stat",
+    constant=True,
+    no_gradient="weights are constants of a loss",
+    sizes=_pairs,
+)
+def wpo_weights_forward(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
+    """Return the weights."""
+    sums = np.where(mask, log_probs - log_sum_squares, 0).sum(axis=1)
+    means = sums / lengths(mask, sums.dtype)
+    half = len(means) // 2
+    return np.exp(means[:half] + means[half:])
+
+
+@wpo_weights_forward.require
+def _check_pairs(call: str, log_probs: Array) -> None:
+    check_pairs(call, log_probs.shape[0])

@@ -1,0 +1,167 @@
+"""The loss of KTO: texts that are desirable or not, without pairs.
+
+r = sum(log_probs - reference) of a row        loss = mean over rows of 1 - s(beta (r - k)), or of
+1 - s(beta (k - r)) where the text is not desirable
+
+Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024.
+"""
+
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..core.op import op
+from ..ops.common.checks import check_choice
+from ._rows import as_mask, check_positive, masked, refuse_unused, sigmoid
+
+KINDS = ("kto", "apo_zero_unpaired")
+
+
+def kto(
+    log_probs: Array,
+    mask: Array,
+    reference: Array,
+    desirable: Array,
+    *,
+    kind: str = "kto",
+    beta: float = 0.1,
+    k: Any = None,
+    weights: Array | None = None,
+    count: float | None = None,
+) -> Array:
+    """Return the loss of KTO, averaged over the texts.
+
+    With r the sum of log_probs - reference over the tokens of a text and s the logistic function:
+
+    ================= ===================================================================
+    kto               1 - s(beta (r - k)) of desirable texts, else 1 - s(beta (k - r))
+    apo_zero_unpaired 1 - s(beta r) of desirable texts, else s(beta r)
+    ================= ===================================================================
+
+    Parameters
+    ----------
+    log_probs : (rows, tokens) float
+        Log-probabilities of the tokens.
+    mask : (rows, tokens) bool, or 0 and 1
+        The tokens of the completions; what it hides may hold anything.
+    reference : (rows, tokens) float
+        Log-probabilities by the reference model, a constant.
+    desirable : (rows,) bool
+    kind : str
+    beta : float
+        Above 0.
+    k : float or () float, optional
+        The mean of ``implicit_rewards(..., beta=1)`` of completions paired with other prompts: an
+        estimate of the divergence from the reference.  Negative ones count as 0, the default.
+    weights : (rows,) float, optional
+        Multiply the losses of texts.
+    count : float, optional
+        Divides the sum, instead of the number of rows.
+
+    Returns
+    -------
+    loss : () float32, or float64 for float64 log_probs
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range, or the kind does not use it; a log-probability that counts
+        is not finite (on a GPU the loss is then NaN).
+    ShapeError, DTypeError
+        The arrays do not fit each other.
+    """
+    check_choice("kto", "kind", kind, KINDS)
+    refuse_unused("kto", f"kind={kind!r}", k=k is not None and kind != "kto")
+    shift, array = (float(k), None) if isinstance(k, Real) else (0.0, k)
+    return kto_forward(
+        log_probs,
+        as_mask(mask),
+        reference,
+        desirable,
+        k=array,
+        weights=weights,
+        kind=kind,
+        beta=beta,
+        shift=shift,
+        count=count,
+    )
+
+
+@op(
+    "log_probs(rows, tokens), mask(rows, tokens): bool, reference(rows, tokens): constant,"
+    " desirable(rows): bool, k?(): constant, weights?(rows): constant -> loss(): stat"
+)
+def kto_forward(
+    log_probs: Array,
+    mask: Array,
+    reference: Array,
+    desirable: Array,
+    *,
+    k: Array | None = None,
+    weights: Array | None = None,
+    kind: str = "kto",
+    beta: float = 0.1,
+    shift: float = 0.0,
+    count: float | None = None,
+) -> Array:
+    """Return the loss of ``kto``, with ``shift`` for k if that is a number."""
+    arrays = log_probs, mask, reference, desirable, k, weights
+    return _loss_and_slopes(*arrays, kind, beta, shift, count)[0]
+
+
+@kto_forward.gradient
+def kto_backward(
+    dloss: Array,
+    log_probs: Array,
+    mask: Array,
+    reference: Array,
+    desirable: Array,
+    k: Array | None,
+    weights: Array | None,
+    *,
+    kind: str = "kto",
+    beta: float = 0.1,
+    shift: float = 0.0,
+    count: float | None = None,
+) -> tuple[Array, None, None, None]:
+    """Return the gradient of log_probs; the other inputs have none."""
+    arrays = log_probs, mask, reference, desirable, k, weights
+    return dloss * _loss_and_slopes(*arrays, kind, beta, shift, count)[1], None, None, None
+
+
+@kto_forward.require
+def _check(call: str, kind: str, beta: float, count: float | None) -> None:
+    check_choice(call, "kind", kind, KINDS)
+    check_positive(call, beta=beta, **({} if count is None else {"count": count}))
+
+
+kto_backward.require(_check)
+
+
+def _loss_and_slopes(
+    log_probs: Array,
+    mask: Array,
+    reference: Array,
+    desirable: Array,
+    k: Array | None,
+    weights: Array | None,
+    kind: str,
+    beta: float,
+    shift: float,
+    count: float | None,
+) -> tuple[Array, Array]:
+    """Return the loss, and its derivatives by log_probs."""
+    counted = masked("kto", log_probs, mask)
+    r = (counted - np.where(mask, reference, 0)).sum(axis=1)
+    if kind == "kto":
+        r = r - np.maximum(shift if k is None else k, 0).astype(r.dtype)
+    z = np.where(desirable, beta * r, -beta * r)
+    losses, slopes = sigmoid(-z), -sigmoid(z) * sigmoid(-z)
+    slopes = np.where(desirable, beta * slopes, -beta * slopes)
+    factors = np.ones_like(r) / (max(len(r), 1) if count is None else count)
+    if weights is not None:
+        factors = factors * weights
+    loss = np.asarray((losses * factors).sum(), like=counted)
+    return loss, np.where(mask, (slopes * factors)[:, None], r.dtype.type(0))

@@ -31,7 +31,7 @@ LIMITS = {
     "bench": 800,
     "profiling": 900,
     "cli": 1050,
-    "modules": 350,  # those beside the folders
+    "modules": 370,  # those beside the folders
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

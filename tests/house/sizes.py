@@ -24,7 +24,7 @@ LIMITS = {
     "training": 850,
     "inference": 400,
     "interop": 2200,
-    "parallel": 1800,
+    "parallel": 1900,
     "models": 3400,
     "memory": 900,
     "finetune": 2100,

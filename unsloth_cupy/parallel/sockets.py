@@ -2,8 +2,9 @@
 
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
 
-Rank 0 listens at that address; the others send it the addresses at which they listen, and it sends
-all of them to every rank; then every pair of ranks connects.
+Rank 0 listens at that address; the others tell it where they listen, and it tells every rank where
+all others do; then every pair of ranks connects.  Each connection begins with a proof, both ways,
+of a key that only these ranks know.
 """
 
 import os
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommunicationError, ConfigError
-from ._peers import Peers, connected
+from ._meeting import meet
+from ._peers import Peers
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
 
@@ -27,13 +29,16 @@ RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 class SocketCommunicator(Exchanges):
     """Ranks that are connected by TCP; arrays are NumPy's.
 
-    If a process ends with an error or is killed, all processes end.
+    If a process ends with an error or is killed, or a connection breaks, all processes end.  Ranks
+    prove to each other that they know the key in UNSLOTH_CUPY_AUTHKEY; without it, the random run
+    id of ``torchrun --standalone``, or else the content of ``~/.config/unsloth_cupy/authkey``, a
+    file that the first rank makes and only the user can read.  What they send is not encrypted.
 
     Parameters
     ----------
     rank, size : int
     address : str
-        Host of rank 0.
+        Address or name of rank 0's machine; rank 0 listens there and nowhere else.
     port : int
         A free port of that host.
     timeout : float
@@ -46,8 +51,8 @@ class SocketCommunicator(Exchanges):
     ConfigError
         rank is not below size, or timeout is not positive.
     CommunicationError
-        Another rank did not take part in time, or has ended; from an exchange also if ranks make
-        different calls.
+        Another rank did not take part in time, has another key, or has ended; from an exchange
+        also if ranks make different calls.
     """
 
     def __init__(
@@ -65,7 +70,14 @@ class SocketCommunicator(Exchanges):
             cure = f"pass one in 0 .. {size - 1}"
             raise ConfigError(f"SocketCommunicator(rank={rank}, size={size}) is not a rank; {cure}")
         self.rank, self.size = rank, size
-        self.peers = Peers(rank, connected(rank, size, address, port, timeout))
+        self.peers = Peers(rank)
+        try:
+            if size > 1:
+                meet(self.peers, size, address, port, timeout)
+        except BaseException:
+            self.peers.close()
+            raise
+        self.peers.start()
         self._members, self._group, self._splits = list(range(size)), "", 0
 
     @classmethod

@@ -238,9 +238,9 @@ def test_ranks_listen_where_rank_0_does_and_nowhere_else() -> None:
     homes = []
     port, listening = free_port(), _meeting.listening
 
-    def noted(rank: int, host: str, port: int) -> socket.socket:
+    def noted(rank: int, host: str, port: int, backlog: int) -> socket.socket:
         homes.append(host)
-        return listening(rank, host, port)
+        return listening(rank, host, port, backlog)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_meeting, "listening", noted)
@@ -432,6 +432,8 @@ def test_the_environment_says_how_ranks_meet() -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
     assert rendezvous(variables) == (1, 4, "node0", 29500)
     assert rendezvous(variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[3] == 29501
+    for local, address in (("4", "127.0.0.1"), ("2", "node0")):
+        assert rendezvous(variables | {"LOCAL_WORLD_SIZE": local})[2] == address
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
     assert rendezvous(slurm | {k: variables[k] for k in ("MASTER_ADDR", "MASTER_PORT")})[:2] == (
         1,
@@ -440,6 +442,8 @@ def test_the_environment_says_how_ranks_meet() -> None:
     assert rendezvous(slurm | variables)[:2] == (1, 4)  # torchrun inside of srun
     srun = slurm | {"SLURM_STEP_NODELIST": "gpu-[07-09,12]", "SLURM_JOB_ID": "4012345"}
     assert rendezvous(srun) == (1, 4, "gpu-07", 20000 + 4012345 % 12000)
+    for each, address in (("4", "127.0.0.1"), ("2(x2)", "gpu-07"), ("2,1(x2)", "gpu-07")):
+        assert rendezvous(srun | {"SLURM_STEP_TASKS_PER_NODE": each})[2] == address
     assert rendezvous(srun | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})[2:] == ("a", 1)
     for name in (*slurm, "SLURM_STEP_NODELIST", "SLURM_JOB_ID"):
         with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):

@@ -29,7 +29,7 @@ HELLO = struct.Struct("!8sIIH32s")
 MAGIC, RANDOM, PROOF = b"ranks\0\0\1", 32, 32
 MET, REFUSED = b"\0", b"\1"  # answers
 HELLO_LIMIT = 10.0  # seconds within which a caller proves its key
-CALLERS = 64  # callers that are heard at a time; with one more, the first is dropped
+CALLERS = 64  # callers heard at a time, beside the ranks; with one more, the first is dropped
 TABLE = "table"  # key of the message with the addresses at which ranks listen
 ONE_KEY = f"set {AUTHKEY} to one secret in all ranks"
 
@@ -42,7 +42,7 @@ class Door:
         self.expected = set(range(peers.rank + 1, size))
         self.homes: dict[int, tuple[str, int]] = {}  # where each rank listens
         self.wrong = 0  # callers with another key
-        self.listener = listening(peers.rank, host, port)
+        self.listener = listening(peers.rank, host, port, CALLERS + size)
         self.host, self.port = self.listener.getsockname()[:2]
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._admit, daemon=True)
@@ -68,7 +68,7 @@ class Door:
                         link = self.listener.accept()[0]
                         callers[link] = Caller(link, self._answering(link))
                         selector.register(link, selectors.EVENT_READ)
-                crowd = len(callers) - CALLERS
+                crowd = len(callers) - CALLERS - self.size
                 for place, (link, caller) in enumerate([*callers.items()]):
                     if caller.ended or place < crowd or time.monotonic() > caller.limit:
                         selector.unregister(link)
@@ -176,13 +176,13 @@ def late(door: Door, missing: set[int]) -> CommunicationError:
     return CommunicationError(f"{problem}; {cure}", rank=min(missing))
 
 
-def listening(rank: int, host: str, port: int) -> socket.socket:
+def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
     """Return a socket that listens at an address of this machine; port 0 stands for any."""
     problem: OSError = OSError("no such host")
     try:
         for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
-                return socket.create_server(place, family=family, backlog=CALLERS)
+                return socket.create_server(place, family=family, backlog=backlog)
             except OSError as error:
                 problem = error
                 if error.errno == errno.EADDRINUSE:

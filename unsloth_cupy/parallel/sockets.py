@@ -23,6 +23,7 @@ from .exchanges import MIXED, Exchanges, raw
 
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
 PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
+LOOPBACK = "127.0.0.1"
 RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 
 
@@ -159,13 +160,17 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     """Return rank, size, and the address and port of rank 0, from torchrun's or SLURM's variables.
 
     torchrun itself listens at MASTER_PORT, so ranks use the port after it.  With srun alone, rank 0
-    is on the first node of the step, and the job's number determines the port.
+    is on the first node of the step, and the job's number determines the port.  If the launcher
+    says that all ranks are on one machine, they meet on loopback.
     """
     rank, size = (first_of(environment, names) for names in (RANK, SIZE))
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if address is None and "SLURM_PROCID" in environment:
         nodes = (environment.get(name, "") for name in NODES)
         address = first_host(next(filter(None, nodes), "")) or None
+    local = "LOCAL_WORLD_SIZE" if "RANK" in environment else "SLURM_STEP_TASKS_PER_NODE"
+    if address is not None and size is not None and environment.get(local) == size:
+        address = LOOPBACK
     job = environment.get("SLURM_JOB_ID", "")
     if port is None and job.isdigit():
         port = str(PORTS.start + int(job) % len(PORTS))

@@ -86,7 +86,7 @@ def answer(link: socket.socket, key: bytes, said: bytes, listener: int = 0) -> b
 def everything_a_caller_said(port: int, key: bytes) -> list[bytes]:
     """Return what rank 1 says to a rank 0 that records it."""
     with socket.create_server(("127.0.0.1", port)) as listener, ThreadPoolExecutor() as threads:
-        calling = threads.submit(SocketCommunicator, 1, 2, port=port, timeout=30)
+        calling = threads.submit(SocketCommunicator, 1, 3, port=port, timeout=30)
         listener.accept()[0].close()  # it asks for the interface
         link, _ = listener.accept()
         with link:
@@ -179,6 +179,19 @@ def test_a_silent_caller_is_closed_after_its_time(monkeypatch: pytest.MonkeyPatc
     door.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((door.host, door.port), 30)
+
+
+def test_a_crowd_of_callers_takes_bounded_memory() -> None:
+    """The first of them is closed, long before its time is over."""
+    door = Door(Peers(0), 2, b"key", "127.0.0.1", 0)
+    with ExitStack() as stack:
+        callers = [stack.enter_context(stranger(door.port)) for _ in range(CALLERS + 3)]
+        callers[0].settimeout(HELLO_LIMIT / 2)
+        assert callers[0].recv(1) == b""
+        callers[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            callers[-1].recv(1)
+    door.close()
 
 
 def test_a_second_claim_of_a_rank_is_refused() -> None:

@@ -85,14 +85,12 @@ def own_folder(path: Path | None, instead: str, cure: str) -> Path:
 
 def unsuited(path: Path) -> str:
     """Make a folder, and return why this user cannot write there, or others can; "" if it suits."""
-    if why := doubt(path):
-        return why
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
-    except (
-        OSError
-    ) as error:  # os.access does not detect these: a full disk, a name that is too long
+    except OSError as error:  # os.access does not detect these: a full disk, too long a name
         return f"cannot be made ({error.strerror})"
+    if why := doubt(path):  # a disk without permissions ignores those of a new folder, too
+        return why
     return "cannot be written" * (not os.access(path, os.W_OK | os.X_OK))
 
 

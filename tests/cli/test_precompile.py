@@ -209,7 +209,9 @@ class TestWhoseFolder:
         assert stat.S_IMODE((home / ".cache/unsloth_cupy").stat().st_mode) == 0o700
         assert stat.S_IMODE((home / ".cupy/kernel_cache").stat().st_mode) == 0o700
 
-    @pytest.mark.parametrize("fault", ["file", "writable", "given away", "too long", "no home"])
+    @pytest.mark.parametrize(
+        "fault", ["file", "writable", "given away", "too long", "no permissions", "no home"]
+    )
     def test_a_home_that_does_not_suit(
         self, fault: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -221,6 +223,8 @@ class TestWhoseFolder:
             monkeypatch.setenv("HOME", str(tmp_path / ("x" * 300)))
         elif fault == "no home":
             monkeypatch.setattr(Path, "expanduser", homeless)
+        elif fault == "no permissions":
+            monkeypatch.setattr(Path, "mkdir", permissive(home))
         for folder in folders if fault in ("writable", "given away") else ():
             folder.mkdir(parents=True)
             folder.chmod(0o775)
@@ -289,6 +293,18 @@ class TestWhoseFolder:
                 monkeypatch.setenv(cache.CUPYS, named)
             cache.prepare()
             assert os.environ.get(cache.CUPYS) == (named and str(Path(named).expanduser()))
+
+
+def permissive(home: Path) -> Any:
+    """Return what makes folders in the home as a disk without permissions does: for everybody."""
+    make = Path.mkdir
+
+    def made(self: Path, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        if self.is_relative_to(home):
+            self.chmod(0o777)
+
+    return made
 
 
 def homeless(path: Path) -> Path:

@@ -70,6 +70,16 @@ def test_a_rank_that_was_not_started_is_named() -> None:
         SocketCommunicator(1, 3, port=free_port(), timeout=0.05)
 
 
+def test_a_name_that_other_machines_know_by_another_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some systems map the name of a machine to loopback, on this machine."""
+    there = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", free_port()))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: there)
+    with pytest.raises(CommunicationError, match=r"MASTER_ADDR=node0 is 127.0.0.1 here"):
+        SocketCommunicator(0, 2, "node0", timeout=0.05)
+
+
 def hello(rank: int, size: int = 3, magic: bytes = MAGIC) -> bytes:
     """Return what a caller says first."""
     return HELLO.pack(magic, rank, size, 1, bytes(RANDOM))
@@ -429,12 +439,32 @@ class TestKey:
         with pytest.raises(CommunicationError, match=f"remove it, or set {AUTHKEY}"):
             authkey()
 
-    def test_a_home_that_cannot_be_written(
-        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("fault", ["no folder", "no links", "no permissions"])
+    def test_a_home_that_cannot_keep_a_secret(
+        self, fault: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The key is in a temporary folder of the user's own, which others cannot take."""
-        home.parent.write_text("no folder")
+        link, make = os.link, tempfile.mkstemp
+
+        def no_links(made: str, path: Path) -> None:
+            if path.is_relative_to(home):
+                raise PermissionError
+            link(made, path)
+
+        def no_permissions(dir: Path) -> tuple[int, str]:
+            handle, made = make(dir=dir)
+            if dir.is_relative_to(home):
+                os.chmod(made, 0o777)
+            return handle, made
+
+        if fault == "no folder":
+            home.parent.touch()
+        elif fault == "no links":
+            monkeypatch.setattr(os, "link", no_links)
+        else:
+            monkeypatch.setattr(tempfile, "mkstemp", no_permissions)
         key = authkey()
+        assert fault == "no folder" or not [*home.iterdir()]
         place = temporary_name()
         assert place.parent == tmp_path
         assert (place / "authkey").read_bytes() == key

@@ -52,6 +52,8 @@ def kept(path: Path) -> bytes:
         handle, made = tempfile.mkstemp(dir=path.parent)
         try:
             with open(handle, "w", encoding="ascii") as file:
+                if not is_own(os.fstat(handle)):  # this disk has no permissions
+                    raise PermissionError
                 file.write(secrets.token_hex())
             with suppress(FileExistsError):  # another rank was first
                 os.link(made, path)
@@ -63,9 +65,13 @@ def kept(path: Path) -> bytes:
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     else:
-        own = os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
-        if own and key:
+        if is_own(status) and key:
             return key
-        why = "is empty" if own else "can be read by others, or belongs to them"
+        why = "is empty" if is_own(status) else "can be read by others, or belongs to them"
     cure = f"remove it, or set {AUTHKEY} to one secret in all ranks"
     raise CommunicationError(f"{path}, with the key of the ranks, {why}; {cure}")
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Return whether a file belongs to this user, and nobody else can read it."""
+    return os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
 from ..errors import CommunicationError
@@ -38,7 +39,7 @@ class Door:
     """A listening socket, with a thread that admits the ranks above this one until all are here."""
 
     def __init__(self, peers: Peers, size: int, key: bytes, host: str, port: int) -> None:
-        self.peers, self.size, self.key = peers, size, key
+        self.peers, self.size, self.key, self.name = peers, size, key, host
         self.expected = set(range(peers.rank + 1, size))
         self.homes: dict[int, tuple[str, int]] = {}  # where each rank listens
         self.wrong = 0  # callers with another key
@@ -171,6 +172,8 @@ def late(door: Door, missing: set[int]) -> CommunicationError:
     problem = f"rank {door.peers.rank}: {len(door.expected)} ranks were to connect to"
     problem += f" {door.host}:{door.port}, and {known} did"
     cure = f"see whether rank {min(missing)} was started"
+    if door.name not in (door.host, "localhost") and ip_address(door.host).is_loopback:
+        cure += f"; MASTER_ADDR={door.name} is {door.host} here, which other machines do not reach"
     if door.wrong:
         cure += f"; {door.wrong} callers had another key: {ONE_KEY}"
     return CommunicationError(f"{problem}; {cure}", rank=min(missing))

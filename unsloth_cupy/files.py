@@ -40,7 +40,9 @@ def cache_folder(*, writing: bool = True) -> Path:
     own = os.environ.get(CACHE)
     path = Path(own) if own else user_folder("XDG_CACHE_HOME", "~/.cache")
     if not writing and path is not None and not doubt(path):
-        return path if path.exists() else temporary_name()
+        with suppress(ConfigError):  # there is no folder for temporary files
+            return path if path.exists() else temporary_name()
+        return path
     if own and writing and (why := unsuited(Path(own))):
         raise ConfigError(f"{CACHE}={own} {why}; set it to a folder that only you can write")
     return own_folder(path, "", f"set {CACHE} to another folder")
@@ -100,10 +102,17 @@ def say_once(text: str) -> None:
     warnings.warn_explicit(text, UserWarning, "unsloth_cupy", 0)
 
 
+def is_own(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user, and nobody else can read it."""
+    return os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
+
+
 def temporary_name() -> Path:
     """Return the name of this user's folder among the temporary ones."""
-    user = os.geteuid() if hasattr(os, "geteuid") else ""  # Windows has a folder for each user
-    return Path(tempfile.gettempdir()) / f"unsloth_cupy-{user}"
+    try:  # Windows has no numbers of users, but a folder for each
+        return Path(tempfile.gettempdir()) / f"unsloth_cupy-{getattr(os, 'geteuid', str)()}"
+    except OSError as error:
+        raise ConfigError(f"{error.strerror}; set TMPDIR to a folder that can be written") from None
 
 
 @functools.cache
@@ -113,8 +122,7 @@ def temporary_folder() -> Path:
     with suppress(OSError):
         path.mkdir(0o700, exist_ok=True)
         status = path.lstat()
-        private = os.name == "nt" or (not status.st_mode & 0o077 and status.st_uid == os.geteuid())
-        if stat.S_ISDIR(status.st_mode) and private:
+        if stat.S_ISDIR(status.st_mode) and is_own(status):
             return path
     path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)

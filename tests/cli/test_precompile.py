@@ -270,6 +270,22 @@ class TestWhoseFolder:
         assert stat.S_IMODE(actual.parent.stat().st_mode) == 0o700
         assert not actual.exists()
 
+    def test_no_folder_at_all_can_be_written(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kernels are compiled all the same; what has to be kept says what it needs."""
+        home.touch()
+
+        def nowhere() -> str:
+            raise FileNotFoundError(2, "No usable temporary directory found")
+
+        monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home.parent / "missing"))
+        source = {"code": "source", "options": OPTIONS}
+        assert cache.unit(cupy_of("90"), "source", OPTIONS) == source
+        with pytest.raises(ConfigError, match="set TMPDIR to a folder"):
+            cache.prepare()
+
     def test_a_folder_that_is_named_and_does_not_suit_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CommunicationError
-from ..files import temporary_folder, user_folder
+from ..files import is_own, temporary_folder, user_folder
 
 AUTHKEY = "UNSLOTH_CUPY_AUTHKEY"
 LONGEST = 4096  # bytes that are read of the file
@@ -70,8 +70,3 @@ def kept(path: Path) -> bytes:
         why = "is empty" if is_own(status) else "can be read by others, or belongs to them"
     cure = f"remove it, or set {AUTHKEY} to one secret in all ranks"
     raise CommunicationError(f"{path}, with the key of the ranks, {why}; {cure}")
-
-
-def is_own(status: os.stat_result) -> bool:
-    """Return whether a file belongs to this user, and nobody else can read it."""
-    return os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)

@@ -7,6 +7,7 @@ next commit; with ``--sample all`` it takes all.
 import gc
 import locale
 import os
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
@@ -22,6 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 # XLA's own code runs once after it is compiled, which takes twice as long with optimizations.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+# Else the ranks of tests would leave a key in the user's home.
+os.environ.setdefault("UNSLOTH_CUPY_AUTHKEY", "of the tests")
 
 FOLDER = Path(__file__).parent / "golden"
 TOPICS = 16  # of the 79 in Python's documentation
@@ -40,7 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"tests read and write UTF-8, not {encoding}; {cure}")
     from unsloth_cupy.compiled.cache import prepare  # it imports NumPy
 
-    prepare()  # before tests import CuPy, which fails where it cannot write to the user's home
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a home that cannot be written
+        prepare()  # before tests import CuPy, which fails there
     if config.option.day is None:
         config.option.day = commits()
     Sample.day, Sample.all = config.option.day, config.option.sample == "all"

@@ -1,10 +1,18 @@
-"""Atomic writes: a file is written under a temporary name, flushed to disk, then renamed."""
+"""Atomic writes, and folders in which nobody but the user and root can write.
 
+A file is written under a temporary name, flushed to disk, then renamed.
+"""
+
+import atexit
 import errno
+import functools
 import json
 import os
 import re
 import shutil
+import stat
+import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +26,107 @@ CACHE = "UNSLOTH_CUPY_CACHE_DIR"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def cache_folder() -> Path:
-    """Return the folder of cached files; they may be removed at any time and are made again."""
-    own, all_caches = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else Path(all_caches or "~/.cache").expanduser() / "unsloth_cupy"
+def cache_folder(*, writing: bool = True) -> Path:
+    """Return the folder of cached files, which may be removed at any time and are made again.
+
+    It is made if ``writing``.  Where the user's cache folder does not suit, a temporary one takes
+    its place.
+
+    Raises
+    ------
+    ConfigError
+        UNSLOTH_CUPY_CACHE_DIR names a folder in which this user cannot write, or others can.
+    """
+    own = os.environ.get(CACHE)
+    path = Path(own) if own else user_folder("XDG_CACHE_HOME", "~/.cache")
+    if not writing and path is not None and not doubt(path):
+        with suppress(ConfigError):  # there is no folder for temporary files
+            return path if path.exists() else temporary_name()
+        return path
+    if own and writing and (why := unsuited(Path(own))):
+        raise ConfigError(f"{CACHE}={own} {why}; set it to a folder that only you can write")
+    return own_folder(path, "", f"set {CACHE} to another folder")
+
+
+def user_folder(variable: str, default: str) -> Path | None:
+    """Return this package's part of a folder of the user; None if the user has no home."""
+    with suppress(RuntimeError):
+        return Path(os.environ.get(variable) or default).expanduser() / "unsloth_cupy"
+    return None
+
+
+def doubt(path: Path) -> str:
+    """Return why others than this user and root may have made what is at a path; "" if not."""
+    try:
+        link, status = path.lstat(), path.stat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    if os.name == "nt":
+        return ""
+    owners = {link.st_uid, status.st_uid} - {0, os.geteuid()}
+    if owners:
+        return f"belongs to user {min(owners)}"
+    return "can be written by others (chmod go-w mends that)" * bool(status.st_mode & 0o022)
+
+
+def own_folder(path: Path | None, instead: str, cure: str) -> Path:
+    """Return a folder in which this user can write and no other, made if it is missing.
+
+    If ``path`` is not one, it is ``instead`` in a temporary folder; a warning says why, once.
+    """
+    why = "is not known, as there is no home" if path is None else unsuited(path)
+    if path is not None and not why:
+        return path
+    other = temporary_folder() / instead
+    other.mkdir(0o700, exist_ok=True)
+    say_once(f"{path or 'a folder of the user'} {why}: {other} takes its place; {cure}")
+    return other
+
+
+def unsuited(path: Path) -> str:
+    """Make a folder, and return why this user cannot write there, or others can; "" if it suits."""
+    try:
+        path.mkdir(0o700, parents=True, exist_ok=True)
+    except OSError as error:  # os.access does not detect these: a full disk, too long a name
+        return f"cannot be made ({error.strerror})"
+    if why := doubt(path):  # a disk without permissions ignores those of a new folder, too
+        return why
+    return "cannot be written" * (not os.access(path, os.W_OK | os.X_OK))
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Warn of something once, without a line of source code."""
+    warnings.warn_explicit(text, UserWarning, "unsloth_cupy", 0)
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user, and nobody else can read it."""
+    return os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
+
+
+def temporary_name() -> Path:
+    """Return the name of this user's folder among the temporary ones."""
+    try:  # Windows has no numbers of users, but a folder for each
+        return Path(tempfile.gettempdir()) / f"unsloth_cupy-{getattr(os, 'geteuid', str)()}"
+    except OSError as error:
+        raise ConfigError(f"{error.strerror}; set TMPDIR to a folder that can be written") from None
+
+
+@functools.cache
+def temporary_folder() -> Path:
+    """Return a temporary folder that only this user can read; a new one if its name is taken."""
+    path = temporary_name()
+    with suppress(OSError):
+        path.mkdir(0o700, exist_ok=True)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and is_own(status):
+            return path
+    path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def path_of(call: str, value: Any) -> Path:

@@ -185,8 +185,3 @@ def gpus() -> tuple[list[Gpu], str]:
     return [
         Gpu(p["name"].decode(), f"{p['major']}.{p['minor']}", p["totalGlobalMem"]) for p in devices
     ], "" if devices else "CUDA sees no device"
-
-
-def kernel_cache() -> Path:
-    """Return the folder where CuPy keeps compiled kernels."""
-    return Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()

@@ -2,8 +2,10 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW
+from unsloth_cupy import AdamW, files
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.compiled import cache
 from unsloth_cupy.core.gpu import compiler_options
@@ -152,46 +154,195 @@ def test_the_library_reads_what_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     assert cache.unit(cupy_of("90"), "source", OPTIONS) == source
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file stands in place of the home, nobody can make a folder, root included."""
-    home = tmp_path / "home"
-    home.touch()
-    monkeypatch.delenv(cache.CACHE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    assert "code" in cache.unit(cupy_of("90"), "source", OPTIONS)
-    with pytest.raises(ConfigError, match=f"set {cache.CACHE} to a folder"):
-        cache.keep(cache.folder(), key("source"), b"binary")
+class TestWhoseFolder:
+    """Kernels are loaded, by CuPy too, from what only this user and root can write."""
+
+    pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A home and a folder for temporary files of the test's own."""
+        for name in (cache.CACHE, cache.CUPYS, "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        (tmp_path / "tmp").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+        monkeypatch.setattr(cache.importlib.util, "find_spec", lambda name: name)
+        monkeypatch.delitem(sys.modules, "cupy", raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        return tmp_path / "home"
+
+    @pytest.mark.parametrize("place", ["", "kernels", "kernels/{key}", "kernels/{key}/{entry}"])
+    @pytest.mark.parametrize("fault", ["given away", "writable", "link"])
+    def test_what_others_can_write_is_not_loaded(
+        self, place: str, fault: str, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if fault != "writable" and os.geteuid():
+            pytest.skip("only root can give a file away")
+        source = {"code": "source", "options": OPTIONS}
+        entry = cache.keep(cache.folder(), key("source"), b"binary")
+        assert cache.unit(cupy_of("90"), "source", OPTIONS) == {"path": str(entry)}
+        path = home / ".cache/unsloth_cupy" / place.format(key=key("source"), entry=entry.name)
+        if fault == "link":
+            path.rename(home / "moved")
+            path.symlink_to(home / "moved")
+            assert cache.unit(cupy_of("90"), "source", OPTIONS) == {"path": str(entry)}, "one's own"
+            os.chown(path, 12345, -1, follow_symlinks=False)
+        elif fault == "writable":
+            path.chmod(path.stat().st_mode | 0o020)
+        else:
+            os.chown(path, 12345, -1)
+        why = "can be written by others" if fault == "writable" else "belongs to user 12345"
+        with pytest.warns(UserWarning, match=why) as said:
+            units = [cache.unit(cupy_of("90"), "source", OPTIONS) for _ in range(2)]
+        assert units == [source] * 2
+        assert len(said) == 1, "it is said once"
+        assert entry.exists()
+
+    def test_a_umask_that_lets_a_group_write(self, home: Path) -> None:
+        before = os.umask(0o002)
+        try:
+            entry = cache.keep(cache.folder(), key("source"), b"binary")
+            cache.prepare()
+        finally:
+            os.umask(before)
+        assert cache.unit(cupy_of("90"), "source", OPTIONS) == {"path": str(entry)}
+        assert stat.S_IMODE((home / ".cache/unsloth_cupy").stat().st_mode) == 0o700
+        assert stat.S_IMODE((home / ".cupy/kernel_cache").stat().st_mode) == 0o700
+
+    @pytest.mark.parametrize(
+        "fault", ["file", "writable", "given away", "too long", "no permissions", "no home"]
+    )
+    def test_a_home_that_does_not_suit(
+        self, fault: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A folder of the user's own among the temporary ones takes its place, and it is said."""
+        folders = home / ".cache/unsloth_cupy", home / ".cupy/kernel_cache"
+        if fault == "file":  # nobody can make a folder there, root included
+            home.touch()
+        elif fault == "too long":
+            monkeypatch.setenv("HOME", str(tmp_path / ("x" * 300)))
+        elif fault == "no home":
+            monkeypatch.setattr(Path, "expanduser", homeless)
+        elif fault == "no permissions":
+            monkeypatch.setattr(Path, "mkdir", permissive(home))
+        for folder in folders if fault in ("writable", "given away") else ():
+            folder.mkdir(parents=True)
+            folder.chmod(0o775)
+            if fault == "given away":
+                if os.geteuid():
+                    pytest.skip("only root can give a file away")
+                folder.chmod(0o755)
+                os.chown(folder, 12345, -1)
+        with pytest.warns(UserWarning, match=r"kernel_cache|not known.*takes its place"):
+            cache.prepare()
+        with pytest.warns(UserWarning, match="takes its place") as said:
+            roots = [cache.folder() for _ in range(2)]
+        assert len(said) == 1, "it is said once"
+        entry = cache.keep(roots[1], key("source"), b"binary")
+        place = tmp_path / "tmp" / f"unsloth_cupy-{os.geteuid()}"
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        assert entry.is_relative_to(place)
+        assert os.environ[cache.CUPYS] == str(place / "cupy")
+        assert cache.unit(cupy_of("90"), "source", OPTIONS) == {"path": str(entry)}
+
+    @pytest.mark.parametrize("fault", ["link", "readable", "file", "given away"])
+    def test_a_temporary_folder_that_somebody_else_made(
+        self, fault: str, home: Path, tmp_path: Path
+    ) -> None:
+        """A new one is used, and removed when the process ends."""
+        home.touch()
+        place = files.temporary_name()
+        if fault == "link":
+            (tmp_path / "theirs").mkdir(0o700)
+            place.symlink_to(tmp_path / "theirs")
+        elif fault == "file":
+            place.touch()
+        else:
+            place.mkdir(0o755 if fault == "readable" else 0o700)
+            if fault == "given away":
+                if os.geteuid():
+                    pytest.skip("only root can give a file away")
+                os.chown(place, 12345, -1)
+        with pytest.warns(UserWarning, match="takes its place"):
+            actual = cache.folder()
+        assert actual.parent.parent == place.parent
+        assert actual.parent != place
+        assert stat.S_IMODE(actual.parent.stat().st_mode) == 0o700
+        assert not actual.exists()
+
+    def test_no_folder_at_all_can_be_written(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kernels are compiled all the same; what has to be kept says what it needs."""
+        home.touch()
+
+        def nowhere() -> str:
+            raise FileNotFoundError(2, "No usable temporary directory found")
+
+        monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home.parent / "missing"))
+        source = {"code": "source", "options": OPTIONS}
+        assert cache.unit(cupy_of("90"), "source", OPTIONS) == source
+        with pytest.raises(ConfigError, match="set TMPDIR to a folder"):
+            cache.prepare()
+
+    def test_a_folder_that_is_named_and_does_not_suit_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is written is written where the user said, or not at all."""
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared").chmod(0o777)
+        (tmp_path / "file").touch()
+        for name, why in (("shared", "can be written by others"), ("file", "cannot be made")):
+            monkeypatch.setenv(cache.CACHE, str(tmp_path / name))
+            with pytest.raises(ConfigError, match=f"{cache.CACHE}=.*{why}.*set it to a folder"):
+                cache.folder()
+        with pytest.raises(ConfigError, match="can be written by others"):
+            cache.keep(tmp_path / "shared", key("source"), b"binary")
+
+    def test_a_folder_that_suits_is_left_to_cupy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for named in (None, str(tmp_path / "new"), "~/other"):
+            cache.prepare.cache_clear()
+            if named is not None:
+                monkeypatch.setenv(cache.CUPYS, named)
+            cache.prepare()
+            assert os.environ.get(cache.CUPYS) == (named and str(Path(named).expanduser()))
+
+
+def permissive(home: Path) -> Any:
+    """Return what makes folders in the home as a disk without permissions does: for everybody."""
+    make = Path.mkdir
+
+    def made(self: Path, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        if self.is_relative_to(home):
+            self.chmod(0o777)
+
+    return made
+
+
+def homeless(path: Path) -> Path:
+    """Do what pathlib does for a user without a home and without a name."""
+    if str(path).startswith("~"):
+        raise RuntimeError("Could not determine home directory.")
+    return path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("long", [False, True])
-def test_cupy_is_imported_where_it_cannot_write(named: bool, long: bool, tmp_path: Path) -> None:
+def test_cupy_is_imported_where_it_cannot_write(tmp_path: Path) -> None:
     """It makes its folder as it is imported, and would end the program."""
-    home = tmp_path / ("x" * 300 if long else "home")  # no folder may have so long a name
-    if not long:
-        home.touch()
-    env = os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home)}
-    env |= {"CUPY_CACHE_DIR": str(home / "cache")} if named else {}
-    env = {k: v for k, v in env.items() if k != cache.IN_MEMORY and (named or k[:6] != "CUPY_C")}
+    home = tmp_path / "home"
+    home.touch()
+    env = os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home), "TMPDIR": str(tmp_path)}
+    env = {name: value for name, value in env.items() if name != cache.CUPYS}
     program = "import os; from unsloth_cupy.core import gpu; gpu.cupy(); print(os.environ)"
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
     )
-    missing = "No module named 'cupy'" in done.stderr
-    assert missing or f"'{cache.IN_MEMORY}': '1'" in done.stdout, done.stderr
-    assert [*tmp_path.iterdir()] == ([] if long else [home])
-
-
-def test_a_folder_that_can_be_written_is_left_to_cupy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(cache.IN_MEMORY, raising=False)
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new"))
-    cache.prepare.cache_clear()
-    cache.prepare()
-    assert cache.IN_MEMORY not in os.environ
-    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "new")
+    assert "takes its place" in done.stderr or "No module named 'cupy'" in done.stderr
+    assert "takes its place" not in done.stderr or str(tmp_path / "unsloth_cupy-") in done.stdout
 
 
 def run(*arguments: object) -> click.testing.Result:

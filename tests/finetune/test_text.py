@@ -1,6 +1,8 @@
 """Large texts: tokens as those of a whole text, in a file that is made once, in little memory."""
 
+import os
 import random
+import stat
 import subprocess
 import sys
 import threading
@@ -13,13 +15,15 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from unsloth_cupy import files
+from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import text as texts
 from unsloth_cupy.finetune import tokens
-from unsloth_cupy.finetune.text import read_text
+from unsloth_cupy.finetune.text import Batches, read_text
 from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
-from unsloth_cupy.finetune.tokens import tokenised, tokens_of
+from unsloth_cupy.finetune.tokens import StoredTokens, tokenised, tokens_of
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, trained, weights
+from ..harness.tracked import ROOT
 
 WORDS = ["the", "cat's", "Grüße", "漢字", "👩‍👧", "1234567", "x+=y", "(said)", "\n", "\n\n\n", "  "]
 LLAMA3 = (
@@ -150,7 +154,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_text_is_tokenised_once(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run maps the file, and both learn what a text in memory is learned as."""
+    """The second run reads the file, and both learn what a text in memory is learned as."""
     command = ("finetune", "--text", large, *SMALL, "--out")
     assert run(*command, tmp_path / "first").exit_code == 0
     (file,) = (tmp_path / "cache").iterdir()
@@ -160,7 +164,7 @@ def test_a_text_is_tokenised_once(
         assert run(*command, tmp_path / "second").exit_code == 0
     other = read_text(large)
     actual = tokens_of(other, train_tokenizer(trained(other), 290))
-    assert isinstance(actual, np.memmap)
+    assert isinstance(actual, StoredTokens)
     assert len([*(tmp_path / "cache").iterdir()]) == 2, "another tokenizer has a file of its own"
     monkeypatch.setattr(tokens, "SMALL", 10**9)
     assert run(*command, tmp_path / "third").exit_code == 0
@@ -185,7 +189,7 @@ def test_a_disk_that_is_too_small_is_named_before_it_is_full(
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv(tokens.CACHE, str(large))
     result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
-    assert_one_clear_error(result, "cannot take the tokens", f"set {tokens.CACHE}")
+    assert_one_clear_error(result, f"{tokens.CACHE}={large} cannot be made", "set it to a folder")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -232,9 +236,105 @@ def test_a_run_that_waited_for_another_gets_the_same_tokens(
         else:
             partial.unlink()
         fcntl.flock(file, fcntl.LOCK_UN)
-        assert (actual.result(30) == made).all()
+        assert (actual.result(30)[:] == made[:]).all()
     assert [*(tmp_path / "cache").iterdir()] == [path]
     assert path.read_bytes() == whole
+
+
+DAMAGE = {
+    "zeros": lambda data, other: bytes(len(data)),
+    "half of it": lambda data, other: data[: len(data) // 2],
+    "nothing": lambda data, other: b"",
+    "shuffled": lambda data, other: data[400:800] + data[:400] + data[800:],
+    "one bit": lambda data, other: data[:99] + bytes([data[99] ^ 1]) + data[100:],
+    "one token less": lambda data, other: data[2:],
+    "without a digest": lambda data, other: data[:-32],
+    "of another text": lambda data, other: other,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_tokens_that_are_not_what_was_written_are_made_again(
+    damage: Any, large: Path, tmp_path: Path
+) -> None:
+    tokenizer = train_tokenizer("some words of a text", 290)
+    text = read_text(large)
+    expected = tokens_of(text, tokenizer)[:].tolist()
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    large.write_text(some_text(2500))
+    tokens_of(read_text(large), tokenizer)
+    (other,) = {*(tmp_path / "cache").iterdir()} - {file}
+    large.write_text(some_text(3000))
+    file.write_bytes(damage(whole, other.read_bytes()))
+    assert tokens_of(text, tokenizer)[:].tolist() == expected
+    assert file.read_bytes() == whole
+    assert {*(tmp_path / "cache").iterdir()} == {file, other}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+@pytest.mark.parametrize("fault", ["writable", "given away", "link"])
+def test_tokens_that_others_can_write_are_made_again(
+    fault: str, large: Path, tmp_path: Path
+) -> None:
+    """Their digest may be right: everybody can compute it."""
+    tokenizer, text = train_tokenizer("some words of a text", 290), read_text(large)
+    tokens_of(text, tokenizer)
+    (file,) = (tmp_path / "cache").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600, "a text may be confidential"
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    if fault == "writable":
+        file.chmod(0o622)
+    elif os.geteuid():
+        pytest.skip("only root can give a file away")
+    elif fault == "link":
+        file.rename(tmp_path / "theirs")
+        file.symlink_to(tmp_path / "theirs")
+        os.chown(file, 12345, -1, follow_symlinks=False)
+    else:
+        os.chown(file, 12345, -1)
+    before = file.lstat().st_ino
+    tokens_of(text, tokenizer)
+    assert file.lstat().st_ino != before
+    assert stat.S_IMODE(file.lstat().st_mode) == 0o600
+    assert file.lstat().st_uid == os.geteuid()
+
+
+def test_a_file_that_gets_shorter_during_a_run_is_an_error(large: Path, tmp_path: Path) -> None:
+    """A memory map would end the process; the next run makes the tokens again."""
+    tokenizer, text = train_tokenizer("some words of a text", 290), read_text(large)
+    made = tokens_of(text, tokenizer)
+    assert isinstance(made, StoredTokens)
+    expected = encode(tokenizer, "".join(part for _, part in text.blocks()))
+    assert made[:].tolist() == expected.tolist()
+    assert made[7:9].tolist() == expected[7:9].tolist()
+    assert made.max() == expected.max()
+    (file,) = (tmp_path / "cache").iterdir()
+    os.truncate(file, 100)
+    assert made[:9].tolist() == expected[:9].tolist()
+    with pytest.raises(ConfigError, match="got shorter during the run; start it again"):
+        Batches(made, batch=2, length=16, seed=0).at(1)
+    assert tokens_of(text, tokenizer)[:].tolist() == expected.tolist()
+
+
+def test_a_file_that_is_removed_during_a_run_is_still_read(large: Path, tmp_path: Path) -> None:
+    tokenizer, text = train_tokenizer("some words of a text", 290), read_text(large)
+    made = tokens_of(text, tokenizer)
+    expected = made[:].tolist()
+    for file in (tmp_path / "cache").iterdir():
+        file.unlink()
+    assert made[:].tolist() == expected
+
+
+def test_a_text_that_changes_before_it_is_tokenised_is_an_error(
+    large: Path, tmp_path: Path
+) -> None:
+    """Its tokens would be those of another text under the name of this one."""
+    text = read_text(large)
+    large.write_text(large.read_text().replace("1", "2"))
+    with pytest.raises(ConfigError, match="has changed since the run began"):
+        tokens_of(text, train_tokenizer("some words of a text", 290))
+    assert not [*(tmp_path / "cache").iterdir()]
 
 
 MEASURED = """
@@ -264,3 +364,53 @@ def test_memory_does_not_grow_with_the_text(
         [sys.executable, "-c", MEASURED, path], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 150 * 1024
+
+
+NOBODY = """
+import os, pwd
+
+def unknown(who):
+    raise KeyError(who)
+
+pwd.getpwuid = pwd.getpwnam = unknown
+from unsloth_cupy.cli import main
+
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="users without a name or a home are those of POSIX")
+@pytest.mark.parametrize("closed", ["", "0<&- 2>&-"])
+def test_a_user_without_home_and_name_trains(closed: str, tmp_path: Path) -> None:
+    """As in a container with a uid of its own; standard error may be closed."""
+    text = tmp_path / "text.txt"
+    text.write_text("some words of a text, and then some more. " * 29_000)
+    assert text.stat().st_size > texts.SMALL
+    command = [
+        sys.executable,
+        "-c",
+        NOBODY,
+        "finetune",
+        "--text",
+        str(text),
+        *SMALL,
+        "--out",
+        "run",
+    ]
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stdout
+    place = tmp_path / f"unsloth_cupy-{os.geteuid()}"
+    assert closed or f"{place} takes its place" in done.stderr
+    assert [file.suffix for file in place.iterdir()] == [".uint16"]
+    assert not (tmp_path / "~").exists()
+    assert (tmp_path / "run" / "model").is_dir()

@@ -25,14 +25,14 @@ LIMITS = {
     "training": 850,
     "inference": 400,
     "interop": 2200,
-    "parallel": 1800,
+    "parallel": 1900,
     "models": 3600,
     "memory": 900,
     "finetune": 2100,
     "bench": 800,
     "profiling": 900,
     "cli": 1050,
-    "modules": 350,  # those beside the folders
+    "modules": 370,  # those beside the folders
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -604,7 +604,7 @@ def gpu(
     encoder = tensor_map.encoder
     tensor_map.encoder = functools.wraps(encoder)(functools.cache(lambda: machine.maps))
     tensor_map._maps.clear()
-    folder, cache.folder = cache.folder, lambda: Path(os.devnull)  # no binary is cached
+    folder, cache.folder = cache.folder, lambda **_: Path(os.devnull)  # no binary is cached
     records = dict(faults._records)
     for op in OPS.values():
         op.routes.clear()  # they were recorded on another machine

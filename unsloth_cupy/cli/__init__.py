@@ -1,10 +1,16 @@
 """The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan, export."""
 
+import os
+import sys
+
 from .missing import missing
 
 
 def main() -> None:
     """Run the command line, or say in one line what to install for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it is closed, and the next file would get its number
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 -- for ever
     try:
         from .commands import group
     except ModuleNotFoundError as error:

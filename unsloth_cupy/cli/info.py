@@ -6,6 +6,7 @@ import click
 
 from .. import machine
 from .._version import __version__
+from ..compiled.cache import kernel_cache
 from ..core import source
 from ..core.op import OPS
 from ..machine import format_bytes, machine_memory
@@ -59,7 +60,7 @@ def info() -> None:
             f"run CUDA kernels for {fast} of {len(OPS)} ops in float16, bfloat16 and float32;"
             " the definitions on the GPU for the others",
         )
-        table.add_row("kernel cache", str(machine.kernel_cache()))
+        table.add_row("kernel cache", str(kernel_cache()))
     else:
         table.add_row(
             "CuPy arrays", "need a GPU and pip install 'unsloth_cupy[cuda12]' or [cuda13]"

@@ -3,6 +3,7 @@
 An entry is FOLDER/KEY/DIGEST.cubin: KEY is a hash of source, options, NVRTC's version and
 architecture, DIGEST a hash of the bytes, which shows whether an entry is intact.  Entries are
 written under a temporary name and renamed, which is safe for many processes on a shared disk.
+Kernels are loaded only where nobody but this user and root can have put them.
 """
 
 import contextlib
@@ -18,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, KernelError
-from ..files import CACHE, cache_folder
+from ..files import CACHE, cache_folder, doubt, own_folder, say_once
 
-IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
+CUPYS = "CUPY_CACHE_DIR"
 OLDEST = 80  # the architecture that the kernels need
 Version = tuple[int, int]
 
 
-def folder() -> Path:
+def folder(*, writing: bool = True) -> Path:
     """Return the folder of binaries: in UNSLOTH_CUPY_CACHE_DIR, or in the user's cache folder."""
-    return cache_folder() / "kernels"
+    return cache_folder(writing=writing) / "kernels"
 
 
 def key_of(source: str, options: Sequence[str], version: Version, architecture: str) -> str:
@@ -41,12 +42,19 @@ def key_of(source: str, options: Sequence[str], version: Version, architecture: 
 
 
 def find(root: Path, key: str) -> Path | None:
-    """Return the file of an intact binary, or None; a damaged one is removed."""
+    """Return the file of an intact binary, or None; a damaged one is removed.
+
+    One that others can have written is left alone, and a warning says so once.
+    """
     try:
         entries = sorted((root / key).glob("*.cubin"))
     except OSError:
         return None
     for entry in entries:
+        why = {path: doubt(path) for path in (root, root / key, entry)}
+        if place := next((path for path in why if why[path]), None):
+            say_once(f"{place} {why[place]}: its kernels are compiled again")
+            continue
         with contextlib.suppress(OSError):
             if hashlib.sha256(entry.read_bytes()).hexdigest() == entry.stem:
                 return entry
@@ -60,12 +68,18 @@ def keep(root: Path, key: str, binary: bytes) -> Path:
     Raises
     ------
     ConfigError
-        The folder cannot be written.
+        The folder cannot be written, or others can write there.
     """
     place = root / key
     entry = place / f"{hashlib.sha256(binary).hexdigest()}.cubin"
+    cure = f"set {CACHE} to a folder that can be written"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        for path in (root, place):
+            path.mkdir(
+                0o755, parents=True, exist_ok=True
+            )  # others must not write, as a umask may let
+            if why := doubt(path):
+                raise ConfigError(f"{path} {why}; {cure}")
         handle, partial = tempfile.mkstemp(prefix=".", dir=place)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -78,24 +92,30 @@ def keep(root: Path, key: str, binary: bytes) -> Path:
             os.unlink(partial)
             raise
     except OSError as error:
-        cure = f"set {CACHE} to a folder that can be written"
         raise ConfigError(f"{place} cannot be written: {error.strerror}; {cure}") from error
     return entry
 
 
 @functools.cache
 def prepare() -> None:
-    """Let CuPy be imported, and compile, even if it cannot write to the folder of its own cache.
+    """Let CuPy keep compiled kernels where this user can write, and nobody else.
 
-    CuPy creates that folder when it is imported, and fails if it cannot.
+    CuPy creates the folder of its cache when it is imported, fails if it cannot, and loads whatever
+    it finds there.
     """
-    own = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
         return
-    if not _writable(own):
-        os.environ.setdefault(IN_MEMORY, "1")
-        if not os.path.isdir(own):
-            os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # exists; nothing is written
+    own = kernel_cache()
+    place = own_folder(own, "cupy", f"set {CUPYS} to another folder")
+    if str(place) != os.environ.get(CUPYS, str(own)):
+        os.environ[CUPYS] = str(place)
+
+
+def kernel_cache() -> Path | None:
+    """Return the folder where CuPy keeps compiled kernels; None if the user has no home."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get(CUPYS) or "~/.cupy/kernel_cache").expanduser()
+    return None
 
 
 def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
@@ -106,7 +126,7 @@ def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
     KernelError
         The GPU is too old for the kernels, or too new for NVRTC.
     """
-    root, nvrtc = folder(), cupy.cuda.nvrtc
+    root, nvrtc = folder(writing=False), cupy.cuda.nvrtc
     architecture = str(cupy.cuda.Device().compute_capability)
     if root.is_dir():
         key = key_of(source, options, tuple(nvrtc.getVersion()), architecture)
@@ -126,12 +146,3 @@ def refusal(architecture: int, nvrtc: Any) -> str:
         return ""
     version = ".".join(map(str, nvrtc.getVersion()))
     return f"NVRTC {version} does not compile for sm_{architecture}, this GPU; install a newer one"
-
-
-def _writable(place: Path) -> bool:
-    """Create a folder, as CuPy would, and return whether files can be created in it."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError:  # os.access does not detect these: a full disk, a name that is too long
-        return False
-    return os.access(place, os.W_OK | os.X_OK)

@@ -39,6 +39,14 @@ class Batch(NamedTuple):
     real: int  # number of tokens that are not padding
 
 
+class Tokens(Protocol):
+    """Tokens of a text, in memory or in a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Array: ...
+
+
 class Source(Protocol):
     """The batches of a run, by step."""
 
@@ -205,7 +213,7 @@ class Batches:
     Every epoch splits the text into windows from a different start, and shuffles them again.
     """
 
-    def __init__(self, tokens: Array, *, batch: int, length: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, *, batch: int, length: int, seed: int) -> None:
         self.tokens, self.batch, self.length, self.seed = tokens, batch, length, seed
         self.windows = len(tokens) // length - 1
         if self.windows < 1:
@@ -266,7 +274,7 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
     return batches
 
 
-def unigram_baseline(train: Array, labels: Array, vocabulary: int) -> float:
+def unigram_baseline(train: Tokens, labels: Array, vocabulary: int) -> float:
     """Return the loss of predicting the tokens in ``labels`` by frequency only, in nats per token.
 
     Frequencies are those of the training tokens, with one added to each count.

@@ -1,11 +1,14 @@
-"""The tokens of a text: in memory if it is small, else in a memory-mapped file.
+"""The tokens of a text: in memory if it is small, else in a file from which rows are read.
 
 The file is named by a digest of text and tokenizer, so each text is tokenised only once.  It is
-written to a temporary name and renamed.
+written to a temporary name and renamed.  It ends with a digest of its name and its tokens; one that
+others may have written, or whose digest differs, is made again.
 """
 
 import hashlib
 import os
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,74 +18,145 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import CACHE, cache_folder, check_room
+from ..files import CACHE, cache_folder, check_room, doubt
 from .listener import announce, reading
 from .naming import named
-from .text import PIECE, SMALL, Text
+from .text import COUNTED, PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
 
 CONTEXT = 256  # characters on either side of a seam: longer than the context of a token
 AGREED = 8  # tokens before a seam that must be equal in both pieces
+DIGEST = 32  # bytes at the end of a file
+LOCK = threading.Lock()  # of seeking and reading
 SPARE = 1.2  # required disk space, as a multiple of the estimate from the first piece
 
 
-def tokens_of(text: Text, tokenizer: Any) -> Array:
+class StoredTokens:
+    """Tokens in an open file: slices of it are read, so that no run holds all of them.
+
+    A file that gets shorter during the run is an error; a memory map would end the process.
+    """
+
+    def __init__(self, file: BinaryIO, kind: np.dtype[Any], count: int) -> None:
+        self.file, self.kind, self.count = file, kind, count
+        weakref.finalize(self, file.close)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self.count
+
+    def __getitem__(self, where: slice) -> Array:
+        """Return consecutive tokens."""
+        start, stop, _ = where.indices(self.count)
+        size = max(0, stop - start) * self.kind.itemsize
+        with LOCK:
+            self.file.seek(start * self.kind.itemsize)
+            data = self.file.read(size)
+        if len(data) < size:
+            raise ConfigError(
+                f"{self.file.name}, with the tokens of {named('text')}, got shorter during the run;"
+                " start it again, which makes them again"
+            )
+        return np.frombuffer(data, self.kind)
+
+    def max(self) -> int:
+        """Return the largest token."""
+        return max(int(self[at : at + COUNTED].max()) for at in range(0, self.count, COUNTED))
+
+
+def tokens_of(text: Text, tokenizer: Any) -> Array | StoredTokens:
     """Return the tokens of the training part of a text.
 
     Raises
     ------
     ConfigError
-        The token file would not fit on its disk.
+        The token file would not fit on its disk, or the text changes while it is read.
     """
     if text.cut <= SMALL:
         return encode(tokenizer, "".join(part for _, part in text.blocks()))
     kind = token_kind(tokenizer)
     digest = hashlib.sha256((text.digest + tokenizer.to_str()).encode()).hexdigest()
     path = cache_folder() / f"{digest}.{kind.name}"
-    if not path.is_file():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, text, tokenizer, kind)
-        except OSError as error:
-            raise ConfigError(
-                f"{path.parent} cannot take the tokens of {named('text')}"
-                f" ({error.strerror or error}); make room there, or set {CACHE} to another folder"
-            ) from None
-    tokens: Array = np.memmap(path, kind, "r")
-    return tokens
+    try:
+        return _stored(path, kind) or _write(path, text, tokenizer, kind)
+    except OSError as error:
+        raise ConfigError(
+            f"{path.parent} cannot take the tokens of {named('text')}"
+            f" ({error.strerror or error}); make room there, or set {CACHE} to another folder"
+        ) from None
 
 
-def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
+def _stored(path: Path, kind: np.dtype[Any]) -> StoredTokens | None:
+    """Return the tokens of a file; None unless it is whole and nobody else can have written it."""
+    if not path.is_file() or doubt(path):
+        return None
+    file = path.open("rb", buffering=0)
+    size = file.seek(-DIGEST, os.SEEK_END) if path.stat().st_size > DIGEST else 0
+    digest = file.read()
+    file.seek(0)
+    actual = hashlib.sha256(path.name.encode())
+    for at in range(0, size, PIECE):
+        actual.update(file.read(min(PIECE, size - at)))
+    if actual.digest() == digest:
+        return StoredTokens(file, kind, size // kind.itemsize)
+    file.close()
+    return None
+
+
+def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> StoredTokens:
     """Tokenise a text into a file, or wait for another run that does the same."""
     partial = path.with_suffix(path.suffix + ".partial")
-    while not path.is_file():
-        with partial.open("ab") as file:
+    while True:
+        with open(partial, "ab", opener=_private) as file:
             _lock(file)
             if not _has(partial, file):  # the run that held the lock has finished or stopped
                 continue
             try:
-                if not path.is_file():
-                    _fill(file, text, tokenizer, kind)
+                tokens = _stored(path, kind)
+                if tokens is None:
+                    _fill(file, text, tokenizer, kind, hashlib.sha256(path.name.encode()))
                     partial.replace(path)
+                    tokens = _stored(path, kind)
             finally:
                 partial.unlink(missing_ok=True)
+            if tokens is None:
+                cure = f"set {CACHE} to a folder on another disk"
+                raise ConfigError(f"{path}: what is read is not what was written; {cure}")
+            return tokens
 
 
-def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
+def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any], digest: Any) -> None:
     """Write the tokens of a text to an open file, after a check of the disk space."""
     file.truncate(0)
-    checked = False
-    blocks = reading(text.blocks(), text.cut, "tokenising")
-    for part in tokenised(tokenizer, (block[1] for block in blocks)):
+    checked, seen = False, hashlib.sha256()
+
+    def pieces() -> Iterator[str]:
+        for data, piece in reading(text.blocks(), text.cut, "tokenising"):
+            seen.update(data)
+            yield piece
+        seen.update(text.held_out.encode())
+
+    for part in tokenised(tokenizer, pieces()):
         if not checked:
             needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
             check_room(
                 Path(file.name), int(needed), f"the file of {named('text')}'s tokens ({CACHE})"
             )
             checked = True
-        file.write(part.astype(kind).tobytes())
+        data = part.astype(kind).tobytes()
+        digest.update(data)
+        file.write(data)
+    if seen.hexdigest() != text.digest:
+        cure = "start again when it is complete"
+        raise ConfigError(f"{named(text=text.path)} has changed since the run began; {cure}")
+    file.write(digest.digest())
     file.flush()
     os.fsync(file.fileno())
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only this user can read: a text may be confidential."""
+    return os.open(path, flags, 0o600)
 
 
 def _has(path: Path, file: BinaryIO) -> bool:

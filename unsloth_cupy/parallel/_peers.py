@@ -1,61 +1,114 @@
 """TCP connections between all pairs of processes, each with a thread that receives messages.
 
 A process that ends with an error tells the others, and they end too; they also end if a connection
-closes without a farewell.
+breaks: closes without a farewell, carries what is no message, or belongs to a machine that is gone.
 """
 
 import atexit
-import contextlib
-import json
 import os
 import socket
 import struct
 import sys
 import threading
 import time
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..errors import CommunicationError
 
 HEAD = struct.Struct("!QHH")  # bytes of a message, bytes of its key, kind of message
+CHECK = struct.Struct("!I")  # CRC-32 of a head, which follows it
 DATA, FAREWELL, FAILURE = range(3)
 GRACE = 0.5  # seconds for this process to print its own error before it ends
+STEP = 2**26  # bytes of a message for which memory is taken before they arrive
+SHORT = 2**14  # bytes up to which a message is sent in one piece with its head
+# An idle connection is lost after 4 unanswered probes: 25 s after its machine, or the cable, fails.
+ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 PAUSE = 0.05  # seconds between attempts to connect
-HELLO = 30.0  # time limit in seconds for a new connection to send its rank
-MOST = 2**24  # largest message in bytes while ranks connect
 LOST = "its connection ended"
 
 
 class Peers:
     """The connections of this process to all others, and the messages received, by key."""
 
-    def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
-        self.rank, self.links = rank, links
-        self.inbox: dict[tuple[int, str], deque[bytes]] = defaultdict(deque)
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.links: dict[int, socket.socket] = {}
+        self.inbox: dict[tuple[int, str], deque[bytearray]] = defaultdict(deque)
         self.gone: dict[int, str] = {}  # ranks whose connection ended, and why; "" after a farewell
-        self.on_failure: Callable[[int, str], None] = self._end
+        self.on_failure: Callable[[int, str], None] | None = None  # None: ranks are still meeting
         self.changed = threading.Condition()
         self.sending = threading.Lock()
-        for other, link in links.items():
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._hear, args=(other, link), daemon=True).start()
         self.failing, self.before = False, sys.excepthook
+
+    def add(self, other: int, link: socket.socket) -> None:
+        """Receive the messages of a rank from now on."""
+        link.settimeout(None)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in ALIVE.items():
+            with suppress(AttributeError, OSError):  # each system has some of them
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        with self.changed:
+            self.links[other] = link
+            self.changed.notify_all()
+        threading.Thread(target=self._hear, args=(other, link), daemon=True).start()
+
+    def start(self) -> None:
+        """End all ranks from now on if one of them fails: all have met."""
         sys.excepthook = self._fail
         atexit.register(self.leave)
+        with self.changed:
+            self.on_failure, failed = self._end, self.failed()
+        if failed:
+            self._end(*failed)
+
+    def close(self) -> None:
+        """Close all connections; those at the other end take this for a failure."""
+        for link in self.links.values():
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+    def wait_for(self, ranks: set[int], limit: float) -> set[int]:
+        """Wait until these ranks are connected, and return those that are not at the limit.
+
+        Raises
+        ------
+        CommunicationError
+            The connection of a rank has ended.
+        """
+        with self.changed:
+            while (missing := ranks - self.links.keys()) and (left := limit - time.monotonic()) > 0:
+                self.check()
+                self.changed.wait(left)
+        return missing
+
+    def check(self) -> None:
+        """Raise CommunicationError if the connection of a rank has ended while ranks meet."""
+        if failed := self.failed():
+            problem = f"rank {self.rank}: the connection of rank {failed[0]} ended before all ranks"
+            cure = "see what the others printed"
+            raise CommunicationError(f"{problem} had met; {cure}", rank=failed[0])
 
     def send(self, to: int, key: str, data: Any) -> None:
         """Send bytes to a rank, whose thread receives them at once."""
         name, view = key.encode(), memoryview(data).cast("B")
+        head = head_of(len(view), len(name), DATA) + name
         try:
             with self.sending:
-                self.links[to].sendall(HEAD.pack(len(view), len(name), DATA) + name)
-                self.links[to].sendall(view)
+                if len(view) <= SHORT:
+                    self.links[to].sendall(head + view)
+                else:
+                    self.links[to].sendall(head)
+                    self.links[to].sendall(view)
         except OSError:
             self._lost(to, LOST)
 
-    def take(self, source: int, key: str, limit: float) -> bytes | None:
+    def take(self, source: int, key: str, limit: float) -> bytearray | None:
         """Return the next message of a rank; None after the time limit or if the rank is gone."""
         with self.changed:
             queue = self.inbox[source, key]
@@ -98,10 +151,8 @@ class Peers:
         """Send a message of this kind to all others; ignore closed connections."""
         data = text.encode()
         for link in self.links.values():
-            try:
-                link.sendall(HEAD.pack(len(data), 0, kind) + data)
-            except OSError:
-                continue
+            with suppress(OSError):
+                link.sendall(head_of(len(data), 0, kind) + data)
 
     def _end(self, rank: int, why: str) -> None:
         """End the process, which may be waiting for the failed rank."""
@@ -114,16 +165,20 @@ class Peers:
         """Receive the messages of a rank until its connection ends; runs in a thread."""
         try:
             while True:
-                size, named, kind = HEAD.unpack(received(link, HEAD.size))
-                key = received(link, named).decode()
-                data = received(link, size)
+                head = received(link, HEAD.size + CHECK.size)
+                size, named, kind = HEAD.unpack_from(head)
+                if head != head_of(size, named, kind):
+                    raise ConnectionResetError
+                key, data = received(link, named).decode(), received(link, size)
                 if kind != DATA:
                     self._lost(other, data.decode())
                     return
                 with self.changed:
                     self.inbox[other, key].append(data)
                     self.changed.notify_all()
-        except OSError:
+        except (OSError, ValueError, MemoryError):
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)  # the other end notices now, too
             self._lost(other, LOST)
 
     def _lost(self, other: int, why: str) -> None:
@@ -131,124 +186,32 @@ class Peers:
         with self.changed:
             first = other not in self.gone
             self.gone.setdefault(other, why)
+            act = self.on_failure
             self.changed.notify_all()
-        if first and why and not self.failing:
-            self.on_failure(other, why)
+        if first and why and act and not self.failing:
+            act(other, why)
 
 
-def connected(
-    rank: int, size: int, address: str, port: int, timeout: float
-) -> dict[int, socket.socket]:
-    """Return a connection to every other rank, by its number."""
-    links: dict[int, socket.socket] = {}
-    try:
-        meet(links, rank, size, address, port, time.monotonic() + timeout)
-    except (OSError, CommunicationError) as error:
-        for link in links.values():
-            link.close()
-        if isinstance(error, CommunicationError):
-            raise
-        problem = f"rank {rank}: a connection ended before all {size} ranks had met ({error})"
-        raise CommunicationError(f"{problem}; see what the others printed") from error
-    return links
+def head_of(size: int, named: int, kind: int) -> bytes:
+    """Return the head of a message, which ends with a checksum of the rest."""
+    head = HEAD.pack(size, named, kind)
+    return head + CHECK.pack(zlib.crc32(head))
 
 
-def meet(
-    links: dict[int, socket.socket], rank: int, size: int, address: str, port: int, limit: float
-) -> None:
-    """Connect this rank to all others, and add the connections to links.
+def received(link: socket.socket, size: int, limit: float | None = None) -> bytearray:
+    """Return exactly ``size`` bytes; raise OSError if the connection, or the time, ends before.
 
-    All others connect to rank 0, which sends them the addresses at which each rank listens; then
-    each rank connects to those of lower number.
+    Memory beyond STEP bytes is taken as they arrive, whatever size the other end claims.
     """
-    with listening(rank, port if rank == 0 else 0, size) as listener:
-        if rank == 0:
-            accept(links, listener, range(1, size), limit)
-            addresses = [
-                (r, links[r].getpeername()[0], receive_json(links[r])) for r in sorted(links)
-            ]
-        else:
-            links[0] = connect(address, port, rank, limit)
-            send_json(links[0], listener.getsockname()[1])
-            for other, host, own in receive_json(links[0])[: rank - 1]:
-                links[other] = connect(host, own, rank, limit)
-            accept(links, listener, range(rank + 1, size), limit)
-    if rank == 0:  # the listener is closed first: a rank may finish now and reuse this port
-        for link in links.values():
-            send_json(link, addresses)
-
-
-def listening(rank: int, port: int, size: int) -> socket.socket:
-    """Return a socket that listens at a port; 0 stands for any free port."""
-    try:
-        return socket.create_server(("", port), backlog=size)
-    except OSError as error:
-        problem = f"rank {rank} cannot listen at port {port} ({error.strerror})"
-        raise CommunicationError(f"{problem}; set another MASTER_PORT", rank=rank) from error
-
-
-def connect(address: str, port: int, rank: int, limit: float) -> socket.socket:
-    """Return a connection to an address, tried until the time limit, and send this rank."""
-    while True:
-        try:
-            link = socket.create_connection((address, port), max(PAUSE, limit - time.monotonic()))
-        except OSError as error:
-            if time.monotonic() > limit:
-                problem = f"rank {rank}: nobody listens at {address}:{port} ({error})"
-                cure = "see whether rank 0 was started, and MASTER_ADDR"
-                raise CommunicationError(f"{problem}; {cure}", rank=0) from error
-            time.sleep(PAUSE)
-        else:
-            link.settimeout(None)
-            send_json(link, rank)
-            return link
-
-
-def accept(
-    links: dict[int, socket.socket], listener: socket.socket, ranks: range, limit: float
-) -> None:
-    """Add the connections of these ranks to links; connections of others are closed."""
-    while missing := [rank for rank in ranks if rank not in links]:
-        listener.settimeout(max(PAUSE, limit - time.monotonic()))
-        try:
-            link, _ = listener.accept()
-        except TimeoutError as error:
-            known = ", ".join(str(rank) for rank in ranks if rank in links) or "nobody"
-            problem = f"rank {ranks.start - 1}: {len(ranks)} ranks were to connect, and {known} did"
-            cure = f"see whether rank {missing[0]} was started"
-            raise CommunicationError(f"{problem}; {cure}", rank=missing[0]) from error
-        link.settimeout(HELLO)
-        caller: Any = None
-        with contextlib.suppress(OSError, ValueError, CommunicationError):
-            caller = receive_json(link)
-        if caller in ranks:
-            link.settimeout(None)
-            links[caller] = link
-        else:
-            link.close()
-
-
-def send_json(link: socket.socket, what: Any) -> None:
-    """Send a value as JSON."""
-    data = json.dumps(what).encode()
-    link.sendall(HEAD.pack(len(data), 0, DATA) + data)
-
-
-def receive_json(link: socket.socket) -> Any:
-    """Return the value that the other end sent with ``send_json``."""
-    size, *_ = HEAD.unpack(received(link, HEAD.size))
-    if size > MOST:
-        raise CommunicationError(f"{size} bytes are not a list of ranks; see who connects here")
-    return json.loads(received(link, size))
-
-
-def received(link: socket.socket, size: int) -> bytes:
-    """Return exactly ``size`` bytes; raise OSError if the connection ends before."""
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
+    data, filled = bytearray(min(size, STEP)), 0
     while filled < size:
-        count = link.recv_into(view[filled:])
+        if filled == len(data):
+            data.extend(bytes(min(size - filled, filled)))
+        if limit is not None:
+            link.settimeout(max(0.0, limit - time.monotonic()))
+        with memoryview(data) as view:
+            count = link.recv_into(view[filled:])
         if not count:
             raise ConnectionResetError
         filled += count
-    return bytes(data)
+    return data

@@ -2,8 +2,9 @@
 
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
 
-Rank 0 listens at that address; the others send it the addresses at which they listen, and it sends
-all of them to every rank; then every pair of ranks connects.
+Rank 0 listens at that address; the others tell it where they listen, and it tells every rank where
+all others do; then every pair of ranks connects.  Each connection begins with a proof, both ways,
+of a key that only these ranks know.
 """
 
 import os
@@ -15,25 +16,30 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommunicationError, ConfigError
-from ._peers import Peers, connected
+from ._meeting import meet
+from ._peers import Peers
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
 
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
 PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
+LOOPBACK = "127.0.0.1"
 RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 
 
 class SocketCommunicator(Exchanges):
     """Ranks that are connected by TCP; arrays are NumPy's.
 
-    If a process ends with an error or is killed, all processes end.
+    If a process ends with an error or is killed, or a connection breaks, all processes end.  Ranks
+    prove to each other that they know the key in UNSLOTH_CUPY_AUTHKEY; without it, the random run
+    id of ``torchrun --standalone``, or else the content of ``~/.config/unsloth_cupy/authkey``, a
+    file that the first rank makes and only the user can read.  What they send is not encrypted.
 
     Parameters
     ----------
     rank, size : int
     address : str
-        Host of rank 0.
+        Address or name of rank 0's machine; rank 0 listens there and nowhere else.
     port : int
         A free port of that host.
     timeout : float
@@ -46,8 +52,8 @@ class SocketCommunicator(Exchanges):
     ConfigError
         rank is not below size, or timeout is not positive.
     CommunicationError
-        Another rank did not take part in time, or has ended; from an exchange also if ranks make
-        different calls.
+        Another rank did not take part in time, has another key, or has ended; from an exchange
+        also if ranks make different calls.
     """
 
     def __init__(
@@ -65,7 +71,14 @@ class SocketCommunicator(Exchanges):
             cure = f"pass one in 0 .. {size - 1}"
             raise ConfigError(f"SocketCommunicator(rank={rank}, size={size}) is not a rank; {cure}")
         self.rank, self.size = rank, size
-        self.peers = Peers(rank, connected(rank, size, address, port, timeout))
+        self.peers = Peers(rank)
+        try:
+            if size > 1:
+                meet(self.peers, size, address, port, timeout)
+        except BaseException:
+            self.peers.close()
+            raise
+        self.peers.start()
         self._members, self._group, self._splits = list(range(size)), "", 0
 
     @classmethod
@@ -147,13 +160,17 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     """Return rank, size, and the address and port of rank 0, from torchrun's or SLURM's variables.
 
     torchrun itself listens at MASTER_PORT, so ranks use the port after it.  With srun alone, rank 0
-    is on the first node of the step, and the job's number determines the port.
+    is on the first node of the step, and the job's number determines the port.  If the launcher
+    says that all ranks are on one machine, they meet on loopback.
     """
     rank, size = (first_of(environment, names) for names in (RANK, SIZE))
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if address is None and "SLURM_PROCID" in environment:
         nodes = (environment.get(name, "") for name in NODES)
         address = first_host(next(filter(None, nodes), "")) or None
+    local = "LOCAL_WORLD_SIZE" if "RANK" in environment else "SLURM_STEP_TASKS_PER_NODE"
+    if address is not None and size is not None and environment.get(local) == size:
+        address = LOOPBACK
     job = environment.get("SLURM_JOB_ID", "")
     if port is None and job.isdigit():
         port = str(PORTS.start + int(job) % len(PORTS))

@@ -1,0 +1,253 @@
+"""How ranks meet: rank 0 listens at its own address, and every pair proves a common key by HMAC.
+
+    caller     hello = magic, its rank, number of ranks, port at which it listens, 32 random bytes
+    listener   challenge = 32 random bytes
+    caller     HMAC-SHA256(key, rank of the listener, hello, challenge)
+    listener   answer, HMAC-SHA256(key, rank of the listener, hello, challenge, answer)
+
+All of these have fixed sizes, and nothing else is read of a caller before its proof.  Callers are
+heard side by side, each for a limited time.  What ranks send afterwards is not encrypted.
+"""
+
+import errno
+import hmac
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any
+
+from ..errors import CommunicationError
+from ._authkey import AUTHKEY, authkey
+from ._peers import PAUSE, Peers, received
+
+HELLO = struct.Struct("!8sIIH32s")
+MAGIC, RANDOM, PROOF = b"ranks\0\0\1", 32, 32
+MET, REFUSED = b"\0", b"\1"  # answers
+HELLO_LIMIT = 10.0  # seconds within which a caller proves its key
+CALLERS = 64  # callers heard at a time, beside the ranks; with one more, the first is dropped
+TABLE = "table"  # key of the message with the addresses at which ranks listen
+ONE_KEY = f"set {AUTHKEY} to one secret in all ranks"
+
+
+class Door:
+    """A listening socket, with a thread that admits the ranks above this one until all are here."""
+
+    def __init__(self, peers: Peers, size: int, key: bytes, host: str, port: int) -> None:
+        self.peers, self.size, self.key, self.name = peers, size, key, host
+        self.expected = set(range(peers.rank + 1, size))
+        self.homes: dict[int, tuple[str, int]] = {}  # where each rank listens
+        self.wrong = 0  # callers with another key
+        self.listener = listening(peers.rank, host, port, CALLERS + size)
+        self.host, self.port = self.listener.getsockname()[:2]
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._admit, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self.closing.set()
+        self.thread.join()
+
+    def _admit(self) -> None:
+        """Hear callers side by side, and admit those that prove the key; the body of the thread."""
+        callers: dict[socket.socket, Caller] = {}
+        with selectors.DefaultSelector() as selector, self.listener:
+            selector.register(self.listener, selectors.EVENT_READ)
+            while self.expected - self.homes.keys() and not self.closing.is_set():
+                for ready, _ in selector.select(PAUSE):
+                    link: Any = ready.fileobj
+                    if link is not self.listener:
+                        callers[link].read()
+                        continue
+                    with suppress(OSError):  # the caller has left, or there are too many files
+                        link = self.listener.accept()[0]
+                        callers[link] = Caller(link, self._answering(link))
+                        selector.register(link, selectors.EVENT_READ)
+                crowd = len(callers) - CALLERS - self.size
+                for place, (link, caller) in enumerate([*callers.items()]):
+                    if caller.ended or place < crowd or time.monotonic() > caller.limit:
+                        selector.unregister(link)
+                        del callers[link]
+                        if caller.rank is None:
+                            link.close()
+                        else:
+                            self.peers.add(caller.rank, link)
+        for link in callers:
+            link.close()
+
+    def _answering(self, link: socket.socket) -> Generator[int, bytes, int]:
+        """Yield how many bytes a caller owes, and return its rank; OSError: it is a stranger."""
+        hello = yield HELLO.size
+        magic, rank, size, port, _ = HELLO.unpack(hello)
+        if magic != MAGIC:
+            raise ConnectionRefusedError
+        challenge = os.urandom(RANDOM)
+        link.sendall(challenge)
+        known = hmac.compare_digest((yield PROOF), self._proof(hello, challenge))
+        self.wrong += not known
+        met = known and size == self.size and rank in self.expected - self.homes.keys()
+        answer = MET if met else REFUSED
+        link.sendall(answer + (self._proof(hello, challenge, answer) if known else bytes(PROOF)))
+        if not met:
+            raise ConnectionRefusedError
+        self.homes[rank] = link.getpeername()[0], port
+        return int(rank)
+
+    def _proof(self, *said: bytes) -> bytes:
+        return proof(self.key, self.peers.rank, *said)
+
+
+class Caller:
+    """A connection whose other end has not proved the key yet."""
+
+    def __init__(self, link: socket.socket, steps: Generator[int, bytes, int]) -> None:
+        link.setblocking(False)
+        self.link, self.steps, self.owed, self.got = link, steps, next(steps), b""
+        self.limit = time.monotonic() + HELLO_LIMIT
+        self.ended = False
+        self.rank: int | None = None
+
+    def read(self) -> None:
+        """Read what has come, and no more than is owed now."""
+        try:
+            data = self.link.recv(self.owed - len(self.got))
+            self.got += data
+            self.ended = not data
+            if len(self.got) == self.owed:
+                self.owed, self.got = self.steps.send(self.got), b""
+        except StopIteration as end:
+            self.ended, self.rank = True, end.value
+        except OSError:
+            self.ended = True
+
+
+def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
+    """Connect this rank to all others.
+
+    All others connect to rank 0, which sends them the addresses at which each rank listens; then
+    each rank connects to those of lower number.
+
+    Raises
+    ------
+    CommunicationError
+        A rank did not come in time, has another key, or has ended.
+    """
+    rank, limit, key = peers.rank, time.monotonic() + timeout, authkey()
+    place = host, port
+    if rank:  # others find it where this machine reaches rank 0
+        with reached(peers, 0, host, port, limit) as link:
+            place = link.getsockname()[0], 0
+    door = Door(peers, size, key, *place)
+    try:
+        if rank:
+            call(door, 0, host, port, limit)
+            table = peers.take(0, TABLE, limit)
+            peers.check()
+            if table is None:
+                problem = f"rank {rank}: rank 0 did not say in time where the others are"
+                cure = "see whether all ranks were started"
+                raise CommunicationError(f"{problem}; {cure}", rank=0)
+            for other, (home, at) in enumerate(map(str.split, table.decode().splitlines()), 1):
+                if other < rank:
+                    call(door, other, home, int(at), limit)
+        if missing := peers.wait_for(door.expected, limit):
+            raise late(door, missing)
+    finally:
+        door.close()
+    if rank == 0:  # the listener is closed first: a rank may finish now and reuse this port
+        lines = [f"{home} {at}" for _, (home, at) in sorted(door.homes.items())]
+        for other in door.expected:
+            peers.send(other, TABLE, "\n".join(lines).encode())
+
+
+def late(door: Door, missing: set[int]) -> CommunicationError:
+    """Return the error for ranks that did not come in time."""
+    known = ", ".join(map(str, sorted(door.expected - missing))) or "nobody"
+    problem = f"rank {door.peers.rank}: {len(door.expected)} ranks were to connect to"
+    problem += f" {door.host}:{door.port}, and {known} did"
+    cure = f"see whether rank {min(missing)} was started"
+    if door.name not in (door.host, "localhost") and ip_address(door.host).is_loopback:
+        cure += f"; MASTER_ADDR={door.name} is {door.host} here, which other machines do not reach"
+    if door.wrong:
+        cure += f"; {door.wrong} callers had another key: {ONE_KEY}"
+    return CommunicationError(f"{problem}; {cure}", rank=min(missing))
+
+
+def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at an address of this machine; port 0 stands for any."""
+    problem: OSError = OSError("no such host")
+    try:
+        for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                return socket.create_server(place, family=family, backlog=backlog)
+            except OSError as error:
+                problem = error
+                if error.errno == errno.EADDRINUSE:
+                    break
+    except OSError as error:  # the name is unknown
+        problem = error
+    cure = "set MASTER_ADDR to an address of rank 0"
+    if problem.errno in (errno.EADDRINUSE, errno.EACCES):
+        cure = "set another MASTER_PORT"
+    said = f"rank {rank} cannot listen at {host}:{port} ({problem.strerror or problem}); {cure}"
+    raise CommunicationError(said, rank=rank) from problem
+
+
+def reached(peers: Peers, other: int, host: str, port: int, limit: float) -> socket.socket:
+    """Return a connection to a rank, tried until the time limit."""
+    while True:
+        peers.check()
+        left = limit - time.monotonic()
+        try:
+            return socket.create_connection((host, port), max(PAUSE, min(HELLO_LIMIT, left)))
+        except OSError as error:
+            if time.monotonic() > limit:
+                problem = f"rank {peers.rank}: nobody listens at {host}:{port} ({error})"
+                cure = f"see whether rank {other} was started, and MASTER_ADDR"
+                raise CommunicationError(f"{problem}; {cure}", rank=other) from error
+            time.sleep(PAUSE)
+
+
+def call(door: Door, other: int, host: str, port: int, limit: float) -> None:
+    """Connect to a rank and prove the key, again until the time limit if nobody answers."""
+    rank = door.peers.rank
+    hello = HELLO.pack(MAGIC, rank, door.size, door.port, os.urandom(RANDOM))
+    where = f"rank {rank}: who listens at {host}:{port}"
+    while True:
+        link = reached(door.peers, other, host, port, limit)
+        until = min(limit, time.monotonic() + 2 * HELLO_LIMIT)
+        try:
+            link.sendall(hello)
+            challenge = bytes(received(link, RANDOM, until))
+            link.sendall(proof(door.key, other, hello, challenge))
+            answer, theirs = (bytes(received(link, size, until)) for size in (1, PROOF))
+        except OSError as error:
+            link.close()
+            if time.monotonic() > limit:
+                problem = f"{where} does not answer as rank {other} ({error})"
+                cure = "see what runs there, and set another MASTER_PORT"
+                raise CommunicationError(f"{problem}; {cure}", rank=other) from error
+            time.sleep(PAUSE)
+            continue
+        if not hmac.compare_digest(theirs, proof(door.key, other, hello, challenge, answer)):
+            link.close()
+            problem = f"{where} has another key, or is not rank {other}"
+            raise CommunicationError(f"{problem}; {ONE_KEY}", rank=other)
+        if answer != MET:
+            link.close()
+            problem = f"rank {other} does not take this process for rank {rank} of {door.size}"
+            cure = "give each process its own RANK, and all the same WORLD_SIZE"
+            raise CommunicationError(f"{problem}; {cure}", rank=rank)
+        door.peers.add(other, link)
+        return
+
+
+def proof(key: bytes, listener: int, *said: bytes) -> bytes:
+    """Return the HMAC of what was said to a listener; an answer makes it longer than a caller's."""
+    return hmac.digest(key, b"%d " % listener + b"".join(said), "sha256")

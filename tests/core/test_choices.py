@@ -69,7 +69,7 @@ def test_on_a_tape(seen: Any) -> None:
 
 @pytest.mark.parametrize("door", ["eager", "operator"])
 def test_in_torch(seen: Any, door: str) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="it calls backward passes from threads of its own")
     noted, tiles = seen
     x = torch.ones(3, requires_grad=True)
     call = noted if door == "eager" else in_torch.register(_generated(noted, x)).door
@@ -86,7 +86,7 @@ def _generated(noted: Any, x: Any) -> Any:
 
 
 def test_in_jax(seen: Any) -> None:
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="it calls ops from threads of its own")
     noted, tiles = seen
     x = jax.numpy.ones(3)
     for config, expected in ((CONFIG, 48), (AttentionConfig(tile=32), 32)):

@@ -22,7 +22,7 @@ LIMITS = {
     "compiled": 80,
     "ops": 5800,
     "training": 850,
-    "inference": 400,
+    "inference": 420,
     "interop": 2200,
     "parallel": 1800,
     "models": 3400,

@@ -1,7 +1,7 @@
 """Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,21 @@ def summary(loop: Loop) -> str:
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
     adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
+    decay, free = "", trainable_count(model, loop.undecayed)
+    if loop.plan.weight_decay and free:
+        decay = f", of which {free:,} in norms, biases and embeddings do not decay"
+        decay += f" ({named(decay_all=True)}: all do)"
     return (
-        f"{model.config.model_type} of {count:,} parameters{adapted};"
+        f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
         f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
         f" {loop.run.folder}"
     )
 
 
-def trainable_count(model: models.Transformer) -> int:
-    """Return the number of trained parameters over all ranks."""
+def trainable_count(model: models.Transformer, names: Collection[str] | None = None) -> int:
+    """Return the number of trained parameters, or of those named, over all ranks."""
     trained, division = model.trainable, model.division
+    trained = {n: a for n, a in trained.items() if names is None or n in names}
     if division is None:
         return sum(array.size for array in trained.values())
     learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in trained.items())

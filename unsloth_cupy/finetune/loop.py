@@ -150,7 +150,7 @@ class Loop:
     def _one_step(self) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
-        slowed = self.memory.begin_step()
+        slowed = self.memory.begin_step(self.step)
         with self.stop.interruptible_block(f"step {self.step + 1}"):
             loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now

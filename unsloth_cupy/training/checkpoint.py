@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..core.call import check_options, is_number
 from ..core.op import OPS
 from ..errors import ConfigError, GradientError
-from .offload import Offloaded, offloaded
+from .offload import Offloaded, to_host
 from .tape import Gradients, Tape, add_up
 from .variable import Var
 
@@ -128,7 +128,7 @@ def checkpoint(
         returned.setdefault(var.index, Var(var.value, tape))
     moving = {arg.index for arg in args if type(arg) is Var} if offload else set()
     call = _mapped((args, options), Var, lambda var: _Slot(var.index))
-    values = {i: offloaded(v.value) if i in moving else v.value for i, v in inputs.items()}
+    values = {i: to_host(v.value) if i in moving else v.value for i, v in inputs.items()}
     outputs = {str(index): var.index for index, var in returned.items()}
     tape.note(Recomputed(function, call, values, outputs, first))
     return _mapped(result, Var, lambda var: returned[var.index])

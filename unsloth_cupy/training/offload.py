@@ -96,6 +96,6 @@ def _newest() -> dict[Any, Any]:
     return last
 
 
-def offloaded(array: Any) -> Any:
+def to_host(array: Any) -> Any:
     """Return an array of a GPU as an Offloaded, any other array unchanged."""
     return Offloaded(array) if is_cupys(array.__class__) else array

@@ -129,18 +129,23 @@ def _allocator(like: Any) -> Callable[..., Any]:
     return gpu.cupy().ndarray if gpu.is_cupys(like.__class__) else _refuse
 
 
-def replaying(run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:
+def replaying(
+    run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool, chooses: bool
+) -> Run:
     """Return ``run`` for calls of one form, on host or device, replayed once it is recorded.
 
-    ``check`` runs once for each key.  Where ``run`` returns NotImplemented, as there is no kernel
-    for these options, the function that ``defined(arrays)`` returns runs instead.
+    ``check`` runs once for each key, of which ``choices`` are a part if the launch ``chooses``.
+    Where ``run`` returns NotImplemented, as there is no kernel for these options, the function that
+    ``defined(arrays)`` returns runs instead.
     """
     known: dict[Any, Run | None] = {}  # None: met once
     fallback: list[Run] = []
-    layouts_of = _layouts_on_host if host else _layouts_on_gpu
+    plain = layouts_of = _layouts_on_host if host else _layouts_on_gpu
+    if chooses:
+        layouts_of = lambda arrays: [*plain(arrays), choices.get()]  # noqa: E731 -- others pay nothing
 
     def replayed(arrays: list[Any], options: dict[str, Any]) -> Any:
-        key = (*layouts_of(arrays), *options.values(), choices.get())
+        key = (*layouts_of(arrays), *options.values())
         try:
             again = known[key]
         except (KeyError, TypeError) as error:

@@ -61,6 +61,7 @@ def test_tensors_stay_those_of_torch() -> None:
     [
         (ConfigError, r"to_device: device='gpu'; choose 'cpu'", X, "gpu"),
         (ConfigError, "to_device: device=1", X, 1),
+        (ConfigError, "to_device: device=None", X, None),
         (DeviceError, "device='cuda", X, "cuda:7"),
         (DTypeError, "to_device: array is not an array but list", [1.0], "cpu"),
         (FrameworkError, "to_device: array is a Nf4", nf4_quantize(np.ones((64, 64))), "cpu"),

@@ -369,6 +369,21 @@ def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(("tile", "dim"), [(16, 64), (32, 128), (64, 256), (16, 320)])
+def test_tiles_that_are_cut_compute_the_same(tile: int, dim: int, dtype: Any) -> None:
+    dims = dict.fromkeys(("dim", "value_dim"), dim)
+    for options in ({"causal": True}, {"window": (20, 0)}):
+        case = Case("", **GROUPED, queries=70, keys=75, **dims, **options)
+
+        def run(function: Any) -> Any:
+            with AttentionConfig(tile).use():
+                return _within(function, check=False, architecture=80, shared_memory=163 * KB)
+
+        _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
+
+
 def test_a_config_is_asked_for_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked() -> tuple[str, tuple[int, ...]]:
         with gpu("90") as machine:

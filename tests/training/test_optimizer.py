@@ -466,5 +466,8 @@ def test_groups_that_make_no_sense() -> None:
     state = grouped().state()
     with pytest.raises(ConfigError, match=r"names differ in \['groups'"):
         grouped(groups=()).load_state(state)
+    for bad in (np.full((2, 2), -1.0), np.full((2, 2), np.inf), np.full((2, 2), "a")):
+        with pytest.raises(ConfigError, match="pass finite rates of 0 or more"):
+            grouped().load_state(state | {"groups": bad})
     with pytest.raises(ShapeError, match="1 groups"):
         grouped(groups=GROUPS[:1]).load_state(state)

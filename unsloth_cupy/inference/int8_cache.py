@@ -12,6 +12,7 @@ from ..core.call import is_integer
 from ..core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 
+MOST_LAYERS = 10_000
 INT8 = np.dtype("int8")
 STORED = (*FLOATS, INT8)  # the dtypes that a cache may have
 
@@ -39,6 +40,8 @@ def read(codes: Array, scales: Array, dtype: Any) -> Array:
 
 def windows_of(call: str, window: Any, layers: int) -> list[int | None]:
     """Return the window of each layer, from one for all of them or a list; raise ConfigError."""
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"{call}(layers={layers}): pass {MOST_LAYERS} or fewer")
     windows = [*window] if isinstance(window, tuple | list) else [window] * layers
     if len(windows) != layers or not all(w is None or is_integer(w, 1) for w in windows):
         cure = "pass how many tokens to keep, 1 or more, None for all, or a list, one per layer"

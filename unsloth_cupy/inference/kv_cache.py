@@ -24,6 +24,7 @@ from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
 from .int8_cache import (
     INT8,
+    MOST_LAYERS,
     STORED,
     check_length,
     check_new,
@@ -33,7 +34,6 @@ from .int8_cache import (
     windows_of,
 )
 
-MOST_LAYERS = 10_000
 ORDERLESS = {"scale", "softcap", "sinks"}  # options of attention for keys in any order
 FEW = 16  # queries; at most this many read codes directly, for more the codes become floats first
 

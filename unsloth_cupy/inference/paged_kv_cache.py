@@ -83,10 +83,10 @@ class PagedKVCache:
             cure = "sizes must be integers, none of them negative, and page 1 or more"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype, STORED)
-        self.windows = windows_of("PagedKVCache", window, layers)
         place = array_on_device("PagedKVCache", like)
         size = 2 * array_bytes(shape, kind.itemsize) + scale_bytes(kind, array_bytes(shape[:-1], 1))
         check_bytes(f"PagedKVCache{shape}", size, place)
+        self.windows = windows_of("PagedKVCache", window, layers)
         self.keys = arrays.empty(shape, kind, place)
         self.values = arrays.empty(shape, kind, place)
         if window is not None:  # attention also reads slots without a token, and masks them

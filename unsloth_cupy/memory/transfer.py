@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.arrays import framework_of
 from ..core.dtypes import Stored
-from ..errors import FrameworkError
+from ..errors import ConfigError, FrameworkError
 from ..placement import synchronize_stream, to_numpy
 from ..training.offload import note
 from ..training.tape import Gradients, add_up
@@ -28,7 +28,7 @@ class Moved(NamedTuple):
         grads[index] = add_up(grads.get(index), to_device(gradient, place_of(self.values["array"])))
 
 
-def to_device(array: Any, device: str) -> Any:
+def to_device(array: Any, device: Any) -> Any:
     """Return an array on a device; itself if it is there already.
 
     Parameters
@@ -52,19 +52,31 @@ def to_device(array: Any, device: str) -> Any:
     FrameworkError
         The array is of another library, or quantized.
     """
+    return _moved("to_device", array, device)
+
+
+def to_host(array: Any) -> Any:
+    """Return an array in the memory of the host, as ``to_device(array, "cpu")`` does."""
+    return _moved("to_host", array, "cpu")
+
+
+def _moved(call: str, array: Any, device: Any) -> Any:
     from ..models.folder import on_device  # a program without models does not import them
 
     if isinstance(array, Var):
-        copy = Var(to_device(array.value, device), array.tape)
+        copy = Var(_moved(call, array.value, device), array.tape)
         values = {"array": array.value, "moved": copy.value}
         array.tape.note(Moved(values, {"array": array.index}, {"moved": copy.index}))
         return copy
-    library = framework_of(array, "to_device: array")
+    library = framework_of(array, f"{call}: array")
     if library not in ("numpy", "cupy", "torch") or isinstance(array, Stored):
         cure = "pass one of NumPy, CuPy or torch; others move by functions of their own"
-        raise FrameworkError(f"to_device: array is a {type(array).__name__} of {library}; {cure}")
-    with on_device("to_device", device) as copied:
-        if place_of(array) == device.replace("cuda", "cuda:0") or place_of(array) == device:
+        raise FrameworkError(f"{call}: array is a {type(array).__name__} of {library}; {cure}")
+    if not isinstance(device, str):
+        cure = "choose 'cpu' (NumPy), 'cuda' or 'cuda:1'"
+        raise ConfigError(f"{call}: device={device!r}; {cure}")
+    with on_device(call, device) as copied:
+        if place_of(array) == {"cuda": "cuda:0"}.get(device, device):
             return array
         note("to_host" if device == "cpu" else "to_device", array.nbytes)
         if library == "torch":
@@ -73,11 +85,6 @@ def to_device(array: Any, device: str) -> Any:
         if device == "cpu":
             return to_numpy(array)
         return copied(array) if library == "numpy" else array.copy()  # on the current GPU
-
-
-def to_host(array: Any) -> Any:
-    """Return an array in the memory of the host: ``to_device(array, "cpu")``."""
-    return to_device(array, "cpu")
 
 
 def place_of(array: Any) -> str:

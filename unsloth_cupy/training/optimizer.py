@@ -273,6 +273,9 @@ class AdamW:
                 expected=(len(self.groups) - 1, 2),
                 actual=rates.shape,
             )
+        if rates.dtype.kind != "f" or (rates < 0).any() or np.isinf(rates).any():
+            problem = f"AdamW.load_state: groups holds {rates.tolist()}"
+            raise ConfigError(f"{problem}; pass finite rates of 0 or more, NaN for none")
         if state.keys() != names or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
             different = sorted(state.keys() ^ names)
             raise ConfigError(

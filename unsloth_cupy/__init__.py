@@ -144,6 +144,8 @@ from .memory.ledger import MemoryPlan as MemoryPlan
 from .memory.plan import plan_memory as plan_memory
 from .memory.pool import MemoryPool as MemoryPool
 from .memory.pool import memory_pool as memory_pool
+from .memory.transfer import to_device as to_device
+from .memory.transfer import to_host as to_host
 
 # Inspection of calls
 from .profiling.explain import explain as explain

@@ -20,12 +20,12 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
-from unsloth_cupy import attention_forward, rms_norm_forward
+from unsloth_cupy import AttentionConfig, attention_forward, rms_norm_forward
 from unsloth_cupy.core.source import Constants, translation_unit
 from unsloth_cupy.core.target import target_of, using
 from unsloth_cupy.files import atomic_path
 from unsloth_cupy.ops.attention import _forward, _hopper, _tiles
-from unsloth_cupy.ops.attention._tiles import Start, Tiles
+from unsloth_cupy.ops.attention._tiles import Tiles
 from unsloth_cupy.ops.norms import _norm
 
 from ..harness.parity import general_attention
@@ -99,8 +99,8 @@ def other_constants(changed: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def other_tiles(tiles: Tiles) -> Iterator[None]:
     """Make these tiles the only row of attention's launch table, and the one that calls request."""
-    start = mock.patch.object(_tiles, "start", Start(tiles.rows, tiles.threads, warpgroups=False))
-    with start, mock.patch.dict(_tiles.FORWARD, {(80, 2, 64): (tiles,)}):
+    limits = AttentionConfig(tiles.rows, tiles.threads, warpgroups=False)
+    with limits.use(), mock.patch.dict(_tiles.FORWARD, {(80, 2, 64): (tiles,)}):
         _tiles.resolve.cache_clear()
         yield
     _tiles.resolve.cache_clear()

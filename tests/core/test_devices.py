@@ -46,6 +46,8 @@ from unsloth_cupy import (
     rope_tables,
     ternary_linear,
     ternary_quantize,
+    to_device,
+    to_host,
 )
 from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core.op import OPS
@@ -291,6 +293,13 @@ def models_generate(place: Callable[..., Any]) -> Any:
     return result
 
 
+def moves(place: Callable[..., Any]) -> Any:
+    array = place(np.ones((4, 4), "f"))
+    near = to_device(array, "cuda:0")
+    assert near.device.id == 0
+    return to_device(near, f"cuda:{FAR}"), to_device(to_host(array), f"cuda:{FAR}")
+
+
 def models_are_saved(place: Callable[..., Any], folder: Path) -> Any:
     model = models.create(CONFIG, seed=0, device=f"cuda:{FAR}")
     model.save(folder / "model")
@@ -315,6 +324,7 @@ USES = {
     quantizes: "Nf4 Int8 Ternary nf4_quantize nf4_linear int8_weight ternary_quantize",
     reports: "check_errors",
     counts: "memory_pool MemoryPool",
+    moves: "to_device to_host",
     models_learn: "CheckpointConfig",
     models_generate: "",
     models_are_saved: "",

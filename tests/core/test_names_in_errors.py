@@ -57,6 +57,8 @@ COMPOSED: Calls = {
     "nf4_quantize": (uc.nf4_quantize, {"w": W, "block": 64, "double": False}),
     "int8_weight": (uc.int8_weight, {"w": W}),
     "int8_quantize": (uc.int8_quantize, {"x": W}),
+    "to_device": (uc.to_device, {"array": X, "device": "cpu"}),
+    "to_host": (uc.to_host, {"array": X}),
     "cast": (uc.cast, {"x": X, "dtype": "float16"}),
     "attention_layer": (uc.attention_layer, LAYER),
     "attention_layer_backward": (uc.attention_layer_backward, LAYER | {"dy": LAYER["x"]}),

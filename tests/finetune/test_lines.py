@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Settings, Trainer, preparation
 from unsloth_cupy.finetune.chat import CHATML, Chat, Span, _request
 from unsloth_cupy.finetune.records import Record, Records, read_records
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
@@ -534,6 +535,19 @@ class TestPacking:
             if not pack:
                 assert len(batch.tokens) <= rows
 
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_the_largest_steps_are_found(self, pack: bool, accumulate: int) -> None:
+        """Those of the largest first batch, and of the largest other, among all batches."""
+        packed = Packed(self.EXAMPLES, Shape(3, 16, pack, 0), 3, "file")
+        sizes = [packed.at(number).tokens.size for number in range(20 * accumulate)]
+        firsts = sizes[::accumulate]
+        others = [
+            max(sizes[n + 1 : n + accumulate], default=0) for n in range(0, len(sizes), accumulate)
+        ]
+        expected = [firsts.index(max(firsts))] + [others.index(max(others))] * (accumulate > 1)
+        assert packed.largest(20, accumulate) == [*dict.fromkeys(expected)]
+
     def test_held_out_texts_come_once_and_in_order(self) -> None:
         for pack in (True, False):
             batches = sequential_batches(self.EXAMPLES, Shape(2, 16, pack, 0))
@@ -697,3 +711,59 @@ class TestFinetune:
         (tmp_path / "a.txt").write_text("text " * 99)
         result = run("finetune", "--text", tmp_path / "a.txt", option, "--out", tmp_path / "run")
         assert_one_clear_error(result, "are for the lines of a .jsonl file")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
+@pytest.mark.parametrize(("pack", "accumulate"), [(True, 1), (False, 1), (True, 2), (None, 1)])
+def test_the_plan_is_of_what_runs(
+    pack: bool | None, accumulate: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest step before the first one, and of every step that is measured: to 3 %."""
+    monkeypatch.setattr("unsloth_cupy.finetune.text.HELD_OUT_CHARACTERS", 300)
+    draw, words = (
+        random.Random(0),
+        [
+            "a",
+            "quick",
+            "brown",
+            "fox",
+            "jumps",
+            "over",
+            "the",
+            "lazy",
+            "dog",
+            "while",
+            "we",
+            "look",
+        ],
+    )
+    texts = [" ".join(draw.choices(words, k=draw.randint(4, 40))) for _ in range(120)]
+    running = tmp_path / "text.txt"
+    running.write_text("\n\n".join(texts))
+    lines = write(tmp_path / "lines.jsonl", [{"prompt": t[:9], "completion": t[9:]} for t in texts])
+    new: dict[str, Any] = {"layers": 2, "hidden": 64, "vocabulary": 300}
+    shape: dict[str, Any] = {"batch": 4, "tokens": 96, "evaluate_every": 9}
+    made = Trainer(None, running, Settings(steps=1, out=tmp_path / "new", **new, **shape)).train()
+    adapters = {"lora": 8, "quantize": "nf4" if kind == "qlora" else None}
+    planned: list[int] = []
+    kept = preparation.checked_plan
+    monkeypatch.setattr(
+        preparation, "checked_plan", lambda *a: [p := kept(*a), planned.append(p.total)][0]
+    )
+    result = Trainer(
+        made.files.model,
+        running if pack is None else lines,
+        Settings(
+            steps=7, out=tmp_path / "run", pack=pack, accumulate=accumulate,
+            **shape, **(adapters if kind != "full" else {}),
+        ),
+    ).train()  # fmt: skip
+    counted = [line for line in result.files.lines() if "peak_bytes" in line]
+    assert {line["step"] for line in counted} >= {1, 2}
+    for line in counted:
+        assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.03)  # the promise
+    (before,) = planned
+    peak = max(line["peak_bytes"] for line in counted)
+    assert before == pytest.approx(peak, rel=0.03)  # the promise
+    assert before == max(line["planned_bytes"] for line in counted)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_the_command_and_the_library_make_the_same_run(text: Path, tmp_path: Pat
         for name in ("command", "library")
     )
     assert list(command.items()) == list(library.items())
+
+
+def test_norms_biases_and_embeddings_do_not_decay(text: Path, tmp_path: Path) -> None:
+    """Unless a setting says so: a large decay shrinks all other arrays, or all of them."""
+    heard, sizes = Recorder(), {}
+    for all_of_them in (False, True):
+        settings = {"weight_decay": 200.0, "lr": 1e-4, "decay_all": all_of_them}
+        result = train(text, tmp_path / str(all_of_them), heard, steps=3, **settings)
+        parameters = result.model.parameters.items()
+        sizes[all_of_them] = {name: np.abs(array).mean() for name, array in parameters}
+    for name, size in sizes[False].items():
+        free = "norm" in name or "embed" in name
+        assert (size > 1.01 * sizes[True][name]) == free, name
+    said = [words for kind, words in (e[:2] for e in heard.events) if kind == "announce"]
+    assert re.search(r"of which [\d,]+ in norms, biases and embeddings do not decay", said[0])
+    assert "decay" not in said[1]
 
 
 def test_a_stopped_run_goes_on_and_a_finished_one_gives_its_model(

@@ -18,17 +18,17 @@ from ..harness.tracked import ROOT, tracked
 PACKAGE = ROOT / "unsloth_cupy"
 LONG = 300  # lines of a module, everything counted
 LIMITS = {
-    "core": 810,
+    "core": 840,
     "compiled": 80,
     "ops": 5800,
     "losses": 600,
     "training": 850,
-    "inference": 400,
+    "inference": 420,
     "interop": 2200,
     "parallel": 1900,
     "models": 3600,
-    "memory": 900,
-    "finetune": 2100,
+    "memory": 940,
+    "finetune": 2200,
     "bench": 800,
     "profiling": 900,
     "cli": 1050,

@@ -1,11 +1,13 @@
+import itertools
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import PagedKVCache, attention, attention_paged
+from unsloth_cupy import KVCache, PagedKVCache, attention, attention_paged
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
+from unsloth_cupy.models import create
 
 from ..harness.parity import emulator, within_rule
 
@@ -192,3 +194,172 @@ def test_bad_input() -> None:
     for size in (0, -1, 1.5, None):
         with pytest.raises(ConfigError, match=r"and page 1 or more|page must be an integer"):
             PagedKVCache(1, 1, size, 1, 1, dtype="float32")
+
+
+def generated(cache: Any, tokens: np.ndarray, **how: Any) -> np.ndarray:
+    return MODEL.logits(tokens, cache=cache, **how)
+
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+MODEL = create(CONFIG, seed=0)
+TEXT = np.random.default_rng(0).integers(0, 50, (2, 30))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_pages_before_the_window_become_free(dtype: str) -> None:
+    """Whatever sequences use them then, attention is that over the window."""
+    cache = PagedKVCache(1, 6, 4, HEADS, DIM, dtype=dtype, window=6)
+    k, v = (a[0] for a in (draw(1, 60, 1), draw(1, 60, 2)))
+    one, used = cache.allocate(0), []
+    for start in range(0, 60, 3):
+        new = slice(start, start + 3)
+        pages = cache.append(0, [one], k[:, new], v[:, new])
+        table, lengths = cache.page_table([one]), cache.lengths([one])
+        scales = None if cache.scales is None else cache.scales[0]
+        out = attention_paged(k[:, new], *pages, table, lengths, window=(5, 0), scales=scales)
+        expected = attention(
+            k[:, new], k[:, : new.stop], v[:, : new.stop], causal=True, window=(5, 0)
+        )
+        atol = 0.03 if dtype == "int8" else 1e-5  # half a step of codes, of numbers up to about 3
+        np.testing.assert_allclose(out, expected, atol=atol)
+        used.append(6 - len(cache.free_pages))
+    assert max(used) == 3  # 5 tokens before 3 new ones
+    other = cache.fork(one)
+    cache.free(one)
+    assert len(cache.free_pages) == 6 - used[-1]
+    cache.free(other)
+    assert sorted(cache.free_pages) == [*range(6)]
+
+
+def test_a_model_runs_beyond_its_pages() -> None:
+    """A page stays until no layer sees it; results are those of a contiguous cache."""
+    config = CONFIG | {"model_type": "mistral", "sliding_window": 7}
+    model = create(config, seed=0)
+    paged = PagedKVCache(2, 5, 4, 1, 16, dtype="float32", window=7)
+    plain, sequence = KVCache(2, 1, 30, 1, 16, dtype="float32"), paged.allocate(0)
+    for start in range(0, 30, 5):
+        tokens = TEXT[:1, start : start + 5]
+        actual = model.logits(tokens, cache=paged, sequences=[sequence])
+        np.testing.assert_allclose(actual, model.logits(tokens, cache=plain), atol=1e-5)
+    mixed = PagedKVCache(2, 5, 4, HEADS, DIM, dtype="float32", window=[4, None])
+    sequence = mixed.allocate(0)
+    for layer in (0, 1):
+        mixed.append(layer, [sequence], *draw(1, 20))
+    with pytest.raises(DeviceMemoryError):
+        mixed.append(0, [sequence], *draw(1, 1))
+
+
+def test_the_windows_of_call_and_cache_are_both_kept() -> None:
+    wide, narrow = (PagedKVCache(2, 20, 4, 1, 16, dtype="float32", window=w) for w in (None, 5))
+    model = create(CONFIG | {"model_type": "mistral", "sliding_window": 5}, seed=0)
+    rows = [cache.allocate(0) for cache in (wide, narrow)]
+    for start in (0, 11):
+        tokens = TEXT[:1, start : start + 11]
+        expected = model.logits(tokens, cache=wide, sequences=rows[:1])
+        actual = MODEL.logits(tokens, cache=narrow, sequences=rows[1:])
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["contiguous", "window", "paged", "paged window"])
+def test_truncate_is_as_if_never_appended(kind: str, dtype: str) -> None:
+    """Also for a fork, which keeps its tokens; what stays has the same bits."""
+
+    def made() -> tuple[Any, dict[str, Any]]:
+        window = 64 if "window" in kind else None
+        if "paged" not in kind:
+            return KVCache(2, 2, 30, 1, 16, dtype=dtype, window=window), {}
+        cache = PagedKVCache(2, 40, 4, 1, 16, dtype=dtype, window=window)
+        return cache, {"sequences": [cache.allocate(0), cache.allocate(0)]}
+
+    cache, how = made()
+    generated(cache, TEXT[:, :9], **how)
+    stored = bits(cache)
+    forks = [cache.fork(each) for each in how.get("sequences", ())]
+    generated(cache, TEXT[:, 20:29], **how)
+    cache.truncate(9, *how.values())
+    if forks:
+        assert len(cache.free_pages) == 40 - 2 * 4  # the page in which forks differ is kept
+        assert [*cache.lengths(forks)] == [9, 9]
+    assert bits(cache, how.get("sequences")) == stored
+    fresh, rows = made()
+    generated(fresh, TEXT[:, :9], **rows)
+    actual, expected = (generated(c, TEXT[:, 9:14], **w) for c, w in ((cache, how), (fresh, rows)))
+    np.testing.assert_array_equal(actual, expected)
+    for cache_, which in ((cache, how), (fresh, rows)):
+        cache_.truncate(100)
+        cache_.truncate(0)
+        generated(cache_, TEXT[:, :3], **which)
+
+
+def bits(cache: Any, sequences: Any = (0, 1)) -> list[bytes]:
+    """Return the first 9 tokens of every layer."""
+    if isinstance(cache, KVCache):
+        return [a[:, :9].tobytes() for a in (*cache.keys, *cache.values)]
+    tables = [[*cache.page_table([each])[0][:3]] for each in sequences]
+    return [
+        a[layer][table].reshape(12, -1)[:9].tobytes()
+        for layer in (0, 1) for a in (cache.keys, cache.values) for table in tables
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_ring_is_shortened_by_one_token_or_to_its_sinks(sinks: int) -> None:
+    def made(*stops: int) -> KVCache:
+        """Return a cache of the tokens up to each stop, as a model's BLAS may round by lengths."""
+        cache = KVCache(2, 2, 30, 1, 16, dtype="float32", window=6, sinks=sinks)
+        for start, stop in itertools.pairwise((0, *stops)):
+            if start < stop:
+                generated(cache, TEXT[:, start:stop])
+        return cache
+
+    for tokens, length in ((20, 19), (20, 20), (20, sinks), (6 + sinks, 3), (20, 0)):
+        cache = made(length, tokens)
+        cache.truncate(length)
+        actual, expected = (
+            generated(each, TEXT[:, length : length + 4]) for each in (cache, made(length))
+        )
+        np.testing.assert_array_equal(actual, expected)
+    cache = made(20)
+    for length in (18, sinks + 1):
+        with pytest.raises(RangeError, match=f"keeps {6 + sinks} of 20 tokens; pass 19"):
+            cache.truncate(length)
+    assert cache.filled == [20, 20]
+
+
+def test_truncate_refuses_what_is_gone() -> None:
+    cache = PagedKVCache(1, 9, 4, HEADS, DIM, dtype="float32", window=5)
+    one, two = cache.allocate(0), cache.allocate(0)
+    for _ in range(5):
+        cache.append(0, [one, two], *draw(2, 4))
+    cache.truncate(16, [one])
+    assert [*cache.lengths([one, two])] == [16, 20]
+    with pytest.raises(RangeError, match=r"truncate\(8\): the window has dropped 12 tokens"):
+        cache.truncate(8)
+    assert [*cache.lengths([one, two])] == [16, 20]
+    cache.truncate(0)
+    assert sorted(cache.free_pages) == [*range(9)]
+    plain = KVCache(1, 1, 4, 1, 4, dtype="float32")
+    for length in (-1, 1.5, True, None, "2"):
+        for each in (cache, plain):
+            with pytest.raises(RangeError, match="pass how many tokens to keep"):
+                each.truncate(length)  # type: ignore[arg-type]
+    with pytest.raises(RangeError, match="no sequence 7"):
+        cache.truncate(1, [7])
+    for window in (0, -1, True, [1, 2], "5"):
+        with pytest.raises(ConfigError, match=r"PagedKVCache\(window="):
+            PagedKVCache(1, 2, 2, 1, 4, dtype="float32", window=window)  # type: ignore[arg-type]
+
+
+def test_padding_after_a_truncation_is_that_of_the_new_tokens() -> None:
+    cache, fresh = (KVCache(2, 2, 30, 1, 16, dtype="float32") for _ in range(2))
+    mask = np.ones((2, 8), bool)
+    mask[0, 4:] = False
+    generated(cache, TEXT[:, :8], mask=mask)
+    cache.truncate(4)
+    generated(fresh, TEXT[:, :4], mask=mask[:, :4])
+    actual, expected = (generated(each, TEXT[:, 4:9]) for each in (cache, fresh))
+    np.testing.assert_array_equal(actual, expected)

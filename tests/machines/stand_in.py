@@ -286,6 +286,10 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         if name in METHODS:
 
             def method(*args: Any, **more: Any) -> Any:
+                machine = self.memory.machine
+                if name == "copy" and self.memory.device != machine.gpus.current:
+                    machine.gpus.known_to_host(self.memory)  # CuPy copies between GPUs
+                    return machine.place(self.values)
                 _check(f"ndarray.{name}", more)
                 return self._own(getattr(self.values, name), args, more)
 

@@ -68,6 +68,11 @@ class Gpus:
         if stream and self.by_address[stream].device_id != self.current:
             raise WrongDeviceError("a copy on a stream of another GPU")
 
+    def known_to_host(self, memory: Any) -> None:
+        """Raise unless the host has waited for what writes a memory."""
+        if memory.written is not None and self.host.get(memory.written[0], 0) < memory.written[1]:
+            raise UnorderedError("a GPU reads what another one still writes")
+
     def captures(self, stream: int) -> bool:
         """Stand for ``runtime.streamIsCapturing``."""
         return self.by_address[stream].capturing

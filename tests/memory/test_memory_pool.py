@@ -4,13 +4,18 @@ import gc
 import sys
 import tracemalloc
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from unsloth_cupy import DeviceMemoryError, MemoryPool, Tape, add, checkpoint, memory_pool, multiply
+from unsloth_cupy.core import target
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError
+from unsloth_cupy.memory import host
+from unsloth_cupy.models import create, load
 from unsloth_cupy.training import tape
 
 MIB = 2**20
@@ -140,6 +145,67 @@ class TestHost:
         with pytest.raises(DeviceMemoryError), memory_pool(limit=MIB // 2), memory_pool():
             add(y, y)
 
+    def test_ops_outside_of_a_tape_are_checked(self) -> None:
+        x = mebibyte()
+        with pytest.raises(DeviceMemoryError, match="after add arrays hold"), memory_pool(MIB // 2):
+            add(x, x)
+        with memory_pool(limit=5 * MIB // 2):
+            kept = [add(x, x), add(x, x)]
+            with pytest.raises(DeviceMemoryError, match=r"after add arrays hold 3\.0\d MiB"):
+                kept.append(add(x, x))
+        routes = {name: [*op.routes] for name, op in OPS.items()}
+        assert not [key for keys in routes.values() for key in keys if host.WATCHED in key[0]]
+        assert host.WATCHED not in target.targets
+        assert len([add(x, x) for _ in range(5)]) == 5
+
+    def test_what_numpy_holds_at_the_end_is_checked(self) -> None:
+        with pytest.raises(DeviceMemoryError, match="after the block arrays hold"):
+            hold_too_much()
+        assert not tracemalloc.is_tracing()
+
+    def test_blocks_are_counted_by_size(self) -> None:
+        before = mebibyte()
+        with memory_pool() as pool:
+            kept = [mebibyte(), mebibyte(), np.zeros(5000)]
+            del before
+            assert pool.sizes == {40_000: 1, MIB: 2}
+            assert (pool.count, pool.fragmentation) == (3, 0)
+            del kept[0]
+            assert pool.count == 2
+        del kept
+        assert pool.sizes == {40_000: 1, MIB: 1}
+
+    def test_a_model_that_is_read_counts(self, tmp_path: Path) -> None:
+        """Its weights are in memory of the reader of files, which tracemalloc takes for objects."""
+        config = {"model_type": "llama", "vocab_size": 2000, "hidden_size": 64}
+        config |= {"intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+        made = create(config, seed=0)
+        made.save(tmp_path / "model")
+        size = sum(array.nbytes for array in made.parameters.values())
+        with memory_pool() as pool:
+            model = load(tmp_path / "model")
+            assert size <= pool.allocated < size + 64 * 1024
+            assert pool.peak >= size
+        assert model.parameters.keys() == made.parameters.keys()
+        with pytest.raises(DeviceMemoryError), memory_pool(limit=size // 2):
+            load(tmp_path / "model").logits(np.array([[1]]))
+
+
+def hold_too_much() -> np.ndarray:
+    with memory_pool(limit=MIB // 2):
+        return mebibyte()
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_before_the_block_all_is_0(gpus: bool, request: pytest.FixtureRequest) -> None:
+    if gpus:
+        request.getfixturevalue("cupy")
+    pool = memory_pool()
+    pool.reset_peak()
+    assert (pool.peak, pool.allocated, pool.count, pool.fragmentation) == (0, 0, 0, 0)
+    assert (pool.by_device, pool.sizes, pool.efficiency) == ({}, {}, 1)
+    assert pool.transferred == {"to_host": 0, "to_device": 0}
+
 
 class Pool:
     """A stand-in for CuPy's memory pool, with two devices."""
@@ -216,8 +282,13 @@ class TestDevices:
             assert pool.by_device == {"cuda:0": (1000, 1512, 4096), "cuda:1": (1024, 1024, 4096)}
             pool.reset_peak()
             assert pool.peak == 2024
+            assert (pool.sizes, pool.count) == ({1024: 1}, 1)
+            cupy.allocate(0, -1000)  # from before the block
+            cupy.allocate(0, 1000)
+            assert pool.sizes == {1024: 1}
         cupy.allocate(0, 512)
-        assert pool.allocated == 2024
+        assert (pool.allocated, pool.count) == (2024, 1)
+        assert pool.fragmentation == 1 - 2024 / 8192
         assert pool.efficiency == 2024 / 8192
 
     def test_pools_inside_each_other(self, cupy: Any) -> None:

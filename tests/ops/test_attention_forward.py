@@ -1,12 +1,22 @@
 """The kernel of attention_forward against its definition, which test_attention.py proves."""
 
+import asyncio
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
+from unsloth_cupy import (
+    AttentionConfig,
+    Tape,
+    attention,
+    attention_backward,
+    attention_forward,
+    explain,
+    shape,
+)
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
@@ -283,29 +293,29 @@ PRESETS = {
     "for_rtx_3090_ti": (86, 99 * KB),
     "for_datacenter": (90, 227 * KB),
 }
+SIZES = (16, 32, 64, 128, 256)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS[1:])
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_clamped_to_what_launches(name: str, budget: int) -> None:
-    """On any device and for any call, to rows of the table that fit: as wide as was asked for."""
-    config: AttentionConfig = getattr(AttentionConfig, name)()
-    assert config.block == 256
-    assert config.tile == (128 if "3090" in name else 256)
+@pytest.mark.parametrize("block", [32, 128, 256, 1024])
+def test_a_tile_is_an_upper_limit(block: int, budget: int) -> None:
+    """Of queries, keys and threads, on any device; a smaller one takes less memory, or is equal."""
     dims = itertools.product(range(8, 513, 56), repeat=2)
     for architecture, (dim, value_dim) in itertools.product(ARCHITECTURES, dims):
         for dtype, options in itertools.product(("float32", "float16"), (CAUSAL, HIDING, ANY)):
-            there = architecture, budget
+            there, size = (architecture, budget), 4 if dtype == "float32" else 2
             kinds: dict[str, Any] = {"dtype": dtype, "options": options, "value_dim": value_dim}
-            actual = config.resolve(there, dim=dim, **kinds)
-            size = 4 if dtype == "float32" else 2
-            several = fitting(size, dim, value_dim, options, Limits(*there))
-            assert actual in several
-            assert actual.bytes(size, dim, value_dim) <= budget
-            fits = [tiles.rows for tiles in several if tiles.rows <= config.tile]
-            assert actual.rows == max(fits)
-            assert actual.threads <= config.block
+            before = None
+            for tile in SIZES:
+                actual = AttentionConfig(tile, block).resolve(there, dim=dim, **kinds)
+                used = actual.bytes(size, dim, value_dim)
+                assert max(actual.rows, actual.keys) <= tile
+                assert actual.threads <= block
+                assert actual.blocks * used <= budget
+                assert options <= actual.options
+                assert before in (None, actual) or before.bytes(size, dim, value_dim) < used
+                before = actual
 
 
 def test_presets_where_they_belong() -> None:
@@ -314,12 +324,32 @@ def test_presets_where_they_belong() -> None:
         for name, there in PRESETS.items()
     }
     assert rows == {
-        "for_rtx_5080": [256, 256],
-        "for_rtx_3090_ti": [128, 128],
-        "for_datacenter": [256, 256],
+        "for_rtx_5080": [128, 128],
+        "for_rtx_3090_ti": [64, 64],
+        "for_datacenter": [256, 128],  # the sums of 256 rows of 128 columns fill the registers
     }
-    small = AttentionConfig(tile=16, block=32).resolve((90, 227 * KB), dim=256)
-    assert small.rows == 32  # the least that the table has
+    for tile in SIZES:
+        config = AttentionConfig.for_rtx_5080().with_tile_size(tile)
+        tiles = config.resolve((80, 163 * KB), dim=64)
+        assert (tiles.rows, tiles.keys) == (tile, min(tile, 64))
+
+
+def test_two_blocks_of_the_smaller_preset_share_an_sm() -> None:
+    for dim, dtype in itertools.product((64, 128), ("float16", "float32")):
+        one, two = (
+            getattr(AttentionConfig, name)().resolve((86, 99 * KB), dim=dim, dtype=dtype)
+            for name in ("for_rtx_5080", "for_rtx_3090_ti")
+        )
+        assert (one.rows, two.rows, two.threads) == (128, 64, 128)
+
+
+def test_explain_shows_the_memory_of_a_tile() -> None:
+    q = shape((1, 512, 8, 64), "bfloat16")
+    seen = []
+    for tile in SIZES:
+        with AttentionConfig(tile).use():
+            seen.append(explain(attention, q, q, q, device="a100").steps[0].launches[0].shared)
+    assert seen == sorted(set(seen))
 
 
 @pytest.mark.slow
@@ -337,6 +367,21 @@ def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:
             return _within(function, check=False, **how)
 
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(("tile", "dim"), [(16, 64), (32, 128), (64, 256), (16, 320)])
+def test_tiles_that_are_cut_compute_the_same(tile: int, dim: int, dtype: Any) -> None:
+    dims = dict.fromkeys(("dim", "value_dim"), dim)
+    for options in ({"causal": True}, {"window": (20, 0)}):
+        case = Case("", **GROUPED, queries=70, keys=75, **dims, **options)
+
+        def run(function: Any) -> Any:
+            with AttentionConfig(tile).use():
+                return _within(function, check=False, architecture=80, shared_memory=163 * KB)
+
+        _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
 def test_a_config_is_asked_for_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +402,74 @@ def test_a_config_is_asked_for_and_forgotten(monkeypatch: pytest.MonkeyPatch) ->
         _ = 1 / 0
     assert asked() == before
     assert before[0] == "attention_forward_sm90"
+
+
+def test_a_config_belongs_to_one_thread_and_task() -> None:
+    with gpu("80") as machine:
+        q = machine.array((1, 512, 1, 64), "float16")
+
+        def rows() -> int:
+            """Return the queries of a block, from the grid of a call that is soon replayed."""
+            machine.launches.clear()
+            attention_forward(q, q, q)
+            return 512 // int(machine.launches[0].grid[0])
+
+        async def task(tile: int) -> list[int]:
+            seen = []
+            with AttentionConfig(tile).use():
+                for _ in range(4):
+                    seen.append(rows())
+                    await asyncio.sleep(0)
+            return [*seen, rows()]
+
+        async def both() -> list[list[int]]:
+            return await asyncio.gather(task(32), task(256))
+
+        assert asyncio.run(both()) == [[32] * 4 + [128], [256] * 4 + [128]]
+        others: list[int] = []
+        thread = threading.Thread(target=lambda: others.extend(rows() for _ in range(3)))
+        with AttentionConfig(64).use():
+            thread.start()
+            thread.join()
+            assert (others, rows()) == ([128] * 3, 64)
+        assert rows() == 128
+
+
+def test_configs_left_in_another_order_leave_nothing_behind() -> None:
+    first, second = AttentionConfig(64).use(), AttentionConfig(32).use()
+    with gpu("80") as machine:
+        q = machine.array((1, 512, 1, 64), "float16")
+
+        def rows() -> int:
+            machine.launches.clear()
+            attention_forward(q, q, q)
+            return 512 // int(machine.launches[0].grid[0])
+
+        seen = [rows()]
+        for change in (first.__enter__, second.__enter__):
+            change()
+            seen.append(rows())
+        for leave in (first.__exit__, second.__exit__):
+            leave(None, None, None)
+            seen.append(rows())
+    assert seen == [128, 64, 32, 32, 128]
+
+
+def test_gradients_use_the_config_of_their_forward() -> None:
+    with gpu("90") as machine:
+        q = machine.array((1, 512, 1, 64), "float16")
+        for config, suffix in (
+            (AttentionConfig(), "_sm90"),
+            (AttentionConfig(warpgroups=False), ""),
+        ):
+            tape = Tape()
+            x = tape.watch(q)
+            with config.use():
+                y = attention(x, x, x)
+            machine.launches.clear()
+            tape.gradients(y, [x], q)
+            kernels = {launch.kernel for launch in machine.launches}
+            assert f"attention_backward{suffix}" in kernels
 
 
 @pytest.mark.parametrize(

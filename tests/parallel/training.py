@@ -220,10 +220,12 @@ def zero_equals_adamw(comm: Communicator) -> None:
     rng = np.random.default_rng(5)
     shapes = {"a": (130, 70), "norm": (70,), "b": (3, 5000), "c": (4099,), "last": (1,)}
     whole = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    groups = [{"names": ["norm", "last"], "weight_decay": 0.0}, {"names": "b", "lr": 0.002}]
     for bits, masters in ((32, False), (8, True)):
         steps = [{n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}] * 3
         one, other = (
-            AdamW({n: a.copy() for n, a in whole.items()}, state_bits=bits) for _ in range(2)
+            AdamW({n: a.copy() for n, a in whole.items()}, state_bits=bits, groups=groups)
+            for _ in range(2)
         )
         names = [name for name in shapes if name != "norm"] if masters else []
         copies = [{n: np.empty(shapes[n], ml_dtypes.bfloat16) for n in names} for _ in range(2)]
@@ -250,7 +252,8 @@ def zero_equals_adamw(comm: Communicator) -> None:
         same(live, one.parameters | copies[0])
         same(zero.masters(), one.parameters)
         same(zero.state(), one.state())
-        again = Zero1(AdamW(zero.masters(), state_bits=bits), SingleCommunicator())
+        fresh = AdamW(zero.masters(), state_bits=bits, groups=groups)
+        again = Zero1(fresh, SingleCommunicator())
         again.load_state(zero.state())
         again.step(steps[1])
         one.step(steps[1])

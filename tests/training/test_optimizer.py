@@ -350,3 +350,124 @@ def test_a_bad_state_raises_before_anything_changes(change: dict, error: type) -
         other.load_state(state)
     assert other.steps == 0
     assert not other.state()["mean.w"].any()
+
+
+NAMES = {"a.weight": (70, 64), "b.weight": (64, 65), "norm.weight": (64,), "a.bias": (70,)}
+GROUPS = [
+    {"names": ["*norm*", "*.bias"], "weight_decay": 0.0},
+    {"names": "b.weight", "lr": 0.02},
+]
+
+
+def grouped(bits=32, copies=False, groups=GROUPS, **options):
+    parameters = {name: draw(shape, seed=n) for n, (name, shape) in enumerate(NAMES.items())}
+    optimizer = AdamW(
+        parameters, lr=0.1, weight_decay=0.5, state_bits=bits, groups=groups, **options
+    )
+    if copies:
+        optimizer.keep_copies({n: np.zeros(NAMES[n], np.float16) for n in ("a.weight", "a.bias")})
+    return optimizer
+
+
+def gradients_of(step):
+    return {name: draw(shape, seed=step + 9) for name, shape in NAMES.items()}
+
+
+def bytes_of(optimizer):
+    return {n: a.tobytes() for n, a in (optimizer.parameters | optimizer.state()).items()}
+
+
+@pytest.mark.parametrize("where", [contextlib.nullcontext, emulator], ids=["host", "emulated"])
+@pytest.mark.parametrize(("bits", "copies"), [(32, False), (8, True)])
+def test_groups_step_as_optimizers_of_their_own(where, bits, copies) -> None:
+    """With the same bits, also where a schedule halves all rates."""
+    rates = {"a.weight": (0.1, 0.5), "b.weight": (0.02, 0.5)}
+    with where():
+        together = grouped(bits, copies)
+        alone = {}
+        for n, (name, shape) in enumerate(NAMES.items()):
+            lr, decay = rates.get(name, (0.1, 0.0))
+            options = {"lr": lr, "weight_decay": decay, "state_bits": bits}
+            alone[name] = AdamW({name: draw(shape, seed=n)}, **options)
+            if copies and name.startswith("a"):
+                alone[name].keep_copies({name: np.zeros(shape, np.float16)})
+        for step, share in enumerate((1, 0.5, 1)):
+            gradients = gradients_of(step)
+            together.step(gradients, lr=0.1 * share, factor=0.5)
+            for name, each in alone.items():
+                each.step({name: gradients[name]}, lr=each.lr * share, factor=0.5)
+        assert together.steps == 3
+        for name, each in alone.items():
+            np.testing.assert_array_equal(together.parameters[name], each.parameters[name])
+
+
+def test_groups_equal_those_of_torch() -> None:
+    torch = pytest.importorskip("torch", reason="torch is the peer")
+    ours, tensors = grouped(), {}
+    for name, array in ours.parameters.items():
+        tensors[name] = torch.tensor(array, requires_grad=True)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [tensors["norm.weight"], tensors["a.bias"]], "weight_decay": 0.0},
+            {"params": [tensors["b.weight"]], "lr": 0.02},
+            {"params": [tensors["a.weight"]]},
+        ],
+        lr=0.1,
+        weight_decay=0.5,
+    )
+    for step in range(3):
+        gradients = gradients_of(step)
+        for name, gradient in gradients.items():
+            tensors[name].grad = torch.tensor(gradient)
+        theirs.step()
+        ours.step(gradients)
+        ours.groups[1]["lr"] = theirs.param_groups[1]["lr"] = 0.02 / (step + 2)
+    for name, tensor in tensors.items():
+        expected = tensor.detach().numpy()
+        np.testing.assert_allclose(ours.parameters[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_keeps_the_rates_of_groups() -> None:
+    first, second = grouped(), grouped()
+    first.groups[1] |= {"lr": 0.03, "weight_decay": 0.1}
+    first.step(gradients_of(0))
+    state = load(save({n: np.array(a) for n, a in first.state().items()}))
+    for name, array in first.parameters.items():
+        second.parameters[name][...] = array
+    second.load_state(state)
+    for optimizer in (first, second):
+        optimizer.step(gradients_of(1))
+    assert bytes_of(first) == bytes_of(second)
+    del state["groups"]  # of an optimizer without them
+    third = grouped()
+    third.load_state(state)
+    assert third.groups == grouped().groups
+    assert "groups" not in grouped(groups=()).state()
+
+
+def test_groups_that_make_no_sense() -> None:
+    for groups, words in (
+        ([{"names": "c"}], "no parameter is named 'c'; names are as a.weight"),
+        ([{"names": "a*"}, {"names": "*.bias"}], "a.bias is in another group too"),
+        ([{"names": ["a.bias"], "lr": -1}], "lr=-1; pass a finite number"),
+        ([{"names": ["a.bias"], "weight_decay": np.nan}], "weight_decay=nan"),
+        ([{"names": ["a.bias"], "eps": 1}], "pass a group as"),
+        ([{"params": ["a.bias"]}], "pass a group as"),
+        (["a.bias"], "pass a group as"),
+        ({"names": "a.bias"}, "pass a list of"),
+        (None, "pass a list of"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            grouped(groups=groups)
+    optimizer = grouped()
+    optimizer.groups[0]["weight_decay"] = -1
+    with pytest.raises(ConfigError, match="weight_decay=-1"):
+        optimizer.step(gradients_of(0))
+    state = grouped().state()
+    with pytest.raises(ConfigError, match=r"names differ in \['groups'"):
+        grouped(groups=()).load_state(state)
+    for bad in (np.full((2, 2), -1.0), np.full((2, 2), np.inf), np.full((2, 2), "a")):
+        with pytest.raises(ConfigError, match="pass finite rates of 0 or more"):
+            grouped().load_state(state | {"groups": bad})
+    with pytest.raises(ShapeError, match="1 groups"):
+        grouped(groups=GROUPS[:1]).load_state(state)

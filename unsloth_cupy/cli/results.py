@@ -36,7 +36,8 @@ def report(run: RunFolder) -> None:
     table.add_row("time", text)
     counted = [line for line in steps if "peak_bytes" in line]
     if counted:
-        planned, peak = counted[-1]["planned_bytes"], counted[-1]["peak_bytes"]
+        planned = max(line.get("planned_bytes", 0) for line in counted)
+        peak = max(line["peak_bytes"] for line in counted)
         off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
         text = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
         table.add_row("arrays of a step", text)

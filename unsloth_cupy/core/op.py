@@ -73,6 +73,7 @@ class Op(Generic[P, R]):
             raise TypeError(f"{self.__name__}: parameters {[*parameters]} are not {signature!r}")
         self.compute = bind(self, definition)
         self.launch: Run | None = None
+        self.chooses = False  # whether the launch depends on ``choices``
         self.strided: Sequence[str] = ()  # arrays that the launch gets with their own strides
         self.checks: list[Run] = []
         self.backward: Op[..., Any] | None = None
@@ -93,11 +94,16 @@ class Op(Generic[P, R]):
         function: Any = self
         return function(**dict(zip(self.names, arrays, strict=True)), **options)
 
-    def kernel(self, launch: Any = None, *, strided: Sequence[str] = ()) -> Callable[..., Any]:
-        """Register the launch (see bind): its arrays are contiguous, except ``strided``."""
+    def kernel(
+        self, launch: Any = None, *, strided: Sequence[str] = (), chooses: bool = False
+    ) -> Callable[..., Any]:
+        """Register the launch (see bind): its arrays are contiguous, except ``strided``.
+
+        A launch that ``chooses`` may depend on ``replay.choices``.
+        """
         if launch is None:
-            return functools.partial(self.kernel, strided=strided)
-        self.launch, self.strided = bind(self, launch, strided), strided
+            return functools.partial(self.kernel, strided=strided, chooses=chooses)
+        self.launch, self.strided, self.chooses = bind(self, launch, strided), strided, chooses
         return launch
 
     def require(self, check: Callable[..., None]) -> Callable[..., None]:
@@ -186,7 +192,12 @@ class Op(Generic[P, R]):
             return run if host else gpu.on_one_device(self, lambda: run)
         defined = functools.partial(self._prepare, library, launch=False)
         make = functools.partial(
-            replaying, self._launch(present, checks), self._check_places, defined, host
+            replaying,
+            self._launch(present, checks),
+            self._check_places,
+            defined,
+            host,
+            self.chooses,
         )
         return make() if host else gpu.on_one_device(self, make)
 

@@ -1,13 +1,14 @@
 """Records what a launch allocates and starts; later calls with the same key repeat only that.
 
-A launch may depend on shapes, dtypes, strides, addresses modulo 16 and options.  The second call
-with equal ones runs on ``Recorded`` arrays, which have these properties and no others, and its
-allocations and kernel starts are recorded; later calls replay them.  A launch that needs more of
-an array, such as a copy or a sum, is not recorded and runs at each call.
+A launch may depend on shapes, dtypes, strides, addresses modulo 16, options and ``choices``.  The
+second call with equal ones runs on ``Recorded`` arrays, which have these properties and no others,
+and its allocations and kernel starts are recorded; later calls replay them.  A launch that needs
+more of an array, such as a copy or a sum, is not recorded and runs at each call.
 """
 
 import operator
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,8 +19,19 @@ from .stand_in import StandIn
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 KEPT = 256  # recordings per form of call; a learning rate may change with every step
+# what launches choose by besides the arguments of a call, such as an AttentionConfig
+choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
 persistent_arrays: list[Any] = []  # they outlive every call: kernels report to some of them
 ALLOWED = {"data", "ctypes", "device"}  # attributes for addresses and for limits of the device
+
+
+def choosing(those: tuple[Any, ...], function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call a function; its launches choose by ``those``, if there are any: those of its forward."""
+    token = choices.set(those or choices.get())
+    try:
+        return function(*arguments, **options)
+    finally:
+        choices.reset(token)
 
 
 class UnknownError(Exception):
@@ -117,15 +129,20 @@ def _allocator(like: Any) -> Callable[..., Any]:
     return gpu.cupy().ndarray if gpu.is_cupys(like.__class__) else _refuse
 
 
-def replaying(run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:
+def replaying(
+    run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool, chooses: bool
+) -> Run:
     """Return ``run`` for calls of one form, on host or device, replayed once it is recorded.
 
-    ``check`` runs once for each key.  Where ``run`` returns NotImplemented, as there is no kernel
-    for these options, the function that ``defined(arrays)`` returns runs instead.
+    ``check`` runs once for each key, of which ``choices`` are a part if the launch ``chooses``.
+    Where ``run`` returns NotImplemented, as there is no kernel for these options, the function that
+    ``defined(arrays)`` returns runs instead.
     """
     known: dict[Any, Run | None] = {}  # None: met once
     fallback: list[Run] = []
-    layouts_of = _layouts_on_host if host else _layouts_on_gpu
+    plain = layouts_of = _layouts_on_host if host else _layouts_on_gpu
+    if chooses:
+        layouts_of = lambda arrays: [*plain(arrays), choices.get()]  # noqa: E731 -- others pay nothing
 
     def replayed(arrays: list[Any], options: dict[str, Any]) -> Any:
         key = (*layouts_of(arrays), *options.values())

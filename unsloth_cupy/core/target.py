@@ -48,11 +48,12 @@ targets: tuple[Target, ...] = ()  # gpu.py adds the first
 def using(target: Target) -> Iterator[None]:
     """Give this target precedence over the others inside a ``with`` block."""
     global targets  # noqa: PLW0603 -- the one seam between the library and the machine
-    before, targets = targets, (target, *targets)
+    targets = (target, *targets)
     try:
         yield
-    finally:
-        targets = before
+    finally:  # blocks of several threads may end in any order
+        place = next(i for i, each in enumerate(targets) if each is target)
+        targets = (*targets[:place], *targets[place + 1 :])
 
 
 def target_of(array: Any) -> Target | None:

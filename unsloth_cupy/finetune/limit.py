@@ -1,7 +1,7 @@
 """Checks the planned memory of a run against a limit, and measures it during training."""
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
 from .listener import announce
 from .naming import named
+from .text import TrainingData
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     adapter: "Adapter | None" = None  # the adapter that the model has
     quantized: str | None = None  # the quantization of its weights
     objective: Objective = next_token
+    inputs: Sequence[Mapping[str, Any]] = ()  # of the passes of a step; else full rows
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
@@ -55,9 +57,18 @@ class Sizes(NamedTuple):
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
             "objective": self.objective,
+            "inputs": () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs,
         }
         options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
         return plan_memory(self.config, **options)
+
+
+def passes_of(data: TrainingData, step: int, accumulate: int) -> list[dict[str, Any]]:
+    """Return what a plan of a step takes: its first batch, and the largest of the others."""
+    numbers = range(step * accumulate, (step + 1) * accumulate)
+    first, *others = (data.batches.at(number) for number in numbers)
+    chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
+    return [{"tokens": b.tokens, "labels": b.labels, "offsets": b.offsets} for b in chosen]
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:
@@ -171,42 +182,70 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
 
 
 class Memory:
-    """Measures the array memory of steps: of all under a limit, else of the first ones."""
+    """Measures the array memory of steps: of all under a limit, else of the first and the largest.
+
+    ``planned`` is the plan of the largest step, whose number is ``largest``; ``bytes_of`` returns
+    the planned bytes of another step.
+    """
 
     def __init__(
-        self, planned: MemoryPlan, limit: int | None, device: str | None, *, counts: bool = True
+        self,
+        planned: MemoryPlan,
+        limit: int | None,
+        device: str | None,
+        *,
+        counts: bool = True,
+        largest: int = 0,
+        bytes_of: Callable[[int], int] | None = None,
     ) -> None:
         self.planned, self.limit, self.device = planned, limit, device
-        self.left = COUNTED if counts else 0
+        self.largest, self.bytes_of = largest, bytes_of
+        self.counts, self.left = counts, COUNTED if counts else 0
+        self.step = self.planned_steps = 0
 
     @contextmanager
     def watched(self, arrays: Iterable[Any]) -> Iterator[None]:
         """Measure inside a ``with`` block, with ``arrays`` as what is held before it."""
-        if not self.left:
+        if not self.counts:
             yield
             return
-        number = None
         if self.device is None:  # import now what the first step would, so that it does not count
             importlib.import_module("scipy.sparse")
             importlib.import_module("scipy.special")
-        else:
-            number = int(self.device.partition(":")[2] or 0)
-        self.pool = memory_pool(self.limit, number, held=arrays)
+        self.held = [*arrays]
         with ExitStack() as self.stack:
-            self.stack.enter_context(self.pool)
+            self._open()
             yield
 
-    def begin_step(self) -> bool:
-        """Reset the peak; return whether this step is slower than later ones, as it is measured."""
+    def _open(self) -> None:
+        number = None if self.device is None else int(self.device.partition(":")[2] or 0)
+        self.pool = memory_pool(self.limit, number, held=self.held)
+        self.stack.enter_context(self.pool)
+
+    def begin_step(self, step: int = 0) -> bool:
+        """Reset the peak; return whether this step is slower than others, as it is measured."""
+        self.step = step
+        if self.counts and not self.left and step == self.largest:
+            self.left = 1
+            self._open()
         if self.left:
             self.pool.reset_peak()
         return bool(self.left) and self.limit is None and self.device is None
 
     def end_step(self) -> dict[str, int]:
-        """Return the planned and the measured peak of a step, for its line of the log."""
+        """Return the planned and the measured peak of a step, for its line of the log.
+
+        A step of other batches than the largest is planned only if it is one of the first.
+        """
         if not self.left:
             return {}
         line = {"planned_bytes": self.planned.total, "peak_bytes": self.pool.peak}
+        if self.bytes_of is not None and self.step != self.largest:
+            self.planned_steps += 1
+            if self.planned_steps > COUNTED:
+                del line["planned_bytes"]
+            else:
+                line["planned_bytes"] = self.bytes_of(self.step)
         self.left -= self.limit is None
         if not self.left:
             self.stack.close()

@@ -22,6 +22,7 @@ from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
+from ..models.pipeline_stages import EMBEDDING
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import STATES, Zero1
@@ -49,6 +50,14 @@ WARMUP_SHARE = 0.05  # of the steps
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
 
+def undecayed(model: "Transformer") -> list[str]:
+    """Return the trained parameters that do not decay: norms, biases and the embedding."""
+    whole = model.config if model.division is None else model.division.whole
+    shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may hold flat parts
+    axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
+    return [name for name, count in axes.items() if count < 2 or name == EMBEDDING]
+
+
 class Loop:
     """Trains a model: its optimizer, data, settings, and the number of steps done."""
 
@@ -69,9 +78,11 @@ class Loop:
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
         self.masters = dict(model.trainable)
+        self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = AdamW(
             self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
             state_bits=plan.state_bits,
+            groups=[{"names": self.undecayed, "weight_decay": 0.0}] if self.undecayed else (),
         )  # fmt: skip
         self.copies = self.engine.copies(plan.dtype)
         if model.adapter is None:
@@ -139,7 +150,7 @@ class Loop:
     def _one_step(self) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
-        slowed = self.memory.begin_step()
+        slowed = self.memory.begin_step(self.step)
         with self.stop.interruptible_block(f"step {self.step + 1}"):
             loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
@@ -282,6 +293,7 @@ class Loop:
         """Write a new checkpoint; all ranks take part, and return when it is complete."""
         state = self.optimizer.state()
         steps = state.pop("steps")
+        state.pop("groups", None)  # settings determine them
         averages = self.engine.gathered(state)
         with self._beside(path) as partial:
             self.save_model(partial)

@@ -1,7 +1,7 @@
 """Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
-from .limit import Memory, Sizes, check_tokens, checked_plan, quantized_kind
+from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
 from .loop import Loop
 from .naming import named
@@ -63,20 +63,21 @@ def prepare(
     )  # fmt: skip
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
         training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
+        if settings.epochs is not None:
+            steps = steps_of(settings.epochs, training_data, plan.accumulate)
+            plan = settings.decided(new=source is None, steps=steps)
     exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(config, *rows, device, exists, adapter, kind, objective)
-    limit = plan.limit_memory
-    step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
-    memory = Memory(step_plan, limit, device, counts=ranks.alone)
+    memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
     model = new_or_loaded(folder, values, plan, ranks)
     if new_adapter and folder is not None and plan.lora is not None:
         model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
-    if settings.epochs is not None:
-        steps = steps_of(settings.epochs, training_data, plan.accumulate)
-        plan = settings.decided(new=source is None, steps=steps)
+        if settings.epochs is not None:
+            steps = steps_of(settings.epochs, training_data, plan.accumulate)
+            plan = settings.decided(new=source is None, steps=steps)
     files = chat.keep() if has_chats else chat.files
     loop = Loop(run, model, tokenizer, training_data, plan, files, memory, ranks, objective)
     if checkpoint is not None:
@@ -88,6 +89,27 @@ def prepare(
         announce(training_data.note)
     announce(summary(loop))
     return loop
+
+
+def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData | None) -> Memory:
+    """Return what measures the memory of steps, beside the plan of the largest of them.
+
+    Steps of ``lines`` differ: of a rank alone their own batches are planned, not full rows.
+    """
+    limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
+    if ranks.alone and lines is not None:
+
+        def of_step(step: int) -> Sizes:
+            return rows._replace(inputs=passes_of(lines, step, plan.accumulate))
+
+        def bytes_of(step: int) -> int:
+            return of_step(step).planned(plan).total
+
+        rows, candidates = sizes, lines.batches.largest(plan.steps, plan.accumulate)
+        largest = max(candidates, key=bytes_of) if len(candidates) > 1 else candidates[0]
+        sizes = of_step(largest)
+    step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
+    return Memory(step_plan, limit, device, counts=ranks.alone, largest=largest, bytes_of=bytes_of)
 
 
 def new_or_loaded(
@@ -113,16 +135,21 @@ def summary(loop: Loop) -> str:
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
     adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
+    decay, free = "", trainable_count(model, loop.undecayed)
+    if loop.plan.weight_decay and free:
+        decay = f", of which {free:,} in norms, biases and embeddings do not decay"
+        decay += f" ({named(decay_all=True)}: all do)"
     return (
-        f"{model.config.model_type} of {count:,} parameters{adapted};"
+        f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
         f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
         f" {loop.run.folder}"
     )
 
 
-def trainable_count(model: models.Transformer) -> int:
-    """Return the number of trained parameters over all ranks."""
+def trainable_count(model: models.Transformer, names: Collection[str] | None = None) -> int:
+    """Return the number of trained parameters, or of those named, over all ranks."""
     trained, division = model.trainable, model.division
+    trained = {n: a for n, a in trained.items() if names is None or n in names}
     if division is None:
         return sum(array.size for array in trained.values())
     learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in trained.items())

@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
-    *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens"),
+    *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
 )
 
 
@@ -77,6 +77,7 @@ class Settings:
     weight_decay: float = setting(
         "training", "Share of the weights removed per step, times lr.", 0.1, least=0
     )
+    decay_all: bool = setting("training", "Decay norms, biases and embeddings too.", False)
     max_norm: float = setting("training", "Norm to clip gradients to.", 1.0, above=0)
     accumulate: int = setting(
         "training", "Batches whose gradients are summed per step.", 1, least=1

@@ -59,6 +59,9 @@ class Source(Protocol):
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
 
+    def largest(self, steps: int, accumulate: int) -> list[int]:
+        """Return the steps that may need most memory."""
+
 
 class TrainingData(NamedTuple):
     """The training data of a run: its batches, the held-out batches, and facts about them."""
@@ -235,6 +238,10 @@ class Batches:
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
         return math.ceil(epochs * self.windows / self.batch)
+
+    def largest(self, steps: int, accumulate: int) -> list[int]:
+        """Return the first step: all need the same memory."""
+        return [0]
 
     def _rows(self, step: int) -> list[int]:
         """Return the indices of the tokens at which the rows of a batch start."""

@@ -6,7 +6,8 @@ only on the seed and n.
 """
 
 import functools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..models.config import Config
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
+SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
 
@@ -66,6 +68,10 @@ class Examples(Sequence[Example]):
         """Return the learned tokens of all examples."""
         labels: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
         return labels
+
+    def lengths(self) -> Iterator[int]:
+        """Return the number of tokens of each example."""
+        return (stop - start for start, stop in pairwise(self.ends))
 
     def largest(self, shape: "Shape") -> tuple[int, int]:
         """Return the rows, and the tokens in a row, of the largest batch of these examples."""
@@ -116,6 +122,8 @@ class Packed:
     def __init__(self, examples: Sequence[Example], shape: Shape, seed: int, name: str) -> None:
         self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
         self.starts = [0]  # number of the first example of each batch, counted over all epochs
+        known = examples.lengths() if isinstance(examples, Examples) else None
+        self.lengths = array("q", known or (len(example.tokens) for example in examples))
 
     def at(self, step: int) -> Batch:
         """Return the batch of one step."""
@@ -131,26 +139,52 @@ class Packed:
         """Return the number of batches in ``epochs`` passes through the examples."""
         step, wanted = 0, epochs * len(self.examples)
         while self.starts[-1] < wanted:
-            self._examples(len(self.starts) - 1)
+            self._find_batches(len(self.starts))
         while self.starts[step] < wanted:
             step += 1
         return step
 
     def _examples(self, step: int) -> list[Example]:
-        """Return the examples of a batch; find the limits of the batches before it on the way."""
-        while len(self.starts) <= step + 1:
+        """Return the examples of a batch."""
+        self._find_batches(step + 1)
+        return [self.examples[each] for each in self._indices(step)]
+
+    def _find_batches(self, count: int) -> None:
+        """Find the limits of the first ``count`` batches."""
+        while len(self.starts) <= count:
             first = last = self.starts[-1]
-            used = len(self._example(last).tokens)
+            used = self.lengths[self._index(last)]
             while self.shape.fits(last - first + 1, used) and last - first < len(self.examples):
                 last += 1
-                used += len(self._example(last).tokens)
+                used += self.lengths[self._index(last)]
             self.starts.append(last)
-        return [self._example(n) for n in range(self.starts[step], self.starts[step + 1])]
 
-    def _example(self, number: int) -> Example:
-        """Return an example by its number, counted over all epochs."""
+    def largest(self, steps: int, accumulate: int) -> list[int]:
+        """Return the steps that may need most memory, of ``accumulate`` batches each.
+
+        They have the largest of their first batches, and of the others: the gradients of earlier
+        batches are in memory while those run.
+        """
+        count = min(steps, max(1, SEEN // accumulate)) * accumulate
+        self._find_batches(count)
+        sizes = [self._size(number) for number in range(count)]
+        first = range(0, count, accumulate)
+        parts = first, [number for number in range(count) if number not in first]
+        chosen = [max(part, key=lambda n: (sizes[n], -n)) for part in parts if part]
+        return list(dict.fromkeys(number // accumulate for number in chosen))
+
+    def _size(self, batch: int) -> int:
+        """Return the tokens of a batch, with its padding."""
+        lengths = [self.lengths[index] for index in self._indices(batch)]
+        return sum(lengths) if self.shape.pack else len(lengths) * max(lengths)
+
+    def _indices(self, batch: int) -> list[int]:
+        return [self._index(n) for n in range(self.starts[batch], self.starts[batch + 1])]
+
+    def _index(self, number: int) -> int:
+        """Return the index of an example by its number, counted over all epochs."""
         epoch, place = divmod(number, len(self.examples))
-        return self.examples[self._order(epoch)[place]]
+        return self._order(epoch)[place]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
     def _order(self, epoch: int) -> list[int]:

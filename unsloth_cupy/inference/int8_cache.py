@@ -1,4 +1,4 @@
-"""What all int8 caches share: their dtypes, their checks, and the conversion to floats.
+"""What all caches share: their dtypes, their checks, and the conversion of codes to floats.
 
 k = scale * code        one scale for each token and head
 """
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..core import arrays
+from ..core.call import is_integer
 from ..core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
-from ..errors import DTypeError, ShapeError
+from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 
+MOST_LAYERS = 10_000
 INT8 = np.dtype("int8")
 STORED = (*FLOATS, INT8)  # the dtypes that a cache may have
 
@@ -34,6 +36,24 @@ def read(codes: Array, scales: Array, dtype: Any) -> Array:
     with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
         floats: Array = (codes * scales[..., None]).astype(dtype, copy=False)
     return floats
+
+
+def windows_of(call: str, window: Any, layers: int) -> list[int | None]:
+    """Return the window of each layer, from one for all of them or a list; raise ConfigError."""
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"{call}(layers={layers}): pass {MOST_LAYERS} or fewer")
+    windows = [*window] if isinstance(window, tuple | list) else [window] * layers
+    if len(windows) != layers or not all(w is None or is_integer(w, 1) for w in windows):
+        cure = "pass how many tokens to keep, 1 or more, None for all, or a list, one per layer"
+        raise ConfigError(f"{call}(window={window!r}): {cure}")
+    return windows
+
+
+def check_length(call: str, length: Any) -> None:
+    """Raise RangeError unless length is a number of tokens to keep."""
+    if not is_integer(length):
+        cure = "pass how many tokens to keep, 0 or more"
+        raise RangeError(f"{call}.truncate({length!r}): {cure}")
 
 
 def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:

@@ -22,9 +22,18 @@ from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
-from .int8_cache import INT8, STORED, check_new, read, scale_bytes, scales_like
+from .int8_cache import (
+    INT8,
+    MOST_LAYERS,
+    STORED,
+    check_length,
+    check_new,
+    read,
+    scale_bytes,
+    scales_like,
+    windows_of,
+)
 
-MOST_LAYERS = 10_000
 ORDERLESS = {"scale", "softcap", "sinks"}  # options of attention for keys in any order
 FEW = 16  # queries; at most this many read codes directly, for more the codes become floats first
 
@@ -91,12 +100,7 @@ class KVCache:
             )
             raise ConfigError(f"KVCache{shape}: {problem}")
         kind = float_dtype("KVCache", dtype, STORED)
-        each: Any = window
-        windows = [*each] if isinstance(each, tuple | list) else [each] * layers
-        valid = all(w is None or is_integer(w, 1) for w in windows)
-        if len(windows) != layers or not valid:
-            cure = "pass how many tokens to keep, 1 or more, None for all, or a list, one per layer"
-            raise ConfigError(f"KVCache(window={window!r}): {cure}")
+        windows = windows_of("KVCache", window, layers)
         if not is_integer(sinks):
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens to keep, 0 or more"
@@ -370,6 +374,29 @@ class KVCache:
         self.filled = [0] * len(self.filled)
         self.real[...] = True
         self.padded = False
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens of every row: those after them are as never appended.
+
+        What is kept has the same bits; a row of fewer tokens stays as it is.  A layer with a window
+        that has dropped tokens can only be shortened by one token, or to its sinks: the tokens that
+        the next one would see are overwritten.
+
+        Raises
+        ------
+        RangeError
+            length is not an integer, 0 or more, or a window has dropped what it needs; the cache is
+            not changed.
+        """
+        check_length("KVCache", length)
+        for layer, (held, keys) in enumerate(zip(self.filled, self.keys, strict=True)):
+            slots = keys.shape[1]
+            if self.sinks < length < held - 1 and held > slots:
+                window = f"layer {layer} has a window and keeps {slots} of {held} tokens"
+                cure = f"pass {held - 1}, or make the cache without a window"
+                raise RangeError(f"KVCache.truncate({length}): {window}; {cure}")
+        self.filled = [min(held, length) for held in self.filled]
+        self.real[:, length:] = True
 
     def reorder(self, index: Array) -> None:
         """Make row i continue from the tokens of row ``index[i]``, as in beam search.

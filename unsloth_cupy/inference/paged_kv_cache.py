@@ -22,7 +22,9 @@ from ..machine import array_bytes, check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, on_gpu_of_attribute, to_device_of
-from .int8_cache import STORED, check_new, scale_bytes, scales_like
+from .int8_cache import STORED, check_length, check_new, scale_bytes, scales_like, windows_of
+
+GONE = -2  # in the table of a sequence: a page before its window
 
 
 @on_gpu_of_attribute("keys")
@@ -38,6 +40,11 @@ class PagedKVCache:
         float16, bfloat16, float32 or float64; or int8: codes, and a scale for each token and head.
     like : array, optional
         The cache is on the device of this array; on the host, in NumPy arrays, without one.
+    window : int, None, or one of them for each layer
+        Queries see only the last ``window`` tokens, themselves included.  A page before those that
+        the next queries of any layer see becomes free when they are appended; its entry in
+        ``page_table`` is then another page of the sequence, so pass ``attention_paged`` a window:
+        ``(window - 1, 0)``.  Pages stay as long as one layer has no window.
 
     Attributes
     ----------
@@ -50,7 +57,7 @@ class PagedKVCache:
     Raises
     ------
     ConfigError
-        A size is negative, page is 0, or dtype is not a float.
+        A size is negative, page is 0, a window is invalid, or dtype is not a float.
 
     Notes
     -----
@@ -69,6 +76,7 @@ class PagedKVCache:
         *,
         dtype: Any,
         like: Array | None = None,
+        window: int | Sequence[int | None] | None = None,
     ) -> None:
         shape = (layers, pages, page, kv_heads, dim)
         if not all(map(is_integer, shape)) or page == 0:
@@ -78,12 +86,15 @@ class PagedKVCache:
         place = array_on_device("PagedKVCache", like)
         size = 2 * array_bytes(shape, kind.itemsize) + scale_bytes(kind, array_bytes(shape[:-1], 1))
         check_bytes(f"PagedKVCache{shape}", size, place)
+        self.windows = windows_of("PagedKVCache", window, layers)
         self.keys = arrays.empty(shape, kind, place)
         self.values = arrays.empty(shape, kind, place)
+        if window is not None:  # attention also reads slots without a token, and masks them
+            self.keys[...] = self.values[...] = 0
         self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
         self.uses = [0] * pages  # by page: the number of sequences that have it
         self.free_pages = list(range(pages))[::-1]
-        self.tables: dict[int, list[int]] = {}  # by sequence: its pages
+        self.tables: dict[int, list[int]] = {}  # by sequence: its pages, or GONE
         self.filled: dict[int, list[int]] = {}  # by sequence: its number of tokens in each layer
         self.numbers = itertools.count()
 
@@ -143,6 +154,8 @@ class PagedKVCache:
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
         check_new("PagedKVCache.append", "sequences", len(sequences), k, v, self.keys[layer])
         starts = [self.filled[sequence][layer] for sequence in sequences]
+        for sequence in sequences:
+            self._leave(*self._take_out(sequence, slice(self._first_seen(sequence))))
         self._make_room(sequences, starts, k.shape[1])
         table, first = self.page_table(sequences), self._placed(starts)
         stored = self.keys[layer], self.values[layer]
@@ -157,7 +170,7 @@ class PagedKVCache:
     def page_table(self, sequences: Sequence[int]) -> Array:
         """Return the pages of each sequence, in order: (sequences, most pages of one) int32.
 
-        Shorter rows are padded with -1.
+        Shorter rows are padded with -1.  A page before the window is replaced by the first in it.
 
         Raises
         ------
@@ -169,6 +182,7 @@ class PagedKVCache:
         table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
         for row, pages in zip(table, rows, strict=True):
             row[: len(pages)] = pages
+            row[row == GONE] = next((page for page in pages if page != GONE), -1)
         return self._placed(table)
 
     def lengths(self, sequences: Sequence[int], layer: int = 0) -> Array:
@@ -195,8 +209,39 @@ class PagedKVCache:
         new = next(self.numbers)
         self.tables[new], self.filled[new] = [*self.tables[sequence]], [*self.filled[sequence]]
         for page in self.tables[new]:
-            self.uses[page] += 1
+            self.uses[page] += page != GONE
         return new
+
+    def truncate(self, length: int, sequences: Sequence[int] | None = None) -> None:
+        """Keep the first ``length`` tokens of some sequences, by default of all of them.
+
+        Tokens after them are as never appended, and pages without a token become free.  What is
+        kept has the same bits; a sequence of fewer tokens stays as it is.
+
+        Raises
+        ------
+        RangeError
+            length is not an integer, 0 or more; there is no such sequence; or a page that the next
+            token would see was before the window and is free.  Nothing changes then.
+        """
+        check_length("PagedKVCache", length)
+        chosen = [*self.tables] if sequences is None else sequences
+        self.check_sequences("truncate", chosen)
+        page = self.keys.shape[2]
+        for sequence in chosen:
+            lengths = [min(held, length) for held in self.filled[sequence]]
+            first = self._first_seen(sequence, lengths)
+            if GONE in self.tables[sequence][first : -(-length // page)]:
+                gone = f"{self.tables[sequence].count(GONE) * page} tokens of sequence {sequence}"
+                cure = "keep more, or make the cache without a window"
+                raise RangeError(
+                    f"PagedKVCache.truncate({length}): the window has dropped {gone}; {cure}"
+                )
+        for sequence in chosen:
+            held = self.filled[sequence] = [min(held, length) for held in self.filled[sequence]]
+            empty = slice(-(-max(held, default=0) // page), None)
+            self._leave(*self._take_out(sequence, empty))
+            del self.tables[sequence][empty]
 
     def free(self, sequence: int) -> None:
         """Remove a sequence; pages that no other sequence has become free.
@@ -207,9 +252,22 @@ class PagedKVCache:
             There is no such sequence, or it has been freed already.
         """
         self.check_sequences("free", [sequence])
-        del self.filled[sequence]
-        for page in reversed(self.tables.pop(sequence)):
-            self._leave(page)
+        self._leave(*self._take_out(sequence, slice(None)))
+        del self.filled[sequence], self.tables[sequence]
+
+    def _first_seen(self, sequence: int, lengths: Sequence[int] | None = None) -> int:
+        """Return the first page that the next queries see, if layers hold so many tokens."""
+        held = self.filled[sequence] if lengths is None else lengths
+        pairs = zip(held, self.windows, strict=True)
+        first = min((0 if w is None else max(n - w + 1, 0) for n, w in pairs), default=0)
+        return first // self.keys.shape[2]
+
+    def _take_out(self, sequence: int, part: slice) -> list[int]:
+        """Take pages out of the table of a sequence, and return them, the last one first."""
+        table = self.tables[sequence]
+        pages = [page for page in table[part][::-1] if page != GONE]
+        table[part] = [GONE] * len(table[part])
+        return pages
 
     def _make_room(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
         """Give each sequence unshared pages for its new tokens, or raise and change nothing."""
@@ -240,10 +298,11 @@ class PagedKVCache:
         self.uses[page] = 1
         return page
 
-    def _leave(self, page: int) -> None:
-        self.uses[page] -= 1
-        if not self.uses[page]:
-            self.free_pages.append(page)
+    def _leave(self, *pages: int) -> None:
+        for page in pages:
+            self.uses[page] -= 1
+            if not self.uses[page]:
+                self.free_pages.append(page)
 
     def check_layer(self, call: str, layer: Any) -> None:
         """Raise unless there is such a layer; the error shows the name of the call."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.call import is_integer
 from ..core.dtypes import Array
 from ..errors import ConfigError, ShapeError
 from ..ops.attention.attention import attention
@@ -83,6 +84,8 @@ class PagedRows:
     def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """Store new keys and values; return the attention of q over all that each row holds.
 
+        The narrower of the windows of the call and of the cache applies.
+
         Raises
         ------
         ConfigError
@@ -95,7 +98,14 @@ class PagedRows:
         if unknown := sorted(options.keys() - OPTIONS):
             cure = f"choose from {', '.join(sorted(OPTIONS))}"
             raise ConfigError(f"a PagedKVCache has no option {unknown[0]!r} of attention; {cure}")
-        fresh = not any(self.starts(layer)) if layer in range(len(self.cache.keys)) else False
+        known = layer in range(len(self.cache.windows))
+        if known and (kept := self.cache.windows[layer]) is not None:
+            match options.get("window"):
+                case None:
+                    options["window"] = kept - 1, None
+                case (left, right) if left is None or is_integer(left, kept):
+                    options["window"] = kept - 1, right
+        fresh = known and not any(self.starts(layer))
         k_pages, v_pages = self.cache.append(layer, self.sequences, k, v)
         if fresh:  # k and v are all keys and values, in order
             return attention(q, k, v, **options)

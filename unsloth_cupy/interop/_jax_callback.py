@@ -14,12 +14,14 @@ It is written once for each op and combination of present arrays.  For ``swiglu`
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..core.call import write
 from ..core.op import Op
+from ..core.replay import choosing
 from ._jax_gpu import OnGpu
 from ._wiring import SEED, may_be_number
 
@@ -37,13 +39,18 @@ def run(_context, _results, {names}):
 
 
 def on_buffers(
-    op: Op[..., Any], names: tuple[str, ...], fixed: Mapping[str, Any], outputs: tuple[str, ...]
+    op: Op[..., Any],
+    names: tuple[str, ...],
+    fixed: Mapping[str, Any],
+    outputs: tuple[str, ...],
+    those: tuple[Any, ...],
 ) -> Callable[..., None]:
     """Return the callback of a call, which writes these outputs into XLA's buffers.
 
-    ``names`` are the operands in XLA's buffers; ``fixed`` holds options and other operands.
+    ``names`` are the operands in XLA's buffers; ``fixed`` holds options and other operands, and
+    ``those`` what launches choose by: XLA calls from a thread of its own.
     """
-    scope: dict[str, Any] = {"op": op, "number": _number, "fixed": fixed}
+    scope: dict[str, Any] = {"op": partial(choosing, those, op), "number": _number, "fixed": fixed}
     numbers = {operand.name for operand in op.contract.inputs if may_be_number(operand)}
     values = dict.fromkeys(op.names[: op.positional], "None")
     values |= {name: f"number({name})" if name in numbers else name for name in names}

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ..core.op import Op
+from ..core.replay import choices, choosing
 from ..errors import ConfigError, DTypeError, GradientError
 from ._torch_autocast import autocast
 from ._torch_memory import DTYPES, TORCH
@@ -173,6 +174,7 @@ class Operator:
         outputs = dict(zip(self.results, _packed(output), strict=True))
         ctx.mark_non_differentiable(*[outputs[name] for name in self._idle(tensors)])
         ctx.set_materialize_grads(False)
+        ctx.choices = choices.get()
         ctx.forms = [(a.shape, a.dtype, a.device) for a in outputs.values()]
         elsewhere = shared_outputs(self.op, tensors)
         values = (
@@ -217,9 +219,8 @@ class Operator:
             options[name] if codec.encode is None else codec.encode(options[name])
             for name, codec in self.backward.codecs.items()
         ]
-        gradients = self.backward.door(
-            *[values.get(name) for name in self.backward.tensors], *encoded
-        )
+        tensors = [values.get(name) for name in self.backward.tensors]
+        gradients = choosing(ctx.choices, self.backward.door, *tensors, *encoded)
         named = dict(zip(self.backward.results, _packed(gradients), strict=True))
         named |= {n: named[of] for n, of in shared_outputs(self.backward.op, values).items()}
         back = [named.get(f"d{name}") if needs[name] else None for name in self.tensors]

@@ -72,6 +72,7 @@ def forward(ctx, {parameters}):
     {computed} = compute({parameters})
     ctx.save_for_backward({saved})
     ctx.set_materialize_grads(False)
+    ctx.choices = choices()
     {notes}
     return {computed}
 
@@ -80,7 +81,7 @@ def backward(ctx, {grads}):
         return {nothing}
     ({saved_names}) = ctx.saved_tensors
     {filled}
-    {gradients} = backward_op({arguments})
+    {gradients} = choosing(ctx.choices, backward_op, {arguments})
     return {returned}
 """
 

@@ -11,8 +11,8 @@ op on XLA's own buffers, and whose gradient is the backward op.  In short:
     def swiglu(gate, up):
         return buffer_callback(run, form_of_y)(gate, up)
 
-Options and quantized weights are constants of a trace.  A seed may be an array: it is then an
-operand, so that each step of a compiled function draws other random numbers.
+Options, quantized weights and an ``AttentionConfig`` are constants of a trace.  A seed may be an
+array: it is then an operand, so that each step of a compiled function draws other random numbers.
 """
 
 import inspect
@@ -27,6 +27,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from ..core.call import coerce_option, option_of
 from ..core.dtypes import Stored
 from ..core.op import INTEGER, Op, Traced
+from ..core.replay import choices, choosing
 from ..errors import ConfigError, GradientError
 from . import _jax_arrays as memory
 from ._jax_callback import on_buffers
@@ -59,6 +60,7 @@ class Call(NamedTuple):
     op: Op[..., Any]
     names: tuple[str, ...]  # of the arrays; a seed that is an array comes last
     fixed: dict[str, Any]  # integers and quantized weights in place of arrays, then options
+    choices: tuple[Any, ...]  # what its launches choose by
 
 
 def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -122,7 +124,8 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
     operands = memory.alike(operands)
     if "constant" in op.facts:
         operands = {name: jax.lax.stop_gradient(array) for name, array in operands.items()}
-    outputs = differentiable(Call(op, tuple(operands), fixed))(*operands.values())
+    call = Call(op, tuple(operands), fixed, choices.get())
+    outputs = differentiable(call)(*operands.values())
     results = tuple(outputs[output.name] for output in op.contract.outputs)
     return results if len(results) > 1 else results[0]
 
@@ -147,7 +150,8 @@ def differentiable(call: Call) -> Callable[..., Any]:
         known = on_weights.setdefault(next(iter(weights.values())), {})
         twins = {name: _twin(weight) for name, weight in weights.items()}
         call = call._replace(fixed=call.fixed | twins)
-    key = (call.op, call.names, *((name, _fixed(value)) for name, value in call.fixed.items()))
+    fixed = ((name, _fixed(value)) for name, value in call.fixed.items())
+    key = (call.op, call.names, call.choices, *fixed)
     if key not in known:
         if len(known) >= KEPT:
             known.clear()
@@ -225,7 +229,7 @@ def _outputs(
     }
     outputs = tuple(new)
     if outputs not in callbacks:
-        callbacks[outputs] = on_buffers(op, call.names, call.fixed, outputs)
+        callbacks[outputs] = on_buffers(op, call.names, call.fixed, outputs, call.choices)
     called = buffer_callback(
         callbacks[outputs],
         tuple(new.values()),
@@ -281,7 +285,7 @@ def _gradients(
     if "wanted" in backward.options:
         options["wanted"] = frozenset(perturbed)
     arrays = [values.get(name, call.fixed.get(name)) for name in backward.names]
-    result = backward.call(arrays, options)
+    result = choosing(call.choices, backward.call, arrays, options)
     results = result if type(result) is tuple else (result,)
     named = zip(backward.contract.outputs, results, strict=True)
     return {output.name: grad for output, grad in named if output.name[1:] in perturbed}

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from ..core.call import write
 from ..core.dtypes import Stored
 from ..core.op import Op, Traced
+from ..core.replay import choices, choosing
 from ..errors import DTypeError, FrameworkError
 from . import _torch_memory as memory
 from ._torch_autocast import autocast
@@ -82,6 +83,8 @@ SCOPE: dict[str, Any] = {
     "seed_of": seed_of,
     "table_gradient": table_gradient,
     "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
+    "choices": choices.get,
+    "choosing": choosing,
     "Traced": Traced,
     "Stored": Stored,
     "FrameworkError": FrameworkError,

@@ -7,13 +7,18 @@ the last walk is used until the peak has grown.
 
 import threading
 import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from ..core import target
+from ..core.target import Run
 from ..errors import DeviceMemoryError
 from ..machine import format_bytes
-from ..training import offload, tape
+from ..ops.common.spans import Owner, forget_routes
+from ..training import offload
 
 GROWN = 1.25  # if the peak is higher by a quarter, walk again
 
@@ -31,42 +36,45 @@ class HostCounter:
 
     active: ClassVar[list["HostCounter"]] = []  # nested pools, or those of several threads
     lock: ClassVar[Any] = threading.RLock()  # guards these attributes
-    before_all: ClassVar[tuple[bool, Any]]  # before the first pool: is_tracing(), watch_memory
+    before_all: ClassVar[tuple[bool, Any]]  # before the first pool: is_tracing(), target.watch
     objects: ClassVar[int] = 0  # bytes of Python's own objects at the last walk
     walked: ClassVar[int] = 0  # bytes of everything, up to which that walk is used
 
     def __init__(self, limit: int | None, held: int = 0) -> None:
         self.limit, self.held, self.moved = limit, held, dict(offload.moved)
         self.before = self.most = 0
-        self.last: tuple[int, int] | None = None
+        self.last: tuple[int, int, Counter[int]] | None = None
 
     def start(self) -> None:
         """Start counting."""
         with self.lock:
             if not self.active:
-                HostCounter.before_all = tracemalloc.is_tracing(), tape.watch_memory
+                HostCounter.before_all = tracemalloc.is_tracing(), target.watch
                 tracemalloc.start()
-                tape.watch_memory = _check_all
+                target.targets, target.watch = (WATCHED, *target.targets), _watch
             self._settle()  # for pools around this one
-            self.before = self._walk()
+            self.before, self.blocks = self._walk(), self.sizes
             self.active.append(self)
             self.reset_peak()
 
     def stop(self) -> None:
         """Keep the last numbers."""
         with self.lock:
-            self.last = self._now(), self.peak()
+            self.last = self._now(), self.peak(), self.sizes - self.blocks
             self.active.remove(self)
             if self.active:  # another pool is still counting
                 return
-            traced, tape.watch_memory = self.before_all
+            traced, target.watch = self.before_all
+            target.targets = tuple(each for each in target.targets if each is not WATCHED)
+            forget_routes(WATCHED)
             if not traced:
                 tracemalloc.stop()
 
     def _walk(self) -> int:
         """Return the bytes of arrays; all other bytes are Python's own objects."""
         traces, numpy = tracemalloc.take_snapshot().traces, np.lib.tracemalloc_domain
-        arrays = sum(trace.size for trace in traces if trace.domain == numpy)
+        self.sizes = Counter(trace.size for trace in traces if trace.domain == numpy)
+        arrays = sum(size * count for size, count in self.sizes.items())
         del traces
         tracemalloc.reset_peak()  # the walk itself has raised it
         HostCounter.walked = tracemalloc.get_traced_memory()[0]
@@ -91,8 +99,15 @@ class HostCounter:
 
     def usage(self) -> dict[str, Usage]:
         """Return the bytes of the host."""
-        now, peak = self.last or (self._now(), self.peak())
+        now, peak = self.last[:2] if self.last else (self._now(), self.peak())
         return {"cpu": Usage(now, peak, now)}
+
+    def counts(self) -> Counter[int]:
+        """Return how many blocks of each size are held that were allocated since the start."""
+        if self.last is not None:
+            return self.last[2]
+        self._now()
+        return self.sizes - self.blocks
 
     def peak(self) -> int:
         """Return the most bytes held at a time."""
@@ -122,10 +137,23 @@ class HostCounter:
             )
 
 
+WATCHED: Any = Owner()
+
+
+def _watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
+    """Return a call of an op that checks every pool after it."""
+    run = HostCounter.before_all[1](op, arrays, run, defined)
+
+    def checked(arrays: list[Any], options: dict[str, Any]) -> Any:
+        result = run(arrays, options)
+        _check_all(op.__name__)
+        return result
+
+    return run if defined else checked
+
+
 def _check_all(op: str) -> None:
     """Check every pool, outer ones first."""
     with HostCounter.lock:
-        if HostCounter.active and (others := HostCounter.before_all[1]) is not None:
-            others(op)
         for pool in [*HostCounter.active]:
             pool.check(op)

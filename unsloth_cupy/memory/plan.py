@@ -8,7 +8,7 @@ a shape (``planned.py``), and a ledger records what they allocate and free.
 """
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ..ops.common.checks import check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan
-from .planned import recording_in
+from .planned import Planned, recording_in
 from .planned_model import DEVICES, new_adapter, planned_training
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def plan_memory(
     pipeline_parallel: int = 1,
     objective: Callable[..., Any] | None = None,
     device: str = "cuda",
+    inputs: Sequence[Mapping[str, Any]] = (),
 ) -> MemoryPlan:
     """Return the memory of a step of training, op by op, from a step on shapes alone.
 
@@ -94,6 +95,10 @@ def plan_memory(
         that of the next tokens.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
+    inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
+        What the forward passes of the step will take, in place of batch, tokens and accumulate:
+        NumPy arrays, of which a cpu also reads the values.  Packed texts and tokens without a label
+        take less memory than full rows.
 
     Returns
     -------
@@ -113,7 +118,6 @@ def plan_memory(
     from ..models.quantized import Quantizer
     from .stage_plan import Job, Layout
 
-    objective = next_token if objective is None else objective
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
     sizes |= {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
@@ -132,28 +136,29 @@ def plan_memory(
     if parts is not None and not isinstance(parts, CheckpointConfig):
         parts = CheckpointConfig(True, parts)
     layout = Layout(tensor_parallel, pipeline_parallel)
+    _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
         job = Job(
             batch, tokens, kind, state_bits, parts, device, rank, adapter, quantization,
-            chunked_mlp, objective=objective,
+            chunked_mlp, objective=objective or next_token,
         )  # fmt: skip
         return _of_ranks(parsed, layout, job, accumulate, optimizer)
-    alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with recording_in(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
-        trained_adapter = new_adapter(parsed, rank) if rank is not None else adapter
+        adapter = new_adapter(parsed, rank) if rank is not None else adapter
         codes = None if quantization is None else Quantizer("plan_memory", quantization)
-        arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, trained_adapter, codes)
+        arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
         ledger.begin()
+        alike = len(inputs) or min(accumulate, ALIKE)
+        batches = _batches(arrays, (batch, tokens), alike, inputs)
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
-            for _ in range(alike):
-                rows = arrays.of((batch, tokens), np.int64)
+            for batch_of_pass in batches:
                 loss, gradients = model.value_and_gradients(
-                    partial(objective, tokens=rows, labels=rows, count=1), checkpoint=parts
+                    partial(objective or next_token, **batch_of_pass, count=1), checkpoint=parts
                 )
                 ledger.enter(GRADIENTS, gradients)
                 yield loss, gradients
@@ -169,6 +174,31 @@ def plan_memory(
             del measure
             ledger.note("AdamW.step")
         return ledger.plan()
+
+
+def _batches(
+    arrays: Any, sizes: tuple[int, int], count: int, inputs: Sequence[Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield what each pass takes: inputs, on a GPU without their values, or else full rows."""
+    for number in range(count):
+        if not inputs:
+            rows = arrays.of(sizes, np.int64)
+            yield {"tokens": rows, "labels": rows}
+        elif arrays is Planned:
+            given = {n: a for n, a in inputs[number].items() if a is not None}
+            yield {name: arrays.of(array.shape, array.dtype) for name, array in given.items()}
+        else:
+            yield inputs[number]
+
+
+def _check_inputs(inputs: Any, ranks: int) -> None:
+    """Raise ConfigError unless inputs are those of the passes of one rank."""
+    listed = isinstance(inputs, list | tuple) and all(isinstance(each, Mapping) for each in inputs)
+    if not listed or not all({"tokens", "labels"} <= each.keys() for each in inputs):
+        cure = 'pass a list of {"tokens": array, "labels": array, "offsets": array or None}'
+        raise ConfigError(f"plan_memory(inputs={reprlib.repr(inputs)}): {cure}")
+    if inputs and ranks > 1:
+        raise ConfigError(f"plan_memory(inputs=..., {ranks} ranks): inputs are those of one rank")
 
 
 def _check_adapter(rank: int | None, adapter: Any, quantization: str | None) -> None:

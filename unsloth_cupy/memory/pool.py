@@ -9,6 +9,7 @@ makes small ops up to twice as slow.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -49,7 +50,11 @@ class MemoryPool:
         trace: TracebackType | None,
     ) -> None:
         """Stop counting; CuPy's OutOfMemoryError becomes a DeviceMemoryError."""
-        self._source.stop()
+        try:
+            if kind is None and isinstance(self._source, HostCounter):
+                self._source.check("the block")
+        finally:
+            self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
             required = bytes_requested(error)
             most = self.limit or _total(self.device)
@@ -64,7 +69,7 @@ class MemoryPool:
     @property
     def by_device(self) -> dict[str, Usage]:
         """The usage of each device: "cuda:0" and so on, or "cpu" without a GPU."""
-        return dict(self._source.usage())
+        return dict(self._source.usage()) if self._source else {}
 
     @property
     def allocated(self) -> int:
@@ -74,7 +79,7 @@ class MemoryPool:
     @property
     def peak(self) -> int:
         """The most bytes that arrays held at a time since the block or ``reset_peak`` began."""
-        return int(self._source.peak())
+        return int(self._source.peak()) if self._source else 0
 
     @property
     def efficiency(self) -> float:
@@ -83,13 +88,30 @@ class MemoryPool:
         return self.allocated / reserved if reserved else 1.0
 
     @property
+    def sizes(self) -> dict[int, int]:
+        """By bytes, how many blocks that arrays hold now were allocated since the block began."""
+        return dict(sorted(self._source.counts().items())) if self._source else {}
+
+    @property
+    def count(self) -> int:
+        """The number of blocks in ``sizes``."""
+        return sum(self.sizes.values())
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved bytes that no array holds, as the pool keeps them: 0 on a CPU."""
+        return 1 - self.efficiency
+
+    @property
     def transferred(self) -> dict[str, int]:
-        """Bytes that checkpoints moved since the block began: to_host and to_device."""
-        return {name: offload.moved[name] - before for name, before in self._source.moved.items()}
+        """Bytes moved since the block began, by ``to_host``, ``to_device`` and checkpoints."""
+        before = self._source.moved if self._source else offload.moved
+        return {name: offload.moved[name] - count for name, count in before.items()}
 
     def reset_peak(self) -> None:
         """Restart ``peak`` from the bytes that are held now."""
-        self._source.reset_peak()
+        if self._source:
+            self._source.reset_peak()
 
 
 def memory_pool(
@@ -101,18 +123,21 @@ def memory_pool(
     ----------
     limit : int, optional
         Bytes that arrays may hold on a device.  CuPy's pool refuses to allocate beyond it.  Without
-        a GPU the limit is checked when an op on a tape returns.
+        a GPU the limit is checked when an op returns, and at the end of the block.
     device : int, optional
         The GPU to watch; None: all of them.
     held : iterable of array
         Arrays that exist already, such as a model's: tracemalloc does not know NumPy arrays that
-        were created before the block.  CuPy's pool counts all that it has allocated.
+        were created before the block, nor memory that is not NumPy's: of ``np.memmap`` and of torch
+        (a model that ``load`` reads inside the block is in NumPy's).  CuPy's pool counts all that
+        it has allocated.
 
     Returns
     -------
     pool : MemoryPool
-        ``allocated``, ``peak`` and ``efficiency`` in all, ``by_device``, ``transferred``,
-        ``reset_peak()``.
+        ``allocated``, ``peak`` and ``efficiency`` in all, ``by_device``, ``transferred``;
+        ``count``, ``sizes`` and ``fragmentation`` of the blocks; ``reset_peak()``.  All are 0
+        before the block.
 
     Raises
     ------
@@ -148,6 +173,7 @@ class OnDevices:
         self.devices, self.limit, self.moved = [*devices], limit, dict(offload.moved)
         self.pool = self.cupy.get_default_memory_pool()
         self.last: dict[str, Usage] | None = None
+        self.sizes = Counter[int]()  # of blocks that are held, by their bytes
 
     def start(self) -> None:
         """Install a hook into the pool, then set the limit."""
@@ -166,7 +192,8 @@ class OnDevices:
 
     def note(self, device: int, size: int) -> None:
         """Add the bytes of an allocation, or subtract those of a free: their size is negative."""
-        if device in self.held:
+        if device in self.held and self.last is None:
+            self.sizes[abs(size)] += 1 if size > 0 else -1
             self.held[device] += size
             self.most[device] = max(self.most[device], self.held[device])
             self.top = max(self.top, sum(self.held.values()))
@@ -196,6 +223,10 @@ class OnDevices:
     def peak(self) -> int:
         """Return the most bytes held at a time."""
         return self.top
+
+    def counts(self) -> Counter[int]:
+        """Return how many blocks of each size are held; frees of earlier ones do not count."""
+        return +self.sizes
 
     def reset_peak(self) -> None:
         """Restart the peaks from the bytes that are held now."""

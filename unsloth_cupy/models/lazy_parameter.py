@@ -1,5 +1,6 @@
 """Parameters in open files, which are read only as far as requested."""
 
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -90,9 +91,13 @@ class LazyParameter:
     def _cast(self, read: Array) -> Array:
         """Return an array that was read, in the dtype of results, writeable."""
         dtype = self.dtype or self.home.dtype
-        return _owned(read if dtype is None else read.astype(dtype, copy=False))
+        return owned(read if dtype is None else read.astype(dtype, copy=False))
 
 
-def _owned(array: Array) -> Array:
-    """Return a writeable array: a copy of one that is not."""
-    return array if array.flags.writeable else array.copy()
+def owned(array: Array) -> Array:
+    """Return a writeable array that was read from a file: a copy of one that is not.
+
+    Also a copy of one in other memory than NumPy's where a ``memory_pool`` counts that.
+    """
+    counted = array.base is None or not tracemalloc.is_tracing()
+    return array if counted and array.flags.writeable else array.copy()

@@ -68,11 +68,16 @@ class Zero1:
             weight_decay=optimizer.weight_decay,
             state_bits=8 if self.narrow else 32,
         )
+        held = self.inner.parameters.keys()
+        self.inner.groups = [  # the same in all ranks, also where a rank has no part of a group
+            group | {"names": [name for name in group["names"] if name in held]}
+            for group in optimizer.groups
+        ]
         copies = [piece for piece in own if tensors[piece.name].copy is not None]
         if copies:
             self.inner.keep_copies({p.name: self._part(self.live[p.name], p.where) for p in copies})
         self.load_state(optimizer.state())
-        optimizer.tensors, optimizer.launcher = {}, None
+        optimizer.tensors, optimizer.launchers, optimizer.groups = {}, [], [{"names": []}]
         optimizer.parameters, optimizer.home = {}, None
 
     @property
@@ -181,7 +186,7 @@ class Zero1:
 
     def state(self) -> dict[str, Any]:
         """Return what ``AdamW.state`` returns in one process: whole arrays, equal in all ranks."""
-        state = {"steps": np.array(self.steps)}
+        state = {n: a for n, a in self.inner.state().items() if n in ("steps", "groups")}
         for field in STATES:
             for name in self.shapes:
                 if not field.endswith("scale") or name in self.narrow:
@@ -201,14 +206,14 @@ class Zero1:
         check_mapping("Zero1.load_state", state)
         narrow = {f"{f}.{n}" for f in STATES for n in self.narrow}
         names = {f"{f}.{n}" for f in STATES[:2] for n in self.shapes} | narrow | {"steps"}
-        if state.keys() != names:
-            different = sorted(state.keys() ^ names)
+        if state.keys() - {"groups"} != names:
+            different = sorted((state.keys() - {"groups"}) ^ names)
             cure = "pass what state() returned for the same parameters"
             raise ConfigError(f"Zero1.load_state: names differ in {different}; {cure}")
         for name, shape in self.shapes.items():
             for field in STATES[:2]:
                 _check(f"Zero1.load_state: {field}.{name}", state[f"{field}.{name}"], shape)
-        own = {"steps": state["steps"]}
+        own = {name: state[name] for name in ("steps", "groups") if name in state}
         for piece in self.pieces[self.comm.rank]:
             for field in STATES:
                 key = f"{field}.{piece.name}"

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from ..core import gpu, target
 from ..core.dtypes import KERNEL_DTYPES, Stored
-from ..core.op import OPS
 from ..core.target import Run, using
 from ..ops.common import spans
 from ..ops.common.no_kernel import reason_of
+from ..ops.common.spans import Owner, forget_routes
 
 LOGGER = logging.getLogger("unsloth_cupy")
 
@@ -28,14 +28,6 @@ class Watcher(Protocol):
         ``run`` is a whole call if ``why`` is None; else it is the definition inside the call, and
         ``why`` the reason why it runs instead of a kernel.
         """
-
-
-class Owner:
-    """A target that owns no array: it only gives calls routes of their own."""
-
-    def owns(self, array: Any) -> bool:
-        """Return False."""
-        return False
 
 
 _watchers: tuple[Watcher, ...] = ()
@@ -56,9 +48,7 @@ def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
     finally:
         _watchers = tuple(each for each in _watchers if each is not watcher)
         spans.watchers = tuple(each for each in spans.watchers if each is not watcher)
-        for op in OPS.values():
-            for key in [key for key in list(op.routes) if marker in key[0]]:
-                op.routes.pop(key, None)
+        forget_routes(marker)
 
 
 def watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:

@@ -73,9 +73,14 @@ class Side:
             self.copying.append((done, memory))  # else the pool could reuse the memory
             while self.copying and self.copying[0][0].done:
                 self.copying.popleft()
-        with _moving:
-            moved["to_host" if kind == TO_HOST else "to_device"] += size
+        note("to_host" if kind == TO_HOST else "to_device", size)
         return done
+
+
+def note(way: str, size: int) -> None:
+    """Count bytes that were moved ``to_host`` or ``to_device``."""
+    with _moving:
+        moved[way] += size
 
 
 @functools.cache

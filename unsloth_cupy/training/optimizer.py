@@ -1,7 +1,8 @@
 """Adam with decoupled weight decay over named parameters."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
 from ..placement import on_gpu_of_attribute
 from .gradients import check_in_place, check_mapping, check_place
 
+RATES = "lr", "weight_decay"  # that a group may have
+EXAMPLE = '{"names": ["*norm*", "*.bias"], "weight_decay": 0.0}, with "lr" where it has its own'
 SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
 
 
@@ -44,19 +47,30 @@ class AdamW:
     state_bits : int
         Bits of an element of the averages: 32 (64 for a float64 parameter), or 8: codes, with a
         float32 scale for every 256 of them, for parameters of 4096 elements or more.
+    groups : sequence of {"names": ..., "lr": ..., "weight_decay": ...}, optional
+        Groups of parameters with an ``lr`` or a ``weight_decay`` of their own: ``names`` is a name,
+        a pattern such as ``"*norm*"``, or a list of them.  What no group names has the options
+        above.  A step with another rate scales the rates of groups as much: by its lr / lr.
+
+    Attributes
+    ----------
+    groups : list of dict
+        As torch's ``param_groups``: the groups with their names written out, then those that no
+        group names.  A rate or decay that is set in one counts from the next step on.
 
     Raises
     ------
     ConfigError
-        An option is out of its range, or a parameter is read-only.
+        An option is out of its range, or a parameter is read-only; a group has an unknown key, no
+        parameter, or one of another group.
     DTypeError, FrameworkError
         A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
         parameters are on several GPUs.
 
     Notes
     -----
-    On a GPU a step is one launch over all parameters if all of them are contiguous and of 32 or 16
-    bits.  It does not wait; reading ``steps`` waits.  Codes and scales are those of
+    On a GPU a step is one launch over the parameters of each group, if all of them are contiguous
+    and of 32 or 16 bits.  It does not wait; reading ``steps`` waits.  Codes and scales are those of
     bitsandbytes' state1, absmax1, state2 and absmax2.
     """
 
@@ -69,21 +83,21 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         state_bits: int = 32,
+        groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         if state_bits not in (8, 32):
             raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32 or 8")
         pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
         if not pair or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"AdamW: betas={betas}; pass two numbers, each from 0 to below 1")
-        for option, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not is_number(value) or not 0 <= value < math.inf:
-                raise ConfigError(f"AdamW: {option}={value}; pass a finite number, 0 or more")
+        _check_rates("AdamW", {"lr": lr, "eps": eps, "weight_decay": weight_decay})
         check_in_place("AdamW", parameters)
         self.parameters = dict(parameters)
         self.home = next(iter(self.parameters.values()), None)  # all are on one GPU
         self.lr, self.betas = lr, (float(betas[0]), float(betas[1]))
         self.eps, self.weight_decay = eps, weight_decay
-        self.launcher: Launcher | None = None
+        self.groups = _groups(self.parameters, groups)
+        self.launchers: list[Launcher] = []  # of the groups that have parameters
         with device_of(self.home):
             self.tensors = {n: _tensor(n, p, state_bits) for n, p in self.parameters.items()}
             self._prepare(0)
@@ -91,13 +105,18 @@ class AdamW:
     @property
     def steps(self) -> int:
         """The number of steps that were not skipped; reading it waits for a GPU."""
-        return self._steps if self.launcher is None else self.launcher.steps
+        return self.launchers[0].steps if self.launchers else self._steps
 
     def _prepare(self, steps: int) -> None:
         arrays = [a for t in self.tensors.values() for a in (t.parameter, t.copy) if a is not None]
-        self._steps, self.launcher = steps, None
-        if launchable(arrays):
-            self.launcher = Launcher(self.tensors, self.betas, steps)
+        self._steps, self.launchers = steps, []
+        for names in self._names() if launchable(arrays) else ():
+            tensors = {name: self.tensors[name] for name in names}
+            self.launchers.append(Launcher(tensors, self.betas, steps))
+
+    def _names(self) -> list[list[str]]:
+        """Return the names of each group that has some."""
+        return [group["names"] for group in self.groups if group["names"]]
 
     def keep_copies(self, copies: Mapping[str, Array]) -> None:
         """Make every step also write its parameters, rounded once, to these 16-bit arrays.
@@ -131,10 +150,7 @@ class AdamW:
             self.tensors[name] = self.tensors[name]._replace(copy=copy)
             with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
                 copy[...] = self.parameters[name]
-        if self.launcher is not None and launchable(list(copies.values())):
-            self.launcher.tables.clear()  # they do not have the addresses of copies
-        else:
-            self._prepare(self.steps)
+        self._prepare(self.steps)
 
     def step(
         self,
@@ -151,7 +167,7 @@ class AdamW:
         gradients : {name: array}
             One for every parameter, with its shape, in its dtype, its copy's dtype or float32.
         lr : float, optional
-            Learning rate of this step, from a schedule.
+            Learning rate of this step, from a schedule; groups with their own keep their share.
         finite : bool, or bool array of shape ()
             False: skip the step, and change nothing at all.
         factor : float, or float32 array of shape ()
@@ -183,16 +199,27 @@ class AdamW:
         for name, tensor in self.tensors.items():
             what = f"AdamW.step: gradient of {name}"
             _check(what, gradients[name], tensor.parameter, tensor.dtypes)
-        options: dict[str, Any] = {"lr": rate, "eps": self.eps, "weight_decay": self.weight_decay}
-        ordered = [gradients[name] for name in self.tensors]
-        with span("AdamW.step", self.home, lambda: self._traffic(ordered)):
-            if self.launcher is not None:
-                self.launcher(ordered, finite=finite, factor=factor, **options)
+        rates = [self._rates(group, rate) for group in self.groups if group["names"]]
+        ordered = [[gradients[name] for name in names] for names in self._names()]
+        with span("AdamW.step", self.home, lambda: self._traffic([*gradients.values()])):
+            if self.launchers:
+                for launcher, own, options in zip(self.launchers, ordered, rates, strict=True):
+                    launcher(own, finite=finite, factor=factor, eps=self.eps, **options)
             elif finite:
                 self._steps += 1
-                for tensor, gradient in zip(self.tensors.values(), ordered, strict=True):
-                    options |= {"betas": self.betas, "step": self._steps, "factor": float(factor)}
-                    host_step(tensor, gradient, **options)
+                shared = {"eps": self.eps, "betas": self.betas, "step": self._steps}
+                for names, own, options in zip(self._names(), ordered, rates, strict=True):
+                    options |= {**shared, "factor": float(factor)}
+                    for name, gradient in zip(names, own, strict=True):
+                        host_step(self.tensors[name], gradient, **options)
+
+    def _rates(self, group: Mapping[str, Any], rate: float) -> dict[str, Any]:
+        """Return the rate and the decay of a group in a step of this rate."""
+        own = {key: group.get(key, getattr(self, key)) for key in RATES}
+        _check_rates("AdamW.step: groups", own)
+        if "lr" not in group:
+            return own | {"lr": rate}
+        return own | {"lr": own["lr"] * (rate / self.lr) if self.lr else own["lr"]}
 
     def _traffic(self, gradients: Sequence[Array]) -> int:
         """Return the bytes that a step moves: gradients are read, copies written, the rest both."""
@@ -205,9 +232,12 @@ class AdamW:
 
         ``steps`` is a NumPy integer array of shape (); ``mean.<name>``, ``square.<name>`` and, for
         8-bit averages, ``mean_scale.<name>`` and ``square_scale.<name>`` are the optimizer's own
-        arrays, which the next step changes: save or copy them before it.
+        arrays, which the next step changes: save or copy them before it.  With groups, ``groups``
+        is an array of their (lr, weight_decay), NaN where a group has none of its own.
         """
-        return {"steps": np.array(self.steps), **self._states()}
+        rates = [[group.get(key, math.nan) for key in RATES] for group in self.groups[:-1]]
+        groups = {"groups": np.array(rates)} if rates else {}
+        return {"steps": np.array(self.steps), **groups, **self._states()}
 
     def _states(self) -> dict[str, Any]:
         return {
@@ -220,6 +250,8 @@ class AdamW:
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Continue from a ``state()``; later steps have the same bits as without the interruption.
 
+        The rates of groups become those of the state, if it has some.
+
         Raises
         ------
         ConfigError
@@ -231,6 +263,19 @@ class AdamW:
         own = self._states()
         steps = np.asarray(state.get("steps"))
         names = own.keys() | {"steps"}
+        wide = state.get("groups")
+        rates = np.full((len(self.groups) - 1, 2), math.nan) if wide is None else np.asarray(wide)
+        names |= {"groups"} if wide is not None and len(self.groups) > 1 else set()
+        if rates.shape != (len(self.groups) - 1, 2) and "groups" in names:
+            raise ShapeError(
+                f"AdamW.load_state: groups has shape {rates.shape}; this optimizer has"
+                f" {len(self.groups) - 1} groups",
+                expected=(len(self.groups) - 1, 2),
+                actual=rates.shape,
+            )
+        if rates.dtype.kind != "f" or (rates < 0).any() or np.isinf(rates).any():
+            problem = f"AdamW.load_state: groups holds {rates.tolist()}"
+            raise ConfigError(f"{problem}; pass finite rates of 0 or more, NaN for none")
         if state.keys() != names or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
             different = sorted(state.keys() ^ names)
             raise ConfigError(
@@ -241,7 +286,48 @@ class AdamW:
             _check(f"AdamW.load_state: {name}", state[name], array, (array.dtype,))
         for name, array in own.items():
             array[...] = state[name]
+        for group, own_rates in zip(self.groups, rates.tolist(), strict=False):
+            group |= {k: r for k, r in zip(RATES, own_rates, strict=True) if not math.isnan(r)}
         self._prepare(int(steps))
+
+
+def _groups(
+    parameters: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return groups with the names of their parameters, then those that are in none."""
+    result, rest = list[dict[str, Any]](), dict.fromkeys(parameters)
+    every: Any = groups
+    if isinstance(every, Mapping | str) or not isinstance(every, Collection):
+        raise ConfigError(f"AdamW(groups={groups!s:.80}): pass a list of {EXAMPLE}")
+    for group in every:
+        call = f"AdamW(groups=[..., {group!s:.80}])"
+        names: Any = group.get("names") if isinstance(group, Mapping) else None
+        names = [names] if isinstance(names, str) else names
+        listed = isinstance(names, Collection) and all(isinstance(n, str) for n in names)
+        if not listed or not group.keys() <= {"names", *RATES}:
+            raise ConfigError(f"{call}: pass a group as {EXAMPLE}")
+        _check_rates(call, group)
+        own: dict[str, None] = {}
+        for pattern in names:
+            found = [pattern] if pattern in parameters else []
+            found = found or [name for name in parameters if fnmatchcase(name, pattern)]
+            if not found:
+                some = ", ".join(list(parameters)[:3])
+                raise ConfigError(f"{call}: no parameter is named {pattern!r}; names are as {some}")
+            own |= dict.fromkeys(found)
+        if twice := [name for name in own if name not in rest]:
+            raise ConfigError(f"{call}: {twice[0]} is in another group too; name it in one of them")
+        for name in own:
+            del rest[name]
+        result.append({**group, "names": [*own]})
+    return [*result, {"names": [*rest]}]
+
+
+def _check_rates(call: str, options: Mapping[str, Any]) -> None:
+    """Raise unless lr, eps and weight_decay, where they are given, are numbers of 0 or more."""
+    for option, value in options.items():
+        if option != "names" and (not is_number(value) or not 0 <= value < math.inf):
+            raise ConfigError(f"{call}: {option}={value}; pass a finite number, 0 or more")
 
 
 def _tensor(name: str, parameter: Any, bits: int) -> Tensor:

@@ -18,6 +18,7 @@ import numpy as np
 from ..core.arrays import common, framework_of
 from ..core.dtypes import DIFFERENTIABLE, Stored
 from ..core.gpu import device_of
+from ..core.replay import choices, choosing
 from ..errors import DTypeError, GradientError, ShapeError
 from ..placement import full_like
 from .variable import Var
@@ -73,6 +74,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.entries: list[Any] = []  # Entry objects, or others with inputs, outputs and add_back
+        self.choices: dict[int, Any] = {}  # of calls that were made with some, by place
         self.issued = 0
 
     def watch(self, array: Any) -> Var:
@@ -193,7 +195,8 @@ class Tape:
             }
             inputs = {name: i for name, i in entry.inputs.items() if i in wanted}
             if inputs and any(grad is not None for grad in take.values()):
-                entry.add_back(take, inputs, grads)
+                those = self.choices.get(len(entries), ())
+                choosing(those, entry.add_back, take, inputs, grads)
             done(len(entries))
 
     def record(self, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -221,6 +224,8 @@ class Tape:
 
     def note(self, entry: Any) -> None:
         """Append a call to the tape."""
+        if (those := choices.get()) or self.choices:
+            self.choices[len(self.entries)] = those
         self.entries.append(entry)
 
 

@@ -34,9 +34,9 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.counters import counters
 from ..common.tensor_map import mappable, with_maps
-from . import _tiles
 from ._hopper import forward_tiles, only_option
 from ._options import TILE, KernelOptions
+from ._tiles import asked_for
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 FEWEST = 64  # keys
@@ -138,7 +138,7 @@ def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
 
     It does if it can and an option requests it or, by default, if it is faster.
     """
-    start = _tiles.start
+    start = asked_for()
     wanted = one_pass if start is None else start.one_pass
     flags = call.constants
     if width not in ONE_PASS or flags["BLOCK_MASK"] or wanted is False:

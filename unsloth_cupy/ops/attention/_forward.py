@@ -12,10 +12,9 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import batch_stride, in_chunks
-from . import _tiles
 from ._hopper import forward_tiles, launch_on_warpgroups
 from ._options import CAUSAL, HIDING, Options, kernel_options, refused
-from ._tiles import Tiles, resolve, slice_of
+from ._tiles import Tiles, asked_for, resolve, slice_of
 
 
 @cache
@@ -44,8 +43,7 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     if call is not None and (own := forward_tiles(q, v, call)):
         return launch_on_warpgroups(q, k, v, sinks, call, own)
     level = call and max(call.level, HIDING if options.offsets else CAUSAL)
-    start = _tiles.start
-    tiles = call and resolve(size, dim, value_dim, level, limits(q), start)
+    tiles = call and resolve(size, dim, value_dim, level, limits(q), asked_for())
     if call is None or tiles is None:
         return refused(q, v)
     k, v, batch_tokens = batch_stride(k, v)

@@ -30,8 +30,8 @@ from ...core.kernel import load
 from ...core.target import limits
 from ..common.counters import counters
 from ..common.tensor_map import NVRTC, available, mappable, with_maps
-from . import _tiles
 from ._options import TILE, KernelOptions
+from ._tiles import asked_for
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 LEAST, WIDEST = 64, 256  # columns of a head
@@ -77,7 +77,7 @@ def only_option(flags: dict[str, Any], *names: str, others: tuple[str, ...] = ()
 def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
     """Return the tiles of a call that runs on warpgroups, None for other calls."""
     narrow, wide = sorted((q.shape[-1], v.shape[-1]))
-    start, flags = _tiles.start, call.constants
+    start, flags = asked_for(), call.constants
     fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST
     fits = fits and q.shape[-3] >= FEWEST and min(q.size, v.size) > 0
     wanted = requested if start is None else start.warpgroups

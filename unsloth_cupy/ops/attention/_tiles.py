@@ -3,12 +3,15 @@
 bytes = rows * row(dim) + stages * keys * (row(dim) + row(slice of value_dim))
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple, TypeVar
 
+from ...core.replay import choices
 from ...core.target import Limits
 from ._options import ANY, CAUSAL, HIDING, row_bytes
 
+MOST = 256  # queries of a block, in this table
 WIDEST = 256  # columns of accumulators that fit into a warp's registers: the most a block owns
 
 # The keys of a launch table are architecture, itemsize and the larger of dim and value_dim; the
@@ -54,9 +57,23 @@ class Tiles(NamedTuple):
         row, value_row = row_bytes(dim, itemsize), row_bytes(slice_of(value_dim), itemsize)
         return self.rows * row + self.stages * self.keys * (row + value_row)
 
+    def within(self, start: "Start") -> Iterator["Tiles"]:
+        """Yield these tiles with as many warps as a start's limits allow, its own number first.
+
+        Warps and tiles per warp are halved until queries are within the limits, and keys too.  A
+        block that has the registers of an SM for itself may also have up to 8 warps.
+        """
+        keys = next(keys for keys in (self.keys, 32, 16, 8) if keys <= min(self.keys, start.tile))
+        for warps in sorted((8, 4, 2, 1), key=lambda warps: (warps != self.warps, -warps)):
+            for warp_tiles in range(self.warp_tiles, 0, -1):
+                tiles = self._replace(warps=warps, warp_tiles=warp_tiles, keys=keys)
+                grown = warps > self.warps and self.blocks > 1
+                if tiles.rows <= start.tile and tiles.threads <= start.block and not grown:
+                    yield tiles
+
 
 class Start(NamedTuple):
-    """Upper limits of the search for tiles: queries and threads of a block."""
+    """Upper limits of tiles: of their queries and of their keys, and of a block's threads."""
 
     tile: int
     block: int
@@ -70,14 +87,13 @@ FORWARD: Table[Tiles] = {
     (80, 2, 64): (
         Tiles(4, 2, 64, True, blocks=2, options=CAUSAL),  # 48 KB: two fit into 99
         Tiles(8, 1, 64, True),  # the same queries and keys: fits every GPU
-        Tiles(8, 2, 64, True, options=CAUSAL),  # 64 KB; for an AttentionConfig of 256 queries
+        Tiles(8, 2, 64, True, options=CAUSAL),  # 64 KB; for an AttentionConfig of 256
     ),
     (80, 2, 128): (
         Tiles(4, 2, 32, False, blocks=2, options=CAUSAL),  # 64 KB: two fit into 163
         Tiles(8, 1, 64, True, options=HIDING),  # 96 KB: 8 warps hide each other's latency
         Tiles(8, 1, 32, False),  # 64 KB; options that change a score need its registers
         Tiles(4, 1, 32, True),  # 48 KB
-        Tiles(8, 2, 16, False, options=CAUSAL),  # 80 KB; for an AttentionConfig of 256 queries
     ),
     (80, 2, 256): (
         Tiles(8, 1, 32, False, options=CAUSAL),  # 128 KB; 128 registers of output
@@ -113,7 +129,11 @@ FORWARD: Table[Tiles] = {
     # one tile per warp keeps up, and fewer registers let 16 warps overlap each other's exp.
     (86, 2, 64): (Tiles(8, 1, 32, True, blocks=2, options=CAUSAL),),  # 32 KB, 128 registers
 }
-start: Start | None = None  # where the search starts; None: the best tiles of the table
+
+
+def asked_for() -> Start | None:
+    """Return the limits that an AttentionConfig sets here; None: the best tiles of the table."""
+    return choices.get()[-1] if choices.get() else None
 
 
 def slice_of(value_dim: int) -> int:
@@ -144,15 +164,23 @@ def resolve(
 ) -> Tiles | None:
     """Return the best tiles that fit; None if none do.
 
-    With a start, return the tiles closest to it from below, by queries and then by threads.
+    With a start, return those of the table's best form that have most queries within its limits,
+    and take less memory than with a tile of twice the size, unless they are the same.
     """
     candidates = fitting(itemsize, dim, value_dim, options, limits)
     if start is None or not candidates:
         return candidates[0] if candidates else None
 
-    def distance(tiles: Tiles) -> tuple[int, int]:
-        """Return how far below the start queries and threads are; above it counts as farther."""
-        below = start.tile - tiles.rows, start.block - tiles.threads
-        return tuple(n if n >= 0 else 2**20 - n for n in below)  # type: ignore[return-value]
+    def size(tiles: Tiles) -> int:
+        return tiles.bytes(itemsize, dim, value_dim)
 
-    return min(candidates, key=distance)
+    most = limits.shared
+    if start.tile < MOST:
+        double = start._replace(tile=2 * start.tile)
+        larger: Tiles = resolve(itemsize, dim, value_dim, options, limits, double)  # type: ignore[assignment]
+        if max(larger.rows, larger.keys) <= start.tile:
+            return larger
+        most = size(larger) - 1
+    cut = [each for tiles in candidates for each in tiles.within(start) if size(each) <= most]
+    fits = (each for each in cut if each.blocks * size(each) <= limits.shared)
+    return max(fits, key=lambda tiles: tiles.rows)

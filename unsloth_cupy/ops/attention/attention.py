@@ -284,7 +284,8 @@ def attend_backward(
 
 
 attention_forward.require(check_options)
-attention_forward.kernel(launch_attention, strided=("k", "v"))  # may be the first tokens of a cache
+# k and v may be the first tokens of a cache
+attention_forward.kernel(launch_attention, strided=("k", "v"), chooses=True)
 attention_backward.require(check_options)
-attention_backward.kernel(launch_backward)
+attention_backward.kernel(launch_backward, chooses=True)
 attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # 5 products, forward 2

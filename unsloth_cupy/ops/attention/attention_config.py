@@ -1,10 +1,10 @@
-"""Where the search for attention's tiles starts, by default or for a kind of GPU.
+"""Upper limits of attention's tiles, by default or for a kind of GPU.
 
     AttentionConfig.for_rtx_5080().resolve(0, dim=64)   the tiles on GPU 0
     with AttentionConfig(tile=64).use(): ...            attention uses such tiles inside
 
 A tile needs shared memory and registers, so not every GPU can launch the same sizes: ``resolve``
-returns the closest tiles of the table that the GPU can launch.
+returns the largest tiles within the limits that the GPU can launch.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,9 @@ import numpy as np
 from ...core.call import check_options, is_integer
 from ...core.dtypes import KERNEL_DTYPES, float_dtype
 from ...core.gpu import limits_of
-from ...core.op import OPS
+from ...core.replay import choices
 from ...core.target import Limits, limits, target_of
 from ...errors import ConfigError, DeviceError, DTypeError, KernelError
-from . import _tiles
 from ._options import ANY, CAUSAL
 from ._tiles import Start, Tiles, resolve
 
@@ -28,17 +27,19 @@ from ._tiles import Start, Tiles, resolve
 @check_options
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Upper limits of queries and threads per block, where the search for forward tiles starts.
+    """Upper limits of the tiles of the forward pass, and of the threads of a block.
 
     Without a config, attention uses the best tiles of its table for the GPU, the head dim and the
-    options of a call.  A config is for measuring others.
+    options of a call.  A config is for measuring others: of the tiles in the table, each halved
+    until it is within the limits, the best of those with most queries.  A smaller ``tile`` takes
+    less shared memory, unless the GPU has no room for the larger one; ``explain`` shows how much.
 
     Parameters
     ----------
     tile : int
-        Queries per block, 16 or more.
+        Queries of a block, and keys that it reads at a time: at most so many of each, 16 or more.
     block : int
-        Threads per block, 32 or more.
+        Threads of a block at most, 32 or more.
     head_dim : int
         Columns of a head, 1 or more: the default of ``resolve`` and ``shared_memory_bytes``.
     warpgroups : bool
@@ -74,13 +75,17 @@ class AttentionConfig:
 
     @classmethod
     def for_rtx_5080(cls) -> "AttentionConfig":
-        """Return a config for an RTX 5080, which has 99 KB of shared memory per block."""
-        return cls(tile=256, block=256)
+        """Return a config for an RTX 5080, 99 KB of shared memory per block: one block in it."""
+        return cls(tile=128, block=256)
 
     @classmethod
     def for_rtx_3090_ti(cls) -> "AttentionConfig":
-        """Return a config for an RTX 3090 Ti, which has 99 KB of shared memory per block."""
-        return cls(tile=128, block=256)
+        """Return a config for an RTX 3090 Ti, of as much memory: two blocks in it, and more.
+
+        They hide each other's loads, of which fewer find their data in its L2 cache: 6 MB, where an
+        RTX 5080 has 64.
+        """
+        return cls(tile=64, block=128)
 
     @classmethod
     def for_datacenter(cls) -> "AttentionConfig":
@@ -90,7 +95,7 @@ class AttentionConfig:
     rtx_5080_preset, rtx_3090ti_preset = for_rtx_5080, for_rtx_3090_ti
 
     def with_tile_size(self, tile: int) -> "AttentionConfig":
-        """Return this config with another number of queries per block."""
+        """Return this config with another upper limit of queries and of keys."""
         return replace(self, tile=tile)
 
     def shared_memory_bytes(self, dtype: Any = "float32") -> int:
@@ -171,20 +176,19 @@ class AttentionConfig:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Make attention use this config inside a ``with`` block."""
-        before = _tiles.start
-        _set_start(Start(self.tile, self.block, self.warpgroups, self.one_pass))
+        """Make attention use this config inside a ``with`` block, in this thread or asyncio task.
+
+        Gradients of attention use the config of the forward pass, wherever the backward pass runs:
+        on a tape, in torch's own threads, and in functions that JAX has traced in the block.  (A
+        graph of ``torch.compile`` does not hold it: its backward pass uses that of its thread.)
+        Of nested blocks, which may end in any order, the one that began last counts.
+        """
+        own = Start(self.tile, self.block, self.warpgroups, self.one_pass)
+        choices.set((*choices.get(), own))
         try:
             yield
         finally:
-            _set_start(before)
-
-
-def _set_start(start: Start | None) -> None:
-    """Set where the search for tiles starts, and forget the routes that used other tiles."""
-    _tiles.start = start
-    for op in OPS.values():
-        op.routes.clear()
+            choices.set(tuple(each for each in choices.get() if each is not own))
 
 
 def _limits(device: Any) -> Limits:

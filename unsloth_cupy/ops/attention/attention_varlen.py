@@ -149,7 +149,7 @@ def attention_varlen_forward(
     return out, lse
 
 
-@attention_varlen_forward.kernel
+@attention_varlen_forward.kernel(chooses=True)
 def _launch(
     q: Array,
     k: Array,
@@ -207,7 +207,7 @@ def attention_varlen_backward(
     return dq, dk, dv, None, None, dalibi, dsinks, dbias
 
 
-@attention_varlen_backward.kernel
+@attention_varlen_backward.kernel(chooses=True)
 def _launch_backward(
     dout: Array,
     q: Array,

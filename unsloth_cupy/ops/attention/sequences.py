@@ -66,7 +66,7 @@ def sides_of(
     max_keys: int | None,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the queries and the keys of each sequence; on a device, of all in one padded batch."""
-    if type(q) is not np.ndarray:  # reading offsets would stall a device
+    if type(q_offsets) is not np.ndarray:  # reading offsets would stall a device
         yield (
             Padded(q_offsets, max_queries, q.shape[0]),
             Padded(k_offsets, max_keys, k.shape[0]),

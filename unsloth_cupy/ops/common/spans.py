@@ -1,11 +1,28 @@
-"""Named spans around kernel work that belongs to no op, for profilers that watch ops."""
+"""What watches ops needs: routes of its own, and spans around kernel work that is no op."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+from ...core.op import OPS
+
 NOTHING: AbstractContextManager[Any] = nullcontext()
 watchers: tuple[Any, ...] = ()  # objects whose span(name, like, bytes) returns a context manager
+
+
+class Owner:
+    """A target that owns no array: it only gives calls routes of their own."""
+
+    def owns(self, array: Any) -> bool:
+        """Return False."""
+        return False
+
+
+def forget_routes(marker: Any) -> None:
+    """Drop the routes of calls for which this target was among the targets."""
+    for op in OPS.values():
+        for key in [key for key in list(op.routes) if marker in key[0]]:
+            op.routes.pop(key, None)
 
 
 def span(name: str, like: Any, moved: Callable[[], int]) -> AbstractContextManager[Any]:

@@ -1,13 +1,14 @@
 """Prints the result of a run, and a sample of its model."""
 
 import math
+import sys
 from typing import Any
 
-import click
-
+from ..errors import ConfigError
 from ..finetune.loop import Loop
 from ..finetune.run_folder import RunFolder
 from ..machine import console, format_bytes
+from .echo import echo
 from .streaming import stream_text
 
 SAMPLE_TOKENS = 120
@@ -18,7 +19,9 @@ def report(run: RunFolder) -> None:
     from rich.table import Table
 
     lines = run.lines()
-    last = next(line for line in reversed(lines) if "held_out_loss" in line)
+    last = next((line for line in reversed(lines) if "held_out_loss" in line), None)
+    if last is None:
+        raise ConfigError(f"{run.log} holds no evaluation; it is not the log of a finished run")
     loss, baseline = last["held_out_loss"], last["unigram_baseline"]
     steps = [line for line in lines if "loss" in line]
     table = Table(show_header=False)
@@ -27,7 +30,7 @@ def report(run: RunFolder) -> None:
     table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
     side = "below" if loss < baseline else "above"
     table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
-    table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
+    table.add_row("perplexity", f"{_exp(loss):.1f} (baseline {_exp(baseline):.1f})")
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
     text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:
@@ -47,6 +50,11 @@ def report(run: RunFolder) -> None:
     console(markup=False).print(table)
 
 
+def _exp(loss: float) -> float:
+    """Return the perplexity of a loss, infinite where it is no float."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+
+
 def is_timed(line: dict[str, Any]) -> bool:
     """Return whether a step has a speed: the first ones, slowed by counting arrays, have none."""
     return line["tokens_per_second"] is not None
@@ -55,7 +63,7 @@ def is_timed(line: dict[str, Any]) -> bool:
 def sample(loop: Loop) -> None:
     """Print the model's continuation of the beginning of the held-out text."""
     tokens = loop.training_data.prompt[: loop.model.config.positions - 1]  # room for one more
-    click.echo("\nsampled text:\n")
+    echo("\nsampled text:\n")
     stream_text(
         loop.model, loop.tokenizer, loop.tokenizer.decode(tokens), tokens,
         max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=loop.plan.seed,

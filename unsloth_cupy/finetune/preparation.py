@@ -9,6 +9,8 @@ import numpy as np
 
 from .. import models
 from ..errors import ConfigError
+from ..models.adapter_base import base_of
+from ..models.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
@@ -51,6 +53,7 @@ def prepare(
     else:
         tokenizer = load_tokenizer(folder)
         config, adapter, kind = model_without_weights(folder)
+        find_tensors(base_of(folder) or folder, config)  # sizes that no weights have take no memory
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             cure = f"leave {named('lora')} out"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import ConfigError
+from ..files import read_json
 from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
@@ -301,8 +302,6 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def read_settings(path: Any) -> dict[str, Any]:
     """Return the settings that a run was started with, or raise a ConfigError."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        settings.keys()
-    except (OSError, ValueError, AttributeError):
+        return read_json(path)
+    except ConfigError:
         raise ConfigError(f"{path} is broken; name a new folder with {named('out')}") from None
-    return dict(settings)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import framework_of
-from ...core.call import is_integer
+from ...core.call import is_integer, is_number
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
 from ...machine import array_bytes, check_bytes
 from ...placement import to_device_of
 
 Scaling = Mapping[str, Any]
+SMALLEST, LARGEST = (float(each) for each in (np.finfo("f4").tiny, np.finfo("f4").max))
 
 
 def rope_tables(
@@ -111,7 +112,13 @@ def scaled_frequencies(
         raise ConfigError(
             f"rope_tables(scaling={dict(config)}): rope_type must be one of {', '.join(RULES)}"
         )
-    return RULES[kind](config, length, dim, base)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        frequency, factor = RULES[kind](config, length, dim, base)
+    if not np.isfinite(frequency).all():
+        raise ConfigError(
+            f"rope_tables(scaling={dict(config)}): a frequency is not finite; choose other numbers"
+        )
+    return frequency, factor
 
 
 def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:
@@ -127,7 +134,7 @@ def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any =
 
 def check_base(call: str, base: float) -> None:
     """Raise ConfigError unless the base is finite and above 1."""
-    if not 1 < base < math.inf:
+    if not (is_number(base) and 1 < base <= LARGEST):
         raise ConfigError(f"{call}: the base of the wavelengths is {base}; it must be above 1")
 
 
@@ -187,9 +194,9 @@ def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arr
     key = "long_factor" if length > trained else "short_factor"
     try:
         stretch = np.asarray(scaling.get(key), np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         stretch = np.zeros(0, np.float32)
-    if stretch.shape != (dim // 2,) or not (stretch > 0).all():
+    if stretch.shape != (dim // 2,) or not ((stretch > 0) & np.isfinite(stretch)).all():
         raise ConfigError(
             f"rope_tables(scaling={dict(scaling)}): {key} must list {dim // 2} positive numbers,"
             f" one for each pair of the dim={dim} columns"
@@ -237,9 +244,12 @@ def _trained(scaling: Scaling, first: str) -> float:
 
 
 def _number(scaling: Scaling, key: str, default: float | None = None, above: float = 0) -> float:
-    """Return a number of the scaling, or the default if it is absent or null."""
-    value = default if scaling.get(key) is None else scaling[key]
-    if not isinstance(value, int | float) or not above < value < math.inf:
+    """Return a number of the scaling, or the default if it is absent or null.
+
+    It is one that float32 holds, as all arithmetic with it.
+    """
+    value: Any = default if scaling.get(key) is None else scaling[key]
+    if not is_number(value) or not max(above, SMALLEST) <= value <= LARGEST or value == above:
         raise ConfigError(
             f"rope_tables(scaling={dict(scaling)}): {key} is {value!r}; it must be a number"
             f" above {above}"

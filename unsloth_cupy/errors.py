@@ -22,11 +22,6 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def of_library(error: BaseException) -> bool:
-    """Return whether a library raised an error: an Exception, or a panic of Rust, which is none."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
 class UnslothCupyError(Exception):
     """Base of every error raised on purpose by this package; its message is ``printable``.
 

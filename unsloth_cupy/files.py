@@ -227,6 +227,11 @@ def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
     return values
 
 
+def of_library(error: BaseException) -> bool:
+    """Return whether a library raised an error: an Exception, or a panic of Rust, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def missing_folder_advice(path: Path, cure: str) -> str:
     """Return the advice for a missing folder: ``cure``, or how to download a model."""
     name = path.as_posix()

@@ -25,20 +25,27 @@ from .plan import plan
 from .precompile import precompile
 
 
+@contextmanager
+def _printable() -> Iterator[None]:
+    """Escape control characters in click's messages, which repeat words of the command."""
+    try:
+        yield
+    except click.ClickException as error:
+        vars(error)["message"] = printable(error.message)
+        raise
+
+
 class Commands(click.Group):
     """Commands that end with one message, its cure and the exit status 1 if an error is raised."""
 
+    @_printable()
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Parse the words before the command."""
-        with _printable():
-            return super().make_context(*args, **options)
+        return super().make_context(*args, **options)
 
+    @_printable()
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; an error that the user can correct prints no traceback."""
-        with _printable():
-            return self._invoke(ctx)
-
-    def _invoke(self, ctx: click.Context) -> Any:
         if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         os.environ["MPLBACKEND"] = "agg"  # a notebook may have set a backend that is missing here
@@ -62,16 +69,6 @@ class Commands(click.Group):
         except MemoryError as error:
             cure = "try a smaller --batch, fewer --tokens or a smaller model"
             raise click.ClickException(f"out of memory ({error}); {cure}") from error
-
-
-@contextmanager
-def _printable() -> Iterator[None]:
-    """Escape control characters in click's messages, which repeat words of the command."""
-    try:
-        yield
-    except click.ClickException as error:
-        vars(error)["message"] = printable(error.message)
-        raise
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,7 +1,6 @@
 """Prints the result of a run, and a sample of its model."""
 
 import math
-import sys
 from typing import Any
 
 from ..errors import ConfigError
@@ -12,6 +11,7 @@ from .echo import echo
 from .streaming import stream_text
 
 SAMPLE_TOKENS = 120
+MOST = 700.0  # nats whose perplexity is a float
 
 
 def report(run: RunFolder) -> None:
@@ -30,7 +30,10 @@ def report(run: RunFolder) -> None:
     table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
     side = "below" if loss < baseline else "above"
     table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
-    table.add_row("perplexity", f"{_exp(loss):.1f} (baseline {_exp(baseline):.1f})")
+    table.add_row(
+        "perplexity",
+        f"{math.exp(min(loss, MOST)):.1f} (baseline {math.exp(min(baseline, MOST)):.1f})",
+    )
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
     text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:
@@ -48,11 +51,6 @@ def report(run: RunFolder) -> None:
     table.add_row("loss curve", str(run.curve))
     table.add_row("numbers", str(run.log))
     console(markup=False).print(table)
-
-
-def _exp(loss: float) -> float:
-    """Return the perplexity of a loss, infinite where it is no float."""
-    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 
 def is_timed(line: dict[str, Any]) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..core.dtypes import Array
-from ..errors import ConfigError, of_library
-from ..files import TOKENIZER, read_text
+from ..errors import ConfigError
+from ..files import TOKENIZER, of_library, read_text
 from .naming import named
 
 FILE = "tokenizer.json"

@@ -17,8 +17,8 @@ import safetensors
 import safetensors.numpy
 
 from ..core.dtypes import BFLOAT16, FLOATS, Array
-from ..errors import ConfigError, of_library
-from ..files import path_of, read_json, regular, replacing_files
+from ..errors import ConfigError
+from ..files import of_library, path_of, read_json, regular, replacing_files
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config

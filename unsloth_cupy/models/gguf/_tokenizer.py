@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from gguf import TokenType
 
-from ...errors import ConfigError, of_library
-from ...files import TOKENIZER, read_json, read_text
+from ...errors import ConfigError
+from ...files import TOKENIZER, of_library, read_json, read_text
 from ..config import Config
 from ._metadata import Values
 from ._words import prefix_of, words_of

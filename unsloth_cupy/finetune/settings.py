@@ -4,10 +4,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
+from ..core.call import is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
 from ..models.context import KINDS as CONTEXTS
@@ -212,13 +212,13 @@ def kind_of(field: "dataclasses.Field[Any]") -> Any:
 def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
     """Raise a ConfigError for a value that is out of range or no choice."""
     kind, limits, shown = kind_of(field), field.metadata, named(**{field.name: value})
-    if "choices" in limits and value not in limits["choices"]:
+    if "choices" in limits and not (isinstance(value, int | str) and value in limits["choices"]):
         raise ConfigError(
             f"{shown} is not known; choose from {', '.join(map(str, limits['choices']))}"
         )
     if "least" in limits or "above" in limits:
         least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
-        right = isinstance(value, Integral if kind is int else Real)
+        right = is_integer(value, least) if kind is int else is_number(value)
         if not (right and math.isfinite(value) and value >= least and value > above):
             what = "a whole number" if kind is int else "a number"
             bound = f"of {least} or more" if "least" in limits else f"above {above}"

@@ -70,7 +70,9 @@ def mean_loss(
 
     ``count`` is by default the number of labels that count.
     """
-    if not (count is None or hasattr(count, "dtype") or (is_number(count) and count > 0)):
+    number = is_number(count) and count > 0
+    scalar = getattr(count, "shape", None) == () and count.dtype.kind in "iuf"
+    if not (count is None or number or scalar):
         raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.arrays import rounded
 from ..core.call import check_options, is_number
-from ..errors import ConfigError, ShapeError, naming
+from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.linear.embedding import embedding, embedding_backward
 from ..ops.losses.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from ..ops.losses.linear_cross_entropy import (
@@ -59,6 +59,7 @@ def vocab_parallel_embedding(
     """
     table = values_of("vocab_parallel_embedding", weight=weight, tokens=tokens)[0]
     words = _words("vocab_parallel_embedding", len(table), vocab, comm)
+    _check_integers("vocab_parallel_embedding: tokens", tokens)
     is_local = (tokens >= words.start) & (tokens < words.stop)
     local = np.where(is_local, tokens - words.start, 0).astype(tokens.dtype)
     invalid = (tokens < 0) | (tokens >= vocab)
@@ -268,11 +269,18 @@ def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
     return words
 
 
+def _check_integers(what: str, array: Any) -> None:
+    """Raise DTypeError unless an array holds integers."""
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"{what} is {array.dtype}; it must hold integers")
+
+
 def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any]:
     """Return labels as indices of this rank's words, and a mask of the labels among its words.
 
     A label outside of the vocabulary becomes ``vocab``, for which the op raises or returns NaN.
     """
+    _check_integers("labels", labels)
     wrong = (labels != ignore) & ((labels < 0) | (labels >= vocab))
     is_local = (labels != ignore) & (labels >= words.start) & (labels < words.stop)
     local = np.where(is_local, labels - words.start, NONE)

@@ -175,7 +175,7 @@ class AdamW:
         check_mapping("AdamW.step", gradients)
         if gradients.keys() != self.parameters.keys():
             missing = sorted(self.parameters.keys() - gradients.keys())
-            unknown = sorted(gradients.keys() - self.parameters.keys())
+            unknown = sorted(map(str, gradients.keys() - self.parameters.keys()))
             raise ConfigError(
                 f"AdamW.step: missing {missing}, unknown {unknown};"
                 " pass one gradient for every parameter, by its name"
@@ -232,7 +232,7 @@ class AdamW:
         steps = np.asarray(state.get("steps"))
         names = own.keys() | {"steps"}
         if state.keys() != names or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
-            different = sorted(state.keys() ^ names)
+            different = sorted(map(str, state.keys() ^ names))
             raise ConfigError(
                 f"AdamW.load_state: names differ in {different}, steps is {steps};"
                 " pass what state() returned for the same parameters"

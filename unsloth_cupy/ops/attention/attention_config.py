@@ -154,7 +154,7 @@ class AttentionConfig:
             )
         try:
             kind = np.dtype(dtype)
-        except TypeError:  # not the name of a dtype
+        except (TypeError, ValueError):  # not the name of a dtype
             kind = np.dtype(object)
         if kind not in KERNEL_DTYPES:
             known = ", ".join(each.name for each in KERNEL_DTYPES)

@@ -107,8 +107,9 @@ def scaled_frequencies(
             f"rope_tables(scaling={config}): pass the dict of one layer type, or None"
         )
     base = _number(config, "rope_theta", base)
-    kind = config.get("rope_type") or config.get("type") or "default"
-    if kind not in tuple(RULES):
+    kind = config.get("type") if config.get("rope_type") is None else config["rope_type"]
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str) or kind not in RULES:
         raise ConfigError(
             f"rope_tables(scaling={dict(config)}): rope_type must be one of {', '.join(RULES)}"
         )
@@ -165,7 +166,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
     factor = _factor(scaling, trained)
     growth = 0.1 * math.log(max(factor, 1))
     attention = 1 + growth
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+    if not any(_is_off(scaling.get(key)) for key in ("mscale", "mscale_all_dim")):
         above, below = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
         attention = (1 + above * growth) / (1 + below * growth)
     unscaled = frequencies(dim, base)
@@ -176,7 +177,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
 
     first = column(_number(scaling, "beta_fast", 32.0))
     last = column(_number(scaling, "beta_slow", 1.0))
-    if scaling.get("truncate", True):
+    if _flag(scaling, "truncate", default=True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     last += 0.001 * (first == last)
@@ -241,6 +242,21 @@ def _trained(scaling: Scaling, first: str) -> float:
     keys = ["max_position_embeddings", "original_max_position_embeddings"]
     present = [key for key in keys if scaling.get(key) is not None]
     return _number(scaling, first if first in present or not present else present[0], above=1)
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether an optional number is absent, or 0."""
+    return value is None or (is_number(value) and value == 0)
+
+
+def _flag(scaling: Scaling, key: str, *, default: bool) -> bool:
+    """Return a bool of the scaling, or the default if it is absent."""
+    value = scaling.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"rope_tables(scaling={dict(scaling)}): {key} is {value!r}; it must be true or false"
+        )
+    return value
 
 
 def _number(scaling: Scaling, key: str, default: float | None = None, above: float = 0) -> float:

@@ -16,7 +16,7 @@ from ...core.gpu import device_of
 from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
 from ..common.int8_codes import INT8
-from ._state import array_of, named
+from ._state import array_of, check_array, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .int8_quantize import int8_quantize_forward
 from .weight import Quantized, check_finite, checked_weight, on_gpu
@@ -74,6 +74,11 @@ class Int8(Quantized):
     absmax : (outputs,) float32
         The largest absolute value of each row, which a code of 127 stands for.
 
+    Raises
+    ------
+    ShapeError, DTypeError, ConfigError
+        The arrays do not fit each other, or dtype is not that of floats.
+
     Notes
     -----
     On a GPU, a product of 1 to 16 rows reads the codes directly, once: its time is that of reading
@@ -84,8 +89,10 @@ class Int8(Quantized):
     KIND = "int8"
 
     def __init__(self, codes: Array, absmax: Array, *, dtype: Any = FLOAT32) -> None:
+        check_array("Int8: codes", codes, np.int8, None)
+        check_array("Int8: absmax", absmax, FLOAT32, tuple(codes.shape[:1]))
         self.codes = self.home = contiguous(codes)
-        self.absmax, self.dtype = absmax, np.dtype(dtype)
+        self.absmax, self.dtype = absmax, float_dtype("Int8", dtype)
         self.shape = (int(codes.shape[0]), int(codes.shape[1]))
 
     def held(self) -> dict[str, Any]:

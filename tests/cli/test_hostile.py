@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError, printable
+from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.tokenizer import load_tokenizer
 from unsloth_cupy.machine import console
 from unsloth_cupy.parallel._peers import Peers
@@ -348,3 +349,23 @@ def test_a_tokenizer_that_panics_is_broken(values: dict[str, Any], tmp_path: Pat
     folder = changed(tmp_path / "m", "tokenizer.json", **values)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is broken"):
         used(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{", "[]", "3", "[" * 9999, '{"loss": 1}', '{"step": "1"}', '{"step": 1, "loss": "x"}',
+        '{"step": 1, "loss": 2.0}', '{"step": 1, "held_out_loss": 2.0}', '{"step": [1]}',
+    ],
+)  # fmt: skip
+def test_a_bad_line_of_a_log_is_named(line: str, tmp_path: Path) -> None:
+    written(tmp_path / "log.jsonl", f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(ConfigError, match=r"log\.jsonl:2 is broken; remove this line"):
+        RunFolder(tmp_path).lines()
+
+
+def test_a_broken_state_of_a_run_is_named(tmp_path: Path) -> None:
+    """Settings of types that no run writes."""
+    run_folder = old_run(tmp_path / "run", steps="many", text_bytes=[], base=[3], epochs={})
+    result = run("finetune", "--text", LONG, "--out", run_folder, "--steps", 2)
+    assert_one_clear_error(result, "run")

@@ -71,7 +71,8 @@ def mean_loss(
     ``count`` is by default the number of labels that count.
     """
     number = is_number(count) and count > 0
-    scalar = getattr(count, "shape", None) == () and count.dtype.kind in "iuf"
+    kind = getattr(getattr(count, "dtype", None), "kind", "O")
+    scalar = kind in "iuf" and count.shape == ()
     if not (count is None or number or scalar):
         raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
     parameters = model.entered(model.parameters)

@@ -181,8 +181,8 @@ class MultiHeadAttention:
         """
         check_mapping("MultiHeadAttention.load", weights)
         _require(isinstance(prefix, str), "prefix", prefix, "pass the beginning of the names")
-        names = (name for name in weights if str(name).startswith(prefix))
-        named = {name.removeprefix(prefix): weights[name] for name in names}
+        names = {str(name): array for name, array in weights.items()}
+        named = {n.removeprefix(prefix): a for n, a in names.items() if n.startswith(prefix)}
         for kind in ("weight", "bias"):
             rows = [len(self.parameters[f"{part}_proj.weight"]) for part in "qkv"]
             if (whole := named.pop(f"in_proj_{kind}", None)) is not None:

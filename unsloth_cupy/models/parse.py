@@ -157,7 +157,14 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:
-    """Raise for keys that nothing reads, unless they or their values change nothing."""
+    """Raise for keys that nothing reads, unless they or their values change nothing.
+
+    Values of keys that are read must be of JSON.
+    """
+    for key in READ & values.keys():
+        if not isinstance(values[key], str | int | float | list | tuple | Mapping | None):
+            problem = f"config: {key} is {type(values[key]).__name__}"
+            raise ConfigError(f"{problem}; it must be a value of JSON, such as a number")
     unread = {
         key: value
         for key, value in values.items()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import rounded
-from ..core.call import check_options, is_number
+from ..core.call import check_options, is_integer, is_number
 from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.linear.embedding import embedding, embedding_backward
 from ..ops.losses.cross_entropy import cross_entropy_backward, cross_entropy_forward
@@ -22,7 +22,7 @@ from ..ops.losses.linear_cross_entropy import (
 )
 from ..training.tape import add_up
 from ._taped import Back, taped, values_of
-from .communicator import Communicator, check_axis, part
+from .communicator import Communicator, check_axis, check_communicator, part
 from .tensor import entered
 
 NONE = -100  # replaces the labels that belong to another rank's words
@@ -257,7 +257,8 @@ def _check_smoothing(call: str, smoothing: float) -> None:
 
 def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
     """Return which words this rank holds; raise if its array has another number of words."""
-    if vocab < comm.size:
+    check_communicator(call, comm)
+    if not is_integer(vocab, comm.size):
         cure = "use at most as many ranks as words"
         raise ConfigError(f"{call}: vocab={vocab} is not enough for {comm.size} ranks; {cure}")
     words = part(vocab, comm)

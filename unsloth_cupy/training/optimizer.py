@@ -168,7 +168,8 @@ class AdamW:
         rate = self.lr if lr is None else lr
         if not is_number(rate) or not 0 <= rate < math.inf:
             raise ConfigError(f"AdamW.step: lr={rate}; pass a finite number, 0 or more")
-        if not is_number(factor) and getattr(factor, "shape", None) != ():
+        kind = getattr(getattr(factor, "dtype", None), "kind", "O")
+        if not is_number(factor) and not (kind in "iuf" and factor.shape == ()):
             raise ConfigError(f"AdamW.step: factor={factor!r}; pass a number, or one in an array")
         if getattr(finite, "shape", ()) != ():
             raise ConfigError(f"AdamW.step: finite={finite!r}; pass True or False for all of them")

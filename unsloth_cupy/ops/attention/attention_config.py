@@ -202,7 +202,7 @@ def _limits(device: Any) -> Limits:
         return limits(device)
     try:
         return limits_of(device)
-    except (ImportError, RuntimeError) as error:  # no CuPy, no driver, or no GPU of this number
+    except (ImportError, RuntimeError, OverflowError) as error:  # no CuPy, driver or such GPU
         cure = "pass the number of a GPU, or the limits of one: (90, 227 * 1024)"
         problem = f"AttentionConfig.resolve(device={device}): no such GPU is found ({error})"
         raise DeviceError(f"{problem}; {cure}") from error

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...core.call import check_options
 from ...errors import ConfigError
 from ...placement import check_library, to_device_of, to_numpy
 from ._state import array_of, json_of, named, stored_shape
@@ -29,6 +30,7 @@ class FolderForm:
     pack: Any
     unpack: Any
 
+    @check_options
     def state(self, inverse: bool = False) -> dict[str, Any]:
         """Return the arrays of a checkpoint, by the part of their names after the layer's name.
 

@@ -14,7 +14,7 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.gpu import device_of
 from ...errors import ConfigError
-from ...placement import to_device_of, to_numpy
+from ...placement import check_library, to_device_of, to_numpy
 from ..common.int8_codes import INT8
 from ._state import array_of, check_array, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
@@ -159,7 +159,9 @@ class Int8(Quantized):
         shape = tuple(getattr(codes, "shape", (0, 0)))
         codes = array_of(call, state, "weight", shape, INT8)
         absmax = array_of(call, state, "SCB", shape[:1], FLOAT32)
-        if to_numpy(state.get("weight_format", np.zeros(()))).any():
+        form = state.get("weight_format", np.zeros(()))
+        check_library(f"{call}: weight_format", form)
+        if to_numpy(form).any():
             raise ConfigError(f"{call}: codes are not in row order; save them with a newer program")
         if bool((absmax < 0).any()):
             raise ConfigError(f"{call}: SCB holds a negative number; all must be 0 or more")

@@ -301,7 +301,14 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def read_settings(path: Any) -> dict[str, Any]:
     """Return the settings that a run was started with, or raise a ConfigError."""
+    problem = f"{path} is broken; name a new folder with {named('out')}"
     try:
-        return read_json(path)
+        settings = read_json(path)
     except ConfigError:
-        raise ConfigError(f"{path} is broken; name a new folder with {named('out')}") from None
+        raise ConfigError(problem) from None
+    base = settings.get("base") or {}
+    files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
+    numbers = (settings.get(key) for key in (*MORE, "text_bytes"))
+    if not files or not all(number is None or is_number(number) for number in numbers):
+        raise ConfigError(problem)
+    return settings

@@ -115,6 +115,7 @@ def vocab_parallel_cross_entropy(
     call = "vocab_parallel_cross_entropy"
     z = values_of(call, logits=logits, labels=labels)[0]
     _check_smoothing(call, smoothing)
+    _check_integers(f"{call}: labels", labels)
     words = _words(call, z.shape[-1], vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap}
 
@@ -179,6 +180,7 @@ def vocab_parallel_linear_cross_entropy(
     x = entered(x, comm, sequence_axis)
     rows, table, _ = values_of(call, x=x, weight=weight, labels=labels)
     _check_smoothing(call, smoothing)
+    _check_integers(f"{call}: labels", labels)
     words = _words(call, len(table), vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap, "max_bytes": max_bytes}
 
@@ -281,7 +283,6 @@ def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any
 
     A label outside of the vocabulary becomes ``vocab``, for which the op raises or returns NaN.
     """
-    _check_integers("labels", labels)
     wrong = (labels != ignore) & ((labels < 0) | (labels >= vocab))
     is_local = (labels != ignore) & (labels >= words.start) & (labels < words.stop)
     local = np.where(is_local, labels - words.start, NONE)

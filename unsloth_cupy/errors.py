@@ -5,11 +5,25 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+# Characters that move a terminal's cursor, begin its commands or reorder what it shows, and halves
+# of characters, which no output can encode.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def printable(text: str) -> str:
+    r"""Return a text with its control characters escaped: a carriage return becomes ``\r``.
+
+    All that is printed and may come from a file, a model or another process passes through here.
+    Lines and tabs stay.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 class UnslothCupyError(Exception):
-    """Base of every error raised on purpose by this package.
+    """Base of every error raised on purpose by this package; its message is ``printable``.
 
     Attributes
     ----------
@@ -19,7 +33,7 @@ class UnslothCupyError(Exception):
     """
 
     def __init__(self, message: str = "", *, expected: Any = None, actual: Any = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.expected, self.actual = expected, actual
 
 

@@ -23,6 +23,8 @@ from .errors import ConfigError
 PARTIAL = ".partial"
 NEW = ".new"  # a subfolder of complete files that are about to replace those of the folder
 CACHE = "UNSLOTH_CUPY_CACHE_DIR"
+TOKENIZER = 2**26  # bytes of a tokenizer.json: the largest have 2**25
+MOST = 2**22  # bytes of a file of settings: the longest have 2**20; as objects they take 30 times
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -287,18 +289,51 @@ def check_room(path: Path, needed: int, what: str) -> None:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
+def regular(path: Path) -> Path:
+    """Return a path, if reading it ends: raise ConfigError for a pipe, a device or a socket."""
+    with suppress(OSError):
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ConfigError(f"{path} is a pipe or a device; write what it gives to a file first")
+    return path
+
+
+def read_text(path: Path, most: int = MOST) -> str:
+    """Return the text of a UTF-8 file of at most ``most`` bytes; a byte order mark is left out.
+
+    Raises
+    ------
+    ConfigError
+        It is larger, or no file.
+    OSError, UnicodeDecodeError
+        It cannot be read.
+    """
+    with regular(path).open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ConfigError(f"{path} has more than {most >> 20} MiB; no file of its kind is so large")
+    return data.decode("utf-8-sig")
+
+
+def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
+    """Return the object that a JSON file of at most ``most`` bytes holds."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))  # a byte order mark is allowed
+        values = json.loads(read_text(path, most))
     except FileNotFoundError:
         cure = "pass a file that exists, or a folder that holds one"
         raise ConfigError(f"{path} is missing; {cure}") from None
+    except ConfigError:
+        raise
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
     return values
+
+
+def of_library(error: BaseException) -> bool:
+    """Return whether a library raised an error: an Exception, or a panic of Rust, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def missing_folder_advice(path: Path, cure: str) -> str:

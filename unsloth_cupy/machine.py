@@ -15,7 +15,7 @@ import numpy as np
 
 from .core import gpu
 from .core.call import is_number
-from .errors import ConfigError, DeviceMemoryError
+from .errors import ConfigError, DeviceMemoryError, printable
 
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
@@ -32,10 +32,15 @@ class Gpu(NamedTuple):
 
 
 def console(*, markup: bool = True) -> Any:
-    """Return the console that prints tables: as wide as the terminal, or WIDE without one."""
+    """Return the console that prints tables: as wide as the terminal, or WIDE without one.
+
+    It escapes the control characters of texts, which may be names in other people's files.
+    """
     from rich.console import Console
 
-    result = Console(highlight=False, markup=markup)
+    result: Any = Console(highlight=False, markup=markup)
+    rendered = result.render_str
+    result.render_str = lambda text, **options: rendered(printable(text), **options)
     if not result.is_terminal and "COLUMNS" not in os.environ:
         result.width = WIDE
     return result

@@ -143,7 +143,7 @@ def to_device_of(array: Any, like: Any) -> Any:
 
 def to_numpy(array: Any) -> Any:
     """Return array as a NumPy array, copied from its GPU if it is on one."""
-    if isinstance(array, np.ndarray):
-        return array
+    if isinstance(array, np.ndarray | np.generic):
+        return np.asarray(array)
     with device_of(array):  # its current stream is the one to wait for
         return array.get()

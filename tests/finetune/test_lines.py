@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, preparation
-from unsloth_cupy.finetune.chat import CHATML, Chat, Span, _request
+from unsloth_cupy.finetune.chat import CHATML, NEEDED, Chat, Span, _request
 from unsloth_cupy.finetune.records import Record, Records, read_records
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.training_data import (
@@ -272,12 +274,45 @@ class TestChat:
             "{{ 1 // 0 }}",
             "{{ messages[99].content }}",
             "{{ raise_exception('no') }}",
+            "{{ messages | tojson(default=range) }}",  # each would be called by json
+            "{{ messages | tojson(cls=namespace) }}",
+            "{{ messages | tojson(indent=range) }}",
         ],
     )
     def test_a_template_can_do_nothing_but_write(self, template: str, tmp_path: Path) -> None:
         chat = Chat(folder_with(tmp_path, template))
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json does not take the messages"):
             chat.text(CHAT)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}",
+            "{{ ['{0.__globals__}'] | map('format', cycler) | first }}",
+            "{% set f = '{0.__class__}'.format %}{{ f(messages) }}",
+            "{% set f = '{x.__class__}'.format_map %}{{ f({'x': messages}) }}",
+            "{{ messages | attr('__class__') }}{{ messages['__class__'] }}",
+            "{{ [cycler] | map(attribute='__init__') | map(attribute='__globals__') | first }}",
+            "{{ messages | groupby('__class__') | first | first }}",
+            "{{ raise_exception.__globals__ }}{{ strftime_now.__self__ }}{{ self.__init__ }}",
+            "{{ lipsum.__globals__ }}{{ namespace.__init__ }}{{ joiner.__call__ }}",
+        ],
+    )
+    def test_a_template_sees_no_object_of_python(self, template: str, tmp_path: Path) -> None:
+        with suppress(ConfigError):
+            actual = Chat(folder_with(tmp_path, template)).text(CHAT)
+            assert not re.search("<(class|function|built-in|bound|module)|globals|environ", actual)
+
+    def test_a_template_has_no_environment(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        chat = Chat(folder_with(tmp_path, "{{ messages | tojson(indent=1, sort_keys=true) }}"))
+        assert chat.text(CHAT[:1]).startswith('[\n {\n  "content"')
+        kept = Path(f"/proc/{chat.template.process.pid}/environ")
+        if not kept.exists():
+            pytest.skip("needs a system that shows the environment of a process")
+        assert {pair.partition("=")[0] for pair in kept.read_text().split("\0")} <= {"", *NEEDED}
 
     @pytest.mark.parametrize(
         ("template", "message"),

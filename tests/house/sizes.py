@@ -18,21 +18,21 @@ from ..harness.tracked import ROOT, tracked
 PACKAGE = ROOT / "unsloth_cupy"
 LONG = 300  # lines of a module, everything counted
 LIMITS = {
-    "core": 840,
+    "core": 860,
     "compiled": 80,
     "ops": 5800,
     "losses": 600,
     "training": 850,
-    "inference": 420,
+    "inference": 460,
     "interop": 2200,
-    "parallel": 1900,
-    "models": 3600,
-    "memory": 940,
-    "finetune": 2200,
+    "parallel": 2000,
+    "models": 3750,
+    "memory": 980,
+    "finetune": 2350,
     "bench": 800,
     "profiling": 900,
-    "cli": 1050,
-    "modules": 370,  # those beside the folders
+    "cli": 1200,
+    "modules": 430,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -2,12 +2,14 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from .._version import __version__
-from ..errors import UnslothCupyError
+from ..errors import UnslothCupyError, printable
 from ..finetune.naming import naming
 from ..finetune.ranks import prints_errors
 from .bench import bench
@@ -23,9 +25,25 @@ from .plan import plan
 from .precompile import precompile
 
 
+@contextmanager
+def _printable() -> Iterator[None]:
+    """Escape control characters in click's messages, which repeat words of the command."""
+    try:
+        yield
+    except click.ClickException as error:
+        vars(error)["message"] = printable(error.message)
+        raise
+
+
 class Commands(click.Group):
     """Commands that end with one message, its cure and the exit status 1 if an error is raised."""
 
+    @_printable()
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """Parse the words before the command."""
+        return super().make_context(*args, **options)
+
+    @_printable()
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; an error that the user can correct prints no traceback."""
         if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character

@@ -23,6 +23,7 @@ from ..profiling.explain import explain as explained
 from ..profiling.explanation import Explanation, Step
 from ..profiling.shapes import shape
 from ..training.gradients import measure_gradients
+from .echo import echo
 from .options import QUANTIZE, option
 
 
@@ -62,18 +63,18 @@ def explain(
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
         form = Form(batch, tokens, kind, optimizer, lora, quantized)
         try:
-            click.echo(str(_step(values, form, card)))
+            echo(str(_step(values, form, card)))
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from error
         return
     if lora or quantize:
         raise ConfigError(f"explain {what}: --lora and --quantize are for a model; pass its config")
     for line in composed([what]):
-        click.echo(line)
+        echo(line)
     for op in chosen(what):
         call = draw(op, DEVICE_SCALES[0], random=False).cast(kind)
         function: Any = op
-        click.echo(str(explained(function, **call.arrays, **call.options, device=card)))
+        echo(str(explained(function, **call.arrays, **call.options, device=card)))
 
 
 class Form(NamedTuple):

@@ -6,6 +6,7 @@ import click
 
 from ..finetune.run_folder import model_folder
 from ..models.gguf import TYPES
+from .echo import echo
 from .options import FILE, NewFile
 
 
@@ -31,6 +32,4 @@ def export(folder: Path, file: Path, kind: str, tokenizer: Path | None) -> None:
     """
     from ..models import export_gguf
 
-    click.echo(
-        export_gguf(model_folder(folder), file, kind=kind, tokenizer=tokenizer, progress=True)
-    )
+    echo(export_gguf(model_folder(folder), file, kind=kind, tokenizer=tokenizer, progress=True))

@@ -12,6 +12,7 @@ from ..finetune.interrupt import Interrupted, Stop, stop_request
 from ..finetune.run_folder import RunFolder
 from ..finetune.settings import Settings
 from ..finetune.trainer import Trainer
+from .echo import echo
 from .options import FILE, ConfigFile, Grouped, option, options_of
 from .printer import Printer
 
@@ -63,11 +64,11 @@ def exit_stopped(trainer: Trainer, stop: Stop) -> NoReturn:
     if not trainer.ranks.first:
         pass
     elif run is None or newest is None:
-        click.echo("stopped before the first evaluation: nothing is kept", err=True)
+        echo("stopped before the first evaluation: nothing is kept", err=True)
     elif not run.finished:
         command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
         step = int(newest.name.rpartition("-")[2])
-        click.echo(
+        echo(
             f"stopped after step {step}, saved in {run.folder}; go on with the same command:\n"
             f"  {command}",
             err=True,

@@ -15,9 +15,11 @@ from .. import models
 from ..errors import ConfigError
 from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
+from ..finetune.records import LONGEST
 from ..finetune.run_folder import model_folder
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
+from .echo import echo
 from .options import FILE, QUANTIZE, Device, Number, Words, option, utf8
 from .streaming import stream_text
 
@@ -108,7 +110,7 @@ def generate(
             seconds = time.perf_counter() - started
     if ranks.first:
         speed = new_tokens / seconds
-        click.echo(f"{new_tokens} tokens in {seconds:.1f} s: {speed:.1f} tokens/s", err=True)
+        echo(f"{new_tokens} tokens in {seconds:.1f} s: {speed:.1f} tokens/s", err=True)
 
 
 def _prompt(prompt: str | None) -> str:
@@ -118,7 +120,10 @@ def _prompt(prompt: str | None) -> str:
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         return ""
     try:
-        text = utf8(sys.stdin.buffer.read())
+        data = sys.stdin.buffer.read(LONGEST + 1)
+        if len(data) > LONGEST:
+            raise ConfigError(f"has more than {LONGEST >> 20} MiB; give a shorter PROMPT")
+        text = utf8(data)
     except ConfigError as error:
         raise ConfigError(f"standard input {error}") from None
     return text.removesuffix("\n").removesuffix("\r")
@@ -147,7 +152,7 @@ def converse(reply: Write, start_messages: Sequence[Message], seed: int | None) 
             messages.append(_question(_line()))
             text, _ = reply(messages, seed=None if seed is None else seed + turn)
             messages.append({"role": "assistant", "content": text})
-    click.echo()
+    echo()
 
 
 def _line() -> str:
@@ -156,7 +161,7 @@ def _line() -> str:
         try:
             line = utf8(input("> ").encode("utf-8", "surrogateescape"))
         except (ConfigError, UnicodeDecodeError):
-            click.echo("That is not UTF-8; write it again.", err=True)
+            echo("That is not UTF-8; write it again.", err=True)
             continue
         if line.strip():
             return line

@@ -15,6 +15,7 @@ from ..finetune.run_folder import config_file
 from ..models.parse import parse
 from ..profiling import precompile as compilation
 from ..profiling.cards import NAMES, Card, card_of
+from .echo import echo
 from .options import FILE, QUANTIZE, option
 
 
@@ -85,12 +86,12 @@ def precompile(
         for unit in compilation.precompile(units, root, processes):
             compiled, seconds = compiled + (unit.seconds > 0), seconds + unit.seconds
         wall = time.perf_counter() - start
-        click.echo(
+        echo(
             f"sm_{card.architecture}: {kernels} kernels in {len(units)} units, {compiled} compiled"
             f" in {wall:.1f} s ({seconds:.1f} s of compiler time),"
             f" {len(units) - compiled} already there"
         )
-    click.echo(f"kept in {root}")
+    echo(f"kept in {root}")
 
 
 def cards(names: str | None) -> list[Card]:

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import click
-
+from ..errors import printable
 from ..finetune.curve import draw_curve
 from ..finetune.listener import Listener
 from ..finetune.trainer import Run
 from ..machine import format_bytes
+from .echo import echo
 from .profiled import Steps
 from .results import report, sample
 
@@ -39,13 +39,14 @@ class Printer(Listener):
 
     def announce(self, text: str) -> None:
         """Print a message."""
-        click.echo(text, err=True)
+        echo(text, err=True)
 
     @contextmanager
     def reading(self, what: str, size: int) -> Iterator[Callable[[int], None]]:
         """Show how much of a file is read, if it takes longer than 1 s."""
         from tqdm import tqdm
 
+        what = printable(what)
         done, began = 0, time.monotonic()
         printed = began
         with tqdm(
@@ -61,7 +62,7 @@ class Printer(Listener):
                 if not self.terminal and now - printed > SECONDS_BETWEEN_LINES:
                     printed, speed = now, format_bytes(done / (now - began))
                     share = f"{format_bytes(done)} of {format_bytes(size)}"
-                    print(f"{what}: {share}, {speed}/s", file=sys.stderr, flush=True)
+                    echo(f"{what}: {share}, {speed}/s", err=True)
 
             yield read
 
@@ -113,8 +114,8 @@ class Printer(Listener):
     def finished(self, run: Run) -> None:
         """Print the results, and a sample of a model that was trained now."""
         if run.loop is None:
-            click.echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
-            click.echo("and another --out starts a new run\n")
+            echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
+            echo("and another --out starts a new run\n")
         report(run.files)
         if run.loop is not None:
             with run.loop.stop.interruptible_block("the sample"):
@@ -131,7 +132,7 @@ class Printer(Listener):
         if self.terminal:
             self.bar.write(text, file=sys.stderr)
         else:
-            print(text, file=sys.stderr, flush=True)
+            echo(text, err=True)
 
 
 def _mean(mean: float | None, new: float) -> float:

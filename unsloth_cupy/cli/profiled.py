@@ -3,12 +3,11 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import click
-
 from ..files import atomic_path
 from ..finetune.loop import Loop
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
+from .echo import echo
 
 FIRST = 2  # first steps, not profiled: they count array memory, and on a GPU compile kernels
 
@@ -43,4 +42,4 @@ class Steps:
         with atomic_path(folder / "profile.txt") as partial:
             partial.write_text(table, encoding="utf-8")
         self.profile.save_trace(folder / "trace.json")
-        click.echo(f"\n{table}kept in {folder}/profile.txt and trace.json")
+        echo(f"\n{table}kept in {folder}/profile.txt and trace.json")

@@ -3,14 +3,15 @@
 import math
 from typing import Any
 
-import click
-
+from ..errors import ConfigError
 from ..finetune.loop import Loop
 from ..finetune.run_folder import RunFolder
 from ..machine import console, format_bytes
+from .echo import echo
 from .streaming import stream_text
 
 SAMPLE_TOKENS = 120
+MOST = 700.0  # nats whose perplexity is a float
 
 
 def report(run: RunFolder) -> None:
@@ -18,7 +19,9 @@ def report(run: RunFolder) -> None:
     from rich.table import Table
 
     lines = run.lines()
-    last = next(line for line in reversed(lines) if "held_out_loss" in line)
+    last = next((line for line in reversed(lines) if "held_out_loss" in line), None)
+    if last is None:
+        raise ConfigError(f"{run.log} holds no evaluation; it is not the log of a finished run")
     loss, baseline = last["held_out_loss"], last["unigram_baseline"]
     steps = [line for line in lines if "loss" in line]
     table = Table(show_header=False)
@@ -27,7 +30,10 @@ def report(run: RunFolder) -> None:
     table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
     side = "below" if loss < baseline else "above"
     table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
-    table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
+    table.add_row(
+        "perplexity",
+        f"{math.exp(min(loss, MOST)):.1f} (baseline {math.exp(min(baseline, MOST)):.1f})",
+    )
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
     text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:
@@ -56,7 +62,7 @@ def is_timed(line: dict[str, Any]) -> bool:
 def sample(loop: Loop) -> None:
     """Print the model's continuation of the beginning of the held-out text."""
     tokens = loop.training_data.prompt[: loop.model.config.positions - 1]  # room for one more
-    click.echo("\nsampled text:\n")
+    echo("\nsampled text:\n")
     stream_text(
         loop.model, loop.tokenizer, loop.tokenizer.decode(tokens), tokens,
         max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=loop.plan.seed,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import click
 import numpy as np
 
 from ..errors import ConfigError
@@ -11,6 +10,7 @@ from ..finetune.streaming import StopStrings, TextStream
 from ..finetune.tokenizer import check_tokens
 from ..models.transformer import Transformer
 from ..placement import to_device_of
+from .echo import echo
 
 
 def stream_text(
@@ -44,7 +44,7 @@ def stream_text(
             " leaves no room to go on; make it shorter"
         )
     stream, stops, written, count = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
-    click.echo(prompt, nl=False)
+    echo(prompt, nl=False)
     prompted = to_device_of(np.array([tokens]), model.table)
     for token in model.stream(prompted, max_new_tokens=min(max_new_tokens, room), **options):
         count += 1
@@ -53,13 +53,13 @@ def stream_text(
             break
     else:
         written += _write(stops.push(stream.flush()) + stops.flush())
-    click.echo()
+    echo()
     if count == room < max_new_tokens and not stops.found:
-        click.echo(f"The text ends at the model's {positions} positions.", err=True)
+        echo(f"The text ends at the model's {positions} positions.", err=True)
     return written, count
 
 
 def _write(text: str) -> str:
     """Write a text to standard output and return it."""
-    click.echo(text, nl=False)
+    echo(text, nl=False)
     return text

@@ -59,6 +59,8 @@ KINDS: Mapping[type[Any], tuple[str, tuple[type[Any], ...]]] = {
     float: ("a finite number", (float, int, np.floating, np.integer)),
 }
 
+NO_NUMBERS = (bool, np.timedelta64)  # though they are integers in Python and NumPy
+
 SOURCE = """
 def key({arrays}):
     return (targets.targets,{key})
@@ -211,13 +213,14 @@ def check_options(wrapped: F) -> F:
 
 def is_number(value: Any) -> bool:
     """Return whether value is a real number, not a bool, and no integer beyond all floats."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    real = isinstance(value, numbers.Real) and not isinstance(value, NO_NUMBERS)
     return real and (type(value) is not int or abs(value) <= math.nextafter(math.inf, 0))
 
 
 def is_integer(value: Any, least: float = 0) -> bool:
     """Return whether value is an integer of Python or NumPy, not a bool, and at least ``least``."""
-    return isinstance(value, int | np.integer) and type(value) is not bool and bool(value >= least)
+    whole = isinstance(value, int | np.integer) and type(value) not in NO_NUMBERS
+    return whole and bool(value >= least)
 
 
 def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:
@@ -226,6 +229,7 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     words, classes = KINDS[kind]
     boolean = isinstance(value, bool | np.bool_)  # a bool is also an int in Python
     fits = isinstance(value, classes) and boolean == (kind is bool)
+    fits = fits and type(value) is not np.timedelta64
     if fits and (kind is not float or (is_number(value) and -math.inf < value < math.inf)):
         return value.item() if isinstance(value, np.generic) else value
     words += " or None" * optional

@@ -63,7 +63,7 @@ def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
 def float_dtype(call: str, wanted: Any, known: Sequence[np.dtype[Any]] = FLOATS) -> np.dtype[Any]:
     """Return the requested dtype; raise ConfigError if it is not one of ``known``."""
     try:
-        dtype = np.dtype(object if wanted is None else wanted)
+        dtype = np.dtype(wanted if isinstance(wanted, str | np.dtype | type) else object)
     except (TypeError, ValueError):
         dtype = np.dtype(object)
     if dtype not in known:

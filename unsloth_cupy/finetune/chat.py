@@ -6,26 +6,29 @@
     Mount Everest.<|im_end|>
 
 A template is a program from a model's author: it runs in a sandbox, where it cannot change
-anything, read files or import modules, for a limited time.
+anything, read files or import modules, in a process without an environment, for a limited time.
 """
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ..errors import ConfigError
-from ..files import read_json
+from ..files import read_json, read_text
 from .new_model import TOKENIZER
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 AT_ONCE = 32  # texts in one request to the template process
+# Environment variables without which Python or jinja2 may not start; the process gets no others.
+NEEDED = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 SECONDS = 2  # time limit of a request; a template takes milliseconds
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -63,14 +66,11 @@ class Chat:
     def _read(self, folder: Path) -> str:
         """Return the template of a model's folder; store the special tokens that it may use."""
         path = folder / CONFIG
-        settings = read_json(path) if path.is_file() else {}
+        settings = read_json(path) if path.exists() else {}
         for name in (CONFIG, FILE):
-            if (folder / name).is_file():
-                self.files[name] = _text(folder / name)
-        source: Any = settings.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = {each.get("name"): each for each in source if isinstance(each, dict)}
-            source = named.get("default", {}).get("template")
+            if (folder / name).exists():
+                self.files[name] = template_text(folder / name)
+        source = default_template(settings)
         if FILE in self.files:
             path, source = folder / FILE, self.files[FILE]
         if source is not None and not isinstance(source, str):
@@ -161,7 +161,7 @@ class Template:
         process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("template.py")), str(SECONDS)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            encoding="ascii",
+            encoding="ascii", env={key: os.environ[key] for key in NEEDED if key in os.environ},
         )  # fmt: skip
         weakref.finalize(self, _end, process)
         if why := _request(process, self.source)[1]:
@@ -215,9 +215,20 @@ def _settings(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _text(path: Path) -> str:
+def default_template(settings: Mapping[str, Any]) -> Any:
+    """Return the template in a tokenizer_config.json, which may hold several by name."""
+    source = settings.get("chat_template")
+    if not isinstance(source, list):
+        return source
+    named = (each for each in source if isinstance(each, dict) and each.get("name") == "default")
+    return next(named, {}).get("template")
+
+
+def template_text(path: Path) -> str:
     """Return the text of a UTF-8 file, or raise a ConfigError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8; copy it again") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; copy it again") from None

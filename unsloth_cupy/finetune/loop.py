@@ -17,10 +17,10 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import atomic_path, check_room
+from ..files import atomic_path, check_room, read_json
 from ..machine import peak_memory
 from ..models.adapter import Adapter
-from ..models.checkpoint_files import write_tensors
+from ..models.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.pipeline_stages import EMBEDDING
 from ..ops.common.faults import check_errors
@@ -365,16 +365,16 @@ class Loop:
 
         The model was loaded from the same checkpoint before.
         """
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         try:
-            state = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+            state = read_json(checkpoint / "trainer.json")
             optimizer, table = self.optimizer, self.model.table
             tensors = self._own().tensors.items()
             narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
             narrow = optimizer.narrow if isinstance(optimizer, Zero1) else narrow
             averages = dict[str, Array]()
-            with safe_open(checkpoint / "optimizer.safetensors", "np") as file:
+            with opened(checkpoint / "optimizer.safetensors") as file:
                 known = {*file.keys()} - {"steps"}
                 # only one parameter's whole averages are in memory at a time
                 for parameter in {name.partition(".")[2] for name in known}:
@@ -387,7 +387,14 @@ class Loop:
             for name in SCALER:
                 setattr(self.scaler, name, state["scaler"][name])
             self.unproven = checkpoint.name
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            ArithmeticError,
+            SafetensorError,
+        ) as error:
             raise ConfigError(
                 f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
             ) from None

@@ -9,6 +9,8 @@ import numpy as np
 
 from .. import models
 from ..errors import ConfigError
+from ..models.adapter_base import base_of
+from ..models.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
@@ -51,6 +53,7 @@ def prepare(
     else:
         tokenizer = load_tokenizer(folder)
         config, adapter, kind = model_without_weights(folder)
+        find_tensors(base_of(folder) or folder, config)  # sizes that no weights have take no memory
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             cure = f"leave {named('lora')} out"
@@ -63,9 +66,7 @@ def prepare(
     )  # fmt: skip
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
         training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
-        if settings.epochs is not None:
-            steps = steps_of(settings.epochs, training_data, plan.accumulate)
-            plan = settings.decided(new=source is None, steps=steps)
+        plan = with_steps(settings, plan, training_data, new=source is None)
     exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(config, *rows, device, exists, adapter, kind, objective)
@@ -75,9 +76,7 @@ def prepare(
         model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
-        if settings.epochs is not None:
-            steps = steps_of(settings.epochs, training_data, plan.accumulate)
-            plan = settings.decided(new=source is None, steps=steps)
+        plan = with_steps(settings, plan, training_data, new=source is None)
     files = chat.keep() if has_chats else chat.files
     loop = Loop(run, model, tokenizer, training_data, plan, files, memory, ranks, objective)
     if checkpoint is not None:
@@ -122,11 +121,13 @@ def new_or_loaded(
     return models.load(folder, quantize=plan.quantize, **where)
 
 
-def steps_of(epochs: float, training_data: TrainingData, accumulate: int) -> int:
-    """Return the number of steps in passes through the text, and say it."""
-    steps = max(1, math.ceil(training_data.batches.count(epochs) / accumulate))
-    announce(f"{epochs:g} epochs are {steps} steps")
-    return steps
+def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
+    """Return the plan with the number of steps in passes through the text, if epochs are set."""
+    if settings.epochs is None:
+        return plan
+    steps = max(1, math.ceil(training_data.batches.count(settings.epochs) / plan.accumulate))
+    announce(f"{settings.epochs:g} epochs are {steps} steps")
+    return settings.decided(new=new, steps=steps)
 
 
 def summary(loop: Loop) -> str:

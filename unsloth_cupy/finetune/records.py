@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..errors import ConfigError
+from ..files import regular
 from .chat import Chat, Message, Span
 from .listener import reading
 from .naming import named
@@ -26,6 +27,7 @@ SUFFIX = ".jsonl"
 ROLES = ("system", "user", "assistant", "tool")
 # If a line has all keys of several forms, as in some published files, the first of these counts.
 FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
+LONGEST = SMALL  # bytes of a line: its text is tokenised as a whole
 RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
 SHOWN = 40  # characters of an invalid value in a message
 
@@ -88,10 +90,16 @@ def read_records(path: Path) -> Records:
     """
     digest, records = hashlib.sha256(), list[Record]()
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            lines = reading(((line,) for line in file), size, "reading")
+            pieces = iter(lambda: file.readline(LONGEST + 1), b"")
+            lines = reading(((line,) for line in pieces), size, "reading")
             for number, (whole,) in enumerate(lines, 1):
+                if len(whole) > LONGEST:
+                    raise ConfigError(
+                        f"{path}:{number}: has more than {LONGEST >> 20} MiB, whose tokens would"
+                        " take hundreds of MiB of memory; divide its text into several lines"
+                    )
                 line = whole.removeprefix(b"\xef\xbb\xbf") if number == 1 else whole
                 digest.update(line)
                 if line.strip():

@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.call import is_integer, is_number
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, remove
+from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
 from ..models.adapter_base import ADAPTER, base_of
 from .listener import reading
 from .naming import named
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from ..models.config import Config
 
 HASHED = ("config.json", "*.safetensors")  # files of a model whose fingerprints a run keeps
+LINES = {  # kinds of lines of a log, and what else such a line holds
+    "loss": ("seconds", "tokens_per_second", "memory_bytes"),
+    "held_out_loss": ("unigram_baseline",),
+}
 BLOCK = 2**22  # bytes read at a time
 
 
@@ -138,8 +143,19 @@ class RunFolder:
         """Return the lines of the log, without one that a crash left incomplete."""
         if not self.log.exists():
             return []
-        whole = self.log.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in whole]
+        lines = []
+        for number, text in enumerate(regular(self.log).read_bytes().split(b"\n")[:-1], 1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if not _is_line(line):
+                raise ConfigError(
+                    f"{self.log}:{number} is broken; remove this line, or name a new folder with"
+                    f" {named('out')}"
+                )
+            lines.append(line)
+        return lines
 
     def evaluated(self, step: int) -> bool:
         """Return whether the log holds the held-out loss after a step."""
@@ -153,6 +169,17 @@ class RunFolder:
         with atomic_path(self.log) as partial:
             text = "".join(json.dumps(line) + "\n" for line in kept)
             partial.write_text(text, encoding="utf-8")
+
+
+def _is_line(line: Any) -> bool:
+    """Return whether a value is a line of a log: numbers by name, those of a step or evaluation."""
+    if not isinstance(line, dict) or not is_integer(line.get("step")):
+        return False
+    needed = {name for kind, names in LINES.items() if kind in line for name in (kind, *names)}
+    return needed <= line.keys() and all(
+        is_number(value) or (value is None and name not in needed - {"tokens_per_second"})
+        for name, value in line.items()
+    )
 
 
 class Facts(NamedTuple):
@@ -190,7 +217,7 @@ def model_folder(path: Path) -> Path:
         raise ConfigError(f"{path} does not exist; {cure}")
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")
-    if (path / "config.json").is_file() or (path / ADAPTER).is_file():
+    if (path / "config.json").exists() or (path / ADAPTER).exists():
         return path
     run = RunFolder(path)
     inside = run.model if run.finished else run.newest_checkpoint()
@@ -222,6 +249,6 @@ def fingerprints(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes]]:
     """Yield the bytes of a file in blocks."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         while data := file.read(BLOCK):
             yield (data,)

@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
+from ..core.call import is_integer, is_number
 from ..errors import ConfigError
+from ..files import read_json
 from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
@@ -212,14 +213,14 @@ def kind_of(field: "dataclasses.Field[Any]") -> Any:
 def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
     """Raise a ConfigError for a value that is out of range or no choice."""
     kind, limits, shown = kind_of(field), field.metadata, named(**{field.name: value})
-    if "choices" in limits and value not in limits["choices"]:
+    if "choices" in limits and not (isinstance(value, int | str) and value in limits["choices"]):
         raise ConfigError(
             f"{shown} is not known; choose from {', '.join(map(str, limits['choices']))}"
         )
     if "least" in limits or "above" in limits:
         least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
-        right = isinstance(value, Integral if kind is int else Real)
-        if not (right and math.isfinite(value) and value >= least and value > above):
+        right = is_integer(value, least) if kind is int else is_number(value)
+        if not (right and least <= value < 2**63 and value > above):
             what = "a whole number" if kind is int else "a number"
             bound = f"of {least} or more" if "least" in limits else f"above {above}"
             raise ConfigError(f"{shown}: give {what} {bound}")
@@ -301,9 +302,14 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def read_settings(path: Any) -> dict[str, Any]:
     """Return the settings that a run was started with, or raise a ConfigError."""
+    problem = f"{path} is broken; name a new folder with {named('out')}"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        settings.keys()
-    except (OSError, ValueError, AttributeError):
-        raise ConfigError(f"{path} is broken; name a new folder with {named('out')}") from None
-    return dict(settings)
+        settings = read_json(path)
+    except ConfigError:
+        raise ConfigError(problem) from None
+    base = settings.get("base") or {}
+    files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
+    numbers = (settings.get(key) for key in (*MORE, "text_bytes"))
+    if not files or not all(number is None or is_number(number) for number in numbers):
+        raise ConfigError(problem)
+    return settings

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
+from ..files import regular
 from .listener import reading
 from .naming import named
 
@@ -116,7 +117,7 @@ def read_text(path: Path | None) -> Text:
             f"{named(text=path)} is JSON, not text; write one object in each line of a .jsonl file"
         )
     try:
-        return _split(path.stem, path, lambda: path.open("rb"))
+        return _split(path.stem, path, lambda: regular(path).open("rb"))
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"{named(text=path)}: {reason}; name a readable text file") from None

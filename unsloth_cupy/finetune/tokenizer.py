@@ -1,6 +1,8 @@
 """Loads, trains and uses tokenizers of the ``tokenizers`` package."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
+from ..files import TOKENIZER, of_library, read_text
 from .naming import named
 
 FILE = "tokenizer.json"
@@ -21,17 +24,50 @@ def load_tokenizer(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
     path = folder / FILE
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             f"{folder} holds no {FILE}; copy it from the model's page into the folder"
         )
+    with _whole(path):
+        tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER))
+        tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
+        tokenizer.no_padding()
+    return Guarded(tokenizer, path)
+
+
+class Guarded:
+    """A tokenizer of a file, whose calls raise ConfigError where its package fails or panics.
+
+    Some faults of a file show only when a text is encoded or decoded.
+    """
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer, self._path = tokenizer, path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for before __init__, as copy does
+            raise AttributeError(name)
+        value = getattr(self._tokenizer, name)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _whole(self._path):
+                return value(*arguments, **options)
+
+        return call
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Raise a ConfigError that names a tokenizer's file where the package raises an error."""
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the package raises plain Exception
+        yield
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not of_library(error):
+            raise
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
-    tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Any:

@@ -12,6 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
+from ..files import path_of
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import load, on_device
@@ -92,9 +94,13 @@ class Trainer:
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
+        given: Any = settings
+        if not (given is None or isinstance(given, Settings)):
+            raise ConfigError(f"Trainer(settings={given!r}): pass Settings(...), or None")
         self.settings = each = Settings() if settings is None else settings
         self.objective, self.listener = objective, Listener() if listener is None else listener
-        self.text = None if text is None else Path(text)
+        self.text = None if text is None else path_of("Trainer: text", text)
+        folder = None if model is None else path_of("Trainer: model", model)
         self.lines = self.text is not None and self.text.suffix.lower() == SUFFIX
         self.files: RunFolder | None = None  # known when the text is read
         self.ranks = start(
@@ -104,7 +110,7 @@ class Trainer:
             context_attention=each.context_attention,
         )  # fmt: skip
         with self.ranks.ending():
-            self.source = None if model is None else model_folder(Path(model))
+            self.source = None if folder is None else model_folder(folder)
             each.check(self.source, lines=self.lines)
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
@@ -112,7 +118,7 @@ class Trainer:
                 packed=self.lines and each.pack is not False,
             )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
-        self.base_name = new if model is None else Path(model).resolve().name
+        self.base_name = new if folder is None else folder.resolve().name
 
     def train(self, stop: Stop | None = None) -> Run:
         """Train to the end, save the model, and return the run.

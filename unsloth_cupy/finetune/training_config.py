@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..files import read_text
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig, TrainingConfig
 from .naming import named
@@ -28,8 +29,10 @@ def read_training_config(path: Path) -> dict[str, Any]:
         The file cannot be read, or holds a name or a value that a TrainingConfig does not have.
     """
     try:
-        text = path.read_bytes().decode()
+        text = read_text(path)
         values = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+    except ConfigError as error:
+        raise ConfigError(f"{named(config=path)}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{named(config=path)}: {error.strerror}; name a readable file") from None
     except (ValueError, RecursionError) as error:
@@ -43,7 +46,7 @@ def read_training_config(path: Path) -> dict[str, Any]:
             if part in values:
                 values[part] = kind(**_known(f"{part}.", values[part], kind))
         config = TrainingConfig(**values)
-    except ConfigError as error:
+    except (ConfigError, RecursionError) as error:  # TOML nests without end
         raise ConfigError(f"{named(config=path)}: {error}") from None
     precision, checkpoint = config.mixed_precision, config.checkpoint
     every = checkpoint.checkpoint_every if checkpoint.enabled else None

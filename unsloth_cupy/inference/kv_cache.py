@@ -136,6 +136,10 @@ class KVCache:
 
     def check_room(self, new: int, layer: int | None = None) -> None:
         """Raise RangeError unless a layer, or all layers, have room for new tokens."""
+        if layer is not None:
+            self._check_layer("check_room", layer)
+        if not is_integer(new):
+            raise RangeError(f"KVCache.check_room: new={new!r}; pass a number of tokens")
         layers = range(len(self.keys)) if layer is None else [layer]
         held = max((self.filled[i] for i in layers if self.windows[i] is None), default=None)
         if held is not None and held + new > self.capacity:
@@ -242,7 +246,11 @@ class KVCache:
 
         (queries, keys) bool, without keys after the query; None if no earlier key is hidden.
         """
+        self._check_layer("seen", layer)
         stop = self.filled[layer]
+        if not is_integer(window) or not is_integer(queries) or queries > stop:
+            problem = f"KVCache.seen: queries={queries!r}, window={window!r}"
+            raise RangeError(f"{problem}; layer {layer} holds {stop} tokens")
         if stop <= self.sinks + window or (queries == 1 and window == self.windows[layer]):
             return None
         key = np.arange(stop, like=self.real)
@@ -252,7 +260,9 @@ class KVCache:
 
     def held(self, layer: int, queries: int, every: Array) -> Array:
         """Return, from ``every`` (..., tokens), the columns of the keys of the last append."""
-        window, tokens = self.windows[layer], every.shape[-1]
+        self._check_layer("held", layer)
+        check_library("KVCache.held: every", every)
+        window, tokens = self.windows[layer], every.shape[-1] if every.ndim else 0
         first = self.sinks if window is None else tokens - queries - window + 1
         if first <= self.sinks:
             return every
@@ -267,6 +277,10 @@ class KVCache:
         In a layer with a window it takes only one, which sees everything that the layer holds, and
         none if the window of its model is narrower: the slots of a ring are not in order.
         """
+        self._check_layer("reads_codes", layer)
+        if not is_integer(new) or not (window is None or is_integer(window)):
+            problem = f"KVCache.reads_codes: new={new!r}, window={window!r}"
+            raise ConfigError(f"{problem}; pass numbers of tokens")
         kept = self.windows[layer]
         ring = kept is not None and new == 1 and (window is None or window >= kept)
         return self.dtype == INT8 and (ring or (kept is None and new <= FEW))
@@ -297,7 +311,13 @@ class KVCache:
         ConfigError
             An option is invalid.
         """
-        kept, new = self.windows[layer] if layer in range(len(self.keys)) else None, q.shape[1]
+        self._check_layer("attend", layer)
+        check_library("KVCache.attend: q", q)
+        if q.ndim != 4:
+            wanted = "(batch, tokens, heads, dim)"
+            problem = f"KVCache.attend: q is {q.shape}; it must be {wanted}"
+            raise ShapeError(problem, expected=wanted, actual=tuple(q.shape))
+        kept, new = self.windows[layer], q.shape[1]
         match window:
             case None | (None, _):
                 width = kept
@@ -357,7 +377,15 @@ class KVCache:
 
         Return the record of all tokens, (batch, tokens) bool; None if nothing was ever recorded.
         """
+        if not is_integer(new):
+            raise ConfigError(f"KVCache.note: new={new!r}; pass a number of tokens")
         stop = self.length + new
+        if real is not None:
+            check_library("KVCache.note: real", real)
+            if real.ndim != 2 or len(real) != len(self.real) or real.shape[1] > stop:
+                wanted = (len(self.real), stop)
+                problem = f"KVCache.note: real is {real.shape}; it must be {wanted}, or narrower"
+                raise ShapeError(problem, expected=wanted, actual=tuple(real.shape))
         self.padded |= real is not None
         if not self.padded:
             return None

@@ -312,7 +312,8 @@ class PagedKVCache:
 
     def check_sequences(self, call: str, sequences: Any) -> None:
         """Raise unless these are sequences of this cache; the error shows the name of the call."""
-        if not hasattr(sequences, "__len__") or isinstance(sequences, str):
+        array = getattr(sequences, "shape", (0,)) == ()  # has a length that raises
+        if not hasattr(sequences, "__len__") or isinstance(sequences, str) or array:
             cure = "pass a list of what allocate or fork returned"
             raise ConfigError(f"PagedKVCache.{call}: sequences are {sequences!r}; {cure}")
         for sequence in sequences:

@@ -104,6 +104,7 @@ def estimate_flash_attention_memory(
 def _checked(call: str, dtype: Any, **sizes: Any) -> list[int]:
     """Return the bytes of an element, then the sizes; raise ConfigError for invalid ones."""
     for name, size in sizes.items():
-        if not is_number(size) or size < 1 or size % 1:
-            raise ConfigError(f"{call}({name}={size!r}): pass sizes of 1 or more, whole numbers")
+        if not is_number(size) or not 1 <= size < 2**63 or size % 1:
+            cure = "pass sizes of 1 or more, whole numbers below 2**63"
+            raise ConfigError(f"{call}({name}={size!r}): {cure}")
     return [float_dtype(call, dtype, KERNEL_DTYPES).itemsize, *map(int, sizes.values())]

@@ -10,7 +10,7 @@ ADAPTER = "adapter_config.json"
 
 def base_of(folder: Path) -> Path | None:
     """Return the folder of an adapter's base model; None for a folder without an adapter."""
-    if not (folder / ADAPTER).is_file():
+    if not (folder / ADAPTER).exists():
         return None
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from ..core.dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
-from ..files import path_of, read_json, replacing_files
+from ..files import of_library, path_of, read_json, regular, replacing_files
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
@@ -225,10 +225,12 @@ def _weight_files(folder: Path) -> list[str]:
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; raise a ConfigError that names a missing or broken one."""
     try:
-        stream = safetensors.safe_open(path, framework="np")
+        stream = safetensors.safe_open(regular(path), framework="np")
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; download or copy it again") from None
-    except (safetensors.SafetensorError, OSError) as error:
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not of_library(error):
+            raise
         raise ConfigError(f"{path} is truncated or broken ({error}); copy it again") from None
     with stream as tensors:
         yield tensors

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..core import gpu
-from ..core.call import check_options
+from ..core.call import check_options, is_integer
 from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
 from ..files import complete_moves, missing_folder_advice, path_of, read_json
 from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
-from ..parallel.communicator import Communicator, SingleCommunicator
+from ..parallel.communicator import Communicator, SingleCommunicator, check_communicator
 from ..parallel.zero3 import Parts
 from .adapter_base import ADAPTER, base_of
 from .adapter_folder import read_adapter
@@ -236,8 +236,9 @@ def create(
         raise ConfigError(f"create: seed={seed!r} must be an integer of 0 or more")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
     division = _division(parsed, communicator, pipeline, chunks)
-    size //= (1 if communicator is None else communicator.size) * (parts.size if parts else 1)
     rank_parts = None if parts is None else Parts(parts)
+    for ranks in (communicator, parts):
+        size //= 1 if ranks is None else ranks.size
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
@@ -270,6 +271,11 @@ def _division(
     """Return the division that says which part this rank holds; None if it holds the model."""
     if communicator is None and pipeline is None:
         return None
+    for name, comm in (("communicator", communicator), ("pipeline", pipeline)):
+        if comm is not None:
+            check_communicator(f"load({name}=)", comm)
+    if not is_integer(chunks, 1):
+        raise ConfigError(f"load(chunks={chunks!r}): pass an integer, 1 or more")
     stages = None if pipeline is None else Stages(config, pipeline, chunks)
     return Division(config, communicator or SingleCommunicator(), stages)
 

@@ -66,7 +66,8 @@ class Options:
         penalty = self.repetition_penalty
         valid_penalty = penalty is None or (is_number(penalty) and 0 < penalty < float("inf"))
         self._require("repetition_penalty", valid_penalty, "be a number above 0, or None")
-        supported = self.cache_dtype is None or (self.cache_dtype == "int8" and self.cache is None)
+        int8 = isinstance(self.cache_dtype, str) and self.cache_dtype == "int8"
+        supported = self.cache_dtype is None or (int8 and self.cache is None)
         self._require(
             "cache_dtype",
             supported,

@@ -70,7 +70,10 @@ def mean_loss(
 
     ``count`` is by default the number of labels that count.
     """
-    if not (count is None or hasattr(count, "dtype") or (is_number(count) and count > 0)):
+    number = is_number(count) and count > 0
+    kind = getattr(getattr(count, "dtype", None), "kind", "O")
+    scalar = kind in "iuf" and count.shape == ()
+    if not (count is None or number or scalar):
         raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)

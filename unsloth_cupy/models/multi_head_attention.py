@@ -18,6 +18,7 @@ from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..machine import check_bytes
 from ..placement import array_on_device, to_device_of
+from ..training.gradients import check_mapping
 from .attention_layer import attention_layer
 
 PARTS = ("q", "k", "v", "o")  # names of the projections
@@ -178,7 +179,10 @@ class MultiHeadAttention:
         ShapeError, DTypeError, FrameworkError
             An array does not fit; the parameters are unchanged.
         """
-        named = {n.removeprefix(prefix): a for n, a in weights.items() if n.startswith(prefix)}
+        check_mapping("MultiHeadAttention.load", weights)
+        _require(isinstance(prefix, str), "prefix", prefix, "pass the beginning of the names")
+        names = {str(name): array for name, array in weights.items()}
+        named = {n.removeprefix(prefix): a for n, a in names.items() if n.startswith(prefix)}
         for kind in ("weight", "bias"):
             rows = [len(self.parameters[f"{part}_proj.weight"]) for part in "qkv"]
             if (whole := named.pop(f"in_proj_{kind}", None)) is not None:

@@ -1,11 +1,11 @@
 """Parse a Hugging Face config.json, in its older and newer forms, into a ``Config``."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.call import is_number
 from ..errors import ConfigError
-from ..ops.position.rope_tables import scaled_frequencies
+from ..ops.position.rope_tables import LARGEST, scaled_frequencies
 from .config import FULL, SLIDING, Config, Rope
 from .families import COMMON, FAMILIES, NEUTRAL, READ, WITHOUT_EFFECT, Family
 from .quantized_weights import inverse_scales
@@ -27,7 +27,14 @@ UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
 }
 
-MOST, MOST_LAYERS = 2**31 - 1, 10_000  # larger numbers must be mistakes
+# Larger numbers must be mistakes.
+MOST = 2**31 - 1
+MOST_OF = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("head_dim", "num_attention_heads", "num_key_value_heads"), 2**16),
+    **{"hidden_size": 2**20, "intermediate_size": 2**22, "vocab_size": 2**26},
+}
+SHOWN = 5  # keys that a message names
 
 
 class Reader:
@@ -51,7 +58,7 @@ class Reader:
         value = self.get(key)
         if value is None:
             raise ConfigError(f'config: {key} is missing; add it, as in "{key}": 64')
-        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+        most = MOST_OF.get(key, MOST)
         if type(value) is not int or not 1 <= value <= most:
             raise ConfigError(f"config: {key} is {value!r}; it must be an integer in 1 .. {most}")
         return value
@@ -59,7 +66,7 @@ class Reader:
     def number(self, key: str) -> float:
         """Return a finite number that is not negative."""
         value = self.not_null(key)
-        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        if type(value) not in (int, float) or not 0 <= value <= LARGEST:
             raise ConfigError(f"config: {key} is {value!r}; it must be a number, 0 or more")
         return float(value)
 
@@ -108,7 +115,9 @@ def parse(values: Mapping[str, Any]) -> Config:
             f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
             " change one of them or add head_dim"
         )
-    dim = read.size("head_dim") if read.get("head_dim") is not None else hidden // heads
+    if read.get("head_dim") is None:
+        read = Reader({**values, "head_dim": hidden // heads}, family)
+    dim = read.size("head_dim")
     if heads % kv_heads:
         raise ConfigError(
             f"config: num_attention_heads={heads} is not a multiple of"
@@ -153,7 +162,14 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:
-    """Raise for keys that nothing reads, unless they or their values change nothing."""
+    """Raise for keys that nothing reads, unless they or their values change nothing.
+
+    Values of keys that are read must be of JSON.
+    """
+    for key in READ & values.keys():
+        if not isinstance(values[key], str | int | float | list | tuple | Mapping | None):
+            problem = f"config: {key} is {type(values[key]).__name__}"
+            raise ConfigError(f"{problem}; it must be a value of JSON, such as a number")
     unread = {
         key: value
         for key, value in values.items()
@@ -162,7 +178,9 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         if key not in WITHOUT_EFFECT or value != WITHOUT_EFFECT[key]
     }
     if unread:
-        listed = ", ".join(f"{key}={str(value)[:40]}" for key, value in sorted(unread.items()))
+        names = sorted(map(str, unread))
+        listed = ", ".join(f"{key}={str(unread.get(key))[:40]}" for key in names[:SHOWN])
+        listed += f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
         problem = f"config: {listed}: not read, and may change what the model computes"
         raise ConfigError(f"{problem}; remove what does not, other models are not known")
 
@@ -230,12 +248,13 @@ def _layer_types(read: Reader, layers: int) -> tuple[str, ...]:
         return (SLIDING if window else FULL,) * layers
     types = read.get("layer_types")
     if types is None and windows == "late":
-        first = read.get("max_window_layers")
+        first = read.number("max_window_layers")
         return tuple(SLIDING if window and i >= first else FULL for i in range(layers))
     if types is None:
         period = read.size("sliding_window_pattern")
         return tuple(SLIDING if (i + 1) % period else FULL for i in range(layers))
-    if not isinstance(types, list) or not {*types} <= {FULL, SLIDING} or len(types) != layers:
+    names = isinstance(types, list) and all(each in (FULL, SLIDING) for each in types)
+    if not names or len(types) != layers:
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"
             f" each {FULL!r} or {SLIDING!r}, not {types!r}"
@@ -283,6 +302,9 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
         reader = Reader({"original": read.get("original_max_position_embeddings")}, read.family)
         original = parameters.get("original_max_position_embeddings", positions)
         original = reader.size("original") if reader.get("original") else original
+        if not is_number(original) or not 1 <= original <= MOST:
+            problem = f"original_max_position_embeddings is {original!r}"
+            raise ConfigError(f"config: {problem}; it must be a number in 1 .. {MOST}")
     parameters |= {"rope_type": name, "original_max_position_embeddings": original}
     if name in ("yarn", "longrope") and parameters.get("factor") is None:
         parameters["factor"] = positions / original
@@ -303,6 +325,6 @@ def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids of a key whose value is an id or a list; negative ids are left out."""
     value = values.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token) is not int for token in listed):
+    if any(type(token) is not int or token > MOST for token in listed):
         raise ConfigError(f"config: {key} is {value!r}; it must be a token id or a list of them")
     return tuple(token for token in listed if token >= 0)

@@ -127,6 +127,8 @@ def quantize(
     RangeError
         A weight is not finite; the weights before it are then already quantized.
     """
+    if not hasattr(model, "division"):
+        raise ConfigError(f"quantize: {model!r} is not a model; pass what load or create returned")
     quantize_weight, division = maker_of("quantize", kind, skip, least), model.division
     quantizer = Quantizer("quantize", kind, division)
     if frozen := [name for name, array in model.parameters.items() if isinstance(array, Stored)]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, printable
 
 HEAD = struct.Struct("!QHH")  # bytes of a message, bytes of its key, kind of message
 CHECK = struct.Struct("!I")  # CRC-32 of a head, which follows it
@@ -141,7 +141,8 @@ class Peers:
         self.failing = True
         try:
             if error[2] is None:  # there is no traceback, only a message
-                print(f"rank {self.rank} failed: {error[1]}", file=sys.stderr, flush=True)
+                why = printable(str(error[1]))
+                print(f"rank {self.rank} failed: {why}", file=sys.stderr, flush=True)
             else:
                 self.before(*error)
         finally:
@@ -158,7 +159,8 @@ class Peers:
         """End the process, which may be waiting for the failed rank."""
         time.sleep(GRACE)
         if not self.failing:
-            print(f"rank {self.rank}: rank {rank} has failed: {why}", file=sys.stderr, flush=True)
+            problem = printable(f"rank {rank} has failed: {why}")
+            print(f"rank {self.rank}: {problem}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _hear(self, other: int, link: socket.socket) -> None:

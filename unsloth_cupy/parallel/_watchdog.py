@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 from ..core.gpu import cupy
+from ..errors import printable
 
 PAUSE = 0.1  # seconds between checks
 
@@ -65,6 +66,6 @@ class Watchdog:
 
     def _end(self, problem: str) -> None:
         """Print the problem, abort NCCL and end the process."""
-        print(f"rank {self.rank}: {problem}", file=sys.stderr, flush=True)
+        print(printable(f"rank {self.rank}: {problem}"), file=sys.stderr, flush=True)
         self.comm.abort()
         os._exit(1)

@@ -4,10 +4,12 @@ Sums over ranks are computed in the order of the ranks, in float32 for 16-bit ar
 ranks and all runs get equal bits.
 """
 
+import reprlib
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ..core.arrays import framework_of
 from ..core.call import is_integer
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError, ShapeError
@@ -74,27 +76,27 @@ class SingleCommunicator:
     def all_reduce(self, x: Any, op: Reduction = "sum") -> Any:
         """Return a copy."""
         check_reduction(op)
-        return x.copy()
+        return _copy("all_reduce", x)
 
     def all_gather(self, x: Any, axis: int = 0) -> Any:
         """Return a copy."""
         check_axis("all_gather", x, axis)
-        return x.copy()
+        return _copy("all_gather", x)
 
     def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
         """Return a copy."""
         check_axis("reduce_scatter", x, axis)
-        return x.copy()
+        return _copy("reduce_scatter", x)
 
     def all_to_all(self, x: Any, divided: int, joined: int) -> Any:
         """Return a copy."""
         check_axes("all_to_all", x, divided, joined)
-        return x.copy()
+        return _copy("all_to_all", x)
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Return a copy."""
         check_rank(self, "broadcast", root)
-        return x.copy()
+        return _copy("broadcast", x)
 
     def send(self, x: Any, to: int) -> None:
         """Raise: there is nobody else."""
@@ -108,6 +110,11 @@ class SingleCommunicator:
         """Copy x to ``out``."""
         check_rank(self, "exchange", to)
         check_rank(self, "exchange", source)
+        for name, array in (("x", x), ("out", out)):
+            framework_of(array, f"exchange: {name}")
+        if x.shape != out.shape:
+            problem = f"exchange: out is {tuple(out.shape)}; it must be {tuple(x.shape)}"
+            raise ShapeError(problem, expected=tuple(x.shape), actual=tuple(out.shape))
         out[...] = x
         return out
 
@@ -115,12 +122,29 @@ class SingleCommunicator:
         """Return."""
 
 
+def _copy(call: str, x: Any) -> Any:
+    framework_of(x, f"{call}: x")
+    return x.copy()
+
+
+def check_communicator(call: str, comm: Any) -> None:
+    """Raise ConfigError unless comm is a communicator."""
+    sizes = is_integer(getattr(comm, "size", None), 1) and is_integer(getattr(comm, "rank", None))
+    if not (sizes and callable(getattr(comm, "all_reduce", None))):
+        cure = "pass one, such as SingleCommunicator()"
+        raise ConfigError(f"{call}: {reprlib.repr(comm)} is not a communicator; {cure}")
+
+
 def part(size: int, comm: Communicator, rank: int | None = None) -> slice:
     """Return which of ``size`` elements a rank holds; None: this rank.
 
     Parts differ by at most one element; the first ranks hold the larger ones.
     """
+    check_communicator("part", comm)
     rank = comm.rank if rank is None else rank
+    check_rank(comm, "part", rank)
+    if not is_integer(size):
+        raise ConfigError(f"part(size={size!r}): pass a number of elements, 0 or more")
     quotient, remainder = divmod(size, comm.size)
     start = rank * quotient + min(rank, remainder)
     return slice(start, start + quotient + (rank < remainder))
@@ -140,6 +164,7 @@ def sum_dtype(dtype: Any) -> np.dtype[Any]:
 
 def check_axis(call: str, x: Any, axis: int) -> int:
     """Return the axis as a number from 0 on; raise ShapeError if x has no such axis."""
+    framework_of(x, f"{call}: x")
     if not is_integer(axis, -x.ndim) or axis >= x.ndim:
         problem = f"{call}(axis={axis!r}) is not an axis of x{tuple(x.shape)}"
         legal = range(-x.ndim, x.ndim)
@@ -167,7 +192,8 @@ def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False)
 
 def check_reduction(op: str) -> None:
     """Raise ConfigError unless op is a reduction."""
-    if op not in ("sum", "max"):
+    given: Any = op
+    if not isinstance(given, str) or op not in ("sum", "max"):
         raise ConfigError(f"all_reduce(op={op!r}) is not a reduction; choose 'sum' or 'max'")
 
 

@@ -3,6 +3,7 @@
 loss = sum over ranks of (sum of the losses of the rank's labels) / labels of all ranks
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from ..core.call import is_integer
 from ..core.gpu import cupy, device_of, is_cupys
 from ..errors import ConfigError
 from ..training.tape import take_gradients
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 
 BUCKET_BYTES = 32 * 2**20
 IGNORE = -100  # the label of a token that does not count
@@ -56,6 +57,9 @@ class DataParallel:
         if not is_integer(bucket_bytes, 1):
             problem = f"DataParallel(bucket_bytes={bucket_bytes!r}) is not a size"
             raise ConfigError(f"{problem}; pass 1 or more")
+        check_communicator("DataParallel", comm)
+        if not hasattr(model, "trainable"):
+            raise ConfigError(f"DataParallel: {reprlib.repr(model)} is not a model; pass one")
         self.model, self.comm, self.bucket_bytes = model, comm, bucket_bytes
         self.concurrent = ConcurrentSum(comm)
         for array in model.trainable.values():

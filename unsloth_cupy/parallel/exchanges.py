@@ -6,12 +6,14 @@ A subclass defines ``_exchange``, which moves bytes between ranks, and ``_gather
 gathers a few numbers of all ranks on the hosts.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
 
 from ..core.arrays import contiguous, empty, framework_of
+from ..core.call import is_number
 from ..errors import CommunicationError, ConfigError, FrameworkError
 from ..placement import to_numpy
 from .communicator import (
@@ -41,7 +43,7 @@ class Exchanges(ABC):
     size: int
 
     def __init__(self, timeout: float, checked: bool) -> None:
-        if not timeout > 0:
+        if not is_number(timeout) or not 0 < timeout <= threading.TIMEOUT_MAX:
             kind = type(self).__name__
             raise ConfigError(f"{kind}(timeout={timeout!r}) is not positive; pass seconds")
         self.timeout, self.checked = timeout, checked

@@ -1,10 +1,12 @@
 """Arrange ranks in a grid for data, pipeline, context and tensor parallelism at the same time."""
 
+import math
+import reprlib
 from typing import NamedTuple
 
 from ..core.call import is_integer
 from ..errors import ConfigError
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 
 
 class Grid(NamedTuple):
@@ -42,12 +44,14 @@ def grid(
     ConfigError
         The product of the sizes is not the number of ranks.
     """
+    check_communicator("grid", comm)
     known = {"pipeline": pipeline, "context": context, "tensor": tensor}
-    others = pipeline * context * tensor
-    sizes = {"data": comm.size // max(others, 1) if data is None else data} | known
-    listed = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
-    valid = all(is_integer(size, 1) for size in sizes.values())
-    if not valid or sizes["data"] * others != comm.size:
+    valid = all(is_integer(size, 1) for size in known.values())
+    others = math.prod(map(int, known.values())) if valid else 1
+    sizes = {"data": comm.size // others if data is None else data} | known
+    listed = ", ".join(f"{name}={reprlib.repr(size)}" for name, size in sizes.items())
+    valid = valid and is_integer(sizes["data"], 1)
+    if not valid or int(sizes["data"]) * others != comm.size:
         cure = "choose sizes whose product is that number"
         raise ConfigError(f"grid({listed}) is not a grid of {comm.size} ranks; {cure}")
     step, communicators = 1, dict[str, Communicator]()

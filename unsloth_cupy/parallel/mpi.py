@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CommunicationError, DeviceError
+from ..errors import CommunicationError, DeviceError, printable
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
 
@@ -160,7 +160,8 @@ def _end_all_on_error(mpi: Any) -> None:
         rank, lines = mpi.COMM_WORLD.Get_rank(), traceback.format_exception(*error)
         try:  # one write, the last line first: another rank may end this process at any moment
             shown = f"{error[1]}\n" if error[2] is None else lines[-1] + "".join(lines)
-            print(f"rank {rank} failed: {shown}", file=sys.stderr, end="", flush=True)
+            shown = printable(f"rank {rank} failed: {shown}")
+            print(shown, file=sys.stderr, end="", flush=True)
             if before is not sys.__excepthook__:
                 before(*error)
             time.sleep(PRINTED)

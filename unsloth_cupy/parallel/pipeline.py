@@ -1,10 +1,11 @@
 """Run a pipeline: pass microbatches through stages in the order of a schedule."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 from .schedule import Message, Schedule, Step, chunks_of, consumer, timetable
 
 
@@ -50,10 +51,16 @@ def run_pipeline(
     ConfigError
         The schedule is for another number of ranks or of microbatches.
     """
-    count = 1 + max(step.microbatch for steps in schedule for step in steps)
-    if len(schedule) != comm.size or count != len(microbatches):
+    check_communicator("run_pipeline", comm)
+    try:
+        count = 1 + max(step.microbatch for steps in schedule for step in steps)
+        given = len(microbatches)
+    except (TypeError, ValueError, AttributeError):
+        cure = "pass what pipeline_schedule returns, and a list of microbatches"
+        raise ConfigError(f"run_pipeline(schedule={reprlib.repr(schedule)}): {cure}") from None
+    if len(schedule) != comm.size or count != given:
         actual = f"{len(schedule)} stages and {count} microbatches"
-        expected = f"{comm.size} ranks and {len(microbatches)}"
+        expected = f"{comm.size} ranks and {given}"
         cure = "make one with pipeline_schedule(ranks, microbatches)"
         raise ConfigError(f"run_pipeline: a schedule of {actual} is not one of {expected}; {cure}")
     stages, chunks, rank = len(schedule), chunks_of(schedule), comm.rank

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import contiguous, empty, framework_of, rounded
-from ..core.call import check_options
-from ..errors import RangeError, ShapeError, naming
+from ..core.call import check_options, is_integer
+from ..errors import ConfigError, RangeError, ShapeError, naming
+from ..machine import check_bytes
 from ..ops.attention.attention import attention_backward, attention_forward
 from ..ops.attention.merge_attention import merge_attention
 from ..placement import to_numpy
 from ._taped import taped, values_of
-from .communicator import Communicator, sum_dtype
+from .communicator import Communicator, check_communicator, sum_dtype
 
 Texts = list[tuple[int, int]]  # begin and end of each text among the tokens of all ranks
 
@@ -48,7 +49,15 @@ def ring_order(tokens: int, comm: Communicator, *, causal: bool) -> Any:
     ------
     ShapeError
         tokens is not a multiple of the ranks, or of twice the ranks with ``causal``.
+    ConfigError
+        comm is no communicator, causal no bool, or tokens no number of tokens.
     """
+    check_communicator("ring_order", comm)
+    given: Any = causal
+    if not isinstance(given, bool) or not is_integer(tokens):
+        problem = f"ring_order(tokens={tokens!r}, causal={causal!r})"
+        raise ConfigError(f"{problem}: pass an integer, 0 or more, and True or False")
+    check_bytes(f"ring_order(tokens={tokens})", 8 * tokens // comm.size)
     pieces = comm.size * (1 + causal)
     if tokens % pieces:
         problem = f"ring_order: {tokens} tokens are not a multiple of {pieces}"

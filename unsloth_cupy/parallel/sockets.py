@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.call import is_integer
 from ..errors import CommunicationError, ConfigError
 from ._meeting import meet
 from ._peers import Peers
@@ -67,9 +68,13 @@ class SocketCommunicator(Exchanges):
         checked: bool = False,
     ) -> None:
         super().__init__(timeout, checked)
-        if not 0 <= rank < size:
-            cure = f"pass one in 0 .. {size - 1}"
-            raise ConfigError(f"SocketCommunicator(rank={rank}, size={size}) is not a rank; {cure}")
+        if not (is_integer(rank) and is_integer(size) and rank < size < 2**16):
+            problem = f"SocketCommunicator(rank={rank!r}, size={size!r}) is not a rank"
+            raise ConfigError(f"{problem}; pass one in 0 .. size - 1")
+        host: Any = address
+        if not isinstance(host, str) or not is_integer(port) or port >= 2**16:
+            problem = f"SocketCommunicator(address={address!r}, port={port!r})"
+            raise ConfigError(f"{problem}: pass a name or an address, and a port below 65536")
         self.rank, self.size = rank, size
         self.peers = Peers(rank)
         try:

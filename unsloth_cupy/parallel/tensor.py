@@ -14,7 +14,7 @@ from ..core.signature import check
 from ..errors import ShapeError, naming
 from ..ops.linear.linear import linear
 from ._taped import taped, values_of
-from .communicator import Communicator, along, check_axes, check_axis, part
+from .communicator import Communicator, along, check_axes, check_axis, check_communicator, part
 
 
 def shard(x: Any, axis: int, comm: Communicator) -> Any:
@@ -25,6 +25,7 @@ def shard(x: Any, axis: int, comm: Communicator) -> Any:
     ShapeError
         The array does not have this axis.
     """
+    check_communicator("shard", comm)
     (value,) = values_of("shard", x=x)
     axis = check_axis("shard", value, axis)
     y = value[along(axis, part(value.shape[axis], comm))].copy()
@@ -33,6 +34,7 @@ def shard(x: Any, axis: int, comm: Communicator) -> Any:
 
 def all_reduce(x: Any, comm: Communicator) -> Any:
     """Return the sum over ranks, equal in all ranks; each rank gets the gradient of the sum."""
+    check_communicator("all_reduce", comm)
     (value,) = values_of("all_reduce", x=x)
     y = comm.all_reduce(value)
     return taped("all_reduce", y, lambda dy, wanted: {"x": dy}, x=x)
@@ -46,6 +48,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
     ShapeError
         Ranks do not hold the parts that ``shard`` returns.
     """
+    check_communicator("all_gather", comm)
     (value,) = values_of("all_gather", x=x)
     axis = check_axis("all_gather", value, axis)
     y = comm.all_gather(value, axis)
@@ -57,6 +60,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
 
 def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
     """Return this rank's part of the sum over ranks; its gradient is gathered."""
+    check_communicator("reduce_scatter", comm)
     (value,) = values_of("reduce_scatter", x=x)
     axis = check_axis("reduce_scatter", value, axis)
     y = comm.reduce_scatter(value, axis)
@@ -149,6 +153,7 @@ def row_parallel_linear(
 
 def entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
     """Return x, gathered if it is divided; its gradient is the sum of those of all ranks."""
+    check_communicator("all_gather", comm)
     (value,) = values_of("all_gather", x=x)
     if sequence_axis is None:
         return taped("all_reduce", value, lambda dy, wanted: {"x": comm.all_reduce(dy)}, x=x)

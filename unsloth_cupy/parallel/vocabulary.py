@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import rounded
-from ..core.call import check_options, is_number
-from ..errors import ConfigError, ShapeError, naming
+from ..core.call import check_options, is_integer, is_number
+from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.linear.embedding import embedding, embedding_backward
 from ..ops.losses.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from ..ops.losses.linear_cross_entropy import (
@@ -22,7 +22,7 @@ from ..ops.losses.linear_cross_entropy import (
 )
 from ..training.tape import add_up
 from ._taped import Back, taped, values_of
-from .communicator import Communicator, check_axis, part
+from .communicator import Communicator, check_axis, check_communicator, part
 from .tensor import entered
 
 NONE = -100  # replaces the labels that belong to another rank's words
@@ -59,6 +59,7 @@ def vocab_parallel_embedding(
     """
     table = values_of("vocab_parallel_embedding", weight=weight, tokens=tokens)[0]
     words = _words("vocab_parallel_embedding", len(table), vocab, comm)
+    _check_integers("vocab_parallel_embedding: tokens", tokens)
     is_local = (tokens >= words.start) & (tokens < words.stop)
     local = np.where(is_local, tokens - words.start, 0).astype(tokens.dtype)
     invalid = (tokens < 0) | (tokens >= vocab)
@@ -114,6 +115,7 @@ def vocab_parallel_cross_entropy(
     call = "vocab_parallel_cross_entropy"
     z = values_of(call, logits=logits, labels=labels)[0]
     _check_smoothing(call, smoothing)
+    _check_integers(f"{call}: labels", labels)
     words = _words(call, z.shape[-1], vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap}
 
@@ -178,6 +180,7 @@ def vocab_parallel_linear_cross_entropy(
     x = entered(x, comm, sequence_axis)
     rows, table, _ = values_of(call, x=x, weight=weight, labels=labels)
     _check_smoothing(call, smoothing)
+    _check_integers(f"{call}: labels", labels)
     words = _words(call, len(table), vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap, "max_bytes": max_bytes}
 
@@ -256,7 +259,8 @@ def _check_smoothing(call: str, smoothing: float) -> None:
 
 def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
     """Return which words this rank holds; raise if its array has another number of words."""
-    if vocab < comm.size:
+    check_communicator(call, comm)
+    if not is_integer(vocab, comm.size):
         cure = "use at most as many ranks as words"
         raise ConfigError(f"{call}: vocab={vocab} is not enough for {comm.size} ranks; {cure}")
     words = part(vocab, comm)
@@ -266,6 +270,12 @@ def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
         cure = f"it is {expected}: divide the weight with shard(weight, 0, comm)"
         raise ShapeError(f"{problem}; {cure}", expected=expected, actual=own)
     return words
+
+
+def _check_integers(what: str, array: Any) -> None:
+    """Raise DTypeError unless an array holds integers."""
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"{what} is {array.dtype}; it must hold integers")
 
 
 def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any]:

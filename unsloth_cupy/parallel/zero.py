@@ -6,6 +6,7 @@ Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Paramete
 """
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..training.gradients import check_mapping
 from ..training.optimizer import AdamW
 from ._pieces import Piece, divided, length, turns
 from ._shards import by_dtype, measured_parts
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 from .exchanges import raw
 
 STATES = ("mean", "square", "mean_scale", "square_scale")
@@ -47,6 +48,9 @@ class Zero1:
     """
 
     def __init__(self, optimizer: AdamW, comm: Communicator) -> None:
+        check_communicator("Zero1", comm)
+        if not isinstance(optimizer, AdamW):
+            raise ConfigError(f"Zero1: {reprlib.repr(optimizer)} is not an optimizer; pass AdamW's")
         self.comm = comm
         tensors = optimizer.tensors
         for name, tensor in tensors.items():

@@ -7,6 +7,7 @@ Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Paramete
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ..training.precision import compute_copies
 from ..training.variable import Var
 from ._prefetch import Prefetch
 from ._shards import ZERO, Cut, Entered, gathered, measured_parts
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 from .data import counted_by_all
 from .zero import STATES
 
@@ -54,6 +55,7 @@ class Parts:
     """
 
     def __init__(self, comm: Communicator) -> None:
+        check_communicator("load(parts=)", comm)
         self.comm, self.cuts = comm, dict[str, Cut]()
 
     def read(self, name: str, shape: tuple[int, ...], rows: Callable[[slice], Any]) -> Any:
@@ -149,6 +151,9 @@ class Zero3:
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
+        check_communicator("Zero3", comm)
+        if not hasattr(model, "gather"):
+            raise ConfigError(f"Zero3: {reprlib.repr(model)} is not a model; pass a Transformer")
         if model.gather is not None:
             raise ConfigError("Zero3: a Zero3 divides this model already; use that one")
         if model.parts is not None and model.parts.comm is not comm:

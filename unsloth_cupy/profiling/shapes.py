@@ -46,7 +46,7 @@ def shape(sizes: Any, dtype: Any) -> Shape:
     name = name or str(dtype).rpartition(".")[2]
     try:
         name = name if name in DTYPES else np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         name = str(dtype)
     if name not in DTYPES:
         known = ", ".join(DTYPES)

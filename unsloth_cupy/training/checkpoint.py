@@ -9,7 +9,7 @@ The backward pass runs the function a second time, on a separate tape, and diffe
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -204,7 +204,7 @@ class _Again(Tape):
 
 
 def _check_names(call: str, keep: Any) -> None:
-    listed = isinstance(keep, Collection) and not isinstance(keep, str)
+    listed = isinstance(keep, Sequence | Set) and not isinstance(keep, str)
     if not listed or not all(isinstance(name, str) and name in OPS for name in keep):
         raise ConfigError(f"{call}(keep={keep!r}): pass names of ops, as ('attention_forward',)")
 

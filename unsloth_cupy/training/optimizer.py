@@ -184,14 +184,15 @@ class AdamW:
         rate = self.lr if lr is None else lr
         if not is_number(rate) or not 0 <= rate < math.inf:
             raise ConfigError(f"AdamW.step: lr={rate}; pass a finite number, 0 or more")
-        if not is_number(factor) and getattr(factor, "shape", None) != ():
+        kind = getattr(getattr(factor, "dtype", None), "kind", "O")
+        if not is_number(factor) and not (kind in "iuf" and factor.shape == ()):
             raise ConfigError(f"AdamW.step: factor={factor!r}; pass a number, or one in an array")
         if getattr(finite, "shape", ()) != ():
             raise ConfigError(f"AdamW.step: finite={finite!r}; pass True or False for all of them")
         check_mapping("AdamW.step", gradients)
         if gradients.keys() != self.parameters.keys():
             missing = sorted(self.parameters.keys() - gradients.keys())
-            unknown = sorted(gradients.keys() - self.parameters.keys())
+            unknown = sorted(map(str, gradients.keys() - self.parameters.keys()))
             raise ConfigError(
                 f"AdamW.step: missing {missing}, unknown {unknown};"
                 " pass one gradient for every parameter, by its name"
@@ -277,7 +278,7 @@ class AdamW:
             problem = f"AdamW.load_state: groups holds {rates.tolist()}"
             raise ConfigError(f"{problem}; pass finite rates of 0 or more, NaN for none")
         if state.keys() != names or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
-            different = sorted(state.keys() ^ names)
+            different = sorted(map(str, state.keys() ^ names))
             raise ConfigError(
                 f"AdamW.load_state: names differ in {different}, steps is {steps};"
                 " pass what state() returned for the same parameters"

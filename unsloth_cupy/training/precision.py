@@ -72,7 +72,8 @@ class MixedPrecisionConfig:
             value = getattr(self, name)
             try:
                 named = isinstance(value, str) and value == "bfloat16"
-                dtype = BFLOAT16 if named else np.dtype(value)
+                known_kind = isinstance(value, str | np.dtype | type)  # not what has a dtype
+                dtype = BFLOAT16 if named else np.dtype(value if known_kind else object)
             except (TypeError, ValueError):
                 dtype = np.dtype(object)
             if dtype.name not in known:
@@ -125,8 +126,9 @@ class TrainingConfig:
         """Check the numbers."""
         for name in ("batch_size", "max_seq_len", "gradient_accumulation_steps"):
             number = getattr(self, name)
-            if number < 1:
-                raise ConfigError(f"TrainingConfig({name}={number!r}): pass an integer, 1 or more")
+            if not 1 <= number < 2**31:
+                cure = "pass an integer, 1 or more, less than 2**31"
+                raise ConfigError(f"TrainingConfig({name}={number!r}): {cure}")
         for name, kind in (
             ("mixed_precision", MixedPrecisionConfig),
             ("checkpoint", CheckpointConfig),

@@ -111,7 +111,7 @@ class Tape:
         DTypeError, FrameworkError
             seed is not of the dtype, or not of the library, of ``of``.
         """
-        if not hasattr(wrt, "__iter__"):
+        if not hasattr(wrt, "__iter__") or hasattr(wrt, "dtype"):
             raise GradientError(f"Tape.gradients: wrt={wrt!r}; pass a list of Vars")
         wrt = [*wrt]
         if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):

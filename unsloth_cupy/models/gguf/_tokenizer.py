@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from gguf import TokenType
 
 from ...errors import ConfigError
-from ...files import read_json
+from ...files import TOKENIZER, of_library, read_json, read_text
 from ..config import Config
 from ._metadata import Values
 from ._words import prefix_of, words_of
@@ -91,7 +91,7 @@ def read(folder: Path) -> Vocabulary:
             f"export_gguf: {folder} holds no {FILE}; copy it from the model's page into the folder,"
             " or name the folder that holds it, as in tokenizer='folder'"
         )
-    values = read_json(path)
+    values = read_json(path, TOKENIZER)
     model = values.get("model")
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, Mapping) else None
@@ -105,7 +105,7 @@ def read(folder: Path) -> Vocabulary:
         key = wrong[0]
         raise ConfigError(f"{path}: {key} is {model[key]!r}, which llama.cpp does not support")
     settings = folder / CONFIG
-    return Vocabulary(folder, values, read_json(settings) if settings.is_file() else {})
+    return Vocabulary(folder, values, read_json(settings) if settings.exists() else {})
 
 
 def _key(name: str) -> str:
@@ -206,14 +206,16 @@ def _around(folder: Path) -> tuple[list[int], list[int]]:
 
     path = folder / FILE
     try:
-        loaded = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        loaded = Tokenizer.from_str(read_text(path, TOKENIZER))
         loaded.no_truncation()
         loaded.no_padding()
         texts = ("a", *(loaded.decode([number]) for number in range(PROBED)))
         encoded = {text: loaded.encode(text, add_special_tokens=False).ids for text in texts}
         text, plain = next((item for item in encoded.items() if item[1]), ("", []))
         ids = loaded.encode(text).ids
-    except Exception as error:  # the package raises no narrower class
+    except BaseException as error:
+        if not of_library(error):
+            raise
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
     start = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), len(ids))
     return ids[:start], ids[start + len(plain) :]
@@ -224,11 +226,12 @@ def _template(words: Vocabulary) -> Values:
     path = words.folder / TEMPLATE
     template: Any = words.settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        by_name = {each.get("name"): each for each in template if isinstance(each, Mapping)}
-        template = by_name.get("default", {}).get("template")
-    if path.is_file():
+        named = (each for each in template if isinstance(each, Mapping))
+        default = (each for each in named if each.get("name") == "default")
+        template = next(default, {}).get("template")
+    if path.exists():
         try:
-            template = path.read_text(encoding="utf-8")
+            template = read_text(path)
         except UnicodeDecodeError:
             raise ConfigError(f"{path} is not UTF-8; copy it again") from None
     return {"chat_template": template} if isinstance(template, str) and template else {}

@@ -159,7 +159,7 @@ class AttentionConfig:
             )
         try:
             kind = np.dtype(dtype)
-        except TypeError:  # not the name of a dtype
+        except (TypeError, ValueError):  # not the name of a dtype
             kind = np.dtype(object)
         if kind not in KERNEL_DTYPES:
             known = ", ".join(each.name for each in KERNEL_DTYPES)
@@ -206,7 +206,7 @@ def _limits(device: Any) -> Limits:
         return limits(device)
     try:
         return limits_of(device)
-    except (ImportError, RuntimeError) as error:  # no CuPy, no driver, or no GPU of this number
+    except (ImportError, RuntimeError, OverflowError) as error:  # no CuPy, driver or such GPU
         cure = "pass the number of a GPU, or the limits of one: (90, 227 * 1024)"
         problem = f"AttentionConfig.resolve(device={device}): no such GPU is found ({error})"
         raise DeviceError(f"{problem}; {cure}") from error

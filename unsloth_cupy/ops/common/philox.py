@@ -6,10 +6,12 @@ has its own bits, which do not depend on the tiles or the order in which a kerne
 Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 
+from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError
 
@@ -55,7 +57,7 @@ def check(call: str, dropout: float, seed: int | None) -> None:
     """Raise ConfigError unless dropout is a probability below 1 and, if not 0, has a seed."""
     if not 0 <= dropout < 1:
         raise ConfigError(f"{call}: dropout={dropout} must be at least 0 and below 1")
-    if dropout and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):
+    if dropout and not is_integer(seed, -math.inf):
         raise ConfigError(f"{call}: dropout={dropout} needs an integer; seed={seed}, pass seed=0")
     if dropout and not 0 <= int(seed or 0) < 2**64:
         raise ConfigError(f"{call}: seed={seed} must be in 0 .. 2**64 - 1")

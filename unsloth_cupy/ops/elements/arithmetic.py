@@ -1,6 +1,7 @@
 """Basic ops that connect others on a tape: add, multiply, scale, reshape, transpose and index."""
 
 import math
+import sys
 from types import EllipsisType
 from typing import Any
 
@@ -111,8 +112,8 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     >>> np.testing.assert_array_equal(ops.mean(x, axis=0), [1.5, 2.5, 3.5])
     """
     sizes: Any = shape
-    valid = isinstance(sizes, tuple | list) and all(isinstance(n, int | np.integer) for n in sizes)
-    if not valid or min(sizes, default=0) < -1 or list(sizes).count(-1) > 1:
+    valid = isinstance(sizes, tuple | list) and all(is_integer(n, -1) for n in sizes)
+    if not valid or max(sizes, default=0) > sys.maxsize or list(sizes).count(-1) > 1:
         problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _reshaped(x.shape, shape=shape)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import framework_of
-from ...core.call import is_integer
+from ...core.call import is_integer, is_number
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
 from ...machine import array_bytes, check_bytes
 from ...placement import to_device_of
 
 Scaling = Mapping[str, Any]
+SMALLEST, LARGEST = (float(each) for each in (np.finfo("f4").tiny, np.finfo("f4").max))
 
 
 def rope_tables(
@@ -106,12 +107,19 @@ def scaled_frequencies(
             f"rope_tables(scaling={config}): pass the dict of one layer type, or None"
         )
     base = _number(config, "rope_theta", base)
-    kind = config.get("rope_type") or config.get("type") or "default"
-    if kind not in tuple(RULES):
+    kind = config.get("type") if config.get("rope_type") is None else config["rope_type"]
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str) or kind not in RULES:
         raise ConfigError(
             f"rope_tables(scaling={dict(config)}): rope_type must be one of {', '.join(RULES)}"
         )
-    return RULES[kind](config, length, dim, base)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        frequency, factor = RULES[kind](config, length, dim, base)
+    if not np.isfinite(frequency).all():
+        raise ConfigError(
+            f"rope_tables(scaling={dict(config)}): a frequency is not finite; choose other numbers"
+        )
+    return frequency, factor
 
 
 def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:
@@ -127,7 +135,7 @@ def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any =
 
 def check_base(call: str, base: float) -> None:
     """Raise ConfigError unless the base is finite and above 1."""
-    if not 1 < base < math.inf:
+    if not (is_number(base) and 1 < base <= LARGEST):
         raise ConfigError(f"{call}: the base of the wavelengths is {base}; it must be above 1")
 
 
@@ -158,7 +166,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
     factor = _factor(scaling, trained)
     growth = 0.1 * math.log(max(factor, 1))
     attention = 1 + growth
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+    if not any(_is_off(scaling.get(key)) for key in ("mscale", "mscale_all_dim")):
         above, below = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
         attention = (1 + above * growth) / (1 + below * growth)
     unscaled = frequencies(dim, base)
@@ -169,7 +177,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
 
     first = column(_number(scaling, "beta_fast", 32.0))
     last = column(_number(scaling, "beta_slow", 1.0))
-    if scaling.get("truncate", True):
+    if _flag(scaling, "truncate", default=True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     last += 0.001 * (first == last)
@@ -187,9 +195,9 @@ def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arr
     key = "long_factor" if length > trained else "short_factor"
     try:
         stretch = np.asarray(scaling.get(key), np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         stretch = np.zeros(0, np.float32)
-    if stretch.shape != (dim // 2,) or not (stretch > 0).all():
+    if stretch.shape != (dim // 2,) or not ((stretch > 0) & np.isfinite(stretch)).all():
         raise ConfigError(
             f"rope_tables(scaling={dict(scaling)}): {key} must list {dim // 2} positive numbers,"
             f" one for each pair of the dim={dim} columns"
@@ -236,10 +244,28 @@ def _trained(scaling: Scaling, first: str) -> float:
     return _number(scaling, first if first in present or not present else present[0], above=1)
 
 
+def _is_off(value: Any) -> bool:
+    """Return whether an optional number is absent, or 0."""
+    return value is None or (is_number(value) and value == 0)
+
+
+def _flag(scaling: Scaling, key: str, *, default: bool) -> bool:
+    """Return a bool of the scaling, or the default if it is absent."""
+    value = scaling.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"rope_tables(scaling={dict(scaling)}): {key} is {value!r}; it must be true or false"
+        )
+    return value
+
+
 def _number(scaling: Scaling, key: str, default: float | None = None, above: float = 0) -> float:
-    """Return a number of the scaling, or the default if it is absent or null."""
-    value = default if scaling.get(key) is None else scaling[key]
-    if not isinstance(value, int | float) or not above < value < math.inf:
+    """Return a number of the scaling, or the default if it is absent or null.
+
+    It is one that float32 holds, as all arithmetic with it.
+    """
+    value: Any = default if scaling.get(key) is None else scaling[key]
+    if not is_number(value) or not max(above, SMALLEST) <= value <= LARGEST or value == above:
         raise ConfigError(
             f"rope_tables(scaling={dict(scaling)}): {key} is {value!r}; it must be a number"
             f" above {above}"

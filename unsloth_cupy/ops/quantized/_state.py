@@ -1,14 +1,16 @@
 """Checks of the saved state of a quantized weight, which run before the weight is built."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...core.call import is_integer
 from ...core.dtypes import FLOAT32, FLOATS, Array
-from ...errors import ConfigError
-from ...placement import to_numpy
+from ...errors import ConfigError, DTypeError, ShapeError
+from ...placement import check_library, to_numpy
 
 
 def named(call: str, state: Any) -> Mapping[str, Any]:
@@ -18,14 +20,35 @@ def named(call: str, state: Any) -> Mapping[str, Any]:
     return state
 
 
+def check_array(what: str, array: Any, dtype: Any, shape: tuple[int, ...] | None) -> None:
+    """Raise unless an array of a weight has a dtype, and a shape: None for that of any matrix."""
+    check_library(what, array)
+    if array.dtype != dtype:
+        raise DTypeError(f"{what} is {array.dtype}; it must be {np.dtype(dtype)}")
+    actual = tuple(array.shape)
+    if len(actual) != 2 if shape is None else actual != shape:
+        wanted = "(outputs, inputs)" if shape is None else shape
+        raise ShapeError(f"{what} is {actual}; it must be {wanted}", expected=wanted, actual=actual)
+
+
+def matrix_shape(call: str, shape: Any) -> tuple[int, int]:
+    """Return the shape of a matrix as two Python integers, or raise ShapeError."""
+    listed = isinstance(shape, list | tuple) and len(shape) == 2
+    if not listed or not all(is_integer(size) for size in shape):
+        problem = f"{call}: shape is {reprlib.repr(shape)}; it must be (outputs, inputs)"
+        raise ShapeError(problem, expected="(outputs, inputs)", actual=shape)
+    return int(shape[0]), int(shape[1])
+
+
 def array_of(
     call: str, state: Mapping[str, Any], name: str, shape: tuple[int, ...], dtype: Any
 ) -> Array:
     """Return the array ``name``; raise unless it has the shape, the dtype and finite values."""
     array: Any = state.get(name)
-    if not hasattr(array, "dtype"):
+    if not hasattr(array, "dtype") or isinstance(array, np.generic):
         names = ", ".join(map(str, state))
         raise ConfigError(f"{call}: {name} is missing among {names}; is the file cut short?")
+    check_library(f"{call}: {name}", array)
     actual, expected = (tuple(array.shape), array.dtype), (shape, np.dtype(dtype))
     if actual != expected:
         problem = f"{call}: {name} is {actual[0]} {actual[1]}; it must be {shape} {expected[1]}"
@@ -39,7 +62,9 @@ def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[s
     """Return the JSON object that the first array of these names holds as bytes."""
     name = next((name for name in names if name in named(call, state)), None)
     if name is None:
-        raise ConfigError(f"{call}: none of {' and '.join(names)} is among {', '.join(state)}")
+        among = ", ".join(map(str, state))
+        raise ConfigError(f"{call}: none of {' and '.join(names)} is among {among}")
+    check_library(f"{call}: {name}", state[name])
     try:
         facts = json.loads(bytes(to_numpy(state[name])))
     except (UnicodeDecodeError, ValueError, TypeError) as error:

@@ -19,10 +19,11 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
-from ...errors import ConfigError, RangeError, ShapeError
+from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ...placement import to_device_of, to_numpy
 from ..common.checks import check_choice
 from ._planes import codes_of, planes_of, row_bytes
+from ._state import matrix_shape
 
 GGUF = 256  # columns of a block in the gguf layouts
 BLOCK_BYTES = {"gguf_tq1_0": 54, "gguf_tq2_0": 66}
@@ -74,11 +75,15 @@ def _packed(planes: Array, scale: Array, columns: int, layout: str) -> Array:
 
 def _unpacked(data: Any, layout: str, shape: tuple[int, int]) -> tuple[Array, Array | None]:
     """Return planes and the scales of gguf blocks or None; raise if the bytes are not valid."""
-    rows, columns = shape
+    rows, columns = matrix_shape("Ternary.unpack", shape)
     check_layout("Ternary.unpack", layout, columns)
     expected = byte_shape(layout, rows, columns)
-    data = np.ascontiguousarray(data).view(np.uint8) if isinstance(data, np.ndarray) else data
-    flat = np.frombuffer(data, np.uint8)
+    try:
+        data = np.ascontiguousarray(data).view(np.uint8) if isinstance(data, np.ndarray) else data
+        flat = np.frombuffer(data, np.uint8)
+    except (TypeError, ValueError):
+        problem = f"Ternary.unpack: data is {type(data).__name__}"
+        raise DTypeError(f"{problem}; pass bytes, or an array of uint8") from None
     if flat.size != math.prod(expected):
         raise ShapeError(
             f"Ternary.unpack: {layout} of {shape} takes {math.prod(expected)} bytes, {expected};"

@@ -6,8 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...core.call import check_options
 from ...errors import ConfigError
-from ...placement import to_device_of, to_numpy
+from ...placement import check_library, to_device_of, to_numpy
 from ._state import array_of, json_of, named, stored_shape
 
 
@@ -29,6 +30,7 @@ class FolderForm:
     pack: Any
     unpack: Any
 
+    @check_options
     def state(self, inverse: bool = False) -> dict[str, Any]:
         """Return the arrays of a checkpoint, by the part of their names after the layer's name.
 
@@ -66,14 +68,17 @@ class FolderForm:
             A code or a scale is invalid.
         """
         call = "Ternary.from_state"
-        weight, scale = (named(call, state).get(name) for name in ("weight", "weight_scale"))
-        if weight is None or scale is None or getattr(weight, "ndim", 0) != 2:
+        parts: Any = [named(call, state).get(name) for name in ("weight", "weight_scale")]
+        weight, scale = parts
+        arrays = all(hasattr(each, "dtype") for each in (weight, scale))
+        if not arrays or getattr(weight, "ndim", 0) != 2:
             names = ", ".join(map(str, state))
             raise ConfigError(f"{call}: weight, a matrix, or weight_scale is missing among {names}")
         facts: dict[str, Any] = {"shape": [weight.shape[0] * 4, weight.shape[1]]}
         facts |= {"group": None, "dtype": scale.dtype.name, "activations": "int8"}
         if "weight_form" in state:
             facts = json_of(call, state, ["weight_form"])
+        check_library(f"{call}: weight_scale", scale)
         rows, columns = shape = stored_shape(call, facts)
         array_of(call, state, "weight", (-(-rows // 4), columns), np.uint8)
         array_of(call, state, "weight_scale", tuple(scale.shape), scale.dtype)

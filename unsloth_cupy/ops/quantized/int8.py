@@ -14,9 +14,9 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.gpu import device_of
 from ...errors import ConfigError
-from ...placement import to_device_of, to_numpy
+from ...placement import check_library, to_device_of, to_numpy
 from ..common.int8_codes import INT8
-from ._state import array_of, named
+from ._state import array_of, check_array, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .int8_quantize import int8_quantize_forward
 from .weight import Quantized, check_finite, checked_weight, on_gpu
@@ -74,6 +74,11 @@ class Int8(Quantized):
     absmax : (outputs,) float32
         The largest absolute value of each row, which a code of 127 stands for.
 
+    Raises
+    ------
+    ShapeError, DTypeError, ConfigError
+        The arrays do not fit each other, or dtype is not that of floats.
+
     Notes
     -----
     On a GPU, a product of 1 to 16 rows reads the codes directly, once: its time is that of reading
@@ -84,8 +89,10 @@ class Int8(Quantized):
     KIND = "int8"
 
     def __init__(self, codes: Array, absmax: Array, *, dtype: Any = FLOAT32) -> None:
+        check_array("Int8: codes", codes, np.int8, None)
+        check_array("Int8: absmax", absmax, FLOAT32, tuple(codes.shape[:1]))
         self.codes = self.home = contiguous(codes)
-        self.absmax, self.dtype = absmax, np.dtype(dtype)
+        self.absmax, self.dtype = absmax, float_dtype("Int8", dtype)
         self.shape = (int(codes.shape[0]), int(codes.shape[1]))
 
     def held(self) -> dict[str, Any]:
@@ -152,7 +159,9 @@ class Int8(Quantized):
         shape = tuple(getattr(codes, "shape", (0, 0)))
         codes = array_of(call, state, "weight", shape, INT8)
         absmax = array_of(call, state, "SCB", shape[:1], FLOAT32)
-        if to_numpy(state.get("weight_format", np.zeros(()))).any():
+        form = state.get("weight_format", np.zeros(()))
+        check_library(f"{call}: weight_format", form)
+        if to_numpy(form).any():
             raise ConfigError(f"{call}: codes are not in row order; save them with a newer program")
         if bool((absmax < 0).any()):
             raise ConfigError(f"{call}: SCB holds a negative number; all must be 0 or more")

@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.call import check_options
-from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
+from ...core.call import check_options, is_integer, is_number
+from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, float_dtype
 from ...core.gpu import device_of
 from ...errors import ConfigError, DTypeError, naming
 from ...placement import to_device_of
@@ -22,7 +22,7 @@ from ..common import dynamic_codes
 from ..common.checks import check_choice
 from ..linear.linear import linear
 from . import _four_bits
-from ._state import array_of, check_table, json_of, stored_shape
+from ._state import array_of, check_array, check_table, json_of, matrix_shape, stored_shape
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
 from .nf4_product import has_kernel, nf4_product_
 from .nf4_quantize import nf4_quantize_forward
@@ -101,6 +101,11 @@ class Nf4(Quantized):
         nf4 or fp4.
     absmax_codes, absmax_scale, absmax_offset : (blocks,) uint8, (blocks / 256,) float32, float
         The stored form of absmax with double quantization; None without.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ConfigError
+        The arrays do not fit shape and block, or an option is unknown.
     """
 
     KIND = "nf4"
@@ -119,8 +124,20 @@ class Nf4(Quantized):
         kind: str = "nf4",
         dtype: Any = FLOAT32,
     ) -> None:
+        _check_format("Nf4", block, kind)
         self.packed = self.home = packed
-        self.shape, self.block, self.kind, self.dtype = shape, block, kind, np.dtype(dtype)
+        self.shape, self.dtype = matrix_shape("Nf4", shape), float_dtype("Nf4", dtype)
+        self.block, self.kind = int(block), kind
+        size = self.shape[0] * self.shape[1]
+        blocks = -(-size // block)
+        check_array("Nf4: packed", packed, np.uint8, (-(-size // 2),))
+        if absmax_codes is None:
+            check_array("Nf4: absmax", absmax, FLOAT32, (blocks,))
+        else:
+            check_array("Nf4: absmax_codes", absmax_codes, np.uint8, (blocks,))
+            check_array("Nf4: absmax_scale", absmax_scale, FLOAT32, (-(-blocks // NESTED),))
+            if not is_number(absmax_offset):
+                raise ConfigError(f"Nf4: absmax_offset={absmax_offset!r}; pass a number")
         self.absmax_codes, self.absmax_scale = absmax_codes, absmax_scale
         self.absmax_offset, self._absmax = absmax_offset, absmax  # _absmax: in the kernels' form
         if absmax_scale is not None and absmax_offset is not None:
@@ -296,5 +313,5 @@ def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block
 def _check_format(call: str, block: Any, kind: Any) -> None:
     """Raise ConfigError unless block and kind are known."""
     check_choice(call, "kind", kind, KINDS)
-    if block not in BLOCKS:
+    if not is_integer(block) or block not in BLOCKS:
         raise ConfigError(f"{call}(block={block!r}): choose from {', '.join(map(str, BLOCKS))}")

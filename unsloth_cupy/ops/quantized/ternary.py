@@ -9,10 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.call import check_options, is_number
-from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
+from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, float_dtype
 from ...core.op import OPS
 from ...core.stand_in import is_planned
-from ...errors import ConfigError, RangeError, ShapeError
+from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ...placement import check_library, to_device_of
 from ..common.int8_codes import quantized
 from ._planes import (
@@ -29,6 +29,7 @@ from ._planes import (
     row_bytes,
     scale_of_columns,
 )
+from ._state import matrix_shape
 from ._ternary_bytes import ByteForms
 from ._ternary_rules import parts_of
 from ._ternary_sparse import SparseForms
@@ -66,7 +67,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     Raises
     ------
     RangeError
-        A scale is NaN, infinite or negative.
+        A scale is NaN, infinite or negative, or 0 for a code that is not.
     ShapeError, DTypeError, ConfigError
         The arrays do not fit each other.
     """
@@ -85,7 +86,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         activations: str | None = None,
         largest: Callable[[Array], Array] | None = None,
     ) -> None:
-        rows, columns = self.shape = (int(shape[0]), int(shape[1]))
+        rows, columns = self.shape = matrix_shape("Ternary", shape)
         self.dtype, self.group, self.planes = float_dtype("Ternary", dtype), group, planes
         self.home = planes
         self._errors, self.activations, self.largest = errors, activations, largest
@@ -93,7 +94,8 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         check_library("Ternary: planes", planes)
         if group is not None:
             check_group("Ternary", group)
-        if activations not in ACTIVATIONS:
+        rounded: Any = activations
+        if not isinstance(rounded, str | None) or activations not in ACTIVATIONS:
             problem = f"Ternary: activations={activations!r}; choose None or 'int8'"
             raise ConfigError(problem)
         expected = (rows, 2, row_bytes(columns))
@@ -128,8 +130,11 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         """Return the scales as an array; raise unless they fit the shape and are 0 or more."""
         rows, columns = self.shape
         wide = np.promote_types(self.dtype, FLOAT32)
-        if isinstance(scale, float | int | np.generic):
+        if is_number(scale):
             scale = to_device_of(np.asarray(scale, wide), self.planes)
+        check_library("Ternary: scale", scale)
+        if scale.dtype not in FLOATS and scale.dtype.kind not in "iu":
+            raise DTypeError(f"Ternary: scale is {scale.dtype}; it must hold numbers")
         scale = scale.astype(wide, copy=False)
         groups = 1 if self.group is None else -(-columns // self.group) or 1
         shapes = [(rows, groups)] if self.group else [(), (rows, 1)]
@@ -145,7 +150,22 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
             value = float(np.atleast_1d(scale)[tuple(at)])
             index = at if scale.ndim else ""
             raise RangeError(f"Ternary: scale{index} is {value}; it must be 0 or more")
+        if not is_planned(scale):
+            self._check_zeros(scale.reshape(1, 1) == 0 if scale.ndim == 0 else scale == 0)
         return scale
+
+    def _check_zeros(self, zero: Any) -> None:
+        """Raise RangeError if a scale is 0, (1 or outputs, groups), and a code of its group not."""
+        if not zero.any():
+            return
+        rows, columns = self.shape
+        for part in row_blocks(rows, columns):
+            hidden = scale_of_columns(
+                zero[part if len(zero) > 1 else ...], self.group or 1, columns
+            )
+            if (hidden & (codes_of(self.planes[part], columns) != 0)).any():
+                cure = "scales of codes are positive"
+                raise RangeError(f"Ternary: a scale is 0, and codes that it scales are not; {cure}")
 
     @classmethod
     def from_codes(

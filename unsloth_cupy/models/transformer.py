@@ -19,7 +19,7 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapter import Adapter, create_adapter
+from .adapter import create_adapter
 from .any_library import from_any_library
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
@@ -293,4 +293,4 @@ class Transformer(Network):
         if self.adapter is None:
             raise ConfigError("save_adapter: there is no adapter; call add_adapter(rank) first")
         for parameters in whole_parameters(self.adapter.parameters, self.division):
-            Adapter(self.adapter.settings, parameters).save(folder)
+            self.adapter.holding(parameters).save(folder)

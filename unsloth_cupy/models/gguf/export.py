@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._tensors import Read, Tensor
 
 KEYS = 1 << 20  # upper bound of the bytes of keys and names, besides tensors and tokens
+OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".h5")
 SHOWN = 3  # most names in a note
 
 
@@ -95,7 +96,7 @@ def export_gguf(
         A model, or the folder of one or of an adapter; from a folder, one tensor is in memory at
         a time.
     file : path
-        A file that does not exist yet.
+        A file that does not exist yet, NAME.gguf.
     kind : str
         f32, f16, bf16, q8_0 (8.5 bits a weight), q4_0 (4.5), tq1_0 (1.69) or tq2_0 (2.06); the
         last two store -1, 0, 1 and a scale for 256 weights, which is meant for BitNet.
@@ -157,8 +158,11 @@ def _check_packages() -> None:
 
 
 def _new_file(file: Any) -> Path:
-    """Return the path of the new file; raise if it exists or its folder does not."""
+    """Return the path of the new file; raise if it exists, or if its folder or suffix is wrong."""
     path = path_of("export_gguf(file=)", file)
+    if path.suffix.lower() in OTHER_FORMATS:
+        cure = f"end its name with .gguf: {path.with_suffix('.gguf').name}"
+        raise ConfigError(f"export_gguf: {path} would hold GGUF under another name; {cure}")
     if path.exists():
         raise ConfigError(f"export_gguf: {path} exists; remove it, or name another file")
     if not path.absolute().parent.is_dir():

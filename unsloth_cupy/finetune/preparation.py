@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import models
 from ..errors import ConfigError
+from ..models.adapter_base import BASE, base_name, base_of
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
@@ -19,7 +20,7 @@ from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .ranks import Ranks
 from .records import Records
-from .run_folder import RunFolder, model_without_weights
+from .run_folder import RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
@@ -35,13 +36,14 @@ def prepare(
     objective: Objective = next_token,
 ) -> Loop:
     """Return a loop with model and tokenizer, loaded from the newest checkpoint if any."""
-    plan, device = settings.decided(new=source is None), ranks.device
-    checkpoint = run.newest_checkpoint()
-    folder, chat = checkpoint or source, Chat(checkpoint or source)
+    plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
+    folder = checkpoint or source
+    words = None if folder is None else words_folder(folder, plan.base)
+    chat = Chat(words)
     has_chats = isinstance(text, Records) and text.chats
     new_adapter = plan.lora is not None and folder == source
     values: dict[str, Any] = {}
-    if folder is None:
+    if folder is None or words is None:
         size = {key: getattr(plan, key) or SIZES[key] for key in SIZES}
         special = CHATML_TOKENS if has_chats else ()
         tokenizer = new_tokenizer(text, size["vocabulary"], special, ranks)
@@ -49,8 +51,8 @@ def prepare(
         values |= {"quantization_config": ONLINE} if plan.train_weights else {}
         config, adapter, kind = parse(values), None, None
     else:
-        tokenizer = load_tokenizer(folder)
-        config, adapter, kind = model_without_weights(folder)
+        tokenizer = load_tokenizer(words)
+        config, adapter, kind = model_without_weights(folder, plan.base)
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             cure = f"leave {named('lora')} out"
@@ -65,13 +67,13 @@ def prepare(
         training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
     exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
-    sizes = Sizes(config, *rows, device, exists, adapter, kind, objective)
+    sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     limit = plan.limit_memory
     step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
-    memory = Memory(step_plan, limit, device, counts=ranks.alone)
+    memory = Memory(step_plan, limit, ranks.device, counts=ranks.alone)
     model = new_or_loaded(folder, values, plan, ranks)
     if new_adapter and folder is not None and plan.lora is not None:
-        model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
+        model.add_adapter(plan.lora, seed=plan.seed)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
     if settings.epochs is not None:
@@ -97,7 +99,13 @@ def new_or_loaded(
     where: dict[str, Any] = {"dtype": "float32", "device": ranks.device, **ranks.placing}
     if folder is None:
         return models.create(values, seed=plan.seed, **where)
-    return models.load(folder, quantize=plan.quantize, **where)
+    base = base_of(folder, plan.base)
+    if base is None:
+        return models.load(folder, quantize=plan.quantize, **where)
+    model = models.load(base, lora=folder, quantize=plan.quantize, **where)
+    if plan.base is not None and model.adapter is not None:  # the adapter names the place of old
+        model.adapter.settings[BASE] = base_name(model.texts["config.json"], base)
+    return model
 
 
 def steps_of(epochs: float, training_data: TrainingData, accumulate: int) -> int:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,13 @@ from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
 from ..ops.quantized.weight import Quantized, held_arrays
 from ..placement import to_device_of
+from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
 from .names import TEXT, stored_name
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = ADAPTER
 PREFIX = "base_model.model."
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
@@ -52,7 +54,11 @@ class Adapter:
         The names of the adapted layers in the file, which differ in a model that reads images.
     others : dict of str to array
         Tensors of the file that are not of these layers; ``save`` writes them as they were read.
+    base : Path or None
+        The folder of the model that it is for, if that is known.
     """
+
+    base: Path | None = None
 
     def __init__(
         self,
@@ -157,7 +163,8 @@ class Adapter:
         for name, array in self.parameters.items():
             module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
             tensors[name.replace(module, self.stored[module], 1)] = array
-        write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)})
+        home = home_facts(self.settings.get(BASE), self.base)
+        write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)}, home)
 
 
 @check_options
@@ -192,7 +199,8 @@ def create_adapter(
     seed : int
         Equal seeds give equal adapters.
     base : str, optional
-        The folder of the base model, stored in adapter_config.json for programs that load it.
+        The base model, stored in adapter_config.json for programs that load it: its folder or its
+        name on huggingface.co.  ``add_adapter`` has its own default.
 
     Raises
     ------
@@ -220,7 +228,7 @@ def create_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "base_model_name_or_path": base,
+        BASE: base,
     }
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
     example = next(iter(weights.values()), None)

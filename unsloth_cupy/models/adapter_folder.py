@@ -13,7 +13,8 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
 from ..files import complete_moves, missing_folder_advice, path_of, read_json
-from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, WEIGHTS, Adapter, linear_layers
+from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
+from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config

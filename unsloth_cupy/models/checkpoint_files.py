@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,7 @@ def write_folder(
     texts: Mapping[str, Mapping[str, Any]],
     parameters: Mapping[str, Array],
     layout: Layout,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
 
@@ -197,15 +199,17 @@ def write_folder(
             parts = [tensors_of(name, parameters[name], inverse) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
             tensors = {name: np.ascontiguousarray(to_numpy(a)) for name, a in named.items()}
-            write_tensors(temporary / file, tensors)
+            write_tensors(temporary / file, tensors, metadata)
         for file, values in texts.items():
             (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: dict[str, Array]) -> None:
+def write_tensors(
+    path: Path, tensors: dict[str, Array], metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a safetensors file; raise a ConfigError if that fails, as on a full disk."""
     try:
-        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", **metadata})
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} cannot be written: {error}; make room on its disk") from None
 

@@ -55,8 +55,9 @@ def load(
     ----------
     folder : path
         Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
-        differ from config.json's, generation_config.json.  Or an adapter folder of peft that
-        names the folder of its base model.
+        differ from config.json's, generation_config.json.  Or an adapter folder of peft, whose
+        base model is here: in the folder that it names, or by that name in the local cache of
+        models ($HF_HUB_CACHE or $HF_HOME/hub).
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
@@ -125,6 +126,7 @@ def load(
         model.folder, model.division, model.parts = path, division, rank_parts
         if lora is not None:
             adapter = read_adapter(lora, config, model.table.dtype, place)
+            adapter.base = path
             model.adapter = divided_adapter(adapter, division)
         return model
 

@@ -81,6 +81,7 @@ def export_gguf(
     *,
     kind: str = "f16",
     tokenizer: str | PathLike[str] | None = None,
+    base: str | PathLike[str] | None = None,
     progress: bool = False,
 ) -> Export:
     """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
@@ -103,6 +104,8 @@ def export_gguf(
     tokenizer : path, optional
         The folder of the tokenizer: tokenizer.json and, if they exist, tokenizer_config.json and
         chat_template.jinja.  None: the folder of the model.
+    base : path or name, optional
+        The base model of an adapter's folder, in place of the one that the adapter names.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
 
@@ -127,7 +130,7 @@ def export_gguf(
 
     path = _new_file(file)
     check_choice("export_gguf", "kind", kind, TYPES)
-    source = _source(model, tokenizer)
+    source = _source(model, tokenizer, base)
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
@@ -170,10 +173,13 @@ def _new_file(file: Any) -> Path:
     return path
 
 
-def _source(model: Any, tokenizer: Any) -> Source:
+def _source(model: Any, tokenizer: Any, base: Any) -> Source:
     """Return the source of a model's config, parameters and tokenizer."""
     chosen = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
     if isinstance(model, Transformer):
+        if base is not None:
+            problem = f"export_gguf(base={str(base)!r}) is for the folder of an adapter"
+            raise ConfigError(f"{problem}; leave it out")
         adapter, arrays = model.adapter, model.parameters
         name = "model" if model.folder is None else model.folder.resolve().name
         read = _merging(adapter, arrays.__getitem__)
@@ -184,20 +190,20 @@ def _source(model: Any, tokenizer: Any) -> Source:
             path, "pass one that holds config.json, or a model that load returned"
         )
         raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
-    base = base_of(path)
-    config, texts = read_config(base or path)
-    homes, _ = find_tensors(base or path, config)
+    home = base_of(path, base)
+    config, texts = read_config(home or path)
+    homes, _ = find_tensors(home or path, config)
 
     def stored(name: str) -> Any:
-        home = homes[name]
-        files = {home.file, *(file for file, _ in home.parts.values())}
+        place = homes[name]
+        files = {place.file, *(file for file, _ in place.parts.values())}
         with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(opened((base or path) / file)) for file in files}
-            return LazyParameter(name, home, handles).whole()
+            handles = {file: stack.enter_context(opened((home or path) / file)) for file in files}
+            return LazyParameter(name, place, handles).whole()
 
     table = homes["model.embed_tokens.weight"].dtype or FLOAT32
-    adapter = None if base is None else read_adapter(path, config, table)
-    default = path if base is None or (path / "tokenizer.json").is_file() else base
+    adapter = None if home is None else read_adapter(path, config, table)
+    default = path if home is None or (path / "tokenizer.json").is_file() else home
     return Source(config, texts, _merging(adapter, stored), chosen or default, path.resolve().name)
 
 

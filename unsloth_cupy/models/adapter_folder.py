@@ -12,7 +12,7 @@ import numpy as np
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
-from ..files import complete_moves, missing_folder_advice, path_of, read_json
+from ..files import missing_folder_advice, of_one_save, path_of, read_json
 from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
 from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
@@ -67,32 +67,22 @@ def read_adapter(
     if not path.is_dir():
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
-    complete_moves(path, CONFIG)
-    settings = read_json(path / CONFIG)
-    _check(path / CONFIG, settings)
-    if not (path / WEIGHTS).exists() and (path / PICKLE).exists():
-        raise ConfigError(
-            f"{path} holds only {PICKLE}; pickled weights can run code and are never read: convert"
-            f" it once, in torch, with safetensors.torch.save_file(torch.load({PICKLE!r},"
-            f" weights_only=True), {WEIGHTS!r})"
-        )
+    settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
     known = linear_layers(config)
-    tensors, stored = dict[str, Array](), dict[str, str]()
-    with opened(path / WEIGHTS) as file:
-        for name in sorted(file.keys()):
-            tensors[name] = file.get_tensor(name)
-            if parameter_name(name.removeprefix(PREFIX)) is None:
-                continue  # of the part of a model that reads images
-            layer = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-            module = parameter_name(layer) or layer
-            if not name.startswith(PREFIX) or module not in known:
-                raise ConfigError(_problem(path / WEIGHTS, name, config))
-            if tensors[name].dtype not in FLOATS:
-                problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
-                raise ConfigError(f"{path / WEIGHTS}: {problem}")
-            if stored.setdefault(module, layer) != layer:
-                problem = f"{stored[module]} and {layer} are the same layer"
-                raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
+    stored = dict[str, str]()
+    for name in sorted(tensors):
+        if parameter_name(name.removeprefix(PREFIX)) is None:
+            continue  # of the part of a model that reads images
+        layer = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+        module = parameter_name(layer) or layer
+        if not name.startswith(PREFIX) or module not in known:
+            raise ConfigError(_problem(path / WEIGHTS, name, config))
+        if tensors[name].dtype not in FLOATS:
+            problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}")
+        if stored.setdefault(module, layer) != layer:
+            problem = f"{stored[module]} and {layer} are the same layer"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
     if not stored:
         raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
     used = {*targeted(path / CONFIG, settings, [*stored.values()])}
@@ -118,6 +108,20 @@ def read_adapter(
         _check_shapes(path, settings, module, rank, known[module], parameters)
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
     return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the settings and the tensors of an adapter's folder."""
+    settings = read_json(path / CONFIG)
+    _check(path / CONFIG, settings)
+    if not (path / WEIGHTS).exists() and (path / PICKLE).exists():
+        raise ConfigError(
+            f"{path} holds only {PICKLE}; pickled weights can run code and are never read: convert"
+            f" it once, in torch, with safetensors.torch.save_file(torch.load({PICKLE!r},"
+            f" weights_only=True), {WEIGHTS!r})"
+        )
+    with opened(path / WEIGHTS) as file:
+        return settings, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _problem(file: Path, name: str, config: Config) -> str:

@@ -6,7 +6,7 @@ opened, because they can run code.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -46,12 +46,14 @@ Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # cl
 def read_tensors(
     folder: Path,
     homes: Mapping[str, StoredTensor],
-    files: Sequence[str],
+    handles: Mapping[str, Any],
     dtype: np.dtype[Any] | None,
     keep: Callable[[str, LazyParameter], Any],
     holds: Callable[[str], bool],
 ) -> tuple[dict[str, Any], Layout]:
     """Return the parameters that ``find_tensors`` located, and the names that each file holds.
+
+    ``handles`` are all files of the checkpoint, open, by name.
 
     ``keep`` reads from each parameter what this process keeps, one parameter at a time.
     Parameters for which ``holds`` is False are not read at all.
@@ -64,11 +66,9 @@ def read_tensors(
     if dtype is None:
         _check_mixture(folder, homes)
     parameters: dict[str, Any] = {}
-    layout: Layout = {file: [name for name in homes if homes[name].file == file] for file in files}
-    with ExitStack() as stack:
-        handles = {file: stack.enter_context(opened(folder / file)) for file in files}
-        for name in (name for names in layout.values() for name in names if holds(name)):
-            parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
+    layout = {file: [name for name in homes if homes[name].file == file] for file in handles}
+    for name in (name for names in layout.values() for name in names if holds(name)):
+        parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
     return {name: parameters[name] for name in homes if name in parameters}, layout
 
 

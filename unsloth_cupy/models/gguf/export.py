@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ...files import atomic_path, check_room, missing_folder_advice, path_of
+from ...files import (
+    atomic_path,
+    check_room,
+    files_state,
+    missing_folder_advice,
+    of_one_save,
+    path_of,
+)
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
@@ -191,14 +198,21 @@ def _source(model: Any, tokenizer: Any, base: Any) -> Source:
         )
         raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
     home = base_of(path, base)
-    config, texts = read_config(home or path)
-    homes, _ = find_tensors(home or path, config)
+    whole = home or path
+
+    def found() -> tuple[Any, ...]:
+        config, texts = read_config(whole)
+        return config, texts, find_tensors(whole, config)[0], files_state(whole)
+
+    config, texts, homes, state = of_one_save(whole, "config.json", found)
 
     def stored(name: str) -> Any:
         place = homes[name]
         files = {place.file, *(file for file, _ in place.parts.values())}
         with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(opened((home or path) / file)) for file in files}
+            handles = {file: stack.enter_context(opened(whole / file)) for file in files}
+            if files_state(whole) != state:
+                raise ConfigError(f"export_gguf: {whole} was saved meanwhile; export it again")
             return LazyParameter(name, place, handles).whole()
 
     table = homes["model.embed_tokens.weight"].dtype or FLOAT32

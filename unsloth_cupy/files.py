@@ -47,7 +47,7 @@ def path_of(call: str, value: Any) -> Path:
 
 @contextmanager
 def atomic_path(
-    path: Path, call: str = "", commit: Callable[[Path, Path], object] = os.replace
+    path: Path, call: str = "", commit: Callable[[Path, Path], object] = Path.replace
 ) -> Iterator[Path]:
     """Yield a name next to path for a new file or folder; rename it to path once it is on disk.
 
@@ -94,17 +94,11 @@ def _writer() -> str:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove what writers of a path have left that were killed, and what is half removed."""
-    if not path.parent.is_dir():
-        return
-    start, machine = f"{path.name}.", _writer().partition("-")[0]
-    for name in os.listdir(path.parent):
-        if not (name.startswith(start) and name.endswith(PARTIAL)):
-            continue
-        writer = re.match(r"([0-9a-f]{8})-(\d+)\.\d+", name.removeprefix(start))
-        if name == path.name + PARTIAL or (
-            writer and writer[1] == machine and not _runs(int(writer[2]))
-        ):
-            remove(path.parent / name)
+    form = re.compile(rf"{re.escape(path.name)}(\.([0-9a-f]{{8}})-(\d+)\.\d+)?{re.escape(PARTIAL)}")
+    for leftover in path.parent.glob(f"*{PARTIAL}"):
+        writer, machine = form.fullmatch(leftover.name), _writer().partition("-")[0]
+        if writer and not (writer[1] and (writer[2] != machine or _runs(int(writer[3])))):
+            remove(leftover)
 
 
 def _runs(process: int) -> bool:

@@ -374,6 +374,8 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
             r"holds only adapter_model.bin; .* weights_only=True\)",
         ),
         (broken({"alpha_pattern": {".*(a+)+$(a+)+x": 8, "(": 8}}), r"has the pattern '\('"),
+        (broken({"target_modules": "query"}), "target_modules names no layer whose tensors"),
+        (broken({"layers_to_transform": [1], "layers_pattern": 3}), "layers_pattern is 3; it must"),
         (broken({"target_modules": [3]}), "target_modules is .* a list of names or a pattern"),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read as JSON"),

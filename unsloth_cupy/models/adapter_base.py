@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-
 from ..errors import ConfigError
 from ..files import missing_folder_advice, read_json
+from .checkpoint_files import opened
 
 ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
@@ -54,10 +53,10 @@ def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
     places = [Path(name), adapter / name]
     if NAME.fullmatch(name):
         try:
-            with safetensors.safe_open(adapter / WEIGHTS, framework="np") as tensors:
+            with opened(adapter / WEIGHTS) as tensors:
                 said = (tensors.metadata() or {}).get(f"folder of {name}")
             places += [Path(json.loads(said))] if said else []
-        except (OSError, ValueError, TypeError, safetensors.SafetensorError):
+        except (ConfigError, ValueError, TypeError):
             pass  # the adapter is read later, with its errors
         places += _cached(name, revision if isinstance(revision, str) else "main")
     return places
@@ -73,7 +72,7 @@ def _cached(name: str, revision: str) -> list[Path]:
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or hub
     model = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
     try:
-        commit = (model / "refs" / revision).read_text().strip()
+        commit = (model / "refs" / revision).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         commit = revision  # a commit itself
     snapshots = model / "snapshots"
@@ -98,6 +97,6 @@ def base_name(config: Mapping[str, Any], folder: Path | None) -> str | None:
     if folder is not None and cached and folder.absolute().parent.name == "snapshots":
         return cached[-1].removeprefix("models--").replace("--", "/", 1)
     known = config.get("_name_or_path")
-    if isinstance(known, str) and NAME.fullmatch(known):
+    if isinstance(known, str) and NAME.fullmatch(known) and not Path(known).exists():
         return known
     return None if folder is None else str(folder.resolve())

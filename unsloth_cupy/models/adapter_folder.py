@@ -86,6 +86,9 @@ def read_adapter(
     if not stored:
         raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
     used = {*targeted(path / CONFIG, settings, [*stored.values()])}
+    if not used:
+        problem = "target_modules names no layer whose tensors are in the file"
+        raise ConfigError(f"{path / CONFIG}: {problem}; correct it")
     if unused := [layer for layer in stored.values() if layer not in used]:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         warnings.warn(

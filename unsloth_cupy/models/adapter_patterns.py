@@ -43,6 +43,10 @@ def targeted(path: Any, settings: Mapping[str, Any], names: Sequence[str]) -> li
         patterns = settings.get("layers_pattern") or []
         form = rf"(?:^|.*?\.){{}}{NUMBER}" if patterns else "{}"
         patterns = [patterns] if isinstance(patterns, str) else patterns or [ANY_LAYERS]
+        if not isinstance(patterns, list):
+            raise ConfigError(
+                f"{path}: layers_pattern is {patterns!r}; it must be a list or a text"
+            )
         found = _matches(f"{path}: layers_pattern", "match", form, patterns, names)
         wanted = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
         numbers = {name: str(int(m[1])) for name, m in zip(names, found, strict=True) if m}

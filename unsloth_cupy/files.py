@@ -6,21 +6,27 @@ A file is written under a temporary name, flushed to disk, then renamed.
 import atexit
 import errno
 import functools
+import itertools
 import json
 import os
+import platform
 import re
 import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
+T = TypeVar("T")
+
 PARTIAL = ".partial"
+TRIES = 100  # to open the files of one save
 NEW = ".new"  # a subfolder of complete files that are about to replace those of the folder
 CACHE = "UNSLOTH_CUPY_CACHE_DIR"
 TOKENIZER = 2**26  # bytes of a tokenizer.json: the largest have 2**25
@@ -147,23 +153,26 @@ def path_of(call: str, value: Any) -> Path:
 
 
 @contextmanager
-def atomic_path(path: Path, call: str = "") -> Iterator[Path]:
+def atomic_path(
+    path: Path, call: str = "", commit: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[Path]:
     """Yield a name next to path for a new file or folder; rename it to path once it is on disk.
 
-    If writing fails or is interrupted, the partial file or folder is removed.
+    No other writer has this name.  If writing fails or is interrupted, the partial file or folder
+    is removed; the next writer removes those of processes that were killed.
 
     Raises
     ------
     ConfigError
         The disk is full, or the path cannot be written; the message begins with ``call``.
     """
-    partial = path.parent / (path.name + PARTIAL)
+    partial = path.parent / f"{path.name}.{_writer()}.{next(_numbers)}{PARTIAL}"
     try:
-        remove(partial)
+        _remove_leftovers(path)
         yield partial
         for name in [*partial.rglob("*"), partial]:
             sync(name)
-        partial.replace(path)
+        commit(partial, path)
         sync(path.parent)
     except OSError as error:
         with suppress(OSError):
@@ -182,6 +191,36 @@ def atomic_path(path: Path, call: str = "") -> Iterator[Path]:
         raise
 
 
+_numbers = itertools.count()
+
+
+def _writer() -> str:
+    """Return a name of this process: that of its machine, as a number, and its id."""
+    return f"{zlib.crc32(os.fsencode(platform.node())):08x}-{os.getpid()}"
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what writers of a path have left that were killed, and what is half removed."""
+    form = re.compile(rf"{re.escape(path.name)}(\.([0-9a-f]{{8}})-(\d+)\.\d+)?{re.escape(PARTIAL)}")
+    for leftover in path.parent.glob(f"*{PARTIAL}"):
+        writer, machine = form.fullmatch(leftover.name), _writer().partition("-")[0]
+        if writer and not (writer[1] and (writer[2] != machine or _runs(int(writer[3])))):
+            remove(leftover)
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process of this machine may still run."""
+    if os.name == "nt":
+        return True  # there is no harmless question
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass  # of another user
+    return True
+
+
 @contextmanager
 def replacing_files(folder: Path, key: str, call: str = "") -> Iterator[Path]:
     """Yield a folder for new files that replace those of ``folder``, all of them or none.
@@ -189,12 +228,27 @@ def replacing_files(folder: Path, key: str, call: str = "") -> Iterator[Path]:
     A folder that does not exist yet appears complete; an existing one keeps its other files.  New
     files are moved into it once all of them are on disk.  During the moves it has no file ``key``,
     without which no reader accepts it; if they are interrupted, ``complete_moves`` completes them.
+    Of writers at the same time, each replaces the files of those before it.
     """
+
+    def commit(partial: Path, place: Path) -> None:
+        try:
+            if place == folder:
+                partial.replace(folder)
+                return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # otherwise another writer has made the folder
+        with folder_lock(folder):
+            _move(folder, key)
+            partial.replace(folder / NEW)
+            sync(folder)
+            _move(folder, key)
+
     complete_moves(folder, key)
-    with atomic_path(folder / NEW if folder.is_dir() else folder, call) as partial:
+    with atomic_path(folder / NEW if folder.is_dir() else folder, call, commit) as partial:
         partial.mkdir(parents=True)
         yield partial
-    complete_moves(folder, key)
 
 
 def complete_moves(folder: Path, key: str) -> None:
@@ -209,6 +263,41 @@ def complete_moves(folder: Path, key: str) -> None:
             f"{folder}: the files in {NEW} must replace those next to it, but {error.strerror};"
             " load it once where it can be written, or move them"
         ) from None
+
+
+def of_one_save(folder: Path, key: str, read: Callable[[], T]) -> T:
+    """Return the result of a function that opens files which ``replacing_files`` may replace.
+
+    It is called again if they were replaced meanwhile, so that all are of one save.
+
+    Raises
+    ------
+    ConfigError
+        ``read`` raises one; or the files are replaced during every one of many tries.
+    """
+    for _ in range(TRIES):
+        complete_moves(folder, key)
+        before = files_state(folder)
+        try:
+            result = read()
+        except ConfigError:
+            if files_state(folder) == before and NEW not in before:
+                raise
+        else:
+            if files_state(folder) == before and NEW not in before:
+                return result
+    raise ConfigError(f"{folder} is saved again and again by another process; end that first")
+
+
+def files_state(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return what tells the files of a checkpoint from those of a later save, by their names."""
+    state = dict[str, tuple[int, ...]]()
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.name == NEW or entry.suffix in (".json", ".safetensors"):
+            with suppress(FileNotFoundError):  # replaced at this moment
+                each = entry.stat()
+                state[entry.name] = each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns
+    return state
 
 
 def _move(folder: Path, key: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from .core.arrays import framework_of
-from .core.frameworks import FRAMEWORKS
+from .core.frameworks import DLPACK, FRAMEWORKS, adopt_all
 from .core.gpu import cupy, device_of, is_cupys, several_gpus
 from .core.stand_in import is_planned
 from .errors import ConfigError, FrameworkError
@@ -102,6 +102,21 @@ def check_library(what: str, array: Any) -> None:
     """Raise unless an array is NumPy's or CuPy's."""
     if (library := framework_of(array, what)) not in ("numpy", "cupy"):
         raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")
+
+
+def adopted(call: str, name: str, array: Any) -> Any:
+    """Return an array of any library as NumPy's or CuPy's over the same memory, without gradient.
+
+    Raises
+    ------
+    DTypeError, FrameworkError
+        It is not an array, or its memory cannot be shared.
+    """
+    library = framework_of(array, f"{call}: {name}")
+    if library in ("numpy", "cupy"):
+        return array
+    array = array.detach() if library == "torch" else array
+    return adopt_all(FRAMEWORKS.get(library, DLPACK), call, [name], [array])[0]
 
 
 def scipy_of(module: str, like: Any) -> Any:

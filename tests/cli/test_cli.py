@@ -34,7 +34,7 @@ from unsloth_cupy.finetune.text import Batches, Text, held_out_rows, split, unig
 from unsloth_cupy.finetune.tokenizer import encode, load_tokenizer, train_tokenizer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.models import load, next_logits
+from unsloth_cupy.models import create, load, next_logits
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -811,6 +811,35 @@ def assert_one_clear_error(result: click.testing.Result, *said: str) -> None:
     flat = " ".join(result.stderr.split())
     for words in said:
         assert words in flat, flat
+
+
+def test_an_adapter_whose_base_has_moved(tmp_path: Path) -> None:
+    """The base is named to every command; the tokenizer is the base's, as peft saves none."""
+    base, adapter, text = tmp_path / "base", tmp_path / "adapter", tmp_path / "text.txt"
+    shutil.copytree(LLAMA, base)
+    letters = train_tokenizer("the cat sat on the mat. ", 300)
+    letters.save(str(base / "tokenizer.json"))
+    config = json.loads((base / "config.json").read_text())
+    create({**config, "vocab_size": 320}, seed=0).save(base)
+    model = load(base)
+    model.add_adapter(2)
+    model.save_adapter(adapter)
+    moved = base.rename(tmp_path / "moved")
+    text.write_text("".join(f"the cat {n} sat on the mat. " for n in range(300)))
+    tiny = ("--text", text, "--steps", 1, "--batch", 2, "--tokens", 8, "--out", tmp_path / "run")
+    commands = (
+        ("generate", adapter, "the", "--max-new-tokens", 2),
+        ("export", adapter, tmp_path / "m.gguf"),
+        ("finetune", adapter, *tiny),
+    )
+    for command in commands:
+        assert_one_clear_error(run(*command), "base_model_name_or_path is", "--base FOLDER")
+        done = run(*command, "--base", moved)
+        assert done.exit_code == 0, done.output
+    said = run("generate", tmp_path / "run", "the", "--max-new-tokens", 2)
+    assert said.exit_code == 0, said.output  # the run names the base where it is now
+    assert_one_clear_error(run("generate", moved, "the", "--base", moved), "leave it out")
+    assert_one_clear_error(run("finetune", *tiny, "--base", moved), "--base is for an existing")
 
 
 @pytest.fixture

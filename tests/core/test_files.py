@@ -4,7 +4,10 @@ import codecs
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +26,7 @@ from unsloth_cupy.pictures import save_picture
 
 from ..models.peers import SIZES
 
+ROOT = Path(__file__).parents[2]
 CONFIG = {**SIZES, "model_type": "llama"}
 CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir")  # of os: all that pathlib changes names by
 SHARDS = 3
@@ -189,6 +193,95 @@ def test_a_load_waits_for_the_moves_of_a_save(
     loader.join()
     assert held(folder) == {2.0}
     assert {float(a.flat[0]) for a in loaded[0].parameters.values()} == {2.0}
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from tests.core.test_files import CONFIG, create, fill, sharded
+
+folder, value = Path(sys.argv[1]), float(sys.argv[2])
+model = sharded(create(CONFIG, seed=0))
+model.add_adapter(2)
+fill(model, value)
+model.adapter.settings["lora_alpha"] = value
+for array in model.trainable.values():
+    array[...] = value
+adapter, model.adapter = model.adapter, None
+for _ in range(400):
+    model.save(folder / "model")
+    adapter.save(folder / "adapter")
+    if (folder / "stop").exists():
+        break
+"""
+
+
+@pytest.mark.slow
+def test_loads_beside_two_processes_that_save_are_of_one_save(tmp_path: Path) -> None:
+    savers = [
+        subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path), str(value)], cwd=ROOT)
+        for value in (1, 2)
+    ]
+    try:
+        begun = time.monotonic()
+        while not (tmp_path / "adapter").is_dir():
+            assert time.monotonic() < begun + 60
+            time.sleep(0.01)
+        seen, ends = set(), time.monotonic() + 1.5
+        while time.monotonic() < ends:
+            model = load(tmp_path / "model", lora=tmp_path / "adapter")
+            assert model.adapter is not None
+            values = {float(v) for a in model.parameters.values() for v in np.unique(a)}
+            assert values == {model.texts["config.json"]["_written"]}
+            learned = {float(v) for a in model.trainable.values() for v in np.unique(a)}
+            assert learned == {model.adapter.settings["lora_alpha"]}
+            seen |= values
+        assert seen <= {1.0, 2.0}
+    finally:
+        (tmp_path / "stop").touch()
+        for saver in savers:
+            assert saver.wait(60) == 0
+    assert not [path for path in tmp_path.rglob("*") if files.PARTIAL in path.name]
+    assert len(held(tmp_path / "model")) == 1
+
+
+def test_writers_of_one_new_folder_do_not_mix(tmp_path: Path) -> None:
+    """Each has a partial folder of its own; the last to end replaces the others' files."""
+    models = [sharded(create(CONFIG, seed=0)) for _ in range(3)]
+    for value, model in enumerate(models):
+        fill(model, value)
+    for number in range(8):
+        folder, start = tmp_path / str(number), threading.Barrier(3)
+
+        def save(model: Transformer, folder: Path = folder, start: Any = start) -> None:
+            start.wait(60)
+            model.save(folder)
+
+        threads = [threading.Thread(target=save, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(held(folder)) == 1
+        assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_leftovers_of_writers_that_were_killed_are_removed(tmp_path: Path) -> None:
+    path, ended = tmp_path / "file", subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with files.atomic_path(path) as beside:
+        dead = beside.name.replace(f"-{os.getpid()}.", f"-{ended.pid}.")
+        (tmp_path / dead).mkdir()
+        (tmp_path / dead / "half").touch()
+        others = {dead.replace("-", "0-"), f"other{files.PARTIAL}", beside.name + ".old"}
+        for name in others:
+            (tmp_path / name).touch()
+        with files.atomic_path(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+        beside.write_text("first")
+    assert path.read_text() == "first"
+    assert {each.name for each in tmp_path.iterdir()} == {"file", *others}
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])

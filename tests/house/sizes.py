@@ -26,13 +26,13 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 3750,
+    "models": 3900,
     "memory": 980,
     "finetune": 2350,
     "bench": 800,
     "profiling": 900,
     "cli": 1200,
-    "modules": 430,
+    "modules": 480,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -13,6 +13,7 @@ from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, adapter, create, load
+from unsloth_cupy.models.adapter_base import base_of
 
 from ..golden.golden import op_cases
 
@@ -206,6 +207,69 @@ def test_patterns_of_rank_and_alpha(tmp_path: Path) -> None:
     assert np.abs(load(LLAMA, dtype="float32", lora=tmp_path).logits(TOKENS) - logits).max() < 1e-4
 
 
+def test_an_adapter_finds_its_base_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was made, then in the cache of models; an explicit base is only what it says."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    model = small()
+    model.texts = {"config.json": {**model.texts["config.json"], "_name_or_path": "org/name.1"}}
+    model.save(base)
+    model = load(base)
+    model.add_adapter(2, seed=1)
+    for array in model.trainable.values():
+        array[...] += 0.1
+    model.save_adapter(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "org/name.1"
+    expected = model.logits(TOKENS % 64)
+    np.testing.assert_array_equal(load(folder).logits(TOKENS % 64), expected)
+    hub = tmp_path / "home" / "hub"
+    snapshot = hub / "models--org--name.1" / "snapshots" / "0a1b"
+    shutil.move(base, snapshot)
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"is .org/name\.1., which is not a folder here; "):
+        load(folder)
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0a1b")
+    for name, place in (("HF_HUB_CACHE", hub), ("HF_HOME", hub.parent)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, str(place))
+            again = load(folder)
+            np.testing.assert_array_equal(again.logits(TOKENS % 64), expected)
+            assert base_of(folder, "org/name.1") == snapshot
+    del again.texts["config.json"]["_name_or_path"]
+    again.adapter = None
+    again.add_adapter(2)
+    again.save_adapter(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "org/name.1"  # the place of the cache says it
+
+
+def test_a_base_that_has_moved(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    small().save(base)
+    model = load(base)
+    model.add_adapter(2)
+    model.save_adapter(folder)
+    assert load(folder).folder == base
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"--base FOLDER, or load\(FOLDER, lora=ADAPTER\)"):
+        load(folder)
+    assert base_of(folder, tmp_path / "moved") == tmp_path / "moved"
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = "../moved"  # from the adapter's own folder
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    assert load(folder).adapter is not None
+    for name in ("nowhere", "org/nowhere"):
+        with pytest.raises(ConfigError, match=f"base='{name}', which is not a folder here"):
+            base_of(folder, name)
+    with pytest.raises(ConfigError, match=r"holds no adapter_config\.json: base='x' is for an"):
+        base_of(tmp_path / "moved", "x")
+
+
 def test_dropout_is_drawn_by_seed(model: Transformer) -> None:
     assert model.adapter is not None
     model.adapter.dropout = 0.5
@@ -216,6 +280,55 @@ def test_dropout_is_drawn_by_seed(model: Transformer) -> None:
     assert len({plain, one, two}) == 3
     again = model.loss_and_gradients(TOKENS, LABELS, seed=1, checkpoint=CheckpointConfig())[0]
     assert again == one
+
+
+@quiet
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 100}},
+        {"alpha_pattern": {r"layers\.1\..*": 30, "q_proj": 3}, "use_rslora": True},
+        {"rank_pattern": {r"^model\.layers\.(0|1)\.mlp.*": 2}, "use_rslora": True},
+        {"target_modules": r".*layers\.1\..*(q|down)_proj", "use_dora": True},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"exclude_modules": ["layers.0.mlp.down_proj"]},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_logits_and_layers_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="peft is made of it")
+    peft = pytest.importorskip("peft", reason="whose files these are")
+    transformers = pytest.importorskip("transformers", reason="whose models peft adapts")
+    base = transformers.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    targets = {"target_modules": ["q_proj", "down_proj"]} | options
+    config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **targets)
+    theirs = peft.get_peft_model(base, config)
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    model = load(LLAMA, dtype="float32", lora=tmp_path)
+    assert np.abs(model.logits(TOKENS) - logits).max() < 1e-4
+    assert model.adapter is not None
+    adapted = {n.removeprefix("base_model.model.") for n, m in theirs.named_modules()
+               if hasattr(m, "lora_A")}  # fmt: skip
+    assert model.adapter.scales.keys() == adapted
+
+
+def test_layers_that_settings_leave_out_are_not_used(model: Transformer, tmp_path: Path) -> None:
+    """As in peft, which does not say it; they are written back."""
+    assert model.adapter is not None
+    model.adapter.settings |= {"target_modules": ["q_proj"], "exclude_modules": ["0.mlp.up_proj"]}
+    model.save_adapter(tmp_path)
+    with pytest.warns(UserWarning, match="target_modules leaves out .*: they are not used, as in"):
+        part = load(LLAMA, dtype="float32", lora=tmp_path)
+    assert part.adapter is not None
+    assert {name.rpartition(".")[2] for name in part.adapter.scales} == {"q_proj"}
+    assert np.abs(part.logits(TOKENS) - model.logits(TOKENS)).max() > 1e-3
+    with pytest.warns(UserWarning, match="leaves out"):
+        load(LLAMA, lora=tmp_path).save_adapter(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == model.trainable.keys()
 
 
 def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
@@ -251,7 +364,21 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
         (broken({"use_dora": True}), "lora_magnitude_vector missing"),
         (broken({}, drop="lora_B"), "lora_B.weight missing"),
         (broken({}, rename="base_model.model.lm_head.lora_A.weight"), "not belong to a linear"),
+        (
+            broken({}, rename="base_model.model.model.embed_tokens.lora_embedding_A"),
+            r"but to its embedding table, .*merge_and_unload\(\)",
+        ),
+        (broken({}, rename="base_model.model.lm_head.weight"), "but to its head, whose adapters"),
+        (broken({"trainable_token_indices": [3]}), "not supported; merge the adapter in peft"),
         (broken({}, rename="q_proj.lora_A.weight"), "not belong to a linear layer"),
+        (
+            lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),
+            r"holds only adapter_model.bin; .* weights_only=True\)",
+        ),
+        (broken({"alpha_pattern": {".*(a+)+$(a+)+x": 8, "(": 8}}), r"has the pattern '\('"),
+        (broken({"target_modules": "query"}), "target_modules names no layer whose tensors"),
+        (broken({"layers_to_transform": [1], "layers_pattern": 3}), "layers_pattern is 3; it must"),
+        (broken({"target_modules": [3]}), "target_modules is .* a list of names or a pattern"),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read as JSON"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "safetensors is missing"),

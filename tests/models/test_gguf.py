@@ -473,6 +473,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (model, tmp_path / "m.gguf", {"kind": "q9"}, "kind='q9'; choose from f32, f16, bf16"),
         (model, tmp_path / "there.gguf", {}, "exists; remove it, or name another file"),
         (model, tmp_path / "no" / "m.gguf", {}, "is not a folder; create it first"),
+        (model, tmp_path / "m.Safetensors", {}, r"another name; end its name with .gguf: m\.gguf"),
         (tmp_path / "no", tmp_path / "m.gguf", {}, "no is not a folder; pass one that holds"),
         (3, tmp_path / "m.gguf", {}, "pass a path"),
         (model, 3, {}, "pass a path"),

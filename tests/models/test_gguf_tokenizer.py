@@ -293,6 +293,26 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
         said(tmp_path, values)
 
 
+def test_added_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """As of a text model whose tokenizer also has the tokens of images."""
+    values = byte_level(97)
+    token = {**values["added_tokens"][0], "special": True}
+    for number, text in ((97, "<image>"), (99, "<pad>!")):
+        values["added_tokens"].append(token | {"id": number, "content": text})
+    values["model"]["vocab"]["<image>"] = 97
+    actual, notes = said(tmp_path, values, pad_token="<pad>!")
+    assert len(actual["tokens"]) == len(actual["token_type"]) == 97
+    assert not {"<image>", "<pad>!"} & {*actual["tokens"]}
+    assert "padding_token_id" not in actual or actual["padding_token_id"] < 97
+    assert "tokens beyond the model's vocabulary of 97 are left out: '<image>', '<pad>!'" in notes
+    values["post_processor"] = around("<s> $A")
+    for entry in values["post_processor"]["special_tokens"].values():
+        entry["ids"] = [97]
+    write_tokenizer(tmp_path / "m", values)
+    with pytest.raises(ConfigError, match=r"token 97 \('<image>'\) is beyond"):
+        models.export_gguf(tmp_path / "m", tmp_path / "again.gguf")
+
+
 def test_broken_files(tmp_path: Path) -> None:
     make(tmp_path / "m", "llama")
     for text, words in (("{", "cannot be read as JSON"), ("{}", "is None; export_gguf only")):

@@ -64,7 +64,7 @@ def test_what_is_not_known_is_refused():
     live.lm_head.half()
     with pytest.raises(ConfigError, match=r"model\.to\(dtype\)"):
         from_torch(live)
-    with pytest.raises(ConfigError, match="does not belong to a llama"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is missing in a llama"):
         from_torch(model_of("llama").model)
     live = model_of("llama")
     live.resize_token_embeddings(50)

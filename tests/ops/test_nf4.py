@@ -220,6 +220,18 @@ def test_it_is_frozen() -> None:
     assert uc.linear_backward(drawn(2, 8), x, weight, None)[1] is None
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("double", [False, True])
+def test_codes_stored_as_numbers_of_another_dtype(dtype: str, double: bool) -> None:
+    weight = uc.nf4_quantize(drawn(6, 64), double=double)
+    state = weight.state()
+    stored = state["weight"].reshape(-1).view(dtype)[:, None]
+    again = uc.Nf4.from_state({**state, "weight": stored})
+    np.testing.assert_array_equal(again.packed, weight.packed)
+    with pytest.raises(ConfigError, match=r"weight is \(\d+, 1\) uint8; it must be \(192, 1\)"):
+        uc.Nf4.from_state({**state, "weight": stored[:-1]})
+
+
 def test_wrong_calls() -> None:
     w, weight = drawn(8, 64), uc.nf4_quantize(drawn(8, 64))
     with pytest.raises(ConfigError, match=r"block=48\): choose from 32, 64"):

@@ -88,6 +88,22 @@ def test_states(quantize: Make) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_torch(quantize: Make, dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="whose tensors these are")
+    tensor = torch.from_numpy(drawn(64, 8)).T.to(getattr(torch, dtype)).requires_grad_()
+    weight = quantize(tensor)
+    expected = quantize(tensor.detach().float().numpy())
+    assert weight.dtype.name == dtype
+    for name, array in expected.held().items():
+        np.testing.assert_array_equal(weight.held()[name], array)
+    x = torch.ones(3, 64, dtype=tensor.dtype)
+    np.testing.assert_array_equal(
+        uc.linear(x, weight).float().numpy(), uc.linear(x, expected).float().numpy()
+    )
+
+
+@EVERY
 def test_wrong_weights(quantize: Make) -> None:
     for bad in ([[1.0, 2.0]], None, 3):
         with pytest.raises(DTypeError, match=r"is not an array"):

@@ -7,7 +7,7 @@ import click
 from ..finetune.run_folder import model_folder
 from ..models.gguf import TYPES
 from .echo import echo
-from .options import FILE, NewFile
+from .options import BASE, FILE, NewFile, option
 
 
 @click.command()
@@ -23,7 +23,8 @@ from .options import FILE, NewFile
     metavar="PATH",
     help="Folder of the tokenizer.  [default: the model's]",
 )
-def export(folder: Path, file: Path, kind: str, tokenizer: Path | None) -> None:
+@option("--base", FILE, BASE)
+def export(folder: Path, file: Path, kind: str, tokenizer: Path | None, base: Path | None) -> None:
     """Write the model in MODEL_FOLDER, its tokenizer and chat template to FILE.gguf.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json), the folder
@@ -32,4 +33,8 @@ def export(folder: Path, file: Path, kind: str, tokenizer: Path | None) -> None:
     """
     from ..models import export_gguf
 
-    echo(export_gguf(model_folder(folder), file, kind=kind, tokenizer=tokenizer, progress=True))
+    echo(
+        export_gguf(
+            model_folder(folder), file, kind=kind, tokenizer=tokenizer, base=base, progress=True
+        )
+    )

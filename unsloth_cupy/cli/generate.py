@@ -16,11 +16,12 @@ from ..errors import ConfigError
 from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
 from ..finetune.records import LONGEST
-from ..finetune.run_folder import model_folder
+from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
+from ..models.adapter_base import base_of
 from .echo import echo
-from .options import FILE, QUANTIZE, Device, Number, Words, option, utf8
+from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
 from .streaming import stream_text
 
 Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
@@ -47,6 +48,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @click.option("--chat", is_flag=True, help="Format PROMPT as a question, by the chat template.")
 @option("--system", Words(), "System message before the questions of --chat.")
 @option("--cache-dtype", click.Choice(["int8"]), "Store keys and values in 8 bits.")
+@option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Store the weights in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
@@ -57,6 +59,7 @@ def generate(
     stop: tuple[str, ...],
     chat: bool,
     system: str | None,
+    base: Path | None,
     quantize: str | None,
     device: str | None,
     tensor_parallel: int | None,
@@ -87,14 +90,17 @@ def generate(
             )
         interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
         source = model_folder(folder)
-        tokenizer, template = load_tokenizer(source), Chat(source)
+        words, whole = words_folder(source, base), base_of(source, base)
+        tokenizer, template = load_tokenizer(words), Chat(words)
         start_messages = [] if system is None else [{"role": "system", "content": system}]
         if interactive and not ranks.alone:
             raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
         with on_device("generate", ranks.device):
             reads = ranks.first and not interactive  # only rank 0 has standard input
             text = ranks.broadcast(_prompt(prompt) if reads else "")
-            model = models.load(source, device=ranks.device, quantize=quantize, **ranks.placing)
+            placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
+            placing |= {} if whole is None else {"lora": source}
+            model = models.load(whole or source, quantize=quantize, **placing)
             write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
             with blas_threads(model.config.hidden):
                 if interactive:

@@ -20,6 +20,7 @@ from ..parallel.schedule import KINDS as SCHEDULES
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
+BASE = "Base model of an adapter in MODEL_FOLDER, if it has moved."
 QUANTIZE = click.Choice([*KINDS])
 SCHEDULE = click.Choice([*SCHEDULES])
 ZERO = click.Choice(["0", "1", "3"])
@@ -147,7 +148,12 @@ class Choice(click.Choice):  # type: ignore[type-arg]
         return self.values[super().convert(str(value), param, ctx)]
 
 
-KINDS_BY_NAME = {"device": Device(), "limit_memory": Size(), "out": FILE}  # of some settings
+KINDS_BY_NAME = {
+    "device": Device(),
+    "limit_memory": Size(),
+    "out": FILE,
+    "base": FILE,
+}  # of some settings
 METAVARS: dict[type, str] = {
     click.IntRange: "N",
     Number: "X",

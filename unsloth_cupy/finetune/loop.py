@@ -19,7 +19,6 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import atomic_path, check_room, read_json
 from ..machine import peak_memory
-from ..models.adapter import Adapter
 from ..models.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.pipeline_stages import EMBEDDING
@@ -349,7 +348,7 @@ class Loop:
         if folder is None or whole is None:
             return
         if model.adapter is not None:
-            Adapter(model.adapter.settings, whole).save(folder)
+            model.adapter.holding(whole).save(folder)
         else:
             own = model.parameters, model.division
             model.parameters, model.division = whole, None

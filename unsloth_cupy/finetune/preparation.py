@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import models
 from ..errors import ConfigError
-from ..models.adapter_base import base_of
+from ..models.adapter_base import BASE, base_name, base_of
 from ..models.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
@@ -21,7 +21,7 @@ from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .ranks import Ranks
 from .records import Records
-from .run_folder import RunFolder, model_without_weights
+from .run_folder import RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
@@ -37,13 +37,14 @@ def prepare(
     objective: Objective = next_token,
 ) -> Loop:
     """Return a loop with model and tokenizer, loaded from the newest checkpoint if any."""
-    plan, device = settings.decided(new=source is None), ranks.device
-    checkpoint = run.newest_checkpoint()
-    folder, chat = checkpoint or source, Chat(checkpoint or source)
+    plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
+    folder = checkpoint or source
+    words = None if folder is None else words_folder(folder, plan.base)
+    chat = Chat(words)
     has_chats = isinstance(text, Records) and text.chats
     new_adapter = plan.lora is not None and folder == source
     values: dict[str, Any] = {}
-    if folder is None:
+    if folder is None or words is None:
         size = {key: getattr(plan, key) or SIZES[key] for key in SIZES}
         special = CHATML_TOKENS if has_chats else ()
         tokenizer = new_tokenizer(text, size["vocabulary"], special, ranks)
@@ -51,9 +52,10 @@ def prepare(
         values |= {"quantization_config": ONLINE} if plan.train_weights else {}
         config, adapter, kind = parse(values), None, None
     else:
-        tokenizer = load_tokenizer(folder)
-        config, adapter, kind = model_without_weights(folder)
-        find_tensors(base_of(folder) or folder, config)  # sizes that no weights have take no memory
+        tokenizer = load_tokenizer(words)
+        config, adapter, kind = model_without_weights(folder, plan.base)
+        # sizes that no weights have take no memory
+        find_tensors(base_of(folder, plan.base) or folder, config)
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             cure = f"leave {named('lora')} out"
@@ -69,11 +71,11 @@ def prepare(
         plan = with_steps(settings, plan, training_data, new=source is None)
     exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
-    sizes = Sizes(config, *rows, device, exists, adapter, kind, objective)
+    sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
     model = new_or_loaded(folder, values, plan, ranks)
     if new_adapter and folder is not None and plan.lora is not None:
-        model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
+        model.add_adapter(plan.lora, seed=plan.seed)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
@@ -118,7 +120,13 @@ def new_or_loaded(
     where: dict[str, Any] = {"dtype": "float32", "device": ranks.device, **ranks.placing}
     if folder is None:
         return models.create(values, seed=plan.seed, **where)
-    return models.load(folder, quantize=plan.quantize, **where)
+    base = base_of(folder, plan.base)
+    if base is None:
+        return models.load(folder, quantize=plan.quantize, **where)
+    model = models.load(base, lora=folder, quantize=plan.quantize, **where)
+    if plan.base is not None and model.adapter is not None:  # the adapter names the place of old
+        model.adapter.settings[BASE] = base_name(model.texts["config.json"], base)
+    return model
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:

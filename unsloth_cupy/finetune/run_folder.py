@@ -28,6 +28,7 @@ from ..models.adapter_base import ADAPTER, base_of
 from .listener import reading
 from .naming import named
 from .settings import asks_for_more, differences, read_settings
+from .tokenizer import FILE as TOKENIZER
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
@@ -190,16 +191,25 @@ class Facts(NamedTuple):
     quantized: str | None  # the kind of its quantized weights
 
 
-def model_without_weights(folder: Path) -> Facts:
-    """Return config, adapter if any, and kind of quantization of the model in a folder."""
+def model_without_weights(folder: Path, base: Any = None) -> Facts:
+    """Return config, adapter if any, and kind of quantization of the model in a folder.
+
+    ``base`` is the base model of an adapter, in place of the one that it names.
+    """
     from ..models.adapter_folder import read_adapter
     from ..models.folder import read_config
     from ..models.quantized_weights import stored_kind
 
-    base = base_of(folder)
-    config, texts = read_config(base or folder)
-    adapter = None if base is None else read_adapter(folder, config, FLOAT32)
+    home = base_of(folder, base)
+    config, texts = read_config(home or folder)
+    adapter = None if home is None else read_adapter(folder, config, FLOAT32)
     return Facts(config, adapter, stored_kind(texts["config.json"]))
+
+
+def words_folder(folder: Path, base: Any = None) -> Path:
+    """Return the folder of a model's tokenizer: an adapter's own, or that of its base."""
+    own = (folder / TOKENIZER).is_file()
+    return folder if own else base_of(folder, base) or folder
 
 
 def config_file(path: Path) -> Path:

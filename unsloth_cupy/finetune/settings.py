@@ -66,6 +66,9 @@ class Settings:
     lora: int | None = setting(
         "adapters", "Train adapters of this rank; the model is frozen.", least=1
     )
+    base: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "adapters", "Base model of the adapter that goes on to learn, if it has moved."
+    )
     quantize: str | None = setting(
         "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
     )
@@ -174,6 +177,8 @@ class Settings:
         existing = f"is for an existing model; name its {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
+        if self.base is not None and source is None:
+            raise ConfigError(f"{named('base')} {existing}")
         if self.train_weights and (self.quantize != "ternary" or source is not None):
             problem = f"{named('train_weights')} is for a new model with"
             raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")

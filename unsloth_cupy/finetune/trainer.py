@@ -112,6 +112,7 @@ class Trainer:
         with self.ranks.ending():
             self.source = None if folder is None else model_folder(folder)
             each.check(self.source, lines=self.lines)
+            self.base = None if self.source is None else base_of(self.source, each.base)
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
                 offload=each.offload, find_nan=each.find_nan,
@@ -177,7 +178,7 @@ class Trainer:
     def _kept(self, text: Text | Records) -> dict[str, Any]:
         """Return the settings to keep, with digests of the base model's files if it is adapted."""
         adapted, base = self.settings.lora is not None, dict[str, Any]()
-        folder = self.source if adapted else self.source and base_of(self.source)
+        folder = self.source if adapted else self.base
         if folder is not None and self.files is not None:
             path = self.files.settings
             known = read_settings(path) if path.is_file() else {}

@@ -46,7 +46,6 @@ def planned_training(
 
     ``shapes`` are those of a part of the model; ``ranks``, if passed, divide parameters by Zero3.
     """
-    from ..models.adapter import Adapter
     from ..models.transformer import Transformer
     from ..parallel.zero3 import Zero3
 
@@ -70,7 +69,7 @@ def planned_training(
     ledger.enter(WEIGHTS, parameters)
     if adapter is not None:
         shapes = {name: array.shape for name, array in adapter.parameters.items()}
-        model.adapter = Adapter(adapter.settings, created(shapes, narrow=False))
+        model.adapter = adapter.holding(created(shapes, narrow=False))
         ledger.enter(WEIGHTS, model.adapter.parameters)
     if optimizer == "none":
         return model, None

@@ -12,7 +12,9 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,13 @@ from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
 from ..ops.quantized.weight import Quantized, held_arrays
 from ..placement import to_device_of
+from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
+from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
+from .names import TEXT, stored_name
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = ADAPTER
 PREFIX = "base_model.model."
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
@@ -44,21 +49,49 @@ class Adapter:
     settings : dict
         The contents of adapter_config.json.
     parameters : dict of str to array
-        The adapter tensors, by their names in peft's file.
+        The adapter tensors, by their names in peft's file for a language model.
+    stored : dict of str to str
+        The names of the adapted layers in the file, which differ in a model that reads images.
+    others : dict of str to array
+        Tensors of the file that are not of these layers; ``save`` writes them as they were read.
+    base : Path or None
+        The folder of the model that it is for, if that is known.
     """
 
-    def __init__(self, settings: Mapping[str, Any], parameters: dict[str, Array]) -> None:
+    base: Path | None = None
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        parameters: dict[str, Array],
+        *,
+        stored: Mapping[str, str] | None = None,
+        others: Mapping[str, Array] | None = None,
+        path: str | PathLike[str] = CONFIG,
+    ) -> None:
         self.settings, self.parameters = dict(settings), parameters
         self.dropout = float(settings.get("lora_dropout") or 0.0)
-        modules = [name.removesuffix(DOWN)[:-1] for name in parameters if name.endswith(DOWN)]
-        self.scales = {module.removeprefix(PREFIX): self._scale(module) for module in modules}
+        modules = [
+            name.removeprefix(PREFIX).removesuffix(f".{DOWN}")
+            for name in parameters
+            if name.endswith(DOWN)
+        ]
+        self.stored = {name: name for name in modules} if stored is None else dict(stored)
+        self.others = dict(others or {})
+        names, alpha = [self.stored[name] for name in modules], settings.get("lora_alpha", 8)
+        alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
+        ranks = [parameters[f"{PREFIX}{name}.{DOWN}"].shape[0] for name in modules]
+        root = math.sqrt if settings.get("use_rslora") else float
+        self.scales = {
+            name: float(alpha) / root(rank)
+            for name, alpha, rank in zip(modules, alphas, ranks, strict=True)
+        }
 
-    def _scale(self, module: str) -> float:
-        """Return alpha / rank of a module; alpha / sqrt(rank) for rsLoRA."""
-        rank = self.parameters[f"{module}.{DOWN}"].shape[0]
-        patterns = self.settings.get("alpha_pattern") or {}
-        alpha = by_pattern(patterns, module, self.settings.get("lora_alpha", 8))
-        return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+    def holding(self, parameters: dict[str, Array]) -> "Adapter":
+        """Return this adapter with other parameters: parts of them, or the whole ones."""
+        adapter = copy(self)
+        adapter.parameters = parameters
+        return adapter
 
     def linears(
         self, parameters: Mapping[str, Any], modules: Sequence[str], x: Any, seed: int | None
@@ -126,8 +159,12 @@ class Adapter:
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""
-        layout = {WEIGHTS: list(self.parameters)}
-        write_folder(folder, {CONFIG: self.settings}, self.parameters, layout)
+        tensors = dict(self.others)
+        for name, array in self.parameters.items():
+            module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            tensors[name.replace(module, self.stored[module], 1)] = array
+        home = home_facts(self.settings.get(BASE), self.base)
+        write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)}, home)
 
 
 @check_options
@@ -162,7 +199,8 @@ def create_adapter(
     seed : int
         Equal seeds give equal adapters.
     base : str, optional
-        The folder of the base model, stored in adapter_config.json for programs that load it.
+        The base model, stored in adapter_config.json for programs that load it: its folder or its
+        name on huggingface.co.  ``add_adapter`` has its own default.
 
     Raises
     ------
@@ -171,6 +209,7 @@ def create_adapter(
     """
     _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed)
     known = linear_layers(config)
+    stored = {name: stored_name(name, config.body) for name in known}
     layer_names = sorted({name.rpartition(".")[2] for name in known})
     chosen: Any = layer_names if targets is None else targets
     listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
@@ -183,13 +222,13 @@ def create_adapter(
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(chosen),
+        "target_modules": _target_modules(sorted(chosen), config.body),
         "use_rslora": rslora,
         "use_dora": dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "base_model_name_or_path": base,
+        BASE: base,
     }
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
     example = next(iter(weights.values()), None)
@@ -209,7 +248,12 @@ def create_adapter(
             with device_of(weight):
                 float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
                 parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
-    return Adapter(settings, parameters)
+    return Adapter(settings, parameters, stored=stored)
+
+
+def _target_modules(names: list[str], prefix: str) -> list[str] | str:
+    """Return peft's target_modules: names, or a pattern that keeps to the body with a prefix."""
+    return names if prefix == TEXT else rf"{re.escape(prefix)}.*\.({'|'.join(names)})"
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
@@ -234,14 +278,6 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
         for name, shape in config.shapes().items()
         if name.startswith("model.layers.") and len(shape) == 2
     }
-
-
-def by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return otherwise
 
 
 def _seed(seed: int, module: str) -> int:

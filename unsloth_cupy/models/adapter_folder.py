@@ -1,7 +1,7 @@
 """Load adapters from peft folders; every file, setting and tensor is checked before use."""
 
 import math
-import re
+import warnings
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -12,20 +12,13 @@ import numpy as np
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
-from ..files import complete_moves, missing_folder_advice, path_of, read_json
-from .adapter import (
-    CONFIG,
-    DOWN,
-    MAGNITUDE,
-    PREFIX,
-    UP,
-    WEIGHTS,
-    Adapter,
-    by_pattern,
-    linear_layers,
-)
+from ..files import missing_folder_advice, of_one_save, path_of, read_json
+from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
+from .adapter_base import WEIGHTS
+from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
+from .names import parameter_name
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
 UNUSED = {
@@ -44,6 +37,13 @@ UNUSED = {
     "use_qalora": False,
     "velora_config": None,
 }
+# Parts of a model that peft may train too, by the names of their modules.
+OUTSIDE = {"embed_tokens": "embedding table", "lm_head": "head"}
+MERGE = (
+    "merge the adapter in peft first, and load the merged folder:"
+    " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
+)
+PICKLE = "adapter_model.bin"
 # Initialisations that subtract the initial adapter from the base weights.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
@@ -67,31 +67,73 @@ def read_adapter(
     if not path.is_dir():
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
-    complete_moves(path, CONFIG)
+    settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
+    known = linear_layers(config)
+    stored = dict[str, str]()
+    for name in sorted(tensors):
+        if parameter_name(name.removeprefix(PREFIX)) is None:
+            continue  # of the part of a model that reads images
+        layer = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+        module = parameter_name(layer) or layer
+        if not name.startswith(PREFIX) or module not in known:
+            raise ConfigError(_problem(path / WEIGHTS, name, config))
+        if tensors[name].dtype not in FLOATS:
+            problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}")
+        if stored.setdefault(module, layer) != layer:
+            problem = f"{stored[module]} and {layer} are the same layer"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
+    if not stored:
+        raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
+    used = {*targeted(path / CONFIG, settings, [*stored.values()])}
+    if not used:
+        problem = "target_modules names no layer whose tensors are in the file"
+        raise ConfigError(f"{path / CONFIG}: {problem}; correct it")
+    if unused := [layer for layer in stored.values() if layer not in used]:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        warnings.warn(
+            f"{path / CONFIG}: target_modules leaves out {unused[0]}{more}, whose tensors are in"
+            " the file: they are not used, as in peft",
+            stacklevel=3,
+        )
+    stored = {module: layer for module, layer in stored.items() if layer in used}
+    parameters: dict[str, Array] = {}
+    for module, layer in stored.items():
+        for name in [name for name in tensors if name.startswith(f"{PREFIX}{layer}.lora_")]:
+            array = tensors.pop(name)
+            fits = array.dtype in allowed("param", dtype)
+            own_name = PREFIX + module + name.removeprefix(PREFIX + layer)
+            parameters[own_name] = array.astype(array.dtype if fits else FLOAT32)
+    ranks = by_pattern(
+        path / CONFIG, settings, "rank_pattern", [*stored.values()], settings.get("r", 8)
+    )
+    for module, rank in zip(stored, ranks, strict=True):
+        _check_shapes(path, settings, module, rank, known[module], parameters)
+    placed = {name: place(parameters[name]) for name in sorted(parameters)}
+    return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the settings and the tensors of an adapter's folder."""
     settings = read_json(path / CONFIG)
     _check(path / CONFIG, settings)
-    known = linear_layers(config)
-    parameters: dict[str, Array] = {}
-    with opened(path / WEIGHTS) as tensors:
-        for name in sorted(tensors.keys()):
-            array = tensors.get_tensor(name)
-            module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-            if not name.startswith(PREFIX) or module not in known:
-                raise ConfigError(
-                    f"{path / WEIGHTS}: tensor {name!r} does not belong to a linear layer of the"
-                    f" {config.model_type}'s blocks; pass the model that the adapter is for"
-                )
-            if array.dtype not in FLOATS:
-                problem = f"tensor {name!r} is {array.dtype}, not a float dtype"
-                raise ConfigError(f"{path / WEIGHTS}: {problem}")
-            fits = array.dtype in allowed("param", dtype)
-            parameters[name] = array.astype(array.dtype if fits else FLOAT32)
-    modules = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in parameters}
-    if not modules:
-        raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
-    for module in sorted(modules):
-        _check_shapes(path, settings, module, known[module], parameters)
-    return Adapter(settings, {name: place(array) for name, array in parameters.items()})
+    if not (path / WEIGHTS).exists() and (path / PICKLE).exists():
+        raise ConfigError(
+            f"{path} holds only {PICKLE}; pickled weights can run code and are never read: convert"
+            f" it once, in torch, with safetensors.torch.save_file(torch.load({PICKLE!r},"
+            f" weights_only=True), {WEIGHTS!r})"
+        )
+    with opened(path / WEIGHTS) as file:
+        return settings, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _problem(file: Path, name: str, config: Config) -> str:
+    """Return what is wrong with a tensor that belongs to no layer which may have an adapter."""
+    problem = f"{file}: tensor {name[:200]!r} does not belong to a linear layer of the"
+    problem += f" {config.model_type}'s blocks"
+    if part := next((each for each in OUTSIDE if f".{each}." in f".{name}."), None):
+        return f"{problem}, but to its {OUTSIDE[part]}, whose adapters are not supported; {MERGE}"
+    return f"{problem}; pass the model that the adapter is for"
 
 
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
@@ -101,7 +143,7 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
     for key, default in UNUSED.items():
         value = settings.get(key, default)
         if value != default and value not in (None, [], {}, False):
-            raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; it must be off")
+            raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; {MERGE}")
     initialisation = settings.get("init_lora_weights")
     if isinstance(initialisation, str) and initialisation.startswith(RESIDUAL):
         cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
@@ -116,10 +158,6 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path}: {key} is {patterns!r}; it must be a dict")
         for pattern, value in patterns.items():
             _check_number(path, f"{key}[{pattern!r}]", value)
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"{path}: {key} has the pattern {pattern!r}: {error}") from None
     dropout = settings.get("lora_dropout") or 0.0
     if not is_number(dropout) or not 0 <= dropout < 1:
         raise ConfigError(f"{path}: lora_dropout is {dropout!r}; it must be in 0 .. 1")
@@ -135,12 +173,12 @@ def _check_shapes(
     folder: Path,
     settings: Mapping[str, Any],
     module: str,
+    rank: int,
     shape: tuple[int, int],
     parameters: Mapping[str, Array],
 ) -> None:
     """Raise unless all tensors of a layer are there, with shapes that fit its weight."""
     prefix = f"{PREFIX}{module}."
-    rank = by_pattern(settings.get("rank_pattern") or {}, module, settings.get("r", 8))
     expected: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
     if settings.get("use_dora"):
         expected[MAGNITUDE] = (shape[0],)

@@ -5,11 +5,11 @@ opened, because they can run code.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,12 @@ import safetensors.numpy
 from ..core.dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
 from ..files import of_library, path_of, read_json, regular, replacing_files
+from ..machine import format_bytes
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
 from .lazy_parameter import LazyParameter, StoredTensor
+from .names import HEAD, TABLE, parameter_name
 from .quantized_weights import inverse_scales, part_of, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,13 +35,9 @@ DTYPES = {
     "F64": np.dtype("float64"),
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Gemma 3 with a vision tower: its language model's tensors have a prefix; the tower is not loaded.
-RENAMED = (
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-LEFT_OUT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$")
+ROWS = 4096  # of tensors that are compared, at a time
+LONGEST = 500  # characters of a name; the longest names of known families have a fifth of it
+HEADER = 1 << 23  # bytes of the names, shapes and places of a file's tensors, at most
 
 Layout = dict[str, list[str]]  # file -> names of the parameters in it
 Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # class and parts
@@ -48,12 +46,14 @@ Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # cl
 def read_tensors(
     folder: Path,
     homes: Mapping[str, StoredTensor],
-    files: Sequence[str],
+    handles: Mapping[str, Any],
     dtype: np.dtype[Any] | None,
     keep: Callable[[str, LazyParameter], Any],
     holds: Callable[[str], bool],
 ) -> tuple[dict[str, Any], Layout]:
     """Return the parameters that ``find_tensors`` located, and the names that each file holds.
+
+    ``handles`` are all files of the checkpoint, open, by name.
 
     ``keep`` reads from each parameter what this process keeps, one parameter at a time.
     Parameters for which ``holds`` is False are not read at all.
@@ -66,11 +66,9 @@ def read_tensors(
     if dtype is None:
         _check_mixture(folder, homes)
     parameters: dict[str, Any] = {}
-    layout: Layout = {file: [name for name in homes if homes[name].file == file] for file in files}
-    with ExitStack() as stack:
-        handles = {file: stack.enter_context(opened(folder / file)) for file in files}
-        for name in (name for names in layout.values() for name in names if holds(name)):
-            parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
+    layout = {file: [name for name in homes if homes[name].file == file] for file in handles}
+    for name in (name for names in layout.values() for name in names if holds(name)):
+        parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
     return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
@@ -88,6 +86,8 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, StoredTensor],
     quantized = _find_quantized(folder, files, shapes)
     for file in files:
         _find(folder / file, config, homes, quantized)
+    if config.tied and HEAD in homes:
+        _check_tied(folder, homes)
     if missing := [name for name in shapes if name not in homes]:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise ConfigError(
@@ -97,13 +97,28 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, StoredTensor],
     return {name: homes[name] for name in shapes}, files
 
 
+def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
+    """Let a tied model's head be its table where that is missing; raise where both differ."""
+    head, table = homes[HEAD], homes.setdefault(TABLE, homes[HEAD])
+    if head is table or None in (head.dtype, table.dtype):
+        return
+    with opened(folder / head.file) as first, opened(folder / table.file) as second:
+        parts = first.get_slice(head.stored), second.get_slice(table.stored)
+        for row in range(0, head.shape[0], ROWS):
+            rows = slice(row, min(row + ROWS, head.shape[0]))
+            if not np.array_equal(*(part[rows] for part in parts)):
+                problem = f"{head.stored!r} is not equal to {table.stored!r}"
+                cure = 'write "tie_word_embeddings": false there'
+                raise ConfigError(f"{folder}: {problem}, though config.json ties them; {cure}")
+
+
 def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:
     """Return the class of each quantized weight of a checkpoint, and where its tensors are."""
     weights: Quantizeds = {}
     for file in files:
         with opened(folder / file) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
-                part = part_of(_renamed(stored), shapes)
+                part = part_of(parameter_name(stored) or "", shapes)
                 if part is not None:
                     parts = weights.setdefault(part.parameter, (part.kind, {}))[1]
                     parts[part.key] = file, stored
@@ -113,18 +128,20 @@ def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any
 def _find(
     path: Path, config: Config, homes: dict[str, StoredTensor], quantized: Quantizeds
 ) -> None:
-    """Add every tensor of a file to homes; raise at the first that is not part of the model."""
+    """Add every tensor of a file to homes; raise at the first that is not part of the model.
+
+    A tied model's head is added too: files may hold only it, or both.
+    """
     shapes = config.shapes()
+    shapes |= {HEAD: shapes[TABLE]}
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
-            name = _renamed(stored)
-            if LEFT_OUT.match(stored) or (config.tied and name == "lm_head.weight"):
+            name = parameter_name(stored)
+            if name is None or part_of(name, shapes) is not None:
                 continue
             part = tensors.get_slice(stored)
             shape, code = tuple(part.get_shape()), part.get_dtype()
             problem = None
-            if part_of(name, shapes) is not None:
-                continue
             if name not in shapes:
                 problem = f"is not part of the {config.model_type} that config.json describes"
             elif name in homes:
@@ -147,6 +164,7 @@ def write_folder(
     texts: Mapping[str, Mapping[str, Any]],
     parameters: Mapping[str, Array],
     layout: Layout,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
 
@@ -181,15 +199,17 @@ def write_folder(
             parts = [tensors_of(name, parameters[name], inverse) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
             tensors = {name: np.ascontiguousarray(to_numpy(a)) for name, a in named.items()}
-            write_tensors(temporary / file, tensors)
+            write_tensors(temporary / file, tensors, metadata)
         for file, values in texts.items():
             (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: dict[str, Array]) -> None:
+def write_tensors(
+    path: Path, tensors: dict[str, Array], metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a safetensors file; raise a ConfigError if that fails, as on a full disk."""
     try:
-        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", **metadata})
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} cannot be written: {error}; make room on its disk") from None
 
@@ -225,7 +245,8 @@ def _weight_files(folder: Path) -> list[str]:
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; raise a ConfigError that names a missing or broken one."""
     try:
-        stream = safetensors.safe_open(regular(path), framework="np")
+        _check_header(regular(path))
+        stream = safetensors.safe_open(path, framework="np")
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; download or copy it again") from None
     except BaseException as error:
@@ -233,20 +254,30 @@ def opened(path: Path) -> Iterator[Any]:
             raise
         raise ConfigError(f"{path} is truncated or broken ({error}); copy it again") from None
     with stream as tensors:
+        _check_names(path, tensors)
         yield tensors
 
 
-def _renamed(stored: str) -> str:
-    """Return the parameter name of a stored tensor: without the prefixes of RENAMED."""
-    for prefix, plain in RENAMED:
-        if stored.startswith(prefix):
-            return plain + stored.removeprefix(prefix)
-    return stored
+def _check_header(path: Path) -> None:
+    """Raise a ConfigError for a file with more names and shapes than any model has."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if HEADER < size <= path.stat().st_size:
+        problem = f"{format_bytes(size)} of names and shapes is more than any model has"
+        raise ConfigError(f"{path}: {problem}; copy the file again")
+
+
+def _check_names(path: Path, tensors: Any) -> None:
+    """Raise a ConfigError for the name of a tensor that is longer than any module's."""
+    for name in tensors.keys():  # noqa: SIM118 -- it is not a dict
+        if len(name) > LONGEST:
+            problem = f"the name of a tensor has {len(name):,} characters: {name[:40]!r}..."
+            raise ConfigError(f"{path}: {problem}; copy the file again")
 
 
 def _check_mixture(folder: Path, homes: Mapping[str, StoredTensor]) -> None:
     """Raise unless all tensors have one dtype; only norms may be float32 among 16-bit tensors."""
-    main = homes["model.embed_tokens.weight"].dtype
+    main = homes[TABLE].dtype
     for name, home in homes.items():
         if home.dtype is None:
             continue

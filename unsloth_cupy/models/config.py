@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .names import TEXT
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -45,7 +47,8 @@ class Config:
     None.  ``fused`` checkpoints store q, k, v in one matrix, and gate, up in another.  With
     ``bit_layers`` all linear layers but the head are ``bit_linear``: weights are rounded at every
     call.  With ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not
-    codes * scale.
+    codes * scale.  ``body`` is what transformers' model has before the names of the body's
+    modules: another prefix in a model that reads images.
     """
 
     model_type: str
@@ -80,6 +83,7 @@ class Config:
     pad_token: int | None = None
     bit_layers: bool = False
     inverse_scales: bool = False
+    body: str = TEXT
 
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""

@@ -260,7 +260,7 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         raise ConfigError(f"Division: {problem}; use LoRA")
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
     own = {name: division.own(name, array) for name, array in held.items()}
-    return Adapter(adapter.settings, own)
+    return adapter.holding(own)
 
 
 def check_divides(config: Config, ranks: int) -> None:

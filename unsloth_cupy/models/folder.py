@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -16,17 +16,17 @@ from ..core import gpu
 from ..core.call import check_options, is_integer
 from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
-from ..files import complete_moves, missing_folder_advice, path_of, read_json
+from ..files import complete_moves, missing_folder_advice, of_one_save, path_of, read_json
 from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator, check_communicator
 from ..parallel.zero3 import Parts
 from .adapter_base import ADAPTER, base_of
 from .adapter_folder import read_adapter
-from .checkpoint_files import find_tensors, read_tensors
+from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
-from .lazy_parameter import LazyParameter
+from .lazy_parameter import LazyParameter, StoredTensor
 from .parse import parse, text_config, token_ids
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
@@ -55,8 +55,9 @@ def load(
     ----------
     folder : path
         Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
-        differ from config.json's, generation_config.json.  Or an adapter folder of peft that
-        names the folder of its base model.
+        differ from config.json's, generation_config.json.  Or an adapter folder of peft, whose
+        base model is here: in the folder that it names, or by that name in the local cache of
+        models ($HF_HUB_CACHE or $HF_HOME/hub).
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
@@ -102,7 +103,36 @@ def load(
         raise ConfigError(f"load: {path} is not a folder; {cure}")
     if lora is None and (base := base_of(path)) is not None:
         path, lora = base, path
-    complete_moves(path, "config.json")
+    with ExitStack() as files:
+        config, texts, stored_in, handles = of_one_save(
+            path, "config.json", partial(_opened, path, files)
+        )
+        chosen_dtype = None if dtype is None else float_dtype("load", dtype)
+        division = _division(config, communicator, pipeline, chunks)
+        quantizer = None if quantize is None else Quantizer("load", quantize, division)
+        rank_parts = None if parts is None else Parts(parts)
+        holds = bool if division is None else division.holds
+        with on_device("load", device) as place:
+            keep = partial(
+                _kept, place=place, quantizer=quantizer, division=division, parts=rank_parts
+            )
+            parameters, layout = read_tensors(path, stored_in, handles, chosen_dtype, keep, holds)
+            if division is not None and division.stages is not None:
+                division.stages.dtype = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
+            model = Transformer(division.config if division else config, parameters, texts, layout)
+            model.folder, model.division, model.parts = path, division, rank_parts
+            if lora is not None:
+                adapter = read_adapter(lora, config, model.table.dtype, place)
+                adapter.base = path
+                model.adapter = divided_adapter(adapter, division)
+            return model
+
+
+def _opened(
+    path: Path, stack: ExitStack
+) -> tuple[Config, dict[str, Mapping[str, Any]], dict[str, StoredTensor], dict[str, Any]]:
+    """Return config and texts of a folder, where its tensors are, and its open files by name."""
+    stack.close()  # of an earlier try
     if not (path / "config.json").exists():
         inside = sorted(
             str(p.parent) for n in ("config.json", ADAPTER) for p in path.glob(f"*/{n}")
@@ -110,23 +140,9 @@ def load(
         cure = f"pass {' or '.join(inside[:3]) or 'a folder that holds one'}"
         raise ConfigError(f"load: {path / 'config.json'} is missing; {cure}")
     config, texts = read_config(path)
-    chosen_dtype = None if dtype is None else float_dtype("load", dtype)
-    division = _division(config, communicator, pipeline, chunks)
-    quantizer = None if quantize is None else Quantizer("load", quantize, division)
-    rank_parts = None if parts is None else Parts(parts)
-    holds = bool if division is None else division.holds
-    with on_device("load", device) as place:
-        keep = partial(_kept, place=place, quantizer=quantizer, division=division, parts=rank_parts)
-        stored_in, files = find_tensors(path, config)
-        parameters, layout = read_tensors(path, stored_in, files, chosen_dtype, keep, holds)
-        if division is not None and division.stages is not None:
-            division.stages.dtype = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
-        model = Transformer(division.config if division else config, parameters, texts, layout)
-        model.folder, model.division, model.parts = path, division, rank_parts
-        if lora is not None:
-            adapter = read_adapter(lora, config, model.table.dtype, place)
-            model.adapter = divided_adapter(adapter, division)
-        return model
+    stored_in, files = find_tensors(path, config)
+    handles = {file: stack.enter_context(opened(path / file)) for file in files}
+    return config, texts, stored_in, handles
 
 
 def _kept(

@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from ..ops.position.rope_tables import LARGEST, scaled_frequencies
 from .config import FULL, SLIDING, Config, Rope
 from .families import COMMON, FAMILIES, NEUTRAL, READ, WITHOUT_EFFECT, Family
+from .names import IMAGES, TEXT
 from .quantized_weights import inverse_scales
 
 ACTIVATIONS = {
@@ -89,6 +90,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
+    body = IMAGES if values.get("model_type") == "gemma3" and "text_config" in values else TEXT
     values = text_config(values)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -158,6 +160,7 @@ def parse(values: Mapping[str, Any]) -> Config:
         positions=read.size("max_position_embeddings"),
         end_tokens=token_ids("eos_token_id", values),
         pad_token=next(iter(token_ids("pad_token_id", values)), None),
+        body=body,
     )
 
 

@@ -21,11 +21,11 @@ from ..ops.quantized.weight import Quantized
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Nf4: re.compile(
-        r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map"
-        r"|quant_state\.bitsandbytes__(nf4|fp4))$"
+        r"\.(weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map"
+        r"|quant_state\.bitsandbytes__(?:nf4|fp4)))$"
     ),
-    Int8: re.compile(r"(SCB|weight_format)$"),
-    Ternary: re.compile(r"weight_(scale|form)$"),
+    Int8: re.compile(r"\.(SCB|weight_format)$"),
+    Ternary: re.compile(r"\.(weight_(?:scale|form))$"),
 }
 KEY = "quantization_config"
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
@@ -41,12 +41,10 @@ class Part(NamedTuple):
 
 def part_of(name: str, shapes: Mapping[str, Any]) -> Part | None:
     """Return which quantized weight a tensor of a checkpoint is a part of, or None."""
-    pieces = name.split(".")
-    for count in range(len(pieces) - 1, 0, -1):
-        module, key = ".".join(pieces[:count]), ".".join(pieces[count:])
-        if f"{module}.weight" in shapes:
-            kind = next((kind for kind, parts in PARTS.items() if parts.match(key)), None)
-            return None if kind is None else Part(f"{module}.weight", key, kind)
+    for kind, parts in PARTS.items():
+        match = parts.search(name)
+        if match and f"{name[: match.start()]}.weight" in shapes:
+            return Part(f"{name[: match.start()]}.weight", match[1], kind)
     return None
 
 

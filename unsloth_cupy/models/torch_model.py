@@ -1,13 +1,14 @@
 """A ``Transformer`` that shares the weights of a transformers model in memory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .config import Config
+from .names import parameter_name
 from .parse import parse, text_config
 from .transformer import Transformer
 
@@ -49,8 +50,8 @@ def from_torch(model: Any) -> Transformer:
     except ConfigError as error:
         raise ConfigError(f"from_torch: {error}") from None
     texts["config.json"] = dict(text_config(texts["config.json"]))
-    named = dict(model.named_parameters())
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
+    named = _by_parameter(model.named_parameters())
+    layers = _by_parameter((f"{name}.weight", layer) for name, layer in model.named_modules())
     return Transformer(config, _checked(config, named, layers), texts)
 
 
@@ -58,6 +59,11 @@ def _plain(config: Any) -> dict[str, Any]:
     """Return a transformers config as the dict that config.json would hold."""
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values
+
+
+def _by_parameter(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return values by the names of parameters, without those of parts that are left out."""
+    return {own: value for name, value in named if (own := parameter_name(name)) is not None}
 
 
 def _checked(

@@ -19,7 +19,8 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapter import Adapter, create_adapter
+from .adapter import create_adapter
+from .adapter_base import base_name
 from .any_library import from_any_library
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
@@ -57,6 +58,10 @@ class Transformer(Network):
     def add_adapter(self, rank: int, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
 
+        Without ``base``, its adapter_config.json names the model by its name on huggingface.co, if
+        config.json (``_name_or_path``) or its place in the local cache says that, or else by its
+        folder.
+
         Raises
         ------
         ConfigError
@@ -71,7 +76,11 @@ class Transformer(Network):
             problem = "norms are of whole rows, which ranks keep parts of"
             raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
         whole = self.config if self.division is None else self.division.whole
+        known = options.get("base") is not None
+        if not known:
+            options["base"] = base_name(self.texts.get("config.json", {}), self.folder)
         adapter = create_adapter(whole, self.parameters, rank=rank, **options)
+        adapter.base = None if known else self.folder
         self.adapter = divided_adapter(adapter, self.division)
 
     def merge_adapter(self, *, requantize: bool = False) -> None:
@@ -303,4 +312,4 @@ class Transformer(Network):
         if self.adapter is None:
             raise ConfigError("save_adapter: there is no adapter; call add_adapter(rank) first")
         for parameters in whole_parameters(self.adapter.parameters, self.division):
-            Adapter(self.adapter.settings, parameters).save(folder)
+            self.adapter.holding(parameters).save(folder)

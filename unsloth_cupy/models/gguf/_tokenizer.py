@@ -21,6 +21,7 @@ FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_templa
 SPACE = "\u2581"
 ROLES = ("unk", "pad", "sep", "mask")  # special tokens by the keys of tokenizer_config.json
 ENDS = ("eos", "eot", "eom")  # tokens that end a text: llama.cpp has three keys for them
+SHOWN = 3  # most tokens in a note
 PROBED = 100  # ids to decode until one gives a text that encodes to tokens
 UNSUPPORTED = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # have no GGUF key
 
@@ -62,6 +63,7 @@ def tokenizer(folder: Path, config: Config, begin: int | None) -> tuple[Values, 
         There is no tokenizer.json, it is broken, or llama.cpp has no equivalent tokenizer.
     """
     words, around = read(folder), _around(folder)
+    words, beyond = _without_beyond(words, config.vocab, [*around[0], *around[1]])
     characters = bool(words.model.get("byte_fallback"))
     values: Values = {"model": "llama" if characters else "gpt2"}
     texts, types = _tokens(words, config.vocab, characters)
@@ -80,7 +82,36 @@ def tokenizer(folder: Path, config: Config, begin: int | None) -> tuple[Values, 
         notes.append(f"llama.cpp may keep the spaces beside {', '.join(stripped)}")
     special, more = _special(words, config, begin, around)
     values |= special | _template(words)
-    return {f"tokenizer.{_key(name)}": value for name, value in values.items()}, notes + more
+    notes = [*beyond, *notes, *more]
+    return {f"tokenizer.{_key(name)}": value for name, value in values.items()}, notes
+
+
+def _without_beyond(
+    words: Vocabulary, size: int, around: Sequence[int]
+) -> tuple[Vocabulary, list[str]]:
+    """Return a vocabulary without added tokens that the embedding table has no row for, and a note.
+
+    Text models share tokenizers with models that read images, whose token they never see.  Raise
+    for another token beyond the table, or one that the tokenizer adds to every text.
+    """
+    vocab = words.model["vocab"]
+    texts = {number: text for text, number in vocab.items()}
+    texts |= {number: token["content"] for number, token in words.added.items()}
+    beyond = sorted(number for number in texts if number >= size)
+    if wrong := [number for number in beyond if number not in words.added or number in around]:
+        raise ConfigError(
+            f"export_gguf: the tokenizer's token {wrong[-1]} ({texts[wrong[-1]]!r}) is beyond the"
+            f" model's vocabulary of {size}; they do not belong together: copy both from one place"
+        )
+    if not beyond:
+        return words, []
+    listed = ", ".join(repr(texts[number]) for number in beyond[:SHOWN])
+    listed += ", ..." if len(beyond) > SHOWN else ""
+    kept = {text: number for text, number in vocab.items() if number < size}
+    added = [token for number, token in words.added.items() if number < size]
+    values = {**words.values, "added_tokens": added, "model": {**words.model, "vocab": kept}}
+    note = f"tokens beyond the model's vocabulary of {size} are left out: {listed}"
+    return words._replace(values=values), [note]
 
 
 def read(folder: Path) -> Vocabulary:
@@ -134,12 +165,6 @@ def _tokens(words: Vocabulary, size: int, characters: bool) -> tuple[list[str], 
             by_id[number] = (text, TokenType.UNKNOWN)
         elif characters and kind == TokenType.NORMAL and _byte(text):
             by_id[number] = (text, TokenType.BYTE)
-    most = max(by_id)
-    if most >= size:
-        raise ConfigError(
-            f"export_gguf: the tokenizer's token {most} ({by_id[most][0]!r}) is beyond the model's"
-            f" vocabulary of {size}; they do not belong together: copy both from one place"
-        )
     rows = [by_id.get(n, (f"[PAD{n}]", TokenType.UNUSED)) for n in range(size)]
     return [text for text, _ in rows], [int(kind) for _, kind in rows]
 
@@ -182,8 +207,11 @@ def _special(
     ids = {role: words.id_of(role) for role in (*ROLES, "bos", "eos")}
     ids["pad"] = config.pad_token if ids["pad"] is None else ids["pad"]
     ids["bos"] = first[0] if first else begin if ids["bos"] is None else ids["bos"]
+    ids = {role: n for role, n in ids.items() if n is not None and n < config.vocab}
     ends = dict.fromkeys(
-        n for n in (*last[:1], ids.pop("eos"), *config.end_tokens) if n is not None
+        n
+        for n in (*last[:1], ids.pop("eos", None), *config.end_tokens)
+        if n is not None and n < config.vocab
     )
     ids |= dict(zip(ENDS, ends, strict=False))
     if len(ends) > len(ENDS):
@@ -191,7 +219,7 @@ def _special(
         notes.append(f"a file names three tokens that end a text; left out: {unnamed}")
     if not ends:
         notes.append("neither model nor tokenizer names a token that ends a text")
-    values: Values = {f"{_role(role)}_token_id": n for role, n in ids.items() if n is not None}
+    values: Values = {f"{_role(role)}_token_id": n for role, n in ids.items()}
     return values | {"add_bos_token": bool(first), "add_eos_token": bool(last)}, notes
 
 

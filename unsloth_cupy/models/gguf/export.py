@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ...files import atomic_path, check_room, missing_folder_advice, path_of
+from ...files import (
+    atomic_path,
+    check_room,
+    files_state,
+    missing_folder_advice,
+    of_one_save,
+    path_of,
+)
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
     from ._tensors import Read, Tensor
 
 KEYS = 1 << 20  # upper bound of the bytes of keys and names, besides tensors and tokens
+OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".h5")
 SHOWN = 3  # most names in a note
 
 
@@ -80,6 +88,7 @@ def export_gguf(
     *,
     kind: str = "f16",
     tokenizer: str | PathLike[str] | None = None,
+    base: str | PathLike[str] | None = None,
     progress: bool = False,
 ) -> Export:
     """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
@@ -95,7 +104,7 @@ def export_gguf(
         A model, or the folder of one or of an adapter; from a folder, one tensor is in memory at
         a time.
     file : path
-        A file that does not exist yet.
+        A file that does not exist yet, NAME.gguf.
     kind : str
         f32, f16, bf16, q8_0 (8.5 bits a weight), q6_k (6.56), q5_k_m, q5_k_s (5.5 and more), q5_1
         (6), q5_0 (5.5), q4_k_m, q4_k_s (4.5 and more), q4_1 (5), q4_0 (4.5), q3_k_l, q3_k_m, q3_k_s
@@ -105,6 +114,8 @@ def export_gguf(
     tokenizer : path, optional
         The folder of the tokenizer: tokenizer.json and, if they exist, tokenizer_config.json and
         chat_template.jinja.  None: the folder of the model.
+    base : path or name, optional
+        The base model of an adapter's folder, in place of the one that the adapter names.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
 
@@ -129,7 +140,7 @@ def export_gguf(
 
     path = _new_file(file)
     check_choice("export_gguf", "kind", kind, TYPES)
-    source = _source(model, tokenizer)
+    source = _source(model, tokenizer, base)
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
@@ -160,8 +171,11 @@ def _check_packages() -> None:
 
 
 def _new_file(file: Any) -> Path:
-    """Return the path of the new file; raise if it exists or its folder does not."""
+    """Return the path of the new file; raise if it exists, or if its folder or suffix is wrong."""
     path = path_of("export_gguf(file=)", file)
+    if path.suffix.lower() in OTHER_FORMATS:
+        cure = f"end its name with .gguf: {path.with_suffix('.gguf').name}"
+        raise ConfigError(f"export_gguf: {path} would hold GGUF under another name; {cure}")
     if path.exists():
         raise ConfigError(f"export_gguf: {path} exists; remove it, or name another file")
     if not path.absolute().parent.is_dir():
@@ -169,10 +183,13 @@ def _new_file(file: Any) -> Path:
     return path
 
 
-def _source(model: Any, tokenizer: Any) -> Source:
+def _source(model: Any, tokenizer: Any, base: Any) -> Source:
     """Return the source of a model's config, parameters and tokenizer."""
     chosen = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
     if isinstance(model, Transformer):
+        if base is not None:
+            problem = f"export_gguf(base={str(base)!r}) is for the folder of an adapter"
+            raise ConfigError(f"{problem}; leave it out")
         adapter, arrays = model.adapter, model.parameters
         name = "model" if model.folder is None else model.folder.resolve().name
         read = _merging(adapter, arrays.__getitem__)
@@ -183,20 +200,27 @@ def _source(model: Any, tokenizer: Any) -> Source:
             path, "pass one that holds config.json, or a model that load returned"
         )
         raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
-    base = base_of(path)
-    config, texts = read_config(base or path)
-    homes, _ = find_tensors(base or path, config)
+    home = base_of(path, base)
+    whole = home or path
+
+    def found() -> tuple[Any, ...]:
+        config, texts = read_config(whole)
+        return config, texts, find_tensors(whole, config)[0], files_state(whole)
+
+    config, texts, homes, state = of_one_save(whole, "config.json", found)
 
     def stored(name: str) -> Any:
-        home = homes[name]
-        files = {home.file, *(file for file, _ in home.parts.values())}
+        place = homes[name]
+        files = {place.file, *(file for file, _ in place.parts.values())}
         with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(opened((base or path) / file)) for file in files}
-            return LazyParameter(name, home, handles).whole()
+            handles = {file: stack.enter_context(opened(whole / file)) for file in files}
+            if files_state(whole) != state:
+                raise ConfigError(f"export_gguf: {whole} was saved meanwhile; export it again")
+            return LazyParameter(name, place, handles).whole()
 
     table = homes["model.embed_tokens.weight"].dtype or FLOAT32
-    adapter = None if base is None else read_adapter(path, config, table)
-    default = path if base is None or (path / "tokenizer.json").is_file() else base
+    adapter = None if home is None else read_adapter(path, config, table)
+    default = path if home is None or (path / "tokenizer.json").is_file() else home
     return Source(config, texts, _merging(adapter, stored), chosen or default, path.resolve().name)
 
 

@@ -19,7 +19,7 @@ from ..common.int8_codes import INT8
 from ._state import array_of, check_array, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .int8_quantize import int8_quantize_forward
-from .weight import Quantized, check_finite, checked_weight, on_gpu
+from .weight import Quantized, check_finite, dense_weight, in_kernel_dtype, on_gpu
 
 
 def int8_weight(w: Array) -> "Int8":
@@ -28,7 +28,7 @@ def int8_weight(w: Array) -> "Int8":
     Parameters
     ----------
     w : (outputs, inputs) float
-        The dense weight.
+        The dense weight, an array of any library.
 
     Returns
     -------
@@ -55,8 +55,9 @@ def int8_weight(w: Array) -> "Int8":
     >>> assert weight.nbytes < w.nbytes / 3
     >>> assert np.abs(int8_linear(x, weight) - linear(x, w)).max() < 0.5
     """
+    w = dense_weight("int8_weight", w)
     with device_of(w):
-        values = checked_weight("int8_weight", w)
+        values = in_kernel_dtype(w)
         codes, _, absmax = int8_quantize_forward(values)
         check_finite("int8_weight", values, absmax)
         return Int8(codes, absmax, dtype=w.dtype)

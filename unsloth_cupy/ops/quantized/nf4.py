@@ -26,7 +26,15 @@ from ._state import array_of, check_array, check_table, json_of, matrix_shape, s
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
 from .nf4_product import has_kernel, nf4_product_
 from .nf4_quantize import nf4_quantize_forward
-from .weight import Quantized, check_finite, checked_weight, cut_flat, in_blocks, on_gpu
+from .weight import (
+    Quantized,
+    check_finite,
+    cut_flat,
+    dense_weight,
+    in_blocks,
+    in_kernel_dtype,
+    on_gpu,
+)
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "fp4")
@@ -40,7 +48,8 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     Parameters
     ----------
     w : (outputs, inputs) float
-        The dense weight.  Blocks are consecutive values of it, flattened; the last may be short.
+        The dense weight, an array of any library.  Blocks are consecutive values of it,
+        flattened; the last may be short.
     block : int
         Values that share an absmax: a power of two, 32 to 4096.
     double : bool
@@ -72,8 +81,9 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     >>> np.testing.assert_allclose(nf4_linear(x, weight), linear(x, weight), rtol=1e-5)
     """
     _check_format("nf4_quantize", block, kind)
+    w = dense_weight("nf4_quantize", w)
     with device_of(w):
-        values = checked_weight("nf4_quantize", w)
+        values = in_kernel_dtype(w)
         packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
         check_finite("nf4_quantize", values, absmax)
         scales = _double_quantized(absmax) if double else {"absmax": absmax}
@@ -257,6 +267,9 @@ class Nf4(Quantized):
             raise ConfigError(f"{call}: dtype {facts.get('dtype')!r} is not a float dtype")
         size, fp4 = shape[0] * shape[1], kind == "fp4"
         blocks = -(-size // block)
+        stored: Any = state.get("weight")
+        if hasattr(stored, "dtype") and stored.dtype in FLOATS:  # bytes by another name
+            state = {**state, "weight": stored.reshape(-1).view(np.uint8)[:, None]}
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
         check_table(call, state, "weight.quant_map", _four_bits.format_of(fp4).levels)
         scales: dict[str, Any]

@@ -14,17 +14,15 @@ Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits, 20
 Li, Zhang and Liu, Ternary Weight Networks, 2016 (twn).
 """
 
-from typing import Any
-
 from ...core.call import check_options
-from ...core.dtypes import FLOATS, Array
+from ...core.dtypes import Array
 from ...core.gpu import device_of
-from ...errors import ConfigError, DTypeError, ShapeError
-from ...placement import check_library
+from ...errors import ConfigError
 from ..common.checks import check_choice
 from ._planes import check_group
 from ._ternary_rules import parts_of
 from .ternary import Ternary
+from .weight import dense_weight
 
 METHODS = ("absmean", "twn", "absmax", "percentile", "mean_std", "manual")
 PER = ("tensor", "row", "group")
@@ -47,7 +45,7 @@ def ternary_quantize(
     Parameters
     ----------
     w : (outputs, inputs) float
-        An array of NumPy or CuPy.
+        The dense weight, an array of any library.
     method : str
         ``absmean``, ``twn``, ``absmax``, ``percentile``, ``mean_std`` or ``manual``: the rule for
         zeros and scales; the docstring of the module defines each.
@@ -71,11 +69,11 @@ def ternary_quantize(
     Raises
     ------
     ConfigError
-        An option is invalid, or ``w`` is quantized already.
+        An option is invalid.
     RangeError
         ``w`` holds NaN or an infinity; the message names its position.
     ShapeError, DTypeError
-        ``w`` is not a matrix of floats.
+        ``w`` is not a matrix of floats, or is quantized already.
 
     Examples
     --------
@@ -87,7 +85,10 @@ def ternary_quantize(
     >>> assert isinstance(weight, Ternary)
     >>> assert ternary_linear(x, weight).shape == (4, 32)
     """
-    _check(w, per, group)
+    w = dense_weight("ternary_quantize", w)
+    check_choice("ternary_quantize", "per", per, PER)
+    if per == "group":
+        check_group("ternary_quantize", group)
     _check_method(method, percentile, deviations, threshold, scale)
     options = percentile, deviations, threshold, scale
     columns = group if per == "group" else None
@@ -97,26 +98,6 @@ def ternary_quantize(
 
 
 # ---- checks -------------------------------------------------------------------------------------
-def _check(w: Any, per: str, group: int) -> None:
-    """Raise unless w is a dense matrix of floats, and per and group are valid."""
-    if hasattr(w, "dequantize"):
-        raise ConfigError(
-            f"ternary_quantize: w is quantized already, as {type(w).__name__}; pass w.dequantize()"
-        )
-    check_library("ternary_quantize: w", w)
-    if w.dtype not in FLOATS:
-        raise DTypeError(f"ternary_quantize: w is {w.dtype}; it must be one of float16 to float64")
-    if w.ndim != 2:
-        raise ShapeError(
-            f"ternary_quantize: w has {w.ndim} axes, {w.shape}; it must be (outputs, inputs)",
-            expected=("outputs", "inputs"),
-            actual=tuple(w.shape),
-        )
-    check_choice("ternary_quantize", "per", per, PER)
-    if per == "group":
-        check_group("ternary_quantize", group)
-
-
 def _check_method(
     method: str, percentile: float, deviations: float, threshold: float | None, scale: float | None
 ) -> None:

@@ -19,7 +19,7 @@ from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_
 from ...core.stand_in import is_planned, representative_steps
 from ...core.target import target_of
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
-from ...placement import check_library, on_gpu_of_attribute
+from ...placement import adopted, on_gpu_of_attribute
 from ..common.gemm import gemm
 
 CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of a dense chunk: on the host, on a GPU
@@ -185,14 +185,11 @@ def on_gpu(array: Any) -> bool:
     return target_of(array) is not None
 
 
-def checked_weight(call: str, w: Any) -> Array:
-    """Return a dense weight, float64 converted to float32; raise unless it is a matrix of floats.
-
-    Values beyond float32 become infinite.
-    """
+def dense_weight(call: str, w: Any) -> Array:
+    """Return a dense weight as an array of NumPy or CuPy; raise unless it is a matrix of floats."""
     if isinstance(w, Stored):
         raise DTypeError(f"{call}: w is quantized already: {w!r}; pass the dense weight")
-    check_library(f"{call}: w", w)
+    w = adopted(call, "w", w)
     if w.dtype not in FLOATS:
         actual = w.dtype
         problem = f"{call}: w is {actual}; pass an array of {', '.join(d.name for d in FLOATS)}"
@@ -200,6 +197,11 @@ def checked_weight(call: str, w: Any) -> Array:
     if w.ndim != 2:
         problem = f"{call}: w has shape {tuple(w.shape)}; pass a matrix (outputs, inputs)"
         raise ShapeError(problem, expected=("outputs", "inputs"), actual=tuple(w.shape))
+    return w
+
+
+def in_kernel_dtype(w: Array) -> Array:
+    """Return a weight, float64 converted to float32; values beyond float32 become infinite."""
     with np.errstate(over="ignore"):
         return w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
 

@@ -111,7 +111,7 @@ def test_a_text_is_split_as_a_whole_one(
         seen = {paragraph.strip() for paragraph in text[:cut].split("\n\n")}
         end_part = text[cut:].split("\n\n")
         new = [p for p in end_part if p.strip() not in seen]
-        repeats = len("".join(new)) < 0.1 * len("".join(end_part))
+        repeats = not "".join(new).strip()
         actual = read_text(path)
         assert trained(actual) == text[:cut]
         assert actual.held_out == "\n\n".join(end_part if repeats else new)
@@ -125,6 +125,21 @@ def test_a_text_whose_end_repeats_its_beginning_trains(tmp_path: Path) -> None:
     result = run("finetune", "--text", path, "--steps", 1, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert "the end of the text repeats what comes before it" in result.stderr
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+def test_line_ends_and_marks_of_windows(
+    end: str, mark: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"Paragraph {number} says that a thing is a thing." for number in range(40)]
+    path = tmp_path / "text.txt"
+    path.write_bytes(mark + end.join([*parts, *parts[:10], "fresh"]).encode())
+    for block in (7, 4096):
+        monkeypatch.setattr(texts, "BLOCK", block)
+        actual = read_text(path)
+        assert actual.held_out == "fresh"
+        assert trained(actual).startswith("Paragraph 0")
 
 
 def test_a_byte_that_is_no_text_is_named_in_any_block(

@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -20,8 +21,8 @@ from .naming import named
 
 HELD_OUT_SHARE = 0.1
 HELD_OUT_CHARACTERS = 50_000  # enough for a loss exact to 0.02 nats; evaluation stays cheap
-LEAST_NEW = 0.1  # share of the text held out that the training part must not hold
 PARAGRAPH = "\n\n"
+BREAK = r"\r?\n\r?\n"  # between paragraphs
 SMALL = 2**20  # bytes of the largest text that is tokenised as a whole, in memory
 PIECE = 2**15  # bytes of a piece of a larger text: an encoding takes 200 bytes for each
 BLOCK = 2**22  # bytes read at a time if nothing is tokenised
@@ -96,8 +97,11 @@ class Text(NamedTuple):
 
 
 def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]:
-    """Yield the first ``stop`` bytes of a file in blocks, and the characters that end in each."""
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    """Yield the first ``stop`` bytes of a file in blocks, and the characters that end in each.
+
+    A byte order mark at the beginning is no character.
+    """
+    decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
     while read < stop and (data := file.read(min(size, stop - read))):
         before = read - len(decoder.getstate()[0])
         read += len(data)
@@ -150,7 +154,7 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
     """Hold out the end of a text, without the paragraphs that the training part holds too.
 
     The Python documentation repeats a fifth of its paragraphs, and a held-out loss on them would
-    say what the model remembers.  An end that has hardly any others is held out as it is.
+    say what the model remembers.  An end that has no others is held out as it is.
     """
     with opened() as file:
         size = file.seek(0, os.SEEK_END)
@@ -160,15 +164,15 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
         end = _last(file, size, int(min(characters * HELD_OUT_SHARE, HELD_OUT_CHARACTERS)))
         least = max(size // 2, end - FARTHEST)
         file.seek(least)
-        last = file.read(end - least).rfind(PARAGRAPH.encode())
-        cut = end if last < 0 else least + last + len(PARAGRAPH)  # -1: one long paragraph
+        last = re.match(b"(?s:.*)" + BREAK.encode(), file.read(end - least))
+        cut = least + last.end() if last else end  # None: one long paragraph
         file.seek(cut)
-        paragraphs = file.read().decode().split(PARAGRAPH)
+        paragraphs = re.split(BREAK, file.read().decode())
         file.seek(0)
         seen, digest = _seen(file, cut, {paragraph.strip() for paragraph in paragraphs})
     new = [paragraph for paragraph in paragraphs if paragraph.strip() not in seen]
     note = ""
-    if sum(map(len, new)) < LEAST_NEW * sum(map(len, paragraphs)):
+    if not any(map(str.strip, new)):
         new = paragraphs
         note = "the end of the text repeats what comes before it: the held-out loss says what the"
         note += " model remembers, not how it does on new text"
@@ -203,7 +207,7 @@ def _seen(file: BinaryIO, cut: int, wanted: set[str]) -> tuple[set[str], Any]:
     seen, digest, rest = set[str](), hashlib.sha256(), ""
     for data, text in reading(decoded(file, cut, BLOCK), cut, "comparing"):
         digest.update(data)
-        *whole, rest = (rest + text).split(PARAGRAPH)
+        *whole, rest = re.split(BREAK, rest + text)
         seen.update(wanted.intersection(map(str.strip, whole)))
         if len(rest) > 2 * FARTHEST:  # longer than any held-out paragraph
             rest = rest[-FARTHEST:]

@@ -401,6 +401,39 @@ def test_wrong_arrays(rng: np.random.Generator) -> None:
         attention(q, k.astype(np.float32), v)
 
 
+@pytest.mark.parametrize(("keys", "words"), [(7, "must be a multiple"), (5, "mask has")])
+def test_heads_before_tokens_are_named_where_no_other_reading_fits(
+    keys: int, words: str, rng: np.random.Generator
+) -> None:
+    q, k, v = (a.swapaxes(1, 2) for a in drawn(rng, keys=keys))
+    mask = np.ones((5, 5), bool) if keys == 5 else None
+    with pytest.raises(ShapeError, match=rf"{words}(.|\n)* heads before tokens"):
+        attention(q, k, v, mask=mask)
+    with pytest.raises(ShapeError) as caught:
+        attention(q, k, v[:, :, :-1], mask=mask)
+    assert "before tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shared", ["q", "k", "kv"])
+def test_an_array_without_a_batch_axis_is_the_same_for_all(
+    shared: str, rng: np.random.Generator
+) -> None:
+    arrays = dict(zip("qkv", drawn(rng), strict=True))
+    arrays |= {name: arrays[name][0] for name in shared}
+    batch = next(a.shape[0] for a in arrays.values() if a.ndim == 4)
+    whole = {n: np.broadcast_to(a, (batch, *a.shape[-3:])) for n, a in arrays.items()}
+    tape, plain = Tape(), Tape()
+    inputs = [tape.watch(a) for a in arrays.values()]
+    out = attention(*inputs, causal=True)
+    expected_inputs = [plain.watch(a) for a in whole.values()]
+    expected = attention(*expected_inputs, causal=True)
+    np.testing.assert_array_equal(out.value, expected.value)
+    seed = rng.standard_normal(out.shape)
+    gradients = plain.gradients(expected, expected_inputs, seed)
+    for name, actual, each in zip("qkv", tape.gradients(out, inputs, seed), gradients, strict=True):
+        np.testing.assert_allclose(actual, each.sum(axis=0) if name in shared else each)
+
+
 def test_a_window_of_narrow_integers_reaches_as_far(rng: np.random.Generator) -> None:
     q, k, v = (rng.standard_normal((1, 300, 1, 2)) for _ in range(3))
     narrow = attention(q, k, v, window=(np.int8(100), np.int8(100)))

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
+from ..elements.reductions import broadcast_to
 from ._backward import launch_backward
 from ._blocks import Block
 from ._decode import launch_attention
@@ -58,6 +59,9 @@ def attention(
     alibi; -inf where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.
     All options can be combined.  A query that sees no key gets zeros, and zero gradients.
 
+    Tokens come before heads: torch's ``scaled_dot_product_attention`` takes (batch, heads, tokens,
+    dim), which is read wrongly here wherever its shapes fit.
+
     Parameters
     ----------
     q : (batch, queries, heads, dim) float
@@ -65,7 +69,7 @@ def attention(
     k : (batch, keys, kv_heads, dim) float
         Keys; kv_heads divides heads.
     v : (batch, keys, kv_heads, value_dim) float
-        Values.
+        Values.  Beside arrays with a batch axis, one of q, k, v without it is the same for all.
     causal : bool
         A query sees no key after its own position.
     window : (left, right), optional
@@ -127,6 +131,13 @@ def attention(
     >>> dq, dk, dv, *_ = attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
     >>> assert dk.shape == k.shape
     """
+    axes = [getattr(a, "ndim", 0) for a in (q, k, v)]
+    if 3 in axes and 4 in axes:
+        batch: int = (q, k, v)[axes.index(4)].shape[0]
+        q, k, v = (
+            broadcast_to(a, shape=(batch, *a.shape)) if n == 3 else a
+            for n, a in zip(axes, (q, k, v), strict=True)
+        )
     return attention_forward(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, mask=mask, bias=bias,
         alibi=alibi, sinks=sinks, key_lengths=key_lengths, query_start=query_start,

@@ -18,8 +18,8 @@ def _register(name: str, module: str, run: Any = None, takes_integers: bool = Fa
 
         return call
 
-    functions = (lazy(each) for each in ("adopt", "give_back", "stream"))
-    FRAMEWORKS[name] = Framework(*functions, run, takes_integers)
+    adopt, give_back, stream = map(lazy, ("adopt", "give_back", "stream"))
+    FRAMEWORKS[name] = Framework(adopt, give_back, stream, run, takes_integers)
 
 
 def _torch(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@ import functools
 import itertools
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from unsloth_cupy.ops.attention import _blocks
 from unsloth_cupy.ops.common import threads as common_threads
 
 from ..golden.golden import OpCase
-from ..harness.parity import Case, Parity
+from ..harness.parity import Case, Parity, emulator
 from .dense_attention import dense
 from .golden_cases import agree, both_dtypes, cast, golden
 
@@ -412,6 +413,34 @@ def test_heads_before_tokens_are_named_where_no_other_reading_fits(
     with pytest.raises(ShapeError) as caught:
         attention(q, k, v[:, :, :-1], mask=mask)
     assert "before tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize("context", [nullcontext, emulator], ids=["definition", "kernels"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0, "dropout": 0.5, "seed": 3}, {"mask": np.array([[True], [False]])}],
+)
+def test_one_key_has_its_value_and_no_score_changes_it(
+    context: Any, dtype: str, options: Any, rng: np.random.Generator
+) -> None:
+    q, k, v = (3 * a for a in drawn(rng, dtype, queries=2, keys=1, dim=24, value_dim=24))
+    bias = rng.standard_normal((4, 2, 1)).astype(dtype)
+    with context():
+        out, lse = attention_forward(q, k, v, bias=bias, **options)
+        gradients = attention_backward(np.ones_like(out), q, k, v, out, lse, bias=bias, **options)
+    seen = options.get("mask", np.ones((2, 1), bool))[:, None]
+    expected = np.where(seen, v.repeat(2, axis=2) / (1 - options.get("dropout", 0)), 0)
+    kept = (out != 0) if "dropout" in options else True
+    rounded = context is emulator and dtype == "float32"  # the kernel's p is exp2 of a rounded 0
+    np.testing.assert_allclose(
+        out, expected.astype(dtype) * kept, rtol=4e-7 if rounded else 0, atol=0
+    )
+    dq, dk, dv, dbias, *_ = gradients
+    assert not dq.any()
+    assert not dk.any()
+    assert not dbias.any()
+    assert dv.any()
 
 
 @pytest.mark.parametrize("shared", ["q", "k", "kv"])

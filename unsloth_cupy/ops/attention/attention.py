@@ -182,6 +182,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
     q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
+    low = HIGH if scores.keys == 1 else LOW  # the probability of one key is exp(0): exactly 1
     if sinks is not None:
         sinks = sinks.astype(q.dtype)
         lse[:] = sinks[:, None]
@@ -195,7 +196,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
         if sinks is not None:
             sink = sinks[block.heads].reshape(-1, group, 1, 1)
             top = np.maximum(top, sink)
-        top[(top == -math.inf) | ((top > LOW) & (top < HIGH))] = 0
+        top[(top == -math.inf) | ((top > low) & (top < HIGH))] = 0
         if not scores.on_host or top.any():  # reading top would stall a device
             by_head -= top
         np.exp(p, out=p)
@@ -251,7 +252,9 @@ def attend_backward(
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
     by_head = (scores.batch, scores.heads, 1, 1)
     dalibi = None if scores.alibi is None else np.zeros(by_head, q.dtype, like=q)
+    alone = scores.keys == 1 and sinks is None  # then p is 1 or 0, and no score changes it
     delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), subtracted in ds below
+    delta = np.zeros_like(delta) if alone else delta
     delta = delta if dlse is None else delta - dlse
     lse = np.where(lse == -math.inf, 0, lse)  # rows that see no key: p = exp(-inf - 0) is still 0
     dsinks = None
@@ -270,6 +273,8 @@ def attend_backward(
         rows_of_dout = stacked(dout, block, group)
         ds = by_keys(rows_of_dout, v[keys], scores.width)
         ds_by_head = scores.by_head(ds, block)
+        if alone:
+            ds[:] = 0
         weights = p
         if scores.dropout:
             kept = scores.kept(block) * q.dtype.type(1 / (1 - scores.dropout))

@@ -18,7 +18,7 @@ from ..harness.tracked import ROOT, tracked
 PACKAGE = ROOT / "unsloth_cupy"
 LONG = 300  # lines of a module, everything counted
 LIMITS = {
-    "core": 800,
+    "core": 830,
     "compiled": 80,
     "ops": 5800,
     "training": 850,

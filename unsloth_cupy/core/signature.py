@@ -20,6 +20,7 @@ of calls, error messages, random test inputs and the docs of an op all come from
 
 import re
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,13 +124,6 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
     return Contract(tuple(known[name] for name in names), returned, multiples)
 
 
-class Swapped(NamedTuple):
-    """An array whose second and third axes are swapped."""
-
-    shape: tuple[Any, ...]
-    dtype: Any
-
-
 def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     """Bind every axis name to one size, or raise an error that shows the whole call."""
     try:
@@ -147,8 +141,8 @@ def _fits_with_heads_first(op: str, contract: Contract, arrays: Sequence[Any]) -
     swapped, found = [*arrays], False
     for i, (operand, array) in enumerate(zip(contract.inputs, arrays, strict=True)):
         if operand.axes[2:3] in (("heads",), ("kv_heads",)) and getattr(array, "ndim", 0) == 4:
-            batch, heads, tokens, dim = array.shape
-            swapped[i], found = Swapped((batch, tokens, heads, dim), array.dtype), True
+            shape = *array.shape[:1], *array.shape[2:0:-1], *array.shape[3:]
+            swapped[i], found = SimpleNamespace(shape=shape, dtype=array.dtype), True
     try:
         return found and bool(_bound(op, contract, swapped))
     except (ShapeError, DTypeError):

@@ -2,9 +2,11 @@
 //
 //   z = softcap * tanh(x / softcap), or x        lse = log(sum(exp(z)))
 //   loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse^2
+//        = w[label] * (lse - z[label]) + z_loss * lse^2, with WEIGHTED
 //
 //   dx = z' * (exp(z - lse) * (dloss * (1 + 2 z_loss lse) + dlse)
 //              - dloss * (smoothing / COLUMNS + (1 - smoothing) * [column == label]))
+//   with WEIGHTED, w[label] stands for 1 in both lines
 //   where label == ignore, loss and dloss are 0; with both in one launch, dlse is 0, and dloss is
 //   `scale` times the array dloss, if it is given
 //
@@ -19,7 +21,8 @@
 //               ROW_THREADS   threads of a row: a power of two up to 32, or the block
 //               THREADS       threads of a block;  BLOCKS, both: blocks that an SM must hold
 //               HELD, STORED  both: accesses that a thread keeps in registers, in shared memory
-//               SOFTCAP, SMOOTHING
+//               SOFTCAP, SMOOTHING, WEIGHTED   the options; not the last two together
+//               W             dtype of the weights of classes
 //
 //   The trick: a row is read once, whatever its length: every thread keeps the maximum so far and
 //   rescales its sum when that grows.  With both in one launch, values stay on chip until the sum
@@ -41,6 +44,14 @@ constexpr int WIDTH = COLUMNS + (RAGGED ? LANES - 1 : 0);  // columns covered by
 constexpr bool REST = HELD * STEP < WIDTH;                 // registers do not hold the whole row
 
 using Values = Vector<T, LANES>;
+static_assert(!(SMOOTHING && WEIGHTED), "the definition sums w * z over the classes");
+
+// The factor of a row's loss; 1 for a label that is no column.
+DEVICE float weight_of(const W *class_weights, long long label) {
+    if constexpr (WEIGHTED)
+        return label < 0 || label >= COLUMNS ? 1.0f : (float)class_weights[label];
+    else return 1.0f;
+}
 
 DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
@@ -120,17 +131,18 @@ DEVICE void reduce_row(Sums &s) {
 }
 
 // The loss of a row whose label is valid; `target` is the logit of the label.
-DEVICE float loss_of(const Sums &s, float target, float smoothing, float z_loss, float softcap) {
+DEVICE float loss_of(const Sums &s, float target, float factor, float smoothing, float z_loss,
+                     float softcap) {
     target = capped(target, softcap);
     if constexpr (SMOOTHING)
         target = (1 - smoothing) * target + smoothing * divided_by<COLUMNS>(s.total);
     const float log = s.sum == 0 ? 0 : logf(s.sum);  // lse - top; far from 0, lse would cancel
-    return log + (s.top - target) + z_loss * (log + s.top) * (log + s.top);
+    return factor * (log + (s.top - target)) + z_loss * (log + s.top) * (log + s.top);
 }
 
 KERNEL(THREADS)
 cross_entropy_forward(const T *__restrict__ logits, const I *__restrict__ labels,
-                      float *__restrict__ loss, float *__restrict__ lse,
+                      const W *__restrict__ class_weights, float *__restrict__ loss, float *__restrict__ lse,
                       long long *__restrict__ faults, long long who, long long rows,
                       long long ignore, float smoothing, float z_loss, float softcap) {
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
@@ -150,7 +162,8 @@ cross_entropy_forward(const T *__restrict__ logits, const I *__restrict__ labels
         loss[row] = not_a_number();
         report(faults, who, row, label, COLUMNS);
     } else {
-        loss[row] = loss_of(s, (float)logits[start + label], smoothing, z_loss, softcap);
+        loss[row] = loss_of(s, (float)logits[start + label], weight_of(class_weights, label),
+                            smoothing, z_loss, softcap);
     }
 }
 
@@ -178,7 +191,8 @@ constexpr int TILES = (WIDTH + TILE - 1) / TILE;  // tiles of a row
 
 KERNEL(THREADS)
 cross_entropy_backward(const float *__restrict__ dloss, const float *__restrict__ dlse,
-                       const T *logits, const I *__restrict__ labels, const float *__restrict__ lse,
+                       const T *logits, const I *__restrict__ labels,
+                       const W *__restrict__ class_weights, const float *__restrict__ lse,
                        G *dlogits, long long ignore, float smoothing, float z_loss, float softcap) {
     const long long row = blockIdx.x / TILES, start = row * COLUMNS;
     const int column = blockIdx.x % TILES * TILE + threadIdx.x * LANES - lead(start);
@@ -191,9 +205,11 @@ cross_entropy_backward(const float *__restrict__ dloss, const float *__restrict_
     float row_lse = lse[row], row_dloss = counts ? dloss[row] : 0;
     if (row_lse < LOWEST) row_lse = 0;  // all logits are -inf
     if (counts && (label < 0 || label >= COLUMNS)) row_dloss = not_a_number();
-    const float weight = row_dloss * (1 + 2 * z_loss * row_lse) + (dlse == nullptr ? 0 : dlse[row]);
+    const float factor = weight_of(class_weights, label);
+    const float weight =
+        row_dloss * (factor + 2 * z_loss * row_lse) + (dlse == nullptr ? 0 : dlse[row]);
     const LogitGradient g = {row_lse, weight, row_dloss * divided_by<COLUMNS>(smoothing),
-                             (1 - smoothing) * row_dloss, label};
+                             (1 - smoothing) * row_dloss * factor, label};
     float d[LANES] = {};
     // the gradient of a row without a label is 0 whatever its logits are, NaN included
     if (counts || dlse != nullptr) gradient_of(d, v, column, g, softcap);
@@ -202,7 +218,8 @@ cross_entropy_backward(const float *__restrict__ dloss, const float *__restrict_
 
 // ---- both -------------------------------------------------------------------------------------
 KERNEL(THREADS, BLOCKS)
-cross_entropy_over_(const T *logits, const I *__restrict__ labels, const float *__restrict__ dloss,
+cross_entropy_over_(const T *logits, const I *__restrict__ labels,
+                    const W *__restrict__ class_weights, const float *__restrict__ dloss,
                     G *dlogits, float *__restrict__ loss, long long *__restrict__ faults,
                     long long who, long long rows, float scale, long long ignore, float smoothing,
                     float z_loss, float softcap) {
@@ -231,8 +248,9 @@ cross_entropy_over_(const T *logits, const I *__restrict__ labels, const float *
     if constexpr (ROW_THREADS > 1 && ROW_THREADS <= 32) __syncwarp();  // all have read the target
     if (row >= rows) return;
 
+    const float factor = weight_of(class_weights, label);
     if (first == 0) {
-        loss[row] = counts ? loss_of(s, target, smoothing, z_loss, softcap) : 0;
+        loss[row] = counts ? loss_of(s, target, factor, smoothing, z_loss, softcap) : 0;
         if (wrong) loss[row] = not_a_number();
         if (wrong) report(faults, who, row, label, COLUMNS);
     }
@@ -240,9 +258,9 @@ cross_entropy_over_(const T *logits, const I *__restrict__ labels, const float *
     if (wrong) row_dloss = not_a_number();
     const float log = s.sum == 0 ? 0 : logf(s.sum), reciprocal = s.sum == 0 ? 0 : 1 / s.sum;
     // exp(z - lse) is exp(z - top) / sum
-    const LogitGradient g = {s.top, reciprocal * row_dloss * (1 + 2 * z_loss * (log + s.top)),
+    const LogitGradient g = {s.top, reciprocal * row_dloss * (factor + 2 * z_loss * (log + s.top)),
                              row_dloss * divided_by<COLUMNS>(smoothing),
-                             (1 - smoothing) * row_dloss, label};
+                             (1 - smoothing) * row_dloss * factor, label};
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
         const int at = column + k * STEP;

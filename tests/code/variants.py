@@ -57,7 +57,7 @@ ON_WARPGROUPS = "attention_forward", "attention_varlen_forward"  # ops with kern
 
 
 def declared_by(op: str, what: str) -> Any:
-    """Return the ``sizes`` or ``options`` that a Parity class of an op declares, or None."""
+    """Return the ``sizes``, ``options`` or ``apart`` that a Parity class of an op declares."""
     declarations = (vars(each)[what] for each in proofs() if each.op == op and what in vars(each))
     return next(declarations, None)
 
@@ -107,13 +107,14 @@ def forms(op: Op[..., Any]) -> Iterator[Form]:
     optional = [operand.name for operand in op.contract.inputs if operand.optional]
     shapes = declared_by(name, "sizes") or flat
     choices = declared_by(name, "options") or either
+    together = [each for each in optional if each not in (declared_by(name, "apart") or ())]
     every = {key: value for options in choices for key, value in options.items()}
     middle = shapes[len(shapes) // 2]
     for dtype in KERNEL_DTYPES:
         # float16 has the size and the launch tables of bfloat16: one shape tests its arithmetic
         for size in shapes if dtype.name != "float16" else (middle,):
             yield Form(size, (), dtype, False, choices[0])
-            yield Form(size, (*optional,), dtype, True, every)
+            yield Form(size, (*together,), dtype, True, every)
     at = len(shapes) // 2
     for size in shapes[at : at + (2 if "queries" in middle else 1)]:  # few and many queries
         for options in choices[1:]:

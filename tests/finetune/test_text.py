@@ -111,7 +111,7 @@ def test_a_text_is_split_as_a_whole_one(
         seen = {paragraph.strip() for paragraph in text[:cut].split("\n\n")}
         end_part = text[cut:].split("\n\n")
         new = [p for p in end_part if p.strip() not in seen]
-        repeats = not "".join(new).strip()
+        repeats = not "".join(new).strip() and bool("".join(end_part).strip())
         actual = read_text(path)
         assert trained(actual) == text[:cut]
         assert actual.held_out == "\n\n".join(end_part if repeats else new)

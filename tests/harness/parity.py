@@ -103,13 +103,15 @@ class Parity:
     """Tests of a definition: subclass with ``op``, the name of a forward op, and ``cases``.
 
     One class of an op may also list the ``sizes`` of axes and the ``options`` with which
-    variants.py calls the op, where its signature does not determine them.
+    variants.py calls the op, where its signature does not determine them, and in ``apart`` optional
+    arrays with which no kernel takes all options together.
     """
 
     op: str
     cases: Sequence[Case]
     sizes: Sequence[dict[str, Any]]
     options: Sequence[dict[str, Any]]
+    apart: Sequence[str]
 
     def test_gradient_matches_finite_differences(self, case: Case) -> None:
         """Each differentiable input's gradient, along one random direction, through all outputs."""

@@ -18,7 +18,7 @@ from ..harness.tracked import ROOT, tracked
 PACKAGE = ROOT / "unsloth_cupy"
 LONG = 300  # lines of a module, everything counted
 LIMITS = {
-    "core": 860,
+    "core": 880,
     "compiled": 80,
     "ops": 5800,
     "losses": 600,

@@ -19,6 +19,14 @@ SIZES = {
     "eos_token_id": 2,
 }
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 NINE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 5},
@@ -33,6 +41,7 @@ NINE: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
     "bitnet": {},
     "bloom": {},
     "cohere": {"logit_scale": 0.3},
@@ -41,17 +50,21 @@ OTHERS: dict[str, dict[str, Any]] = {
     "doge": {},
     "ernie4_5": {},
     "exaone4": {"sliding_window": 5},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
     "glm": {},
     "glm4": {},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
     "gpt_oss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "granitemoehybrid": MAMBA
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
     "granitemoe": {"num_local_experts": 2, "num_experts_per_tok": 1, "logits_scaling": 2.0},
     "helium": {},
     "hunyuan_v1_dense": {},
     "lfm2": {},
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "ministral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 2, "output_router_logits": True},
     "mpt": {},
@@ -63,13 +76,30 @@ OTHERS: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": DELTA,
     "qwen3_moe": ROUTED,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {},
     "starcoder2": {"sliding_window": 5},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_mem_blocks": 1,
+    },
 }
-LOOSE = {"lambda_": 2e-5}  # its gradient depends on one number, the difference of two attentions
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "qwen3_5_text", "zamba2")
+LOOSE = {  # their gradients depend on one number: the difference of two attentions, or a decay
+    "lambda_": 2e-5,
+    "A_log": 5e-5,
+    "dt_bias": 5e-5,
+}
 Step = dict[str, torch.Tensor]
 
 

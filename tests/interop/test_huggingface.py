@@ -13,7 +13,7 @@ from unsloth_cupy import profile  # noqa: E402
 from unsloth_cupy.interop.huggingface import PARTS, _qk_norm, patch, unpatch  # noqa: E402
 
 from ..harness.sampling import Sample  # noqa: E402
-from .families import NINE, OTHERS, check, model_of, step, texts  # noqa: E402
+from .families import HYBRIDS, NINE, OTHERS, check, model_of, step, texts  # noqa: E402
 
 SCENES = ("left", "right", "whole", "packed")
 WHOLE = {"norm", "mlp", "rotary", "attention", "loss"}
@@ -172,6 +172,98 @@ def test_a_forward_is_taken_over_under_its_decorators(decorator, monkeypatch):
         assert report.left["rotary"] == "a decorator of its forward cannot be copied"
         assert "qk_norm" not in report.taken
         check(step(model), before, model, "left")
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_norm_that_also_reads_a_gate_is_left(family):
+    model = model_of(family)
+    before = step(model)
+    report = patch(model)
+    left = [row.module for row in report.rows if row.reason == "its forward also reads gate"]
+    assert report.taken["norm"]
+    assert any(name.endswith("RMSNormGated") for name in left)
+    check(step(model), before, model, "left")
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp"])
+def test_a_part_that_may_read_a_second_argument_is_left(part, monkeypatch):
+    model = model_of("llama")
+    layer = model.model.layers[0]
+    kind = type(layer.get_submodule(part))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, more=1.0: own(self, x * more))
+    before = layer.get_submodule(part)(torch.ones(2, 64), 3.0)
+    assert "its forward also reads more" in patch(model).left.values()
+    assert torch.equal(layer.get_submodule(part)(torch.ones(2, 64), 3.0), before)
+
+
+def test_eager_attention_that_is_asked_for_stays():
+    model = model_of("llama")
+    model.set_attn_implementation("eager")
+    before, plain = step(model), model(**texts("left"), output_attentions=True)
+    report = patch(model)
+    assert "eager" in report.left["attention"]
+    actual = model(**texts("left"), output_attentions=True)
+    torch.testing.assert_close(actual.attentions, plain.attentions)
+    check(step(model), before, model, "left")
+    model.set_attn_implementation("sdpa")
+    assert patch(model).taken["attention"] == 1
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_models_that_have_eager_attention_alone_give_its_weights(family, scene):
+    model = model_of(family).eval()
+    assert model.config._attn_implementation == "eager"
+    plain = model(**texts(scene), output_attentions=True)
+    assert patch(model).taken["attention"] == 1
+    actual = model(**texts(scene), output_attentions=True)
+    assert len(actual.attentions) == 2
+    torch.testing.assert_close(actual.attentions, plain.attentions, rtol=1e-5, atol=1e-5)
+    without = model(**texts(scene))
+    torch.testing.assert_close(without.logits, plain.logits, rtol=1e-5, atol=1e-5)
+    assert not without.attentions
+    model.config._attn_implementation_internal = "eager"  # as a setter of it asks for
+    model.config.output_attentions = True
+    patch(model)
+    torch.testing.assert_close(model(**texts(scene)).attentions, actual.attentions)
+
+
+@pytest.mark.parametrize("scene", ["left", "right"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
+def test_a_label_that_padding_predicts_has_its_loss_and_a_warning(family, scene):
+    inputs = texts(scene)
+    inputs["labels"] = inputs["input_ids"]
+    model = model_of(family)
+    plain = model(**inputs).loss
+    patch(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        masked = step(model, scene)
+        assert not seen
+        losses = [model(**inputs).loss for _ in range(2)]
+    torch.testing.assert_close(losses, [plain, plain])
+    warned = family == "gemma2"  # others have sinks, or zeros before too
+    assert ["padding predicts labels" in str(each.message) for each in seen] == [True] * warned
+    unpatch(model)
+    check(masked, step(model, scene), model, scene)
+
+
+def test_the_implementation_of_attention_is_the_users_to_switch():
+    model = model_of("llama")
+    before = step(model)
+    for _ in range(2):
+        assert patch(model).taken["attention"] == 1
+        model.set_attn_implementation("eager")
+        assert len(model(**texts("whole"), output_attentions=True).attentions) == 2
+        assert "attention" in patch(model).left
+        model.set_attn_implementation("sdpa")
+        unpatch(model)
+        assert model.config._attn_implementation == "sdpa"
+    patch(model)
+    unpatch(model)
+    actual = step(model)
+    assert all(torch.equal(actual[name], value) for name, value in before.items())
 
 
 def test_a_report_is_a_table():

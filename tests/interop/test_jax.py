@@ -16,6 +16,7 @@ from unsloth_cupy.errors import (  # noqa: E402
     DTypeError,
     FrameworkError,
     GradientError,
+    RangeError,
     ShapeError,
 )
 from unsloth_cupy.interop import jax as door  # noqa: E402
@@ -295,6 +296,31 @@ def test_a_call_that_does_not_fit_raises_before_anything_runs(draw):
         jax.jit(lambda x: uc.swiglu(torch.ones(2, 4), x))(x)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RangeError: .* tokens holds 9"):
         jax.block_until_ready(jax.jit(uc.embedding)(jnp.array([9]), draw(8, 4)))
+
+
+def test_integers_of_numpy_stand_beside_arrays_of_jax(draw):
+    """As in functions of jax.numpy: labels, tokens and masks of a loader need no conversion."""
+    x, weight, table = draw(2, 3, 8), draw(9, 8), draw(7, 8)
+    tokens = np.array([[3, 1, 6], [0, 0, 5]])
+    mask = np.tril(np.ones((3, 3), bool))
+
+    def loss(table, weight, tokens, mask):
+        y = uc.embedding(tokens, table)[:, :, None] + x[:, :, None]
+        y = uc.attention(y, y, y, mask=mask)[:, :, 0]
+        return uc.linear_cross_entropy(y, weight, tokens).sum()
+
+    own = jnp.asarray(tokens), jnp.asarray(mask)
+    assert loss(table, weight, tokens, mask) == loss(table, weight, *own)
+    expected = jax.grad(loss)(table, weight, *own)
+    step = jax.grad(lambda table: loss(table, weight, tokens, mask))
+    for actual in (step(table), jax.jit(step)(table)):
+        np.testing.assert_array_equal(actual, expected)
+    with pytest.raises(RangeError, match="labels holds numbers beyond int32"):
+        uc.cross_entropy(weight, np.array([2**32 + 1] * 9))
+    with pytest.raises(FrameworkError, match="bring these to one"):
+        uc.rms_norm(x, np.ones(8, np.float32))
+    with pytest.raises(DTypeError, match="weight is int32"):
+        uc.rms_norm(x, np.ones(8, np.int32))
 
 
 def test_arrays_without_numbers_are_refused(draw):

@@ -1,5 +1,6 @@
 """The library's functions on tensors of torch: gradients, compilers, transforms, refusals."""
 
+import functools
 import subprocess
 import sys
 
@@ -214,3 +215,26 @@ def test_gradients_agree_with_differences():
         return uc.lora_linear(x, weight, a, b, dropout=0.3, seed=2**64 - 1)
 
     assert torch.autograd.gradcheck(adapted, (draw(3, 4), draw(5, 4), draw(2, 4), draw(5, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_of_losses_in_half_precision_are_nearer_to_float64_than_torchs(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(64, 1000, generator=generator)).to(dtype)
+    labels = torch.randint(1000, (64,), generator=generator)
+    plain = functools.partial(torch.nn.functional.cross_entropy, reduction="sum")
+    own = lambda x, labels: uc.cross_entropy(x, labels).sum()  # noqa: E731
+    exact, actual, peers = (
+        _value_and_gradient(loss, x, labels)
+        for loss, x in ((plain, logits.double()), (own, logits), (plain, logits))
+    )
+    for result, peer, right in zip(actual, peers, exact, strict=True):
+        assert (result - right).norm() <= (peer - right).norm()
+    assert abs(actual[0] - exact[0]) <= 2**-22 * exact[0]
+    assert (actual[1] - exact[1]).abs().max() <= torch.finfo(dtype).eps / 2
+
+
+def _value_and_gradient(loss, x, labels):
+    x = x.clone().requires_grad_()
+    value = loss(x, labels)
+    return value.detach().double(), torch.autograd.grad(value, x)[0].double()

@@ -2,6 +2,7 @@ import functools
 import itertools
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from unsloth_cupy.ops.attention import _blocks
 from unsloth_cupy.ops.common import threads as common_threads
 
 from ..golden.golden import OpCase
-from ..harness.parity import Case, Parity
+from ..harness.parity import Case, Parity, emulator
 from .dense_attention import dense
 from .golden_cases import agree, both_dtypes, cast, golden
 
@@ -399,6 +400,67 @@ def test_wrong_arrays(rng: np.random.Generator) -> None:
         attention(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(DTypeError, match="k is float32"):
         attention(q, k.astype(np.float32), v)
+
+
+@pytest.mark.parametrize(("keys", "words"), [(7, "must be a multiple"), (5, "mask has")])
+def test_heads_before_tokens_are_named_where_no_other_reading_fits(
+    keys: int, words: str, rng: np.random.Generator
+) -> None:
+    q, k, v = (a.swapaxes(1, 2) for a in drawn(rng, keys=keys))
+    mask = np.ones((5, 5), bool) if keys == 5 else None
+    with pytest.raises(ShapeError, match=rf"{words}(.|\n)* heads before tokens"):
+        attention(q, k, v, mask=mask)
+    with pytest.raises(ShapeError) as caught:
+        attention(q, k, v[:, :, :-1], mask=mask)
+    assert "before tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize("context", [nullcontext, emulator], ids=["definition", "kernels"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0, "dropout": 0.5, "seed": 3}, {"mask": np.array([[True], [False]])}],
+)
+def test_one_key_has_its_value_and_no_score_changes_it(
+    context: Any, dtype: str, options: Any, rng: np.random.Generator
+) -> None:
+    q, k, v = (3 * a for a in drawn(rng, dtype, queries=2, keys=1, dim=24, value_dim=24))
+    bias = rng.standard_normal((4, 2, 1)).astype(dtype)
+    with context():
+        out, lse = attention_forward(q, k, v, bias=bias, **options)
+        gradients = attention_backward(np.ones_like(out), q, k, v, out, lse, bias=bias, **options)
+    seen = options.get("mask", np.ones((2, 1), bool))[:, None]
+    expected = np.where(seen, v.repeat(2, axis=2) / (1 - options.get("dropout", 0)), 0)
+    kept = (out != 0) if "dropout" in options else True
+    rounded = context is emulator and dtype == "float32"  # the kernel's p is exp2 of a rounded 0
+    np.testing.assert_allclose(
+        out, expected.astype(dtype) * kept, rtol=4e-7 if rounded else 0, atol=0
+    )
+    dq, dk, dv, dbias, *_ = gradients
+    assert not dq.any()
+    assert not dk.any()
+    assert not dbias.any()
+    assert dv.any()
+
+
+@pytest.mark.parametrize("shared", ["q", "k", "kv"])
+def test_an_array_without_a_batch_axis_is_the_same_for_all(
+    shared: str, rng: np.random.Generator
+) -> None:
+    arrays = dict(zip("qkv", drawn(rng), strict=True))
+    arrays |= {name: arrays[name][0] for name in shared}
+    batch = next(a.shape[0] for a in arrays.values() if a.ndim == 4)
+    whole = {n: np.broadcast_to(a, (batch, *a.shape[-3:])) for n, a in arrays.items()}
+    tape, plain = Tape(), Tape()
+    inputs = [tape.watch(a) for a in arrays.values()]
+    out = attention(*inputs, causal=True)
+    expected_inputs = [plain.watch(a) for a in whole.values()]
+    expected = attention(*expected_inputs, causal=True)
+    np.testing.assert_array_equal(out.value, expected.value)
+    seed = rng.standard_normal(out.shape)
+    gradients = plain.gradients(expected, expected_inputs, seed)
+    for name, actual, each in zip("qkv", tape.gradients(out, inputs, seed), gradients, strict=True):
+        np.testing.assert_allclose(actual, each.sum(axis=0) if name in shared else each)
 
 
 def test_a_window_of_narrow_integers_reaches_as_far(rng: np.random.Generator) -> None:

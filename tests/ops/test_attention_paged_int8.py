@@ -73,6 +73,15 @@ def attention_paged_int8(q: Any, codes: Any, scales: Any, table: Any, lengths: A
     return attention_paged_int8_forward(q, *codes, scales, table, lengths)
 
 
+@pytest.mark.parametrize("dim", [24, 40, 56])
+def test_explain_tells_why_heads_have_no_kernel(dim: int) -> None:
+    sizes = (2, 1, 4, dim), (6, 16, 2, dim), (6, 16, 2, dim), (2, 3), (2,), (2, 6, 16, 2)
+    dtypes = ("float16", "int8", "int8", "int32", "int32", "float32")
+    *arrays, scales = map(uc.shape, sizes, dtypes)
+    told = str(uc.explain(uc.attention_paged, *arrays, scales=scales, device="h100"))
+    assert f"definition: head dims {dim}, {dim} are not multiples of 16" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_equals_attention_over_the_dequantized_pages(dtype: Any) -> None:

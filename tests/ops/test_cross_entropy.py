@@ -13,14 +13,18 @@ from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
 PUBLIC = (
-    "cross_entropy(logits, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None)",
+    "cross_entropy(logits, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None, "
+    "class_weights=None)",
     "cross_entropy_(logits, labels, dloss=1.0, *, ignore=-100, smoothing=0.0, z_loss=0.0, "
-    "softcap=None)",
+    "softcap=None, class_weights=None)",
 )
 
 LABELS = np.array([[0, 12, -100], [5, -100, 5]])
 EVERYTHING = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
+WEIGHTED: dict[str, Any] = {"given": ["class_weights"], "z_loss": 0.1, "softcap": 1.5}
 
+
+SMOOTH = WEIGHTED | {"smoothing": 0.2}  # the definition runs on a GPU too
 
 VOCABULARIES = (7, 32000, 50257, 262144)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"softcap": 30.0}, {"smoothing": 0.1})
@@ -30,12 +34,15 @@ class TestCrossEntropy(KernelParity):
     op = "cross_entropy_forward"
     sizes = tuple({"vocab": n} for n in VOCABULARIES)
     options = OPTIONS
+    apart = ("class_weights",)  # not with smoothing
     cases = (
         Case("odd", rows=[2, 3], vocab=13, arrays={"labels": LABELS}),
         Case("smoothing", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, smoothing=0.1),
         Case("z loss", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, z_loss=0.1),
         Case("soft cap", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, softcap=1.5),
         Case("everything", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, **EVERYTHING),
+        Case("weights", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, **WEIGHTED),
+        Case("and smoothing", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, **SMOOTH),
         Case("zero is ignored", rows=[3], vocab=13, arrays={"labels": [0, 4, 0]}, ignore=0),
         Case("one row", rows=[], vocab=13, arrays={"labels": 3}),
         Case("one word", rows=[2], vocab=1, arrays={"labels": [0, 0]}),
@@ -101,18 +108,23 @@ def test_golden_shifted_in_float32(golden: OpCase) -> None:
     agree(results[1][0].mean(), golden.outputs["y"])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("options", [{"z_loss": 0.1}, EVERYTHING], ids=["z loss", "everything"])
-def test_equals_torch(options: dict[str, float]) -> None:
-    """What the golden cases lack: the square of lse, alone and with the other options."""
+def test_equals_torch(options: dict[str, Any], weighted: bool) -> None:
+    """What the golden cases lack: the square of lse, and weights of classes, with other options."""
     torch = pytest.importorskip("torch", reason="the peer of cross_entropy")
     logits, labels = np.random.default_rng(0).standard_normal((2, 3, 13)), LABELS
+    weights = np.linspace(0, 3, 13) if weighted else None
     x, target = torch.tensor(logits, requires_grad=True), torch.tensor(labels)
     cap = options.get("softcap")
     z = cap * torch.tanh(x / cap) if cap else x
     expected = torch.nn.functional.cross_entropy(
-        z.mT, target, reduction="none", label_smoothing=options.get("smoothing", 0.0)
+        *(z.mT, target, None if weights is None else torch.tensor(weights)),
+        reduction="none",
+        label_smoothing=options.get("smoothing", 0.0),
     )
     expected = expected + options["z_loss"] * z.logsumexp(-1) ** 2 * (target != -100)
+    options = options | {"class_weights": weights}
     loss, lse = uc.cross_entropy_forward(logits, labels, **options)
     dlogits, _ = uc.cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse, **options)
     agree(loss, expected.detach().numpy())

@@ -12,18 +12,29 @@ from ..golden.golden import OpCase
 from ..harness.parity import Case, KernelAlone, KernelInPlace, emulator
 from ..machines.cuda_on_cpu.traffic import counted
 from .golden_cases import agree, both_dtypes, cast, golden
-from .test_cross_entropy import EVERYTHING, LABELS, OPTIONS, VOCABULARIES, reported
+from .test_cross_entropy import (
+    EVERYTHING,
+    LABELS,
+    OPTIONS,
+    SMOOTH,
+    VOCABULARIES,
+    WEIGHTED,
+    reported,
+)
 
 
 class TestCrossEntropyOver(KernelInPlace):
     op = "cross_entropy_over_"
     sizes = tuple({"vocab": n} for n in VOCABULARIES)
     options = OPTIONS
+    apart = ("class_weights",)  # not with smoothing
     cases = (
         Case("odd", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, given=["dloss"]),
         Case("one number", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, scale=0.5),
         Case("both", rows=[2, 3], vocab=16, arrays={"labels": LABELS}, given=["dloss"], scale=2.0),
         Case("everything", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, **EVERYTHING),
+        Case("weights", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, scale=0.5, **WEIGHTED),
+        Case("and smoothing", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, **SMOOTH),
         Case("zero is ignored", rows=[3], vocab=16, arrays={"labels": [0, 4, 0]}, ignore=0),
         Case("one row", rows=[], vocab=13, arrays={"labels": 3}),
         Case("one word", rows=[2], vocab=1, arrays={"labels": [0, 0]}),

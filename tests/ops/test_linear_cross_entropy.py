@@ -14,14 +14,14 @@ from ..golden.golden import OpCase
 from ..harness.parity import Case, KernelAlone, KernelParity, emulator, within_rule
 from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
-from .test_cross_entropy import reported
+from .test_cross_entropy import SMOOTH, WEIGHTED, reported
 
 # The public names, as other people's programs call them.
 PUBLIC = (
-    "linear_cross_entropy_gradients(x, weight, labels, dloss=None, *, scale=1.0, ignore=-100,"
-    " smoothing=0.0, z_loss=0.0, softcap=None, max_bytes=None, wanted=None)",
+    "linear_cross_entropy_gradients(x, weight, labels, dloss=None, *, class_weights=None, "
+    "scale=1.0, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None, max_bytes=None, wanted=None)",
     "linear_cross_entropy(x, weight, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, "
-    "softcap=None, max_bytes=None)",
+    "softcap=None, class_weights=None, max_bytes=None)",
 )
 
 LABELS = np.array([[0, 12, -100], [5, -100, 5]])
@@ -37,6 +37,8 @@ class TestLinearCrossEntropy(KernelParity):
         Case("one chunk", **SIZES),
         Case("chunks of one row", **SIZES, max_bytes=1),
         Case("a short last chunk", **SIZES, max_bytes=4 * 13 * 8, **EVERYTHING),
+        Case("weights", **SIZES, max_bytes=4 * 13 * 8, **WEIGHTED),
+        Case("and smoothing", **SIZES, max_bytes=4 * 13 * 8, **SMOOTH),
         Case("one row", rows=[], hidden=3, vocab=4, arrays={"labels": 3}),
         Case("no rows", rows=[0], hidden=3, vocab=4, arrays={"labels": np.zeros(0, int)}),
         Case("no columns", rows=[2], hidden=0, vocab=4, arrays={"labels": [0, 1]}),
@@ -49,6 +51,8 @@ class TestLinearCrossEntropyGradients(KernelParity):
         Case("one chunk", **SIZES, given=["dloss"], scale=0.5),
         Case("chunks of one row", **SIZES, max_bytes=1, scale=0.25),
         Case("a short last chunk", **SIZES, max_bytes=4 * 13 * 8, given=["dloss"], **EVERYTHING),
+        Case("weights", **SIZES, max_bytes=4 * 13 * 8, scale=0.5, **WEIGHTED),
+        Case("and smoothing", **SIZES, max_bytes=4 * 13 * 8, **SMOOTH),
         Case("one row", rows=[], hidden=3, vocab=4, arrays={"labels": 3}),
         Case("no rows", rows=[0], hidden=3, vocab=4, arrays={"labels": np.zeros(0, int)}),
         Case("no columns", rows=[2], hidden=0, vocab=4, arrays={"labels": [0, 1]}),

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..errors import DTypeError, FrameworkError
 from .dtypes import Stored
+from .frameworks import DLPACK, FRAMEWORKS
 from .stand_in import StandIn, is_planned
 from .target import target_of
 
@@ -35,6 +36,11 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
             library = framework_of(array, f"{op}: {name}")
             places[name] = f"{library} {getattr(array, 'device', '')}".strip()
     if len(set(places.values())) > 1:
+        libraries = {place.partition(" ")[0] for place in places.values()} - {"numpy"}
+        library = libraries.pop() if len(libraries) == 1 else "numpy"
+        floats = any(isinstance(a, np.ndarray) and a.dtype.kind not in "iub" for a in arrays)
+        if not floats and FRAMEWORKS.get(library, DLPACK).takes_integers:
+            return library
         listed = ", ".join(f"{name} from {place}" for name, place in places.items())
         raise FrameworkError(
             f"{op}: arrays of one call must share library and device; bring these to one: {listed}"

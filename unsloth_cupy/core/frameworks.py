@@ -23,6 +23,7 @@ class Framework(NamedTuple):
     give_back: Callable[[Any, Any], Any]  # (result, an operand)
     stream: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # (operand): its stream
     handler: Callable[[Any, list[Any], dict[str, Any]], Any] | None = None  # see ``handler_of``
+    takes_integers: bool = False  # its handler takes NumPy's integers beside its own arrays
 
 
 def _plain(array: Any) -> Any:

@@ -20,6 +20,7 @@ of calls, error messages, random test inputs and the docs of an op all come from
 
 import re
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +125,31 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
 
 
 def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
+    """Bind every axis name to one size, or raise an error that shows the whole call."""
+    try:
+        return _bound(op, contract, arrays)
+    except ShapeError as error:
+        if not _fits_with_heads_first(op, contract, arrays):
+            raise
+        cure = "swap axes 1 and 2, as in q.transpose(1, 2) of torch"
+        hint = f"  with heads before tokens, as torch's attention takes them, they fit: {cure}"
+        raise ShapeError(f"{error}\n{hint}", expected=error.expected, actual=error.actual) from None
+
+
+def _fits_with_heads_first(op: str, contract: Contract, arrays: Sequence[Any]) -> bool:
+    """Return whether a call that does not fit has its heads before its tokens."""
+    swapped, found = [*arrays], False
+    for i, (operand, array) in enumerate(zip(contract.inputs, arrays, strict=True)):
+        if operand.axes[2:3] in (("heads",), ("kv_heads",)) and getattr(array, "ndim", 0) == 4:
+            shape = *array.shape[:1], *array.shape[2:0:-1], *array.shape[3:]
+            swapped[i], found = SimpleNamespace(shape=shape, dtype=array.dtype), True
+    try:
+        return found and bool(_bound(op, contract, swapped))
+    except (ShapeError, DTypeError):
+        return False
+
+
+def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     """Bind every axis name to one size, or raise an error that shows the whole call."""
     pairs = [*zip(contract.inputs, arrays, strict=True)]
     shown: Any = lambda problem: explain(op, problem, contract.inputs, arrays)  # noqa: E731

@@ -172,7 +172,7 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
         seen, digest = _seen(file, cut, {paragraph.strip() for paragraph in paragraphs})
     new = [paragraph for paragraph in paragraphs if paragraph.strip() not in seen]
     note = ""
-    if not any(map(str.strip, new)):
+    if any(map(str.strip, paragraphs)) and not any(map(str.strip, new)):
         new = paragraphs
         note = "the end of the text repeats what comes before it: the held-out loss says what the"
         note += " model remembers, not how it does on new text"

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.frameworks import FRAMEWORKS, Framework
 
 
-def _register(name: str, module: str, run: Any = None) -> None:
+def _register(name: str, module: str, run: Any = None, takes_integers: bool = False) -> None:
     """Register a library whose module has adopt, give_back and stream, without importing it."""
 
     def lazy(function: str) -> Any:
@@ -18,7 +18,8 @@ def _register(name: str, module: str, run: Any = None) -> None:
 
         return call
 
-    FRAMEWORKS[name] = Framework(lazy("adopt"), lazy("give_back"), lazy("stream"), run)
+    adopt, give_back, stream = map(lazy, ("adopt", "give_back", "stream"))
+    FRAMEWORKS[name] = Framework(adopt, give_back, stream, run, takes_integers)
 
 
 def _torch(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
@@ -36,4 +37,4 @@ def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
 
 
 _register("torch", "._torch_memory", _torch)
-_register("jax", "._jax_arrays", _jax)
+_register("jax", "._jax_arrays", _jax, takes_integers=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.frameworks import Framework, adopt_all, cupy
-from ..errors import DTypeError, FrameworkError
+from ..errors import DTypeError, FrameworkError, RangeError
 from ._wiring import check_places
 
 # JAX itself may crash when such an array is used.
@@ -50,6 +50,25 @@ def check_numbers(op: Any, arrays: Sequence[Any]) -> None:
         if type(array).__module__.startswith("jax") and not isinstance(array, jax.Array):
             problem = f"is not an array but {type(array).__name__}; pass an array"
             raise DTypeError(f"{op.called}: {name} {problem}")
+
+
+def with_integers(op: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays with integers and booleans of NumPy, such as labels, as JAX's.
+
+    Functions of ``jax.numpy`` take them too; floats of NumPy stay, and are refused.
+    """
+    lead: Any = next(array for array in arrays if isinstance(array, jax.Array))
+    result = [*arrays]
+    for i, (name, array) in enumerate(zip(op.names, arrays, strict=True)):
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iub":
+            continue
+        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        if not np.array_equal(narrow, array):
+            problem = f"holds numbers beyond {narrow.dtype.name}; see jax_enable_x64"
+            raise RangeError(f"{op.called}: {name} {problem}")
+        traced = isinstance(lead, jax.core.Tracer) or not lead.committed
+        result[i] = jax.numpy.asarray(narrow) if traced else jax.device_put(narrow, lead.sharding)
+    return result
 
 
 def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:

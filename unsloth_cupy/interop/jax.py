@@ -91,6 +91,7 @@ def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any])
     if any(isinstance(array, Traced) for array in arrays):  # on a tape of the library
         return op.plan(arrays)(list(arrays), options)
     memory.check_numbers(op, arrays)
+    arrays = memory.with_integers(op, arrays)
     tracers = any(isinstance(array, jax.core.Tracer) for array in arrays)
     return (traced if tracers else memory.run_checked)(op, arrays, options)
 

@@ -102,7 +102,7 @@ def _on_tape(model: Network, x: Var, head: Any, shifted: Array, count: Any) -> V
     if division is None:
         losses, dx, dweight = tape.run(
             linear_cross_entropy_gradients,
-            [*values.values(), shifted, dloss],
+            [*values.values(), shifted, dloss, None],
             {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
         )
     else:  # no op does both passes across ranks: a separate tape does

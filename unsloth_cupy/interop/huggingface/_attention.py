@@ -4,8 +4,13 @@ If a mask is causal, has the window of the config, or separates packed texts, la
 keys are not padding, (batch, keys), or the starts of the packed texts, (texts + 1,).  Any other
 mask, for example of images whose tokens see each other, is the full mask of transformers,
 (batch, 1, queries, keys).
+
+In models that have eager attention alone, a row that sees no key gets the mean of all values, as
+eager gives it; in others it gets zeros, as sdpa gives it.  Where weights are asked for, a layer's
+own eager function returns them.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,47 +21,96 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..torch import attention as attend
-from ..torch import attention_varlen
-from ._changes import Changes
+from ..torch import attention_forward, attention_varlen
+from ._changes import IMPLEMENTATION, Changes
 from ._trials import Refused, Texts, near
 
-NAME = "unsloth_cupy"
+NAME, EAGER = "unsloth_cupy", "unsloth_cupy_eager"  # in place of sdpa and others, and of eager
 notes: list[tuple[Any, ...]] | None = None  # records the calls of a trial; None outside of one
 
 
 def attention(
-    module: Any, query: Any, key: Any, value: Any, seen: Any, *,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
-    position_bias: Any = None, **_: Any,
-) -> tuple[Any, None]:  # fmt: skip
-    """Return the attention of each head, (batch, tokens, heads, dim), and None for its weights.
+    module: Any, query: Any, key: Any, value: Any, seen: Any, **options: Any
+) -> tuple[Any, Any]:
+    """Return the attention of each head, (batch, tokens, heads, dim), and its weights or None.
 
     ``seen`` is a mask that ``mask`` returned.
     """
     if notes is not None:
-        notes.append(("attention", module, seen, sliding_window))
+        notes.append(("attention", module, seen, options.get("sliding_window")))
+    eager = module.config._attn_implementation == EAGER
+    asked = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    if eager and asked:
+        own = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+        added = _added(module, query, key, seen, **options)
+        result: tuple[Any, Any] = own(module, query, key, value, added, **options)
+        return result
+    return _attended(module, query, key, value, seen, eager, **options), None
+
+
+def _attended(
+    module: Any, query: Any, key: Any, value: Any, seen: Any, eager: bool, *,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
+    position_bias: Any = None, **_: Any,
+) -> Any:  # fmt: skip
+    """Return the attention of each head; ``eager`` for rows that see no key as eager gives them."""
     q, k, v = (a.transpose(1, 2) for a in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if dropout:  # seed from torch's generator on the host, which checkpointing restores
         options |= {"dropout": dropout, "seed": torch.randint(2**62, ())}
     if position_bias is not None:
         options["bias"] = position_bias
-    if seen is not None and seen.ndim == 4:  # a full mask, which includes causality and windows
-        return attend(q, k, v, **_with_mask(seen, options)), None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    side = sliding_window and sliding_window - 1  # sliding_window includes the query itself
-    options |= {
-        "causal": causal,
-        "window": (side, 0 if causal else side) if sliding_window else None,
-    }
+    if seen is None or seen.ndim < 4:  # a full mask includes causality and windows
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        side = sliding_window and sliding_window - 1  # sliding_window includes the query itself
+        options |= {
+            "causal": causal,
+            "window": (side, 0 if causal else side) if sliding_window else None,
+        }
     if seen is None:
-        return attend(q, k, v, **options), None
+        return attend(q, k, v, **options)
     if seen.ndim == 1:  # starts of packed texts
         flat = (a.flatten(0, 1) for a in (q, k, v))
-        return attention_varlen(*flat, seen, seen, **options).view(*q.shape[:3], v.shape[-1]), None
-    count = seen.shape[1]  # a static cache has more keys, which are not written yet
-    return attend(q, k[:, :count], v[:, :count], mask=seen[:, None, None], **options), None
+        return attention_varlen(*flat, seen, seen, **options).view(*q.shape[:3], v.shape[-1])
+    if seen.ndim == 4:
+        options = _with_mask(seen, options)
+    else:
+        k = k[:, : seen.shape[1]]  # a static cache has more keys, which are not written yet
+        options["mask"] = seen[:, None, None]
+    if not eager:
+        return attend(q, k, v[:, : k.shape[1]], **options)
+    out, lse = attention_forward(q, k, v[:, : k.shape[1]], **options)
+    mean = v.mean(1, keepdim=True).repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.where(lse.isneginf().transpose(1, 2)[..., None], mean, out)
+
+
+def _added(
+    module: Any, query: Any, key: Any, seen: Any, *,
+    sliding_window: int | None = None, is_causal: bool | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    """Return a mask that ``mask`` returned as what eager attention adds, queries x keys."""
+    queries, keys, device = query.shape[2], key.shape[2], query.device
+    if seen is None or seen.ndim < 4:
+        end = seen.shape[1] if seen is not None and seen.ndim == 2 else keys
+        place = torch.arange(keys, device=device)
+        behind = torch.arange(end - queries, end, device=device)[:, None] - place
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        sees = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
+        if sliding_window:
+            sees = sees & (behind.abs() < sliding_window)
+        if seen is not None and seen.ndim == 1:
+            places = torch.arange(len(query) * queries, dtype=seen.dtype, device=device)
+            text = torch.searchsorted(seen, places, right=True).view(-1, 1, queries)
+            sees = sees & (text[..., None] == text[:, :, None])
+        elif seen is not None:
+            sees = sees & pad(seen, (0, keys - end))[:, None, None].bool()
+    else:
+        sees = seen
+    if sees.dtype is not torch.bool:
+        return sees
+    zero = torch.zeros((), dtype=query.dtype, device=device)
+    return torch.where(sees, zero, torch.finfo(query.dtype).min)
 
 
 def _with_mask(seen: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -143,8 +197,13 @@ def _starts(function: Any, batch: int, tokens: int, device: Any) -> Any:
 
 def take(changes: Changes, model: Any, texts: Texts) -> None:
     """Let the layers of a model's decoder use this attention; raise Refused if one differs."""
-    for config in _configs(model):
-        changes.set(config, "_attn_implementation_internal", NAME)
+    decoder = model.get_decoder() or model
+    for config in _configs(decoder):
+        eager = config._attn_implementation == "eager"
+        if eager and getattr(decoder, "_supports_sdpa", False):
+            cure = 'set_attn_implementation("sdpa") before patch has it replaced'
+            raise Refused(f"its config asks for eager attention, which returns weights; {cure}")
+        changes.set(config, IMPLEMENTATION, EAGER if eager else NAME)
     with _noting() as noted:
         texts.run(model)
     masks = {id(seen): (seen, size) for kind, seen, size, *_ in noted if kind == "mask"}
@@ -156,7 +215,7 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
             raise Refused(f"{type(module).__name__} gets a mask that is not the interface's")
         if seen.ndim < 4 and masks[id(seen)][1] != window:
             raise Refused(f"{type(module).__name__} does not pass the window of its mask")
-    ours = changes[-len(_configs(model)) :]
+    ours = changes[-len(_configs(decoder)) :]
     for owner, name, _, before in ours:
         vars(owner)[name] = before
     calls = texts.observe(model, called)
@@ -181,12 +240,12 @@ def _noting() -> Iterator[list[tuple[Any, ...]]]:
         notes = None
 
 
-def _configs(model: Any) -> list[Any]:
+def _configs(decoder: Any) -> list[Any]:
     """Return the configs that select the attention of a decoder's layers."""
-    decoder = model.get_decoder() or model
     configs = [getattr(module, "config", None) for module in decoder.modules()]
     return [*{id(config): config for config in configs if config is not None}.values()]
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, mask)
+for name in (NAME, EAGER):
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)

@@ -9,6 +9,7 @@ from torch import nn
 from ...errors import ConfigError
 
 HOOKED = "_old_forward"  # the attribute in which accelerate's hooks keep the forward they call
+IMPLEMENTATION = "_attn_implementation_internal"  # of a config: also the user's to set
 REPLICATE = "_replicate_for_data_parallel"  # nn.DataParallel calls it for each device
 
 
@@ -76,10 +77,13 @@ class Changes(list[Change]):
         return [*places, *((change.owner, change.name) for change in self)]
 
     def check(self, wrapped: Any) -> None:
-        """Raise if another library has replaced a changed attribute; ``wrapped`` is not checked."""
+        """Raise if another library has replaced a changed attribute; ``wrapped`` is not checked.
+
+        Nor is the attention of a config: ``undo`` keeps what ``set_attn_implementation`` has set.
+        """
         last = {(id(change.owner), change.name): change for change in self}
         for owner, name, change in ((c.owner, c.name, c) for c in last.values()):
-            if not change.place() and owner is not wrapped:
+            if not change.place() and owner is not wrapped and name != IMPLEMENTATION:
                 raise ConfigError(
                     f"unpatch: {name} of {type(owner).__name__} was replaced by another library"
                     " after patch(); undo that first"

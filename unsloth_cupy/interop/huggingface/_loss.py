@@ -12,6 +12,7 @@ So hooks of the head see all of its work, and its weight is only read inside of 
 import functools
 import math
 import types
+import warnings
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...errors import GradientError
 from ..torch import linear_cross_entropy, linear_cross_entropy_gradients
+from ._attention import EAGER
 from ._changes import Changes, own_forward
 from ._trials import Refused, Texts, near
 
@@ -36,6 +38,7 @@ class State:
         self.head = head
         self.labels: Any = None  # shifted labels, which the head reads and clears
         self.total: Any = None  # the sum of the losses, without a gradient
+        self.watches = False  # whether rows that see no key have other gradients than before
 
 
 class Logits(NamedTuple):
@@ -81,6 +84,7 @@ def _take(changes: Changes, model: Any, head: nn.Linear, texts: Texts) -> None:
         losses, expected, torch.float32 if head.weight.dtype.itemsize > 2 else torch.float16
     ):
         raise Refused("it is not the cross entropy of its logits")
+    state.watches = not any("sinks" in each._parameters for each in model.modules())
 
 
 def _steps(model: Any, texts: Texts) -> list[torch.Tensor]:
@@ -197,6 +201,8 @@ def _model(plain: Any) -> Any:
             return plain(self, *args, **options)
         shifted = options.get("shift_labels")
         state.labels = pad(labels, (0, 1), value=IGNORE)[..., 1:] if shifted is None else shifted
+        if state.watches:
+            _warn(self, state, options.get("attention_mask"))
         try:
             result = plain(self, *args, **options)
         finally:
@@ -205,6 +211,26 @@ def _model(plain: Any) -> Any:
         return result
 
     return forward
+
+
+def _warn(model: Any, state: State, mask: Any) -> None:
+    """Warn once if a row that sees no key predicts a label, in place of eager attention."""
+    config = (model.get_decoder() or model).config
+    if config._attn_implementation != EAGER or torch.compiler.is_compiling():
+        return
+    if not isinstance(mask, torch.Tensor) or mask.shape != state.labels.shape:
+        return
+    seen, window = mask.long().cumsum(-1), getattr(config, "sliding_window", None)
+    if window:
+        seen = seen - pad(seen, (window, 0))[:, : mask.shape[1]]
+    state.watches = not bool(((seen == 0).to(state.labels.device) & (state.labels != IGNORE)).any())
+    if not state.watches:
+        warnings.warn(
+            f"patch: padding predicts labels; make them {IGNORE}, that of a text's first token too"
+            " if padding is on the left. Eager attention takes gradients through the mask there, a"
+            " patched model does not",
+            stacklevel=2,
+        )
 
 
 def _simple(options: dict[str, Any]) -> bool:

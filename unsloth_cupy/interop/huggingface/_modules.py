@@ -6,6 +6,7 @@ reason.  Forwards that are set on modules only hold constants, so that a deep co
 its own modules.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or weight.ndim != 1 or not isinstance(eps, float):
         raise Refused("not one vector of weights and an eps")
+    _check_arguments(module)
     random = {
         n: draw(*p.shape).to(p.device) for n, p in module._parameters.items() if p is not None
     }
@@ -46,6 +48,12 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
     if bias is None:
         forwards = [_rms_norm(eps, 0.0), _rms_norm(eps, 1.0), *forwards]
     return Candidate(forwards, draw(3, *weight.shape).to(weight.device), random, torch.float32)
+
+
+def _check_arguments(module: nn.Module) -> None:
+    """Raise Refused if a module reads more than one array: a trial does not show what it does."""
+    if others := [*inspect.signature(type(module).forward).parameters][2:]:
+        raise Refused(f"its forward also reads {', '.join(others)}")
 
 
 def eps_of(module: nn.Module) -> Any:
@@ -58,7 +66,9 @@ def _rms_norm(eps: float, offset: float) -> Forward:
     """Return a forward that computes ``rms_norm`` with weights plus ``offset``."""
 
     def forward(self: Any, x: Any, residual: Any = None) -> Any:
-        y, h, _ = rms_norm_forward(x, self.weight, residual, eps=eps, offset=offset)
+        wide = x.dtype is torch.float32  # residuals of Mamba 2 are so, and its weights 16 bits
+        weight = self.weight.float() if wide else self.weight
+        y, h, _ = rms_norm_forward(x, weight, residual, eps=eps, offset=offset)
         return y if residual is None else (y, h)
 
     return forward
@@ -89,6 +99,7 @@ def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
         return None
     if not any(gated <= names for gated in GATED):
         raise Refused("no gate and up around one activation")
+    _check_arguments(module)
     fused = "gate_up_proj" in names
     first: Any = module.gate_up_proj if fused else module.gate_proj
     gates = [gate for gate in (swiglu, _geglu(True), _geglu(False)) if _is_gate(act, gate)]

@@ -22,6 +22,7 @@ from ._backward_hopper import OnePass, backward_tiles, launch_on_warpgroups, lau
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, Options, kernel_options, refused
 
+OUTPUTS = ("DX", "DY", "SUM", "SLOPE")  # which of its outputs attention_backward.cu writes
 PADDING = 128  # the number of rows of stats is a multiple of it, and so of every kernel's tile
 
 
@@ -120,8 +121,7 @@ def launch_backward(
     bias, alibi, sinks, offsets = options.bias, options.alibi, options.sinks, options.offsets
     q_offsets, k_offsets = offsets or (None, None)
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
-    batch = math.prod(q.shape[:-3])
-    shape = q.dtype.itemsize, dim, value_dim
+    batch, shape = math.prod(q.shape[:-3]), (q.dtype.itemsize, dim, value_dim)
     call = kernel_options(q, v, options)
     tiles = call and resolve(*shape, ANY if offsets else call.level, limits(q))
     if call is None or tiles is None:
@@ -143,12 +143,14 @@ def launch_backward(
             on = warpgroups.of(by_key)
             launch_on_warpgroups(on, by_key, inputs, (dx, dy, *sums), call, numbers)
             return
-        outputs = zip(("DX", "DY", "SUM", "SLOPE"), (dx, dy, *sums), strict=True)
         chosen = constants(
             own,
             **call.constants,
             BY_KEYS=by_key,
-            **{name: array is not None for name, array in outputs},
+            **{
+                name: array is not None
+                for name, array in zip(OUTPUTS, (dx, dy, *sums), strict=True)
+            },
             STAGES=own.stages,
             PART=own.part,
             KEPT=own.kept,
@@ -188,7 +190,15 @@ def launch_backward(
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
     if sinks is not None:
         _launch_sum(stats, dsinks, (False, True, False), sinks, call.constants["FOLD"])
+    _clear(keys == 1 and all(a is None for a in (offsets, sinks, dlse)), dq, dk, dbias, dalibi)
     return dq, dk, dv, dbias, dalibi, dsinks
+
+
+def _clear(one_key: bool, *gradients: Array | None) -> None:
+    """Write 0 over what rounding left: a single key has 1 or 0, whatever its score."""
+    for gradient in gradients if one_key else ():
+        if gradient is not None:
+            gradient.fill(0)
 
 
 def _launch_delta(

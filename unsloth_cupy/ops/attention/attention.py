@@ -16,6 +16,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
+from ..elements.reductions import broadcast_to
 from ._backward import launch_backward
 from ._blocks import Block
 from ._decode import launch_attention
@@ -58,6 +59,9 @@ def attention(
     alibi; -inf where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.
     All options can be combined.  A query that sees no key gets zeros, and zero gradients.
 
+    Tokens come before heads: torch's ``scaled_dot_product_attention`` takes (batch, heads, tokens,
+    dim), which is read wrongly here wherever its shapes fit.
+
     Parameters
     ----------
     q : (batch, queries, heads, dim) float
@@ -65,7 +69,7 @@ def attention(
     k : (batch, keys, kv_heads, dim) float
         Keys; kv_heads divides heads.
     v : (batch, keys, kv_heads, value_dim) float
-        Values.
+        Values.  Beside arrays with a batch axis, one of q, k, v without it is the same for all.
     causal : bool
         A query sees no key after its own position.
     window : (left, right), optional
@@ -127,6 +131,13 @@ def attention(
     >>> dq, dk, dv, *_ = attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
     >>> assert dk.shape == k.shape
     """
+    axes = [getattr(a, "ndim", 0) for a in (q, k, v)]
+    if 3 in axes and 4 in axes:
+        batch: int = (q, k, v)[axes.index(4)].shape[0]
+        q, k, v = (
+            broadcast_to(a, shape=(batch, *a.shape)) if n == 3 else a
+            for n, a in zip(axes, (q, k, v), strict=True)
+        )
     return attention_forward(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, mask=mask, bias=bias,
         alibi=alibi, sinks=sinks, key_lengths=key_lengths, query_start=query_start,
@@ -171,6 +182,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
     q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
+    low = HIGH if scores.keys == 1 else LOW  # the probability of one key is exp(0): exactly 1
     if sinks is not None:
         sinks = sinks.astype(q.dtype)
         lse[:] = sinks[:, None]
@@ -184,7 +196,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
         if sinks is not None:
             sink = sinks[block.heads].reshape(-1, group, 1, 1)
             top = np.maximum(top, sink)
-        top[(top == -math.inf) | ((top > LOW) & (top < HIGH))] = 0
+        top[(top == -math.inf) | ((top > low) & (top < HIGH))] = 0
         if not scores.on_host or top.any():  # reading top would stall a device
             by_head -= top
         np.exp(p, out=p)
@@ -240,7 +252,9 @@ def attend_backward(
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
     by_head = (scores.batch, scores.heads, 1, 1)
     dalibi = None if scores.alibi is None else np.zeros(by_head, q.dtype, like=q)
+    alone = scores.keys == 1 and sinks is None  # then p is 1 or 0, and no score changes it
     delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), subtracted in ds below
+    delta = np.zeros_like(delta) if alone else delta
     delta = delta if dlse is None else delta - dlse
     lse = np.where(lse == -math.inf, 0, lse)  # rows that see no key: p = exp(-inf - 0) is still 0
     dsinks = None
@@ -259,6 +273,8 @@ def attend_backward(
         rows_of_dout = stacked(dout, block, group)
         ds = by_keys(rows_of_dout, v[keys], scores.width)
         ds_by_head = scores.by_head(ds, block)
+        if alone:
+            ds[:] = 0
         weights = p
         if scores.dropout:
             kept = scores.kept(block) * q.dtype.type(1 / (1 - scores.dropout))

@@ -9,6 +9,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common import faults
+from ..common.no_kernel import no_kernel
 from ._rows import Options
 
 REPORTER = faults.reporter(
@@ -54,6 +55,7 @@ def constants(
     smoothing: bool,
     use: str,
     shared: int = 0,
+    weights: Any = None,
 ) -> Constants:
     """Return the constants of cross_entropy.cu for one of its uses: losses, gradients or both.
 
@@ -90,20 +92,32 @@ def constants(
         STORED=stored,
         SOFTCAP=cap,
         SMOOTHING=smoothing,
+        WEIGHTED=weights is not None,
+        W=weights or logits,
     )
+
+
+def refuses(options: Options) -> bool:
+    """Return whether no kernel runs these options, and record why."""
+    both = options.smoothing > 0 and options.class_weights is not None
+    return both and no_kernel("label smoothing with class weights") is NotImplemented
+
+
+def _dtype(weights: Array | None) -> Any:
+    return None if weights is None else weights.dtype
 
 
 def launch_losses(logits: Array, labels: Array, options: Options, loss: Array, lse: Array) -> None:
     """Write the loss and lse of each row."""
-    ignore, smoothing, z_loss, softcap = options
+    ignore, smoothing, z_loss, softcap, weights = options
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits), softcap is not None
     types = logits.dtype, logits.dtype, labels.dtype
-    chosen = constants(*types, vocab, access, cap, smoothing > 0, "losses")
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "losses", 0, _dtype(weights))
     blocks = -(-labels.size * chosen["ROW_THREADS"] // chosen["THREADS"])
     kernel = load("cross_entropy.cu", "cross_entropy_forward", logits, chosen)
     kernel[blocks, chosen["THREADS"]](
-        *(logits, labels, loss, lse, faults.record(logits), REPORTER, labels.size),
+        *(logits, labels, weights, loss, lse, faults.record(logits), REPORTER, labels.size),
         *(ignore, smoothing, z_loss, softcap or 0),
     )
 
@@ -118,16 +132,17 @@ def launch_gradients(
     out: Array,
 ) -> None:
     """Write the gradient of the logits to out, which may be the logits."""
-    ignore, smoothing, z_loss, softcap = options
+    ignore, smoothing, z_loss, softcap, weights = options
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits, out), softcap is not None
     types = logits.dtype, out.dtype, labels.dtype
-    chosen = constants(*types, vocab, access, cap, smoothing > 0, "gradients")
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "gradients", 0, _dtype(weights))
     threads, slack = chosen["THREADS"], access.ragged * (access.lanes - 1)
     blocks = labels.size * -(-(vocab + slack) // (threads * access.lanes))
     kernel = load("cross_entropy.cu", "cross_entropy_backward", logits, chosen)
     kernel[blocks, threads](
-        dloss, dlse, logits, labels, lse, out, ignore, smoothing, z_loss, softcap or 0
+        *(dloss, dlse, logits, labels, weights, lse, out),
+        *(ignore, smoothing, z_loss, softcap or 0),
     )
 
 
@@ -141,16 +156,18 @@ def launch_both(
     out: Array,
 ) -> None:
     """Write the loss to loss and the gradient of the logits to out, which may be the logits."""
-    ignore, smoothing, z_loss, softcap = options
+    ignore, smoothing, z_loss, softcap, weights = options
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits, out), softcap is not None
     types, shared = (logits.dtype, out.dtype, labels.dtype), limits(logits).shared
-    chosen = constants(*types, vocab, access, cap, smoothing > 0, "both", shared)
+    chosen = constants(
+        *(*types, vocab, access, cap, smoothing > 0, "both", shared, _dtype(weights))
+    )
     threads = chosen["THREADS"]
     blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
     stored_bytes = chosen["STORED"] * threads * access.lanes * logits.dtype.itemsize
     kernel = load("cross_entropy.cu", "cross_entropy_over_", logits, chosen)
     kernel[blocks, threads, stored_bytes](
-        *(logits, labels, dloss, out, loss, faults.record(logits), REPORTER, labels.size),
+        *(logits, labels, weights, dloss, out, loss, faults.record(logits), REPORTER, labels.size),
         *(scale, ignore, smoothing, z_loss, softcap or 0),
     )

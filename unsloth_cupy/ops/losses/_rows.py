@@ -1,6 +1,8 @@
 """Cross entropy and its gradient in NumPy, a few rows at a time.
 
 loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2
+     = (1 - smoothing) * w[label] * (lse - z[label]) + smoothing * mean(w * (lse - z))
+       + z_loss * lse**2 with weights w of the classes
 lse = log(sum(exp(z)))        z = softcap * tanh(logits / softcap), or the logits
 """
 
@@ -25,6 +27,7 @@ class Options(NamedTuple):
     smoothing: float
     z_loss: float
     softcap: float | None
+    class_weights: Array | None = None
 
 
 def check_options(
@@ -105,22 +108,31 @@ def _capped(logits: Array, softcap: float | None) -> tuple[Array, Array | None]:
 
 def _losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
     """Return the loss and lse of some rows."""
-    ignore, smoothing, z_loss, softcap = options
+    ignore, smoothing, z_loss, softcap, weights = options
     if not logits.size:
         loss = np.zeros_like(logits, shape=labels.shape)
         return loss, np.full_like(loss, -np.inf)
     z, _ = _capped(logits, softcap)
     labelled = labels != ignore
-    target = np.take_along_axis(z, np.where(labelled, labels, 0)[:, None], axis=-1)[:, 0]
-    if smoothing:
+    targets = np.where(labelled, labels, 0)
+    target = np.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
+    if smoothing and weights is None:
         target = (1 - smoothing) * target + smoothing * z.mean(axis=-1)
     top = finite(z.max(axis=-1))
+    below, share = top - target, np.ones_like(top)  # lse - target loses digits if both are large
+    if weights is not None:
+        weights = weights.astype(z.dtype)
+        of_label = (1 - smoothing) * weights[targets]
+        below, share = of_label * below, of_label
+        if smoothing:
+            below += smoothing * (weights * (top[:, None] - z)).mean(axis=-1)
+            share = share + smoothing * weights.mean()
     exponentials = np.subtract(z, top[:, None], out=None if softcap is None else z)
     np.exp(exponentials, out=exponentials)
     with np.errstate(divide="ignore"):  # if all logits of a row are -inf, its lse is log(0)
         log = np.log(exponentials.sum(axis=-1))
     lse = log + top
-    loss = finite(log) + (top - target)  # lse - target would lose digits if both are large
+    loss = share * finite(log) + below
     if z_loss:
         loss = loss + z_loss * finite(lse) ** 2
     return np.where(labelled, loss, 0), lse
@@ -136,21 +148,25 @@ def _logit_gradients(
     out: Array,
 ) -> None:
     """Write the gradient of the logits of some rows to out."""
-    ignore, smoothing, z_loss, softcap = options
+    ignore, smoothing, z_loss, softcap, weights = options
     if not logits.size:
         return
     z, tanh = _capped(logits, softcap)
     labelled, lse = labels != ignore, finite(lse)
     dloss = np.where(labelled, dloss, 0)
-    weight = dloss * (1 + 2 * z_loss * lse)
+    targets, share = np.where(labelled, labels, 0), np.ones_like(dloss)
+    of_all = of_label = share[:1]
+    if weights is not None:
+        of_all, of_label = weights.astype(z.dtype), weights.astype(z.dtype)[targets]
+        share = (1 - smoothing) * of_label + smoothing * of_all.mean()
+    weight = dloss * (share + 2 * z_loss * lse)
     weight = weight if dlse is None else weight + dlse
     np.subtract(z, lse[:, None], out=out)
     np.exp(out, out=out)
     out *= weight[:, None]
     if smoothing:
-        out -= (dloss * (smoothing / logits.shape[-1]))[:, None]
-    targets = np.where(labelled, labels, 0)
-    out[np.arange(labels.size, like=targets), targets] -= (1 - smoothing) * dloss
+        out -= (dloss * (smoothing / logits.shape[-1]))[:, None] * of_all
+    out[np.arange(labels.size, like=targets), targets] -= (1 - smoothing) * dloss * of_label
     if tanh is not None:
         np.square(tanh, out=tanh)
         out *= np.subtract(1, tanh, out=tanh)  # the derivative of the cap

@@ -13,7 +13,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ._launch import launch_gradients, launch_losses
+from ._launch import launch_gradients, launch_losses, refuses
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -25,11 +25,14 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    class_weights: Array | None = None,
 ) -> Array:
     """Return the cross entropy of each row, ``-log(softmax(z)[label])`` without further options.
 
     ``loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2``,
-    with ``lse = log(sum(exp(z)))`` and ``z = softcap * tanh(logits / softcap)``.
+    with ``lse = log(sum(exp(z)))`` and ``z = softcap * tanh(logits / softcap)``.  With weights w
+    of the classes it is ``(1 - smoothing) * w[label] * (lse - z[label])
+    + smoothing * mean(w * (lse - z)) + z_loss * lse**2``.
 
     Parameters
     ----------
@@ -46,6 +49,9 @@ def cross_entropy(
         Weight of the term ``lse**2``, which keeps logits near 0.
     softcap : float, optional
         Bound of the absolute values of z; None for no bound.
+    class_weights : (vocab,) dtype of logits or float32, optional
+        Factor of the loss of each class, as ``weight`` of torch; the mean of torch is
+        ``loss.sum() / class_weights[labels].sum()`` over the rows that count.  A constant.
 
     Returns
     -------
@@ -76,26 +82,31 @@ def cross_entropy(
     >>> np.testing.assert_allclose(logits, dlogits, atol=1e-7)
     """
     return cross_entropy_forward(
-        logits, labels, ignore=ignore, smoothing=smoothing, z_loss=z_loss, softcap=softcap
-    )[0]
+        logits, labels, class_weights=class_weights, ignore=ignore, smoothing=smoothing,
+        z_loss=z_loss, softcap=softcap,
+    )[0]  # fmt: skip
 
 
 @op(
-    "logits(*rows, vocab), labels(*rows): int -> loss(*rows): stat, lse(*rows): stat",
+    "logits(*rows, vocab), labels(*rows): int, class_weights?(vocab): table"
+    " -> loss(*rows): stat, lse(*rows): stat",
     autocast="float32",
-    torch=lambda nn, t, o: nn.cross_entropy(t["logits"], t["labels"], reduction="none"),
+    torch=lambda nn, t, o: nn.cross_entropy(
+        t["logits"], t["labels"], t.get("class_weights"), reduction="none"
+    ),
 )
 def cross_entropy_forward(
     logits: Array,
     labels: Array,
     *,
+    class_weights: Array | None = None,
     ignore: int = -100,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Return the loss of cross_entropy, and lse, which the backward op needs."""
-    options = Options(ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap, class_weights)
     check_labels("cross_entropy", labels, ignore, logits.shape[-1])
     return losses(logits, labels, options)
 
@@ -107,8 +118,11 @@ def _launch(
     **options: Any,
 ) -> tuple[Array, Array]:
     """Return loss and lse from the kernel."""
+    chosen = Options(**options)
+    if refuses(chosen):
+        return NotImplemented
     loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
-    launch_losses(logits, labels, Options(**options), loss, lse)
+    launch_losses(logits, labels, chosen, loss, lse)
     return loss, lse
 
 
@@ -138,8 +152,11 @@ def _launch_backward(
     **options: Any,
 ) -> tuple[Array, None]:
     """Return the gradient of the logits from the kernel."""
+    chosen = Options(**options)
+    if refuses(chosen):
+        return NotImplemented
     dlogits = empty(logits.shape, logits.dtype, like=logits)
-    launch_gradients(logits, labels, lse, dloss, dlse, Options(**options), dlogits)
+    launch_gradients(logits, labels, lse, dloss, dlse, chosen, dlogits)
     return dlogits, None
 
 

@@ -15,7 +15,7 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.in_place import check_writable
-from ._launch import launch_both
+from ._launch import launch_both, refuses
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -28,6 +28,7 @@ def cross_entropy_(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    class_weights: Array | None = None,
 ) -> Array:
     """Return ``cross_entropy`` and write the gradient of the logits over the logits.
 
@@ -42,7 +43,7 @@ def cross_entropy_(
         Each in 0 .. vocab - 1, or equal to ignore.
     dloss : (*rows) float32, or float64 for float64 logits; or a number for all rows
         The gradient of each loss: ``1 / count`` for the mean of the losses.
-    ignore, smoothing, z_loss, softcap
+    ignore, smoothing, z_loss, softcap, class_weights
         As in ``cross_entropy``.
 
     Returns
@@ -66,6 +67,7 @@ def cross_entropy_(
         logits,
         labels,
         None if scalar else weights,
+        class_weights=class_weights,
         scale=float(weights) if scalar else 1.0,
         ignore=ignore,
         smoothing=smoothing,
@@ -75,7 +77,8 @@ def cross_entropy_(
 
 
 @op(
-    "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat -> loss(*rows): stat",
+    "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat,"
+    " class_weights?(vocab): table -> loss(*rows): stat",
     widen=False,  # the gradient would go to the widened copy, not to the logits
     no_gradient="it returns a gradient, and changes arrays that a tape would save",
     traffic=lambda a: 2 * a["logits"].nbytes + a["labels"].nbytes + a["loss"].nbytes,
@@ -85,6 +88,7 @@ def cross_entropy_over_(
     labels: Array,
     dloss: Array | None = None,
     *,
+    class_weights: Array | None = None,
     scale: float = 1.0,
     ignore: int = -100,
     smoothing: float = 0.0,
@@ -92,7 +96,7 @@ def cross_entropy_over_(
     softcap: float | None = None,
 ) -> Array:
     """Return the loss, and write the gradient over the logits."""
-    options = Options(ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap, class_weights)
     check_labels("cross_entropy_", labels, ignore, logits.shape[-1])
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     loss, lse = losses(wide, labels, options)
@@ -113,10 +117,13 @@ def _launch(
     **options: Any,
 ) -> Array:
     """Return the loss from the kernel, which writes the gradient over the logits."""
+    chosen = Options(**options)
+    if refuses(chosen):
+        return NotImplemented
     labels, dloss = contiguous(labels), None if dloss is None else contiguous(dloss)
     rows = contiguous(logits)  # the logits themselves if they are contiguous
     loss = empty(labels.shape, np.float32, like=logits)
-    launch_both(rows, labels, dloss, scale, Options(**options), loss, out=rows)
+    launch_both(rows, labels, dloss, scale, chosen, loss, out=rows)
     if rows is not logits:
         logits[...] = rows
     return loss

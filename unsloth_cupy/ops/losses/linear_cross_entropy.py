@@ -15,7 +15,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.checks import check_wanted
 from ._head import check_max_bytes, chunks, gradients
-from ._launch import launch_gradients, launch_losses
+from ._launch import launch_gradients, launch_losses, refuses
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -28,6 +28,7 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    class_weights: Array | None = None,
     max_bytes: int | None = None,
 ) -> Array:
     """Return ``cross_entropy(linear(x, weight), labels)`` without storing the full logits.
@@ -40,7 +41,7 @@ def linear_cross_entropy(
         The output head; its gradient is accumulated in float32.
     labels : (*rows) int32 or int64
         Each in 0 .. vocab - 1, or equal to ignore.
-    ignore, smoothing, z_loss, softcap
+    ignore, smoothing, z_loss, softcap, class_weights
         As in ``cross_entropy``.
     max_bytes : int, optional
         Limit of the memory for a chunk of logits and their gradient, 512 MiB by default; a chunk
@@ -82,6 +83,7 @@ def linear_cross_entropy(
         x,
         weight,
         labels,
+        class_weights=class_weights,
         ignore=ignore,
         smoothing=smoothing,
         z_loss=z_loss,
@@ -91,11 +93,11 @@ def linear_cross_entropy(
 
 
 @op(
-    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int"
+    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, class_weights?(vocab): table"
     " -> loss(*rows): stat, lse(*rows): stat",
     widen=False,  # products take 16-bit operands as they are
     torch=lambda nn, t, o: nn.cross_entropy(
-        nn.linear(t["x"], t["weight"]), t["labels"], reduction="none"
+        nn.linear(t["x"], t["weight"]), t["labels"], t.get("class_weights"), reduction="none"
     ),
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
@@ -104,6 +106,7 @@ def linear_cross_entropy_forward(
     weight: Array,
     labels: Array,
     *,
+    class_weights: Array | None = None,
     ignore: int = -100,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -111,7 +114,7 @@ def linear_cross_entropy_forward(
     max_bytes: int | None = None,
 ) -> tuple[Array, Array]:
     """Return the loss of linear_cross_entropy, and lse, which the backward op needs."""
-    options = Options(ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap, class_weights)
     check_labels("linear_cross_entropy", labels, ignore, len(weight))
     flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
     loss, lse = (np.empty_like(x, wide, shape=flat.shape) for _ in range(2))
@@ -129,10 +132,13 @@ def _launch(
     **options: Any,
 ) -> tuple[Array, Array]:
     """Return loss and lse: cuBLAS computes a chunk of logits, a kernel its losses."""
+    chosen = Options(**options)
+    if refuses(chosen):
+        return NotImplemented
     loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
     flat, loss_rows, lse_rows = contiguous(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
     for part, logits in chunks(x, weight, max_bytes):
-        launch_losses(logits, flat[part], Options(**options), loss_rows[part], lse_rows[part])
+        launch_losses(logits, flat[part], chosen, loss_rows[part], lse_rows[part])
     return loss, lse
 
 
@@ -175,12 +181,15 @@ def _launch_backward(
     **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
     """Return dx and dweight, with the gradient of each chunk of logits from the kernel."""
+    chosen = Options(**options)
+    if refuses(chosen):
+        return NotImplemented
     labels, lse, dloss = (contiguous(array).reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else contiguous(dlse).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
-        launch_gradients(logits, *inputs, Options(**options), out)
+        launch_gradients(logits, *inputs, chosen, out)
 
     own_buffer = x.dtype != FLOAT32
     return *gradients(x, weight, max_bytes, write, own_buffer=own_buffer, wanted=wanted), None

@@ -16,12 +16,13 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
 from ._head import check_max_bytes, gradients
-from ._launch import launch_both
+from ._launch import launch_both, refuses
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
 @op(
-    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat"
+    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat,"
+    " class_weights?(vocab): table"
     " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
     widen=False,  # products take 16-bit operands as they are
     operations=lambda a: (
@@ -38,6 +39,7 @@ def linear_cross_entropy_gradients(
     labels: Array,
     dloss: Array | None = None,
     *,
+    class_weights: Array | None = None,
     scale: float = 1.0,
     ignore: int = -100,
     smoothing: float = 0.0,
@@ -56,7 +58,7 @@ def linear_cross_entropy_gradients(
         The gradient of each loss before scale; 1 by default.
     scale : float
         Factor of dloss: ``1 / count`` for the mean of the losses.
-    ignore, smoothing, z_loss, softcap, max_bytes
+    class_weights, ignore, smoothing, z_loss, softcap, max_bytes
         As in ``linear_cross_entropy``.
     wanted : set of str, optional
         Which gradients to compute; the other is None.  ``{"x"}`` for a frozen head, ``{"weight"}``
@@ -76,7 +78,7 @@ def linear_cross_entropy_gradients(
     RangeError, ConfigError, ShapeError, DTypeError
         As ``linear_cross_entropy``.
     """
-    options = Options(ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap, class_weights)
     check_labels("linear_cross_entropy_gradients", labels, ignore, len(weight))
     flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
     loss = np.empty_like(x, wide, shape=flat.shape)
@@ -102,12 +104,15 @@ def _launch(
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
     """Return loss, dx and dweight, with both results for each chunk from one kernel."""
+    chosen = Options(**options)
+    if refuses(chosen):
+        return NotImplemented
     loss, flat = empty(labels.shape, np.float32, like=x), contiguous(labels).reshape(-1)
     loss_rows, dloss = loss.reshape(-1), None if dloss is None else contiguous(dloss).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         weights = None if dloss is None else dloss[part]
-        launch_both(logits, flat[part], weights, scale, Options(**options), loss_rows[part], out)
+        launch_both(logits, flat[part], weights, scale, chosen, loss_rows[part], out)
 
     own_buffer = x.dtype != FLOAT32
     dx, dweight = gradients(x, weight, max_bytes, write, own_buffer=own_buffer, wanted=wanted)

@@ -125,7 +125,7 @@ def refusal(architecture: int, nvrtc: Any) -> str:
     if architecture in nvrtc.getSupportedArchs():
         return ""
     version = ".".join(map(str, nvrtc.getVersion()))
-    return f"NVRTC {version} does not compile for sm_{architecture}, this GPU; install a newer one"
+    return f"NVRTC {version} does not compile for sm_{architecture}; install a newer one"
 
 
 def _writable(place: Path) -> bool:

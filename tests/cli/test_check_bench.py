@@ -15,7 +15,7 @@ import pytest
 from unsloth_cupy import machine
 from unsloth_cupy.bench import attention_shapes, cases, judge, report, stopwatch, timing
 from unsloth_cupy.bench.cases import Call, Scale, chosen, draw, forward_ops
-from unsloth_cupy.cli import bench
+from unsloth_cupy.cli import bench, progress
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.call import bind
@@ -158,6 +158,19 @@ def test_what_check_draws_overflows_no_op(name: str) -> None:
     for output, array in call.run().items():
         if array.dtype.kind == "f":
             assert np.isfinite(array).all(), output
+
+
+@pytest.mark.parametrize(("command", "doing"), [("check", "checking"), ("bench", "timing")])
+def test_in_a_pipe_a_command_says_what_it_is_at(
+    command: str, doing: str, no_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error, before it works and from time to time."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    result = run(command, "scale", "add")
+    assert result.stderr.splitlines() == [f"{doing} 1 of 2: scale", f"{doing} 2 of 2: add"]
+    assert doing not in result.stdout
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
+    assert len(run(command, "scale", "add").stderr.splitlines()) == 1
 
 
 def inaccurate(x: Any, *, factor: float) -> Any:
@@ -324,7 +337,7 @@ def test_bench_keeps_what_it_has_after_each_op(
         return times(op, *args)
 
     monkeypatch.setattr(bench, "timed", dies_at_the_second)
-    assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 1
+    assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 130
     assert json.loads(numbers.read_text())["ops"] == ["scale"]
     assert "| `scale` | 32 x 24 | float32 | " in page.read_text()
 

@@ -29,7 +29,7 @@ LIMITS = {
     "memory": 900,
     "finetune": 2100,
     "bench": 800,
-    "profiling": 900,
+    "profiling": 920,
     "cli": 1050,
     "modules": 350,  # those beside the folders
 }

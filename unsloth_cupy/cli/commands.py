@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from .._starting import INTERRUPTED
 from .._version import __version__
 from ..errors import UnslothCupyError
 from ..finetune.naming import naming
@@ -42,6 +43,9 @@ class Commands(click.Group):
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
             raise click.ClickException(missing(error)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # click ends quietly when the reader of a pipe is gone
         except OSError as error:

@@ -16,6 +16,7 @@ from ..models.parse import parse
 from ..profiling import precompile as compilation
 from ..profiling.cards import Card, card_named
 from .options import FILE, QUANTIZE, option
+from .progress import progress
 
 
 @click.command()
@@ -84,7 +85,8 @@ def precompile(
         units = compilation.units_of(launches, card.architecture)
         kernels = len({(launch.kernel, launch.source) for launch in launches})
         start, seconds, compiled = time.perf_counter(), 0.0, 0
-        for unit in compilation.precompile(units, root, processes):
+        finished = compilation.precompile(units, root, processes)
+        for unit in progress(finished, len(units), "compiled", lambda each: each.unit.kernel):
             compiled, seconds = compiled + (unit.seconds > 0), seconds + unit.seconds
         wall = time.perf_counter() - start
         click.echo(

@@ -4,7 +4,7 @@ A block that is followed by a text block in its page keeps that one alone.
 """
 
 import contextlib
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -110,14 +110,16 @@ def setup(app: "Sphinx") -> dict[str, bool]:
 
 
 def main(page: str) -> None:
-    """Print what the blocks of a page print, as JSON: packages may be missing."""
-    printed: list[str] = []
-    run_blocks(
-        Path(page),
-        lambda name: importlib.util.find_spec(name) is None,
-        printed.append,
-    )
-    print(json.dumps(printed))
+    """Print what the blocks of a page print, as JSON, up to one whose package is missing here."""
+    count, printed = len(blocks(Path(page).read_text(encoding="utf-8"))), list[str]()
+
+    def missing(package: str) -> bool:
+        importlib.import_module(package)
+        return False
+
+    with contextlib.suppress(ModuleNotFoundError):
+        run_blocks(Path(page), missing, printed.append)
+    print(json.dumps(printed + [""] * (count - len(printed))))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def start(
         signal.signal(signal.SIGINT, ignored)
 
 
-@pytest.mark.parametrize("after", ["unsloth_cupy._starting", "numpy", "unsloth_cupy.cli.check"])
+@pytest.mark.parametrize("after", ["unsloth_cupy.starting", "numpy", "unsloth_cupy.cli.check"])
 def test_control_c_while_a_command_imports(after: str) -> None:
     process = start("check", "rms_norm", python=("-X", "importtime"))
     assert process.stderr is not None

@@ -2,7 +2,7 @@
 
 import signal
 
-from .._starting import end
+from ..starting import end
 from .missing import missing
 
 

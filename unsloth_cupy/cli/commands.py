@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from .._starting import INTERRUPTED
 from .._version import __version__
 from ..errors import UnslothCupyError
 from ..finetune.naming import naming
 from ..finetune.ranks import prints_errors
+from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check
 from .explain import explain

@@ -1,4 +1,4 @@
-"""Sphinx configuration; the extensions ``collect.py`` and ``history.py`` generate pages."""
+"""Sphinx configuration; ``collect.py`` and ``history.py`` write pages, ``outputs.py`` runs them."""
 
 import gc
 import sys
@@ -23,6 +23,7 @@ extensions = [
     "myst_parser",
     "collect",
     "history",
+    "outputs",
 ]
 exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["colon_fence", "deflist"]

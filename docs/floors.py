@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from tests.house.test_floors import FLOORS, MODULES, PACKAGE, imports  # noqa: E402
 
 WIDE, HIGH, GAP, STEP = 270, 46, 22, 80  # a box's size; between boxes; from floor to floor
-LEFT_OUT = ("_version", "__main__")
+LEFT_OUT = ("_version", "__main__", "starting")
 INK, SOFT, PAPER = "#22272e", "#8b95a1", "#f4f6f8"
 STYLE = f"""
 <style>text{{font-family:sans-serif;fill:{INK};text-anchor:middle}}.name{{font-size:14px;font-weight:600}}

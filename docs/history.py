@@ -3,6 +3,7 @@
 The numbers are those in ``asv_benchmarks/results``; ``asv publish`` draws all of them.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -26,10 +27,10 @@ SITE = '<a href="../benchmarks/index.html">Every benchmark over all commits, as 
 PAGE = """\
 # History
 
-The costs of one call of each of {ops} ops with a kernel, summed: launches, allocations and bytes
-allocated on sm_90, Python opcodes of a replayed call, sectors of global memory and passes over
-shared memory on the emulator, and instructions of the loops that kernels spend their time in. All
-are counted, not timed, so the numbers are exact; fewer is better.
+The costs of one call of each of the {ops} ops with a kernel that all these commits have, summed:
+launches, allocations and bytes allocated on sm_90, Python opcodes of a replayed call, sectors of
+global memory and passes over shared memory on the emulator, and instructions of the loops that
+kernels spend their time in. All are counted, not timed, so the numbers are exact; fewer is better.
 [What a call costs, exactly](../performance.md#what-a-call-costs-exactly) explains how they are
 counted.
 
@@ -65,25 +66,28 @@ def kept() -> list[dict[str, Any]]:
     return sorted(exact, key=lambda each: each["date"])
 
 
-def cost(result: dict[str, Any], name: str) -> str:
-    """Return a cost at a commit as text; a dash if it was not counted."""
-    values = result["results"].get(EXACT + name)
-    return f"{values[0][0]:,}" if values else "-"
+def by_op(result: dict[str, Any], name: str) -> dict[str, int]:
+    """Return a cost at a commit, by the ops that have it there."""
+    values, (ops,), *_ = result["results"][EXACT + name]
+    pairs = zip(ops, values or [None] * len(ops), strict=True)
+    return {ast.literal_eval(op): int(value) for op, value in pairs if value is not None}
 
 
 def page() -> str:
     """Return the text of history/index.md."""
     costs = kept()
+    everywhere = set.intersection(*({*by_op(each, "launches")} for each in costs))
     head = ["commit", *COLUMNS]
     rows = [f"| {' | '.join(head)} |", f"|---|{'---:|' * len(COLUMNS)}"]
     for each in costs:
-        cells = [f"`{each['commit_hash'][:8]}`", *(cost(each, name) for name in COLUMNS)]
+        sums = [sum(by_op(each, name)[op] for op in everywhere) for name in COLUMNS]
+        cells = [f"`{each['commit_hash'][:8]}`", *(f"{number:,}" for number in sums)]
         rows.append(f"| {' | '.join(cells)} |")
     reason = missing()
     site = f"These pages do not include asv's site of all benchmarks: {reason}."
     if reason is None:
         site = f"```{{raw}} html\n<p>{SITE}.</p>\n```"
-    return PAGE.format(ops=cost(costs[-1], "ops"), rows="\n".join(rows), site=site)
+    return PAGE.format(ops=len(everywhere), rows="\n".join(rows), site=site)
 
 
 def publish(folder: Path) -> None:

@@ -120,6 +120,10 @@ def draw_memory(path: Path) -> None:
     draw_timeline(path, plan_memory(LLAMA_1B | {"num_hidden_layers": 6}, **sizes), title)
 
 
+DRAWN = ("a100", "a100 40gb", "a10", "rtx 3090", "rtx 4090", "l4", "l40s", "h100", "h200", "b200")
+DRAWN += ("rtx 5090",)
+
+
 def floors(card: str) -> dict[str, float]:
     """Return the least possible milliseconds of a forward and backward pass on a card, by part."""
     config = parse(LLAMA_1B)
@@ -141,7 +145,7 @@ def floors(card: str) -> dict[str, float]:
 
 def draw_floors(path: Path) -> None:
     """Draw a lower bound of the time of a forward and backward pass on each card: a prediction."""
-    bounds = {CARDS[card].name: floors(card) for card in CARDS}
+    bounds = {CARDS[card].name: floors(card) for card in DRAWN}
     names = sorted(bounds, key=lambda name: -sum(bounds[name].values()))
     picture = figure(8, 4.6)
     axes = picture.add_subplot()

@@ -1,5 +1,6 @@
 """Fast CUDA kernels for transformers, each next to its NumPy definition."""
 
+from . import starting as starting  # before all that takes time
 from . import interop as interop
 from . import losses as losses
 from ._version import __version__ as __version__

@@ -1,5 +1,6 @@
-"""Time of attention compared with torch's on the same arrays, and memory of long sequences."""
+"""Time of attention at known shapes and beside torch's, and memory of long sequences."""
 
+import functools
 import statistics
 import time
 import tracemalloc
@@ -8,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_cupy import attention
+from unsloth_cupy import attention, attention_backward, attention_forward
+from unsloth_cupy.bench.attention_shapes import SHAPES
 
 HEADS, DIM = 8, 64
 ROUNDS = 9
@@ -25,6 +27,28 @@ def seconds(call: Callable[[], Any]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
+
+
+class Shapes:
+    """Seconds of the processor for causal attention at the five shapes of ``bench attention``."""
+
+    version, timer = "1", time.process_time
+    repeat, warmup_time = (5, 20, 0.5), 0.05
+    params = ([shape.name for shape in SHAPES], ["forward", "backward"])
+    param_names = ("shape", "direction")
+    timeout = 120
+
+    def setup(self, name: str, direction: str) -> None:
+        """Draw q, k and v; for backward, run forward once."""
+        shape = next(shape for shape in SHAPES if shape.name == name)
+        size = (4, shape.batch, shape.tokens, shape.heads, shape.dim)
+        *qkv, dout = np.random.default_rng(0).standard_normal(size, np.float32)
+        self.call = functools.partial(attention_forward, *qkv, causal=True)
+        if direction == "backward":
+            self.call = functools.partial(attention_backward, dout, *qkv, *self.call(), causal=True)
+
+    def time_attention(self, name: str, direction: str) -> None:
+        self.call()
 
 
 class AgainstTorch:

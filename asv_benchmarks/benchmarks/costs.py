@@ -1,70 +1,66 @@
-"""Exact costs of calls, summed over the ops with a kernel: counted, not timed.
+"""Exact costs of a call of each op with a kernel: counted, not timed.
 
-``tests/code/costs.toml`` has the numbers of each op.
+The numbers are those of ``tests/code/costs.toml`` at the commit, which its tests compare with new
+counts: bfloat16 calls on sm_90; sectors and passes are of smaller arrays, on the emulator.
 """
 
-from collections.abc import Callable
+import functools
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
 
-from tests.code import budget, costs, sass
-from tests.machines.cuda_on_cpu import missing
-
-NAMES = costs.with_kernels()
-NAN = float("nan")  # asv shows no value for it
-Counts = dict[str, list[list[float]]]
+TABLE = Path("tests", "code", "costs.toml")
+HERE = Path(__file__).parents[2]
 
 
-def uncounted() -> set[str]:
-    """Return the benchmarks that are NaN here, as g++, NVRTC or the disassembler is missing."""
-    lacking = {"track_sectors", "track_passes"} if missing() is not None else set()
-    try:
-        sass.nvdisasm()
-    except LookupError:
-        return lacking | {"track_instructions"}
-    return lacking if budget.missing() is None else lacking | {"track_instructions"}
+@functools.cache
+def table() -> dict[str, Any]:
+    """Return the costs by op: of the commit that asv has checked out beside its environment."""
+    built = Path(sys.prefix, "project", TABLE)
+    path = built if built.exists() else HERE / TABLE
+    lines: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["calls"]["ops"]
+    return lines
 
 
 class Costs:
-    """Of bfloat16 calls on sm_90; sectors and passes are of smaller arrays, on the emulator."""
+    """One value an op, as a sum over ops changes with their number."""
 
-    version, unit = "1", "of all ops"
-    timeout = 300
+    version, unit = "2", "of a call"
+    params = (sorted(tomllib.loads((HERE / TABLE).read_text(encoding="utf-8"))["calls"]["ops"]),)
+    param_names = ("op",)
 
-    def setup_cache(self) -> Counts:
-        """Count once for all benchmarks of the class."""
-        moved: Callable[[str], list[float]] = costs.moved
-        loops: Callable[[str, str], list[float]] = costs.loops
-        if "track_sectors" in uncounted():
-            moved = lambda name: [NAN] * 4  # noqa: E731
-        if "track_instructions" in uncounted():
-            loops = lambda name, arch: [NAN]  # noqa: E731
-        return {
-            "loops": [loops(name, "90") for name in NAMES],
-            "planned": [costs.planned(name, "90") for name in NAMES],
-            "opcodes": [[costs.opcodes(name)] for name in NAMES],
-            "moved": [moved(name) for name in NAMES],
-        }
+    def setup(self, op: str) -> None:
+        """Find the line of the op; not every commit has it."""
+        if op not in table():
+            raise NotImplementedError(f"{op} is not an op of this commit")
+        self.line = table()[op]
 
-    def track_ops(self, counts: Counts) -> float:
-        return len(counts["planned"])
+    def on_sm90(self, loops: bool = False) -> list[int]:
+        """Return launches, allocations and bytes on sm_90, or the instructions of loops."""
+        keys = {key: key.split() for key in self.line if ("loops" in key) == loops}
+        (numbers,) = (self.line[key] for key, words in keys.items() if "90" in words)
+        return list(numbers)
 
-    def track_launches(self, counts: Counts) -> float:
-        return sum(numbers[0] for numbers in counts["planned"])
+    def track_launches(self, op: str) -> int:
+        return self.on_sm90()[0]
 
-    def track_allocations(self, counts: Counts) -> float:
-        return sum(numbers[1] for numbers in counts["planned"])
+    def track_allocations(self, op: str) -> int:
+        return self.on_sm90()[1]
 
-    def track_bytes(self, counts: Counts) -> float:
-        return sum(numbers[2] for numbers in counts["planned"])
+    def track_bytes(self, op: str) -> int:
+        return self.on_sm90()[2]
 
-    def track_opcodes(self, counts: Counts) -> float:
-        return sum(numbers[0] for numbers in counts["opcodes"])
+    def track_opcodes(self, op: str) -> int:
+        opcodes: int = self.line["opcodes"]
+        return opcodes
 
-    def track_sectors(self, counts: Counts) -> float:
-        return sum(sum(numbers[:2]) for numbers in counts["moved"])
+    def track_sectors(self, op: str) -> int:
+        return sum(self.line["moved"][:2])
 
-    def track_instructions(self, counts: Counts) -> float:
+    def track_passes(self, op: str) -> int:
+        return sum(self.line["moved"][2:])
+
+    def track_instructions(self, op: str) -> int:
         """Of the loops that kernels spend their time in."""
-        return sum(sum(numbers) for numbers in counts["loops"])
-
-    def track_passes(self, counts: Counts) -> float:
-        return sum(sum(numbers[2:]) for numbers in counts["moved"])
+        return sum(self.on_sm90(loops=True))

@@ -2,7 +2,7 @@
 
     cd asv_benchmarks && python -m benchmarks.quantized
 
-prints the table of docs/guide/quantization.md.  Times are CPU time of all threads; dense and
+prints the tables of docs/guide/quantization.md.  Times are CPU time of all threads; dense and
 quantized calls alternate, and the result is the median of the ratios of neighbouring calls.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_cupy import linear, linear_backward
+from unsloth_cupy import Ternary, linear, linear_backward, ternary_linear
 from unsloth_cupy.models.quantized import KINDS, error_of
 
 from .savings import median_ratio, ratios
@@ -112,6 +112,49 @@ def peak(run: Callable[[], Any], result: int) -> int:
     return max(1, beyond)
 
 
+@functools.cache
+def sparse(percent: int) -> Ternary:
+    """Return a ternary weight with this percentage of zeros."""
+    rng = np.random.default_rng(2)
+    codes = rng.choice(np.array([-1, 1], np.int8), (SIZE, SIZE))
+    codes[rng.random((SIZE, SIZE)) < percent / 100] = 0
+    return Ternary.from_codes(codes, np.float32(0.02))
+
+
+class Zeros:
+    """Seconds of ``ternary_linear`` of few rows by a weight with this percentage of zeros."""
+
+    version = "1"
+    params = ([50, 80, 90, 95, 99], [1, 4])
+    param_names = ("percent", "rows")
+
+    def setup(self, percent: int, rows: int) -> None:
+        """Create the weight and the rows, and call once, which may build the sparse form."""
+        self.weight, self.rows = sparse(percent), rows_of(rows)
+        ternary_linear(self.rows, self.weight)
+
+    def time_product(self, percent: int, rows: int) -> None:
+        """Compute the product."""
+        ternary_linear(self.rows, self.weight)
+
+
+def zeros_row(percent: int) -> list[str]:
+    """Return the cells of the row of a percentage of zeros."""
+    weight, cells = sparse(percent), []
+    whole = weight.dequantize()
+    for rows in Zeros.params[1]:
+        x = rows_of(int(rows))
+        calls = (functools.partial(linear, x, whole), functools.partial(ternary_linear, x, weight))
+        cells.append(f"{median_ratio(ratios(*calls)):.2f}")
+    stored = [weight.nbytes, *(a.nbytes for part in weight.sparse_parts or () for a in parts(part))]
+    return [f"{percent} %", *cells, f"{8 * sum(stored) / whole.size:.1f}"]
+
+
+def parts(csr: Any) -> tuple[Any, ...]:
+    """Return the arrays of a CSR array."""
+    return csr.data, csr.indices, csr.indptr
+
+
 def row_of(kind: str) -> list[str]:
     """Return the cells of a kind's row in the table."""
     codes, bench, back = weight(kind), Weight(), functools.partial(linear_backward, bias=None)
@@ -128,11 +171,14 @@ def row_of(kind: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     print("| kind | bits a value | lost | 1 row | 16 rows | 512 rows | dx of 512 | beyond y |")
     print("|---|---|---|---|---|---|---|---|")
     for kind in KINDS:
         print(f"| {' | '.join(row_of(kind))} |", flush=True)
+    print("\n| zeros | 1 row | 4 rows | bits a value |\n|---|---|---|---|")
+    for percent in Zeros.params[0]:
+        print(f"| {' | '.join(zeros_row(percent))} |", flush=True)
 
 
 if __name__ == "__main__":

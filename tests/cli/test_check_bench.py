@@ -12,15 +12,17 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import attention, machine
+from unsloth_cupy import machine
 from unsloth_cupy.bench import attention_shapes, cases, judge, report, stopwatch, timing
 from unsloth_cupy.bench.cases import Call, Scale, chosen, draw, forward_ops
-from unsloth_cupy.cli import bench
+from unsloth_cupy.cli import bench, progress
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.call import bind
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
+
+from ..machines import stand_in
 
 SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
 FULL = judge.SCALE  # what a user gets
@@ -156,6 +158,19 @@ def test_what_check_draws_overflows_no_op(name: str) -> None:
     for output, array in call.run().items():
         if array.dtype.kind == "f":
             assert np.isfinite(array).all(), output
+
+
+@pytest.mark.parametrize(("command", "doing"), [("check", "checking"), ("bench", "timing")])
+def test_in_a_pipe_a_command_says_what_it_is_at(
+    command: str, doing: str, no_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error, before it works and from time to time."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    result = run(command, "scale", "add")
+    assert result.stderr.splitlines() == [f"{doing} 1 of 2: scale", f"{doing} 2 of 2: add"]
+    assert doing not in result.stdout
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
+    assert len(run(command, "scale", "add").stderr.splitlines()) == 1
 
 
 def inaccurate(x: Any, *, factor: float) -> Any:
@@ -322,7 +337,7 @@ def test_bench_keeps_what_it_has_after_each_op(
         return times(op, *args)
 
     monkeypatch.setattr(bench, "timed", dies_at_the_second)
-    assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 1
+    assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 130
     assert json.loads(numbers.read_text())["ops"] == ["scale"]
     assert "| `scale` | 32 x 24 | float32 | " in page.read_text()
 
@@ -441,6 +456,7 @@ def test_a_ratio_above_one_is_a_faster_one() -> None:
     row = {
         "op": "scale", "dtype": "float32", "size": [4], "microseconds": 2.0, "gb_per_s": 1.0,
         "of_copy": 1.0, "of_roofline": 1.0, "ran_as": "kernel on Fake 9", "peers": {"torch": 6.0},
+        "percentiles": {name: {"p25": 1.5, "p75": 6.5} for name in ("unsloth_cupy", "torch")},
     }  # fmt: skip
     facts = {
         "machine": {"gpu": "Fake 9"}, "date": "2026-01-01", "commit": None, "versions": {},
@@ -449,7 +465,7 @@ def test_a_ratio_above_one_is_a_faster_one() -> None:
     shape = {
         "name": "tiny", "batch": 1, "heads": 1, "tokens": 1, "dim": 1, "causal": True,
         "direction": "forward", "tflop_per_s": 1.0, "bytes": {"unsloth_cupy": 1},
-        "microseconds": {"unsloth_cupy": 2.0, "torch": 6.0},
+        "microseconds": {"unsloth_cupy": 2.0, "torch": 6.0}, "percentiles": row["percentiles"],
     }  # fmt: skip
     tables = (
         report.table(facts | {"rows": [row]}),
@@ -458,6 +474,8 @@ def test_a_ratio_above_one_is_a_faster_one() -> None:
     for made in tables:
         column = next(c for c in made.columns if c.header == "times as fast as torch")
         assert [*column.cells] == ["3.00x"]
+        column = next(c for c in made.columns if c.header == "time (quartiles)")
+        assert [*column.cells] == ["2.0 us (1.5-6.5)"]
     block = report._block({"scale": {"facts": facts, "rows": [row]}})
     assert "| times as fast as the best peer |" in block
     assert "| 3.00x (torch) |" in block
@@ -509,15 +527,21 @@ def test_attention_at_known_shapes(
     more = ["--peers"] if peers else []
     result = run("bench", "attention", "--json", numbers, "--plot", picture, *more)
     assert result.exit_code == 0, result.output
-    for text in ("tiny 2 x 4 x 8 x 64", "small 2 x 4 x 64 x 64", "a GPU goes on to 32k"):
-        assert text in result.output
+    said = re.sub(r"[\s│]+", " ", result.output)
+    for text in ("tiny 2 x 4 x 8 x 64", "both passes", "a GPU goes on to 32k"):
+        assert text in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(numbers.read_text())["attention"]
     assert len(rows) == 4 * 2 * 2
     for row in rows:
         backward = row["direction"] == "backward"
-        peer = (["torch"] if peers else []) + ([] if backward else ["unfused"])
-        assert sorted(row["microseconds"]) == sorted([*peer, "unsloth_cupy"])
+        peer = ["torch"] if peers else []
+        names = sorted([*peer, "unfused", "unsloth_cupy"])
+        assert sorted(row["microseconds"]) == sorted(row["percentiles"]) == names
+        for name, spread in row["percentiles"].items():
+            assert [*spread] == ["p5", "p25", "p75", "p95"]
+            assert spread["p25"] <= row["microseconds"][name] <= spread["p75"]
+        assert row["bytes"].keys() == {"unfused", "unsloth_cupy"}
         work = 4 * row["batch"] * row["heads"] * row["tokens"] ** 2 * row["dim"]
         work *= (2.5 if backward else 1) * (0.5 if row["causal"] else 1)
         per_second = work / row["microseconds"]["unsloth_cupy"] / 1e6
@@ -525,7 +549,50 @@ def test_attention_at_known_shapes(
 
 
 def test_the_unfused_chain_is_attention() -> None:
-    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))
+    *qkv, dout = np.random.default_rng(0).standard_normal((4, 2, 9, 2, 4))
     for causal in (False, True):
-        actual = attention_shapes.unfused(q, k, v, causal)
-        np.testing.assert_allclose(actual, attention(q, k, v, causal=causal), rtol=1e-12)
+        results = []
+        for forward, gradients in attention_shapes.CHAINS.values():
+            outputs = forward(*qkv, causal=causal)
+            results.append((outputs[0], *gradients(dout, *qkv, *outputs, causal=causal)[:3]))
+        for actual, expected in zip(*results, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_one_pool_counts_the_fused_and_the_unfused_call_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By sizes: the fused call has no matrix of (queries, keys); both launch kernels."""
+    monkeypatch.setattr(attention_shapes, "SHAPES", (attention_shapes.Shape("one", 1, 4, 512, 64),))
+    monkeypatch.setattr(attention_shapes, "DEVICE_GRID", ())
+    attention_shapes._hidden.cache_clear()
+    with stand_in.gpu("90", devices=1) as made:
+        made.strict = False  # the mask is sent
+        rng = types.SimpleNamespace(standard_normal=made.array)
+        random = types.SimpleNamespace(default_rng=lambda seed: rng)
+        monkeypatch.setattr(sys.modules["cupy"], "random", random, raising=False)
+        clock = stopwatch.HostClock()
+        rows = [*attention_shapes.shape_rows(clock, True, False)]
+        ran = {launch.kernel for launch in made.launches}
+    attention_shapes._hidden.cache_clear()
+    assert {"attention_forward", "softmax", "softmax_backward"} <= ran
+    scores = 4 * 512 * 512 * 2
+    for row in rows:
+        fused, unfused = (row["bytes"][name] for name in ("unsloth_cupy", "unfused"))
+        assert row["microseconds"].keys() == row["bytes"].keys()
+        assert unfused >= 2 * scores, "scores and weights"
+        assert fused < 0.3 * unfused, row["direction"]
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any, **__: Any) -> Any:
+        raise MemoryError("scores")
+
+    ours = attention_shapes.CHAINS["unsloth_cupy"]
+    monkeypatch.setitem(attention_shapes.CHAINS, "unfused", (too_large, too_large))
+    arrays = tuple(np.ones((3, 1, 8, 2, 8), np.float32))
+    calls, sizes = attention_shapes.own_calls(arrays, arrays[0], True, True)
+    assert calls.keys() == sizes.keys() == {"unsloth_cupy"}
+    monkeypatch.setitem(attention_shapes.CHAINS, "unsloth_cupy", (too_large, ours[1]))
+    with pytest.raises(MemoryError, match="scores"):
+        attention_shapes.own_calls(arrays, arrays[0], True, True)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -59,8 +59,10 @@ def run(*arguments: object, given: str | bytes = "") -> click.testing.Result:
         return click.testing.CliRunner().invoke(group, [str(a) for a in arguments], input=given)
 
 
-def start(*arguments: object, stdin: int | None = None) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "unsloth_cupy", *map(str, arguments)]
+def start(
+    *arguments: object, stdin: int | None = None, python: Sequence[str] = ()
+) -> "subprocess.Popen[str]":
+    command = [sys.executable, *python, "-m", "unsloth_cupy", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"PYTHONIOENCODING": "utf-8"}
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a background job
@@ -71,6 +73,19 @@ def start(*arguments: object, stdin: int | None = None) -> "subprocess.Popen[str
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, ignored)
+
+
+@pytest.mark.parametrize("after", ["unsloth_cupy.starting", "numpy", "unsloth_cupy.cli.check"])
+def test_control_c_while_a_command_imports(after: str) -> None:
+    process = start("check", "rms_norm", python=("-X", "importtime"))
+    assert process.stderr is not None
+    for line in process.stderr:  # a line for each module that is imported
+        if line.split("|")[-1].strip() == after:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT), errors
+    assert "Traceback" not in errors
 
 
 def wait_for_lines(log: Path, count: int, process: "subprocess.Popen[str]") -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import TestCase
 
@@ -12,13 +13,16 @@ import pytest
 
 from unsloth_cupy import attention, explain, linear, models, nf4_quantize, rms_norm, shape, softmax
 from unsloth_cupy.cli.commands import group
+from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import target
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.finetune.run_folder import config_file
 from unsloth_cupy.profiling import explanation, watch
-from unsloth_cupy.profiling.cards import CARDS, card_of
+from unsloth_cupy.profiling.binary import occupancy
+from unsloth_cupy.profiling.cards import CARDS, PROCESSORS, SHARED, card_here, card_of
 
 from ..code import budget
 from ..harness.tracked import tracked
@@ -137,6 +141,67 @@ def test_cards_have_launches(name: str) -> None:
     assert explain(attention, *[heads(128)] * 3, device=name.upper()).steps[0].launches
 
 
+SPELLINGS = {
+    "rtx 4090": ("RTX 4090", "rtx-4090", "RTX_4090", "4090", "NVIDIA GeForce RTX 4090"),
+    "rtx 4070 ti super": ("rtx4070tisuper", "4070 Ti Super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
+    "rtx 3090 ti": ("rtx3090ti", "RTX 3090Ti 24GB"),
+    "rtx a6000": ("A6000", "rtxa6000", "NVIDIA RTX A6000"),
+    "rtx 6000 ada": ("rtx6000ada", "NVIDIA RTX 6000 Ada Generation"),
+    "rtx pro 6000": ("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+    "a100": ("A100-SXM4-80GB", "A100 80 GB"),
+    "a100 40gb": ("NVIDIA A100-PCIE-40GB", "a10040gb"),
+    "h100": ("NVIDIA H100 80GB HBM3", "h100-sxm5"),
+    "h100 pcie": ("NVIDIA H100 PCIe",),
+    "gh200": ("NVIDIA GH200 480GB",),
+    "dgx spark": ("DGX Spark", "NVIDIA GB10"),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_card_is_known_in_any_spelling(name: str) -> None:
+    spelt = (name, name.upper(), name.replace(" ", "-"), name.replace(" ", ""), *SPELLINGS[name])
+    assert {each: card_of(each) for each in spelt} == dict.fromkeys(spelt, CARDS[name])
+
+
+@pytest.mark.parametrize("name", ["sm_103", "SM103", "10.3", "compute_103", "sm_103a"])
+def test_an_architecture_is_known_in_any_spelling(name: str) -> None:
+    assert card_of(name).architecture == 103
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+def test_every_architecture_has_tiles_and_an_occupancy(architecture: int) -> None:
+    (step,) = explain(attention, *[heads(128)] * 3, device=f"sm_{architecture}").steps
+    assert step.launches[0].shared <= SHARED[architecture] << 10
+    assert occupancy(architecture, 128, step.launches[0].shared, 128) > 0
+    assert PROCESSORS[architecture] >= max(
+        card.processors for card in CARDS.values() if card.architecture == architecture
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "processors", "bandwidth"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 108, 1555),
+        ("NVIDIA GeForce RTX 4090", 128, 1008),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 132, None),
+        ("NVIDIA H100 80GB HBM3", 16, None),
+    ],
+)
+def test_rates_are_those_of_the_whole_card(
+    name: str, processors: int, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a GPU for laptops, nor of a slice, which bear the name too."""
+    capability = {"A": 80, "G": 89, "H": 90}[name.split()[1][0]]
+    runtime = SimpleNamespace(getDeviceProperties=lambda _: {"name": name.encode()})
+    there = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(core_gpu, "cupy", lambda: there)
+    monkeypatch.setattr(core_gpu, "limits_of", lambda _: Limits(capability, 1, processors))
+    actual = card_here(0)
+    assert (actual.name, actual.processors) == (name, processors)
+    assert actual.bandwidth == bandwidth
+
+
 def test_a_card_may_be_stated() -> None:
     x = shape((1024, 1024), "float32")
     stated = {"architecture": 86, "bandwidth": 1000, "products": 100, "products32": 10}
@@ -152,8 +217,14 @@ def test_a_card_may_be_stated() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: explain(softmax, np.ones(4), device="h900"), "choose from a100"),
-        (lambda: explain(softmax, np.ones(4), device="sm_70"), "architecture is not one of 80"),
+        (lambda: explain(softmax, np.ones(4), device="h900"), "'h900'; did you mean h200, h100"),
+        (lambda: explain(softmax, np.ones(4), device="mainframe"), "choose from a100"),
+        (lambda: explain(softmax, np.ones(4), device="sm_70"), "need sm_80 or newer, and sm_70"),
+        (
+            lambda: explain(softmax, np.ones(4), device="Tesla T4"),
+            "80 or newer, and Tesla T4 is sm_75",
+        ),
+        (lambda: explain(softmax, np.ones(4), device="rtx 2080Ti"), "and rtx 2080Ti is sm_75"),
         (lambda: explain(softmax, np.ones(4), device={"bandwidth": 1}), "architecture is not one"),
         (lambda: explain(softmax, np.ones(4), device={"speed": 1}), "speed is not among name"),
         (

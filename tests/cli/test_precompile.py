@@ -379,8 +379,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         ((), "this machine has no GPU; name one, as --arch sm_90"),
-        (("--arch", "sm_70"), "--arch 'sm_70': 'sm_70' is not an architecture; choose from a100"),
-        (("--arch", "h100,x"), "--arch 'h100,x': 'x' is not an architecture; choose from a100"),
+        (("--arch", "T4"), "--arch 'T4': kernels need sm_80 or newer, and T4 is sm_75"),
+        (("--arch", "h100,x"), "--arch 'h100,x': no GPU is known as 'x'; choose from a100"),
+        (("--arch", "h100,rtx4099"), "no GPU is known as 'rtx4099'; did you mean rtx 4090"),
         (("--arch", "sm_90", "--tokens", "0"), "is not a list of positive integers"),
         (("--arch", "sm_90", "--batch", "x"), "is not a list of positive integers"),
         (("--arch", "sm_90", "--tokens", "256"), "config.json: "),
@@ -397,3 +398,19 @@ def test_what_makes_no_sense_is_named(
     result = run(config, *arguments)
     assert result.exit_code == 1
     assert said in result.output
+
+
+@pytest.mark.skipif(budget.missing() is not None, reason=str(budget.missing()))
+def test_what_this_compiler_lacks_is_refused_before_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    import cupy
+
+    known = cupy.cuda.nvrtc.getSupportedArchs
+    monkeypatch.setattr(
+        cupy.cuda.nvrtc, "getSupportedArchs", lambda: [a for a in known() if a != 121]
+    )
+    result = run(tmp_path, "--arch", "dgx spark")
+    assert result.exit_code == 1
+    assert "does not compile for sm_121; install a newer one" in result.output

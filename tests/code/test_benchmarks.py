@@ -5,7 +5,6 @@ import importlib
 import inspect
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +15,12 @@ from unsloth_cupy.bench.cases import Scale
 
 from ..harness.sampling import Sample
 from ..harness.tracked import ROOT, tracked
+from . import costs_file
 
 FOLDER = ROOT / "asv_benchmarks"
 BENCHMARKS = tracked("asv_benchmarks/benchmarks/*.py")
 MODULES = [path.stem for path in BENCHMARKS if not path.stem.startswith("_")]
 SMALLER = {
-    **{"NAMES": ["softmax", "attention_forward"]},  # test_costs.py has all
     **{"ROUNDS": 1, "LAYERS": 2, "TOKENS": 64, "ROWS": 128, "SIZE": 128},
     "Scale": functools.partial(Scale, tokens=64, hidden=128, inner=256, vocab=1024),
 }
@@ -66,16 +65,19 @@ def test_what_each_run_rewrites_is_not_kept() -> None:
     assert "asv machine --yes\nasv run" in page
 
 
-def test_exact_costs_have_a_history() -> None:
-    """Results of everything that asv tracks, of ten commits at least, without machine paths."""
+def test_costs_and_times_have_a_history() -> None:
+    """Results of ten commits at least, one value an op, without machine paths."""
     kept: Counter[str] = Counter()
     for path in tracked("asv_benchmarks/results/*/*-*.json"):
         text = path.read_text()
         assert "/tmp" not in text, path.name
         assert "/home" not in text, path.name
         results = json.loads(text)["results"]
-        kept.update(name for name, (value, *_) in results.items() if value and value[0])
+        kept.update(name for name, (values, *_) in results.items() if any(values or ()))
+        ops = [len(results[name][1][0]) for name in results if name.startswith("costs.")]
+        assert all(count > 60 for count in ops), path.name
     counted = [f"costs.Costs.{name}" for name in methods(SUITES["costs.Costs"])]
+    counted += ["ops.Time.time_call", "attention.Shapes.time_attention"]
     assert "costs.Costs.track_instructions" in counted
     assert {name: kept[name] for name in counted if kept[name] < 10} == {}
 
@@ -93,7 +95,6 @@ def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.Mon
         if hasattr(module, name):
             monkeypatch.setattr(module, name, least)
     bench: Any = suite()
-    lacking = getattr(module, "uncounted", set)()
     try:
         if hasattr(bench, "setup_cache"):
             values = (bench.setup_cache(), *values)
@@ -101,12 +102,37 @@ def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.Mon
             bench.setup(*values)
         for name in methods(suite):
             result = getattr(bench, name)(*values)
-            if name in lacking:
-                assert math.isnan(result), name
-            else:
-                assert name.startswith("time_") or result > 0 or "microseconds" in name
+            counted = suite.__name__ == "Costs" and result >= 0
+            assert name.startswith("time_") or result > 0 or counted or "microseconds" in name
     except NotImplementedError as error:  # asv's way to skip
         pytest.skip(str(error))
     finally:
         if hasattr(bench, "teardown"):  # what setup changed, of CuPy for one
             bench.teardown(*values)
+
+
+def test_costs_are_those_of_the_table() -> None:
+    """One value an op, of sm_90."""
+    suite: Any = SUITES["costs.Costs"]
+    bench, ops = suite(), suite.params[0]
+    assert sorted(costs_file.read("calls")["ops"]) == ops
+    for op in ops:
+        bench.setup(op)
+        line = costs_file.read("calls")["ops"][op]
+        numbers = next(line[key] for key in line if "90" in key.split() and key[0].isdigit())
+        assert [bench.track_launches(op), bench.track_allocations(op)] == numbers[:2]
+        assert bench.track_instructions(op) == sum(
+            next(line[key] for key in line if key.startswith("loops") and "90" in key.split())
+        )
+    with pytest.raises(NotImplementedError, match="no_such_op"):
+        bench.setup("no_such_op")
+
+
+def test_the_package_that_asv_installs_is_measured() -> None:
+    """Not the checkout around the benchmarks, and by one wheel: its own."""
+    settings = json.loads((FOLDER / "asv.conf.json").read_text())
+    (command,) = settings["build_command"]
+    assert "--no-deps" in command
+    source = (FOLDER / "benchmarks" / "__init__.py").read_text()
+    assert "sys.path.append(" in source
+    assert "sys.path.insert(" not in source

@@ -219,8 +219,8 @@ def test_a_target_is_used_inside_its_block_only() -> None:
     ("capability", "compiler", "says"),
     [
         ("75", (12, 9), "kernels need a GPU of sm_80 or newer; this one is sm_75"),
-        ("100", (12, 7), "NVRTC 12.7 does not compile for sm_100, this GPU; install a newer one"),
-        ("103", (12, 8), "NVRTC 12.8 does not compile for sm_103, this GPU; install a newer one"),
+        ("100", (12, 7), "NVRTC 12.7 does not compile for sm_100; install a newer one"),
+        ("103", (12, 8), "NVRTC 12.8 does not compile for sm_103; install a newer one"),
         ("103", (12, 9), None),
         ("90", (12, 0), None),
     ],

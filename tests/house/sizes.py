@@ -29,8 +29,8 @@ LIMITS = {
     "models": 3900,
     "memory": 980,
     "finetune": 2350,
-    "bench": 800,
-    "profiling": 900,
+    "bench": 850,
+    "profiling": 960,
     "cli": 1200,
     "modules": 480,
 }

@@ -6,6 +6,7 @@ import functools
 import html
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,54 +24,13 @@ from unsloth_cupy.core.op import OPS
 from ..code.compilers import NEWEST, OLDEST
 from ..harness.tracked import ROOT, tracked
 from ..machines.cuda_on_cpu import missing
+from ..parallel.ranks import MPIEXEC, THREADS, needs_mpi
 
 DOCS = ROOT / "docs"
 EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ipynb")
 PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
 
 LARGE = {"numba"}  # tests/interop/test_stacks.py runs what needs it
-
-
-def blocks(page: Path) -> list[str]:
-    """Return the Python code of a page, each block at its line number in the page."""
-    text = page.read_text(encoding="utf-8")
-    matches = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
-    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in matches]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
-def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a page share their names, as for a reader who runs them in order."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    if any("cuda_on_cpu" in block for block in blocks(page)) and (reason := missing()):
-        pytest.skip(reason)
-    for block in blocks(page):
-        needs = re.search(r"^# needs (\w+)$", block, re.M)
-        if needs and needs[1] in LARGE:
-            continue
-        if needs:
-            pytest.importorskip(needs[1], reason=f"needs the extra `peers` ({needs[1]})")
-        exec(compile(block, str(page), "exec"), names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
-def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    command = [sys.executable, "-W", "error", str(example)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
-
-
-@pytest.fixture(scope="module")
-def collect() -> Any:
-    """The module that writes the API pages."""
-    pytest.importorskip("sphinx", reason="needs the extra `docs`")
-    return loaded("collect")
 
 
 def loaded(name: str) -> Any:
@@ -81,6 +41,112 @@ def loaded(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+outputs = loaded("outputs")
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the Python code of a page, each block at its line number in the page."""
+    return outputs.blocks(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page share their names, as for a reader who runs them in order."""
+    monkeypatch.chdir(tmp_path)
+    if any(outputs.EMULATOR in block for block in blocks(page)) and (reason := missing()):
+        pytest.skip(reason)
+
+    def left_out(package: str) -> bool:
+        if package not in LARGE:
+            pytest.importorskip(package, reason=f"needs the extra `peers` ({package})")
+        return package in LARGE
+
+    outputs.run_blocks(page, left_out)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    done = outputs.run_example(example, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+def test_the_page_of_examples_has_all_of_them() -> None:
+    page = (DOCS / "guide" / "examples.md").read_text()
+    included = re.findall(r"^```\{literalinclude\} \.\./examples/(.*)$", page, re.M)
+    assert sorted(included) == [path.name for path in EXAMPLES]
+    assert sorted(outputs.INCLUDED.findall(page)) == sorted(included)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/guide/examples.md" in readme
+
+
+PAGE = """\
+# A page
+
+```python
+x = 2
+print("out", x)
+```
+
+```python
+# needs nothing_like_this
+print("left out")
+```
+
+```python
+print(x + 1)
+```
+
+```text
+by hand
+```
+
+```python
+assert x == 2
+```
+
+```{literalinclude} ../examples/simple_attention.py
+:language: python
+```
+"""
+
+
+def test_outputs_stand_under_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(outputs, "_of_example", lambda name: f"<{name}>\n")
+    actual = outputs.shown(PAGE, page)
+    expected = PAGE.replace("x)\n```\n", "x)\n```\n\n```text\nout 2\n```\n")
+    assert actual == f"{expected}<simple_attention.py>\n"
+    assert [*tmp_path.iterdir()] == [page]
+
+
+@needs_mpi
+def test_the_page_on_many_devices_runs_in_two_ranks(tmp_path: Path) -> None:
+    """With the communicator that its first block names for mpiexec."""
+    page = DOCS / "guide" / "many-devices.md"
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks(page)).replace("SingleComm", "MpiComm"))
+    assert "MpiCommunicator()  # one process; use MpiCommunicator() under mpiexec" in (
+        program.read_text()
+    )
+    command = [MPIEXEC, "-n", "2", sys.executable, "-W", "error", str(program)]
+    env = os.environ | THREADS | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def collect() -> Any:
+    """The module that writes the API pages."""
+    pytest.importorskip("sphinx", reason="needs the extra `docs`")
+    return loaded("collect")
 
 
 def test_public_functions_have_an_example(collect: Any) -> None:
@@ -100,7 +166,6 @@ def test_public_functions_have_an_example(collect: Any) -> None:
     }
 
 
-@pytest.mark.slow
 def test_examples_of_the_api_run(
     collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +285,11 @@ def test_pages_build(collect: Any, tmp_path: Path) -> None:
     text = html.unescape(re.sub("<.*?>", "", pages))
     lines = {line for block in collect.examples().values() for line in block.splitlines()}
     assert sorted(line for line in lines if line not in text) == [], "an example is not shown"
+    shown = html.unescape(
+        re.sub("<.*?>", "", (tmp_path / "html" / "guide" / "examples.html").read_text())
+    )
+    for printed in ("after 3, 4, 5 comes [ 3  4  5", "the weights of both runs are equal: True"):
+        assert printed in shown, "an output of an example"
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
     assert kernels > {path.stem for path in tracked("kernels_cu/*.cu")}
     page = (tmp_path / "html" / "history" / "index.html").read_text()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import create
+from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.config import FULL, SLIDING
 from unsloth_cupy.models.parse import parse
 
@@ -197,3 +197,32 @@ def published(model_type, sizes, **others):
 )
 def test_parameters_of_published_models(config, parameters):
     assert sum(math.prod(shape) for shape in parse(config).shapes().values()) == parameters
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_window"])
+def test_as_many_parameters_as_in_transformers(family: str) -> None:
+    """Tied ones once."""
+    pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `peers`")
+    config = transformers.AutoConfig.from_pretrained(GOLDEN / family)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    ours = create(json.loads((GOLDEN / family / "config.json").read_text()), seed=0)
+    assert ours.num_parameters() == ours.num_parameters(only_trainable=True)
+    assert ours.num_parameters() == theirs.num_parameters()
+
+
+def test_a_model_says_what_it_is() -> None:
+    model = create(SIZES | {"model_type": "llama"}, seed=0, dtype="bfloat16")
+    count, text = model.num_parameters(), repr(model)
+    for said in ("Transformer llama: ", "bfloat16 on cpu", f" {count:,} parameters"):
+        assert said in text
+    assert f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, " in text
+    assert "weights" not in text
+    quantize(model, "fp4", least=0)
+    assert "fp4 weights" in repr(model)
+    assert 0 < model.num_parameters(only_trainable=True) < model.num_parameters() == count
+    model.add_adapter(2)
+    learned = sum(array.size for array in model.adapter.parameters.values())
+    assert model.num_parameters(only_trainable=True) == learned
+    assert model.num_parameters() == count + learned
+    assert f"adapter: {learned:,} parameters>" in repr(model)

@@ -259,6 +259,71 @@ def test_marks_are_there_where_they_pay() -> None:
         assert made.prune(2.0).marks.any() == 0
 
 
+def sparse(share: float, columns: int, per: str = "tensor", dtype: Any = np.float32) -> uc.Ternary:
+    """Return a weight with 40 outputs and this share of zeros."""
+    rng = np.random.default_rng(5)
+    held = np.zeros((40, columns), np.int8)
+    ones = rng.permutation(held.size)[: round(held.size * (1 - share))]
+    held.ravel()[ones] = rng.choice([-1, 1], len(ones))
+    group = 128 if per == "group" else None
+    shape = {"tensor": (), "row": (40, 1), "group": (40, -(-columns // 128))}[per]
+    return uc.Ternary.from_codes(held, rng.random(shape, np.float32), group=group, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("per", ["tensor", "row", "group"])
+@pytest.mark.parametrize("rows", [1, 4, 5, 16])
+def test_few_rows_of_a_sparse_weight(dtype: Any, per: str, rows: int) -> None:
+    """Two parts of columns and a last one; gradients are those of the dense weight."""
+    weight, bias = sparse(0.9, 2500, per), drawn(40, dtype=dtype)
+    x, dy = drawn(rows, 2500, dtype=dtype), drawn(rows, 40, dtype=dtype)
+    dense = weight.dequantize(np.float64)
+    tape = uc.Tape()
+    watched = tape.watch(x)
+    out = uc.ternary_linear(watched, weight, bias=bias)
+    plain = uc.linear(x, dense.astype(dtype), bias)
+    exact = x.astype(np.float64) @ dense.T + bias.astype(np.float64)
+    within_rule({"y": plain}, {"y": exact}, {"y": out.value})
+    (dx,) = tape.gradients(out, [watched], dy)
+    exact, plain = dy.astype(np.float64) @ dense, (dy @ dense.astype(dtype)).astype(dtype)
+    within_rule({"x": plain}, {"x": exact}, {"x": dx})
+    assert (weight.sparse_parts is not None) == (dtype != np.float64)
+
+
+def test_the_dense_values_of_a_sparse_weight_are_made_once(monkeypatch) -> None:
+    weight, x = sparse(0.95, 1500), drawn(2, 1500)
+    bytes_before, first = weight.nbytes, uc.ternary_linear(x, weight)
+    assert weight.nbytes == bytes_before == sum(a.nbytes for a in weight.held().values())
+    with monkeypatch.context() as patch:
+        patch.setattr(uc.Ternary, "_dense", None)
+        assert uc.ternary_linear(x, weight).tobytes() == first.tobytes()
+        assert uc.linear(x[:1], weight).tobytes() == first[:1].tobytes()
+    weight.set(3, 7, 1 - abs(int(weight.codes[3, 7])))
+    expected = x @ weight.dequantize().T
+    np.testing.assert_allclose(uc.ternary_linear(x, weight), expected, rtol=1e-4, atol=1e-5)
+    assert not np.array_equal(first[:, 3], expected[:, 3])
+
+
+@pytest.mark.parametrize(
+    ("share", "rows", "is_sparse"), [(0.89, 16, True), (0.87, 1, False), (0.95, 17, False)]
+)
+def test_a_sparse_form_is_there_where_it_pays(share: float, rows: int, is_sparse: bool) -> None:
+    weight = sparse(share, 256)
+    uc.ternary_linear(drawn(rows, 256), weight)
+    assert (weight.sparse_parts is not None) == is_sparse
+
+
+def test_zeros_of_a_sparse_weight_do_not_hide_infinities() -> None:
+    weight, x = sparse(0.95, 256), drawn(2, 256)
+    uc.ternary_linear(x, weight)
+    x[0, 5] = np.inf
+    with np.errstate(invalid="ignore"):
+        actual = uc.ternary_linear(x, weight)
+        expected = uc.linear(x, weight.dequantize())
+    np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
+    assert np.isnan(actual[0]).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
 def test_planes_are_read_once(int8: bool) -> None:

@@ -1,9 +1,10 @@
 """``bench attention``: times shapes and a grid of lengths, with torch and the unfused chain."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,16 @@ from ..core.dtypes import BFLOAT16, FLOAT32
 from ..core.gpu import cupy
 from ..machine import format_bytes
 from ..memory.pool import memory_pool
+from ..ops.activations.softmax import softmax, softmax_backward
 from ..ops.attention.attention import attention_backward, attention_forward
+from ..ops.linear.matmul import matmul, matmul_backward
 from ..pictures import INK, SOFT, save_picture
-from .report import OURS, headline, ratio, ratio_title
+from .report import OURS, TIME, headline, ratio, ratio_title, timed
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
 UNFUSED = "unfused"
+LESS = f"less memory than {UNFUSED}"
 
 
 class Shape(NamedTuple):
@@ -50,49 +54,98 @@ DEVICE_GRID = tuple(
     for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768)
     for rest in ((16, tokens, 128),)
 )
+MEMORY_LINE = "memory: of a forward pass; in rows of backward, of both passes"
 GRID_LINE = "grid: 512 to 2048 tokens, as these are NumPy definitions; a GPU goes on to 32k"
 
 
 def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
-    """Time every shape, causal and full, forward and backward."""
+    """Time every shape, causal and full, forward and backward.
+
+    Bytes are those of a forward pass, or of both passes, with all that stays between them; CuPy's
+    pool, or tracemalloc, counts the fused and the unfused computation alike.
+    """
     dtype = BFLOAT16 if on_gpu else FLOAT32
     for shape in (*SHAPES, *(DEVICE_GRID if on_gpu else HOST_GRID)):
         rng = (cupy() if on_gpu else np).random.default_rng(0)
         size = (shape.batch, shape.tokens, shape.heads, shape.dim)
-        q, k, v, dout = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(4))
-        for causal in (True, False):
-            out, lse = attention_forward(q, k, v, causal=causal)
-            ours = (
-                partial(attention_forward, q, k, v, causal=causal),
-                partial(attention_backward, dout, q, k, v, out, lse, causal=causal),
-            )
-            for backward, call in enumerate(ours):
-                calls: Calls = {OURS: call}
-                if not (on_gpu or backward):
-                    calls[UNFUSED] = partial(unfused, q, k, v, causal)
-                if peers:
-                    calls |= torch_calls((q, k, v), dout, causal, bool(backward), on_gpu)
-                seconds, runs = clock([*calls.values()])
-                operations = shape.operations(causal, bool(backward))
-                yield shape._asdict() | {
-                    "dtype": dtype.name,
-                    "causal": causal,
-                    "direction": "backward" if backward else "forward",
-                    "runs": runs,
-                    "microseconds": dict(zip(calls, (s * 1e6 for s in seconds), strict=True)),
-                    "tflop_per_s": operations / seconds[0] / 1e12,
-                    "bytes": {name: held(calls[name]) for name in (OURS, UNFUSED) if name in calls},
-                }
+        *qkv, dout = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(4))
+        for causal, backward in itertools.product((True, False), (False, True)):
+            calls, held_bytes = own_calls(tuple(qkv), dout, causal, backward)
+            if peers:
+                calls |= torch_calls(tuple(qkv), dout, causal, backward, on_gpu)
+            seconds, runs = clock([*calls.values()])
+            operations = shape.operations(causal, backward)
+            yield shape._asdict() | {
+                "dtype": dtype.name,
+                "causal": causal,
+                "direction": "backward" if backward else "forward",
+                "runs": runs,
+                "microseconds": dict(zip(calls, (s * 1e6 for s in seconds), strict=True)),
+                "percentiles": dict(zip(calls, (s.percentiles for s in seconds), strict=True)),
+                "tflop_per_s": operations / seconds[0] / 1e12,
+                "bytes": held_bytes,
+            }
 
 
-def unfused(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Return attention computed with whole matrices of scores, unfused: as three calls of NumPy."""
-    scores = q.transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1) / math.sqrt(q.shape[3])
+def own_calls(
+    arrays: tuple[Any, ...], dout: Any, causal: bool, backward: bool
+) -> tuple[Calls, dict[str, int]]:
+    """Return the library's fused and unfused calls by name, and the bytes that each needs.
+
+    The unfused one is missing if its matrices do not fit into memory.
+    """
+    calls: Calls = {}
+    sizes: dict[str, int] = {}
+    for name, (forward, gradients) in CHAINS.items():
+        first = partial(forward, *arrays, causal=causal)
+
+        def both(first: Any = first, gradients: Any = gradients) -> Any:
+            return gradients(dout, *arrays, *first(), causal=causal)
+
+        try:
+            first()
+            sizes[name] = held(both if backward else first)
+            rest = (dout, *arrays, *first()) if backward else arrays
+        except MemoryError:
+            if name == OURS:
+                raise
+            continue
+        calls[name] = partial(gradients if backward else forward, *rest, causal=causal)
+    return calls, sizes
+
+
+def unfused(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Any, Any]:
+    """Return attention as a chain of ops of the library, and its whole matrix of weights."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    scores = matmul(q, k.swapaxes(2, 3))
     if causal:
-        scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+        scores += _hidden(scores.shape[2], scores.dtype, type(q) is not np.ndarray)
+    weights = softmax(scores, scale=q.shape[3] ** -0.5)
+    return matmul(weights, v).transpose(0, 2, 1, 3), weights
+
+
+def unfused_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, weights: Any, *, causal: bool
+) -> tuple[Any, ...]:
+    """Return the gradients of q, k and v; hidden pairs have weight 0, and with it no gradient."""
+    dout, q, k, v = (x.transpose(0, 2, 1, 3) for x in (dout, q, k, v))
+    dweights, dv = matmul_backward(dout, weights, v)
+    dscores = softmax_backward(dweights, weights, scale=q.shape[3] ** -0.5)
+    dq, dk = matmul_backward(dscores, q, k.swapaxes(2, 3))
+    return tuple(x.transpose(0, 2, 1, 3) for x in (dq, dk.swapaxes(2, 3), dv))
+
+
+CHAINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    OURS: (attention_forward, attention_backward),
+    UNFUSED: (unfused, unfused_backward),
+}
+
+
+@lru_cache(maxsize=1)
+def _hidden(tokens: int, dtype: Any, on_gpu: bool) -> Any:
+    """Return the causal mask, 0 and -inf, which every layer of a model shares."""
+    mask = np.where(np.tri(tokens, dtype=bool), 0, -np.inf).astype(dtype)
+    return cupy().asarray(mask) if on_gpu else mask
 
 
 def torch_calls(
@@ -132,7 +185,7 @@ def torch_calls(
         backends = torch_attention.SDPBackend
         flash, cudnn = backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION
         methods = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
-        methods |= {UNFUSED: unfused_chain} if chain else {}
+        methods |= {"torch unfused": unfused_chain} if chain else {}
 
     def tried(method: Callable[[], Any]) -> Callable[[], Any] | None:
         try:
@@ -167,8 +220,8 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
     peers = [n for n in dict.fromkeys(n for row in rows for n in row["microseconds"]) if n != OURS]
     result = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
     ratios_of = [ratio_title(peer) for peer in peers]
-    folding = ("shape", "memory", *ratios_of)  # wrapped if the terminal is narrow
-    for title in ("shape", "", "", "time", "TFLOP/s", "memory", *ratios_of):
+    folding = ("shape", TIME, LESS, *ratios_of)  # wrapped if the terminal is narrow
+    for title in ("shape", "", "", TIME, "TFLOP/s", "memory", LESS, *ratios_of):
         result.add_column(
             title,
             justify="left" if title in ("shape", "") else "right",
@@ -179,20 +232,21 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
         sizes = " x ".join(str(row[name]) for name in ("batch", "heads", "tokens", "dim"))
         times = row["microseconds"]
         memory = format_bytes(row["bytes"][OURS])
-        if UNFUSED in row["bytes"] and row["bytes"][UNFUSED]:
-            memory += f" ({row['bytes'][OURS] / row['bytes'][UNFUSED]:.0%} of unfused)"
+        whole = row["bytes"].get(UNFUSED)
+        less = f"{1 - row['bytes'][OURS] / whole:.0%}" if whole else "-"
         ratios = [ratio(times[p], times[OURS]) if p in times else "-" for p in peers]
         result.add_row(
             f"{row['name']} {sizes}" if row["name"] != before else "",
             "causal" if row["causal"] else "full",
             row["direction"],
-            f"{times[OURS] / 1e3:.3f} ms",
+            timed(times[OURS], row["percentiles"][OURS]),
             f"{row['tflop_per_s']:.3g}",
             memory,
+            less,
             *ratios,
         )
         before = row["name"]
-    result.caption = None if on_gpu else GRID_LINE
+    result.caption = MEMORY_LINE if on_gpu else f"{MEMORY_LINE}\n{GRID_LINE}"
     result.caption_justify = "left"
     return result
 

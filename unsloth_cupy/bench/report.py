@@ -15,6 +15,7 @@ Report = dict[str, Any]
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 OURS = "unsloth_cupy"
+TIME, QUARTILES = "time (quartiles)", ("p25", "p75")
 COLOURS = {OURS: "#3b6fb6", "torch": "#d1495b", "torch.compile": "#e8a33d", "Liger": "#5a9a68"}
 
 
@@ -27,7 +28,7 @@ def table(report: Report) -> Any:
     result = Table(title_justify="left")
     for title in ("op", "dtype", "size", *(["ran as"] if on_gpu else [])):
         result.add_column(title, no_wrap=True)
-    for title in ("time", "GB/s", *(["of copy", "of roofline"] if on_gpu else [])):
+    for title in (TIME, "GB/s", *(["of copy", "of roofline"] if on_gpu else [])):
         result.add_column(title, justify="right")
     for peer in peers:
         result.add_column(f"time of {peer}", justify="right")
@@ -38,11 +39,15 @@ def table(report: Report) -> Any:
             result.add_section()
         cells = [row["op"] if before != row["op"] else "", row["dtype"], _size(row)]
         cells += [row["ran_as"].partition(" ")[0]] if on_gpu else []
-        cells += [_time(row["microseconds"]), _number(row["gb_per_s"])]
+        cells += [timed(row["microseconds"], row["percentiles"][OURS]), _number(row["gb_per_s"])]
         cells += [_share(row["of_copy"]), _share(row["of_roofline"])] if on_gpu else []
         for peer in peers:
             time = row["peers"].get(peer)
-            cells += [_time(time), ratio(time, row["microseconds"])] if time else ["-", "-"]
+            cells += (
+                [timed(time, row["percentiles"][peer]), ratio(time, row["microseconds"])]
+                if time
+                else ["-", "-"]
+            )
         result.add_row(*cells)
         before = row["op"]
     if on_gpu:
@@ -83,6 +88,13 @@ def _time(microseconds: float) -> str:
     if microseconds < 1e3:
         return f"{microseconds:.1f} us"
     return f"{microseconds / 1e3:.2f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.2f} s"
+
+
+def timed(microseconds: float, percentiles: dict[str, float]) -> str:
+    """Return a median with the quartiles in brackets, in its unit."""
+    unit = 1.0 if microseconds < 1e3 else 1e3 if microseconds < 1e6 else 1e6
+    low, high = (f"{percentiles[name] / unit:.{1 if unit == 1 else 2}f}" for name in QUARTILES)
+    return f"{_time(microseconds)} ({low}-{high})"
 
 
 def _number(value: float | None) -> str:

@@ -6,7 +6,7 @@ Contestants take turns, so that anything that slows the machine for a moment slo
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,12 +15,32 @@ from ..core.gpu import cupy
 
 Calls = Sequence[Callable[[], Any]]
 
+PERCENTILES = (5, 25, 75, 95)
 RUNS = 25
 HOST_SECONDS = 0.2  # for one contestant; slow calls run fewer times, but at least HOST_RUNS
 HOST_RUNS = 3
 FLUSH_BYTES = 512 << 20  # writing them takes 0.1 ms or more: the host queues the next call then
 COPY_BYTES = 1 << 30
 PRODUCT_ROWS = 8192  # 1.1 TFLOP: long enough for the GPU to reach the clock rate of long products
+
+
+class Seconds(float):
+    """The median of the times of a call's runs; ``runs`` has all of them."""
+
+    runs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[float]) -> Self:
+        """Return the median of these times."""
+        seconds = cls(median(runs))
+        seconds.runs = tuple(runs)
+        return seconds
+
+    @property
+    def percentiles(self) -> dict[str, float]:
+        """The percentiles of the runs, in microseconds: p25 and p75 are the quartiles."""
+        values = np.percentile(self.runs, PERCENTILES) * 1e6
+        return {f"p{share}": float(v) for share, v in zip(PERCENTILES, values, strict=True)}
 
 
 class HostClock:
@@ -31,8 +51,8 @@ class HostClock:
         f" than {HOST_SECONDS} s, at least {HOST_RUNS}; caches are not flushed"
     )
 
-    def __call__(self, calls: Calls) -> tuple[list[float], int]:
-        """Return the median seconds of each call, and the number of runs."""
+    def __call__(self, calls: Calls) -> tuple[list[Seconds], int]:
+        """Return the seconds of each call, and the number of runs."""
         for call in calls:
             call()
         times: list[list[float]] = []
@@ -44,7 +64,7 @@ class HostClock:
                 call()
                 row.append(perf_counter() - before)
             times.append(row)
-        return [median(column) for column in zip(*times, strict=True)], len(times)
+        return [Seconds.of(column) for column in zip(*times, strict=True)], len(times)
 
 
 class DeviceClock:
@@ -61,8 +81,8 @@ class DeviceClock:
         cache = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
         self.buffer = self.cupy.zeros(max(FLUSH_BYTES, 4 * cache) // 4, np.float32)
 
-    def __call__(self, calls: Calls) -> tuple[list[float], int]:
-        """Return the median seconds of each call, and the number of runs."""
+    def __call__(self, calls: Calls) -> tuple[list[Seconds], int]:
+        """Return the seconds of each call, and the number of runs."""
         event = self.cupy.cuda.Event
         for call in calls:
             for _ in range(3):
@@ -77,7 +97,7 @@ class DeviceClock:
                 stop.record()
             marks[-1][1].synchronize()
             times.append([self.cupy.cuda.get_elapsed_time(*pair) / 1e3 for pair in marks])
-        return [median(column) for column in zip(*times, strict=True)], RUNS
+        return [Seconds.of(column) for column in zip(*times, strict=True)], RUNS
 
     def copy_rate(self) -> float:
         """Return the bytes a second, read and written, of a large copy on the device."""

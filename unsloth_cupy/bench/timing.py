@@ -9,6 +9,7 @@ from ..core.dtypes import KERNEL_DTYPES
 from ..core.gpu import cupy
 from ..core.op import OPS, Op
 from .cases import Call, Scale, draw
+from .report import OURS
 
 HOST_SCALES = (
     Scale(tokens=128, hidden=256, inner=704, vocab=1024),
@@ -98,6 +99,9 @@ def _row(
         "operations": operations(call, outputs),
         "gb_per_s": moved / seconds[0] / 1e9 if moved else None,
         "peers": {name: s * 1e6 for name, s in zip(others, seconds[1:], strict=True)},
+        "percentiles": dict(
+            zip((OURS, *others), (each.percentiles for each in seconds), strict=True)
+        ),
     }, notes
 
 

@@ -1,8 +1,10 @@
 """The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan, export."""
 
 import os
+import signal
 import sys
 
+from ..starting import end
 from .missing import missing
 
 
@@ -15,4 +17,6 @@ def main() -> None:
         from .commands import group
     except ModuleNotFoundError as error:
         raise SystemExit(f"Error: {missing(error)}") from None
+    if signal.getsignal(signal.SIGINT) is end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     group(prog_name="unsloth-cupy")

@@ -22,6 +22,7 @@ from ..core.op import Op
 from ..errors import ConfigError
 from ..files import atomic_path
 from .options import FILE, NewFile, NewPicture
+from .progress import progress
 
 LIBRARIES = {
     "cupy": machine.CUPY,
@@ -55,9 +56,7 @@ def bench(
     ops are timed: on a GPU those that have a kernel, with device events; without a GPU the NumPy
     definitions, as wall time on the CPU.  Files are rewritten after each op.
     """
-    from rich.console import Console
     from rich.markup import escape
-    from rich.progress import track
 
     ops = chosen(*names)
     gpus, reason = machine.gpus()
@@ -88,7 +87,7 @@ def bench(
         "notes": [],
     }
     _write_report(report, numbers, None)
-    for each in track(ops, "timing", console=Console(stderr=True), transient=True):
+    for each in progress(ops, len(ops), "timing", lambda op: op.__name__):
         rows = []
         for row, notes in timed(each, clock, gpu, peers):
             rows.append(row | shares(row, report, clock))

@@ -5,6 +5,7 @@ import click
 from .. import machine
 from ..bench.cases import chosen, composed
 from ..bench.judge import judged
+from .progress import progress
 
 
 @click.command()
@@ -21,9 +22,7 @@ def check(ctx: click.Context, names: tuple[str, ...]) -> None:
     the dtype of the row. Where the definition itself is checked, it computes in float32, and
     plain is the definition in float64 of inputs that are off by 4 eps of float32.
     """
-    from rich.console import Console
     from rich.markup import escape
-    from rich.progress import track
     from rich.table import Table
 
     ops = chosen(*names)
@@ -38,7 +37,7 @@ def check(ctx: click.Context, names: tuple[str, ...]) -> None:
     gpu = gpus[0].name if gpus else None
     results = [
         result
-        for each in track(ops, "checking", console=Console(stderr=True), transient=True)
+        for each in progress(ops, len(ops), "checking", lambda op: op.__name__)
         for result in judged(each, gpu)
     ]
     table = Table()

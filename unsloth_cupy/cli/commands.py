@@ -12,6 +12,7 @@ from .._version import __version__
 from ..errors import UnslothCupyError, printable
 from ..finetune.naming import naming
 from ..finetune.ranks import prints_errors
+from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check
 from .explain import explain
@@ -60,6 +61,9 @@ class Commands(click.Group):
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
             raise click.ClickException(missing(error)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # click ends quietly when the reader of a pipe is gone
         except OSError as error:

@@ -7,21 +7,22 @@ from typing import Any
 import click
 
 from ..compiled import cache
-from ..core.gpu import count, limits_of
+from ..core.gpu import count, cupy, limits_of
 from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.limit import tokens_of
 from ..finetune.run_folder import config_file
 from ..models.parse import parse
 from ..profiling import precompile as compilation
-from ..profiling.cards import NAMES, Card, card_of
+from ..profiling.cards import Card, card_named
 from .echo import echo
 from .options import FILE, QUANTIZE, option
+from .progress import progress
 
 
 @click.command()
 @click.argument("config", type=FILE)
-@option("--arch", str, "sm_90,sm_86 or cards, as h200,rtx4090.  [default: this machine's GPU]")
+@option("--arch", str, "GPUs or architectures, as sm_90,rtx4090.  [default: this machine's GPU]")
 @option("--tokens", str, "Tokens in a row, as 512,2048.  [default: 2048, or all positions]")
 @option("--batch", str, "Rows, as 1,8.", "1")
 @option(
@@ -68,6 +69,8 @@ def precompile(
     root, rows_of = cache.folder(), numbers("--batch", batch)
     wanted: list[int | None] = [None] if tokens is None else [*numbers("--tokens", tokens)]
     for card in cards(arch):
+        if refused := cache.refusal(card.architecture, cupy().cuda.nvrtc):
+            raise ConfigError(f"precompile: {refused}")
         try:
             lengths = [tokens_of(each, parse(values).positions) for each in wanted]
             launches = [
@@ -83,7 +86,8 @@ def precompile(
         units = compilation.units_of(launches, card.architecture)
         kernels = len({(launch.kernel, launch.source) for launch in launches})
         start, seconds, compiled = time.perf_counter(), 0.0, 0
-        for unit in compilation.precompile(units, root, processes):
+        finished = compilation.precompile(units, root, processes)
+        for unit in progress(finished, len(units), "compiled", lambda each: each.unit.kernel):
             compiled, seconds = compiled + (unit.seconds > 0), seconds + unit.seconds
         wall = time.perf_counter() - start
         echo(
@@ -101,14 +105,10 @@ def cards(names: str | None) -> list[Card]:
             raise ConfigError("precompile: this machine has no GPU; name one, as --arch sm_90")
         here = limits_of(0)
         return [Card(f"sm_{here.architecture}", here.architecture, here.processors)]
-    result = []
-    for each in names.split(","):
-        try:
-            result.append(card_of(each))
-        except ConfigError:
-            problem = f"{each!r} is not an architecture; choose from {', '.join(NAMES)}"
-            raise ConfigError(f"--arch {names!r}: {problem}") from None
-    return result
+    try:
+        return [card_named(each.strip()) for each in names.split(",")]
+    except ConfigError as error:
+        raise ConfigError(f"--arch {names!r}: {error}") from None
 
 
 def numbers(name: str, text: str) -> list[int]:

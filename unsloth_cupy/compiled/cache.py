@@ -145,4 +145,4 @@ def refusal(architecture: int, nvrtc: Any) -> str:
     if architecture in nvrtc.getSupportedArchs():
         return ""
     version = ".".join(map(str, nvrtc.getVersion()))
-    return f"NVRTC {version} does not compile for sm_{architecture}, this GPU; install a newer one"
+    return f"NVRTC {version} does not compile for sm_{architecture}; install a newer one"

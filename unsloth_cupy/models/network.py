@@ -30,10 +30,11 @@ from .head import logits_of
 from .objective import TrainingStep, start_of_backward
 from .positions import Angles, check, places
 from .quantized_weights import trainable
+from .summary import Summary
 
 
 @on_gpu_of_attribute("table")
-class Network:
+class Network(Summary):
     """The blocks of a transformer between its embedding and its head.
 
     Attributes

@@ -1,9 +1,11 @@
 """GPUs by name: the properties that launches depend on, and rates from datasheets for floors."""
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..compiled.cache import OLDEST
 from ..core import gpu
 from ..core.call import is_number
 from ..core.target import Limits
@@ -34,62 +36,149 @@ class Card(NamedTuple):
 
 
 # KiB of shared memory of a block: CUDA C++ Programming Guide, table of compute capabilities.
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 # SMs of the largest GPU of each architecture: the default if only the architecture is known.
-PROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
-CARDS: Mapping[str, Card] = {
-    # NVIDIA A100 Tensor Core GPU datasheet: 2,039 and 1,555 GB/s, 312 and 19.5 TFLOPS
+PROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188, 121: 48}
+
+# NVIDIA's datasheets of each GPU: SMs, GB/s, TFLOP/s.  Rates stated with sparsity are halved, those
+# of a board with eight GPUs are divided by 8.
+SERVERS = {
     "a100": Card("A100 80GB", 80, 108, 2039, 312, 19.5),
-    "a10040gb": Card("A100 40GB", 80, 108, 1555, 312, 19.5),
-    # NVIDIA A10 datasheet: 600 GB/s, 125 and 31.2 TFLOPS
+    "a100 40gb": Card("A100 40GB", 80, 108, 1555, 312, 19.5),
+    "a100 80gb pcie": Card("A100 80GB PCIe", 80, 108, 1935, 312, 19.5),
+    "a30": Card("A30", 80, 56, 933, 165, 10.3),
+    "a40": Card("A40", 86, 84, 696, 149.7, 37.4),
     "a10": Card("A10", 86, 72, 600, 125, 31.2),
-    # NVIDIA Ampere GA102 whitepaper: 936 GB/s, 71 (float32 sums) and 35.6 TFLOPS
-    "rtx3090": Card("RTX 3090", 86, 82, 936, 71, 35.6),
-    # NVIDIA Ada GPU architecture whitepaper: 1,008 GB/s, 165.2 (float32 sums) and 82.6 TFLOPS
-    "rtx4090": Card("RTX 4090", 89, 128, 1008, 165.2, 82.6),
-    # NVIDIA L4 datasheet: 300 GB/s, 242 TFLOPS with sparsity, which is twice that without; 30.3
+    "a10g": Card("A10G", 86, 80, 600, 70, 35),
+    "agx orin": Card("Jetson AGX Orin", 87, 16, 204.8, 42.5, 5.3),
     "l4": Card("L4", 89, 58, 300, 121, 30.3),
-    # NVIDIA L40S datasheet: 864 GB/s, 362.05 and 91.6 TFLOPS
+    "l40": Card("L40", 89, 142, 864, 181.05, 90.5),
     "l40s": Card("L40S", 89, 142, 864, 362.05, 91.6),
-    # NVIDIA H100 datasheet, SXM: 3.35 TB/s, 1,979 TFLOPS with sparsity, 67
+    "h20": Card("H20", 90, 78, 4000, 148, 44),
     "h100": Card("H100 SXM", 90, 132, 3350, 989.5, 67),
-    # NVIDIA H200 datasheet, SXM: 4.8 TB/s, 1,979 TFLOPS with sparsity, 67
+    "h100 pcie": Card("H100 PCIe", 90, 114, 2000, 756, 51),
+    "h100 nvl": Card("H100 NVL", 90, 132, 3900, 835.5, 60),
     "h200": Card("H200", 90, 132, 4800, 989.5, 67),
-    # NVIDIA HGX B200 datasheet, an eighth of it: 8 TB/s, 4.5 PFLOPS with sparsity, 75
+    "h200 nvl": Card("H200 NVL", 90, 132, 4800, 835.5, 60),
+    "gh200": Card("GH200", 90, 132, 4000, 989.5, 67),
     "b200": Card("B200", 100, 148, 8000, 2250, 75),
-    # NVIDIA RTX Blackwell GPU architecture whitepaper: 1,792 GB/s, 209.5 (float32 sums), 104.8
-    "rtx5090": Card("RTX 5090", 120, 170, 1792, 209.5, 104.8),
+    "b300": Card("B300", 103, 148, 8000, 2250, 75),
+    "gb10": (spark := Card("GB10", 121, 48, 273)),  # no rate of 16-bit products is stated
+    "dgx spark": spark,
+}
+# Datasheets of the RTX workstation GPUs: a product of 16-bit floats runs at 4 times the rate of
+# float32, as is stated for float32 and for 8- or 4-bit floats.
+WORKSTATIONS = {
+    "rtx a4000": ("RTX A4000", 86, 48, 448, 19.2),
+    "rtx a5000": ("RTX A5000", 86, 64, 768, 27.8),
+    "rtx a6000": ("RTX A6000", 86, 84, 768, 38.7),
+    "rtx 6000 ada": ("RTX 6000 Ada", 89, 142, 960, 91.1),
+    "rtx pro 6000": ("RTX PRO 6000", 120, 188, 1792, 125),
+}
+# GeForce: the appendices of the whitepapers of Ampere GA102, Ada and RTX Blackwell, and NVIDIA's
+# pages of the later cards.  16-bit products with float32 sums run at twice the rate of float32.
+GEFORCE = {
+    "rtx 3060": ("RTX 3060", 86, 28, 360, 12.7),
+    "rtx 3060 ti": ("RTX 3060 Ti", 86, 38, 448, 16.2),
+    "rtx 3070": ("RTX 3070", 86, 46, 448, 20.3),
+    "rtx 3070 ti": ("RTX 3070 Ti", 86, 48, 608, 21.7),
+    "rtx 3080": ("RTX 3080", 86, 68, 760, 29.8),
+    "rtx 3080 12gb": ("RTX 3080 12GB", 86, 70, 912, 30.6),
+    "rtx 3080 ti": ("RTX 3080 Ti", 86, 80, 912, 34.1),
+    "rtx 3090": ("RTX 3090", 86, 82, 936, 35.6),
+    "rtx 3090 ti": ("RTX 3090 Ti", 86, 84, 1008, 40),
+    "rtx 4060": ("RTX 4060", 89, 24, 272, 15.1),
+    "rtx 4060 ti": ("RTX 4060 Ti", 89, 34, 288, 22.1),
+    "rtx 4070": ("RTX 4070", 89, 46, 504, 29.1),
+    "rtx 4070 super": ("RTX 4070 Super", 89, 56, 504, 35.5),
+    "rtx 4070 ti": ("RTX 4070 Ti", 89, 60, 504, 40.1),
+    "rtx 4070 ti super": ("RTX 4070 Ti Super", 89, 66, 672, 44.1),
+    "rtx 4080": ("RTX 4080", 89, 76, 716.8, 48.7),
+    "rtx 4080 super": ("RTX 4080 Super", 89, 80, 736, 52.2),
+    "rtx 4090 d": ("RTX 4090 D", 89, 114, 1008, 73.5),
+    "rtx 4090": ("RTX 4090", 89, 128, 1008, 82.6),
+    "rtx 5060": ("RTX 5060", 120, 30, 448, 19.2),
+    "rtx 5060 ti": ("RTX 5060 Ti", 120, 36, 448, 23.7),
+    "rtx 5070": ("RTX 5070", 120, 48, 672, 30.9),
+    "rtx 5070 ti": ("RTX 5070 Ti", 120, 70, 896, 43.9),
+    "rtx 5080": ("RTX 5080", 120, 84, 960, 56.3),
+    "rtx 5090": ("RTX 5090", 120, 170, 1792, 104.8),
+}
+CARDS: Mapping[str, Card] = (
+    SERVERS
+    | {key: Card(*row[:4], 4 * row[4], row[4]) for key, row in WORKSTATIONS.items()}
+    | {key: Card(*row[:4], 2 * row[4], row[4]) for key, row in GEFORCE.items()}
+)
+# Names of GPUs that are too old for the kernels, by architecture: the same programming guide.
+OLDER = {
+    75: r"t4g?|(gtx)?16[356]0.*|(rtx)?20[5678]0.*|titanrtx",
+    70: r"v100.*|titanv",
+    61: r"(gtx)?10[5678]0.*|p4|p40|titanxp?",
+    60: r"p100.*",
 }
 NAMES = (*CARDS, *(f"sm_{each}" for each in SHARED))
 EXAMPLE = 'a mapping such as {"architecture": 90, "bandwidth": 4800, "products": 989.5}'
+# Parts of a name that tell no GPU from another: makers, memory and sockets.
+TOKENS = r"\d{3}(?=\d{2}gb)|\d+gb|(?:sxm|hbm)\d*e?|[a-z]+|\d+"
+MAKERS = (
+    "nvidia|tesla|geforce|rtx|jetson|blackwell|gpu|tensor|core|generation|workstation|edition|ac"
+)
+SILENT = rf"{MAKERS}|\d+gb|(?:sxm|hbm)\d*e?|pcie"
 
 
 def card_of(device: Any) -> Card:
     """Return the card of a name ("h200"), an architecture ("sm_90"), a mapping or a NamedTuple."""
-    if isinstance(device, Card):
-        return _checked(device._asdict())
     if hasattr(device, "_asdict"):
-        return _checked(device._asdict())
+        device = device._asdict()
     if isinstance(device, Mapping):
         return _checked(dict(device))
-    name = re.sub(r"[\s_-]|nvidia|geforce", "", str(device).lower())
-    if name in CARDS:
-        return CARDS[name]
-    number = re.fullmatch(r"sm(\d+)a?", name)
-    if number is not None:
-        return _checked({"architecture": int(number[1])})
-    known = ", ".join(NAMES)
-    raise ConfigError(f"explain(device={device!r}): choose from {known}, or pass {EXAMPLE}")
+    try:
+        return card_named(str(device))
+    except ConfigError as error:
+        raise ConfigError(f"explain(device={device!r}): {error}, or pass {EXAMPLE}") from None
+
+
+def card_named(name: str) -> Card:
+    """Return the card of a name in any spelling, or of an architecture; raise a ConfigError."""
+    plain = re.sub(r"[\W_]|nvidia|geforce|tesla", "", name.lower())
+    number = re.fullmatch(r"(?:sm|compute|cc)_?(\d+)[af]?|(?:cc ?)?(\d+)\.(\d)", name.lower())
+    older = [arch for arch, pattern in OLDER.items() if re.fullmatch(pattern, plain)]
+    architecture = int("".join(filter(None, number.groups()))) if number else (older or [0])[0]
+    if architecture in SHARED:
+        return _checked({"architecture": architecture})
+    if 0 < architecture < OLDEST:
+        its = f"{name} is sm_{architecture}" if older else f"sm_{architecture} is older"
+        raise ConfigError(f"kernels need sm_{OLDEST} or newer, and {its}; name one as l4, rtx 3090")
+    short = {re.sub(r"\W|rtx", "", key): key for key in CARDS}
+    if found := short.get(plain.replace("rtx", "")) or _matching(name):
+        return CARDS[found]
+    known = {re.sub(r"\W", "", each): each for each in NAMES}
+    close = [known[each] for each in difflib.get_close_matches(plain, known, cutoff=0.5)]
+    cure = f"did you mean {', '.join(close)}" if close else f"choose from {', '.join(NAMES)}"
+    raise ConfigError(f"no GPU is known as {name!r}; {cure}")
+
+
+def _matching(name: str) -> str | None:
+    """Return the key of the card that has all words of a name that matter, and most of them."""
+    words = _words(name)
+    heard = {word for word in words if not re.fullmatch(SILENT, word)}
+    matches = [key for key in CARDS if heard <= _words(key) <= words | {"rtx"}]
+    return max(matches, key=lambda key: len(_words(key)), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return {*re.findall(TOKENS, re.sub(r"(\d) *gb\b", r"\1gb", name.lower()))}
 
 
 def card_here(number: int) -> Card:
-    """Return the GPU of this number in this machine, with the rates of its name if known."""
+    """Return the GPU of this number in this machine, with the rates of its name if known.
+
+    A part of a GPU, and one for laptops, has fewer processors than the card of that name.
+    """
     gpu_name = gpu.cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
-    limits = gpu.limits_of(number)
-    words = re.sub(r"[\s-]", "", gpu_name.lower())
-    matches = [key for key in CARDS if key in words]
-    known = CARDS[max(matches, key=len)] if matches else None
-    rates = known[3:] if known is not None and known.architecture == limits.architecture else ()
+    limits, found = gpu.limits_of(number), _matching(gpu_name)
+    same = found is not None and CARDS[found][1:3] == (limits.architecture, limits.processors)
+    rates = CARDS[str(found)][3:] if same else ()
     return Card(gpu_name, limits.architecture, limits.processors, *rates)
 
 

@@ -21,7 +21,7 @@ from ..core.target import Limits, Run
 from ..errors import ConfigError
 from ..memory.planned import Planned, PlannedOnHost, recording_in
 from ..ops.common.tensor_map import BYTES
-from .cards import CARDS, Card, card_here, card_of
+from .cards import Card, card_here, card_of
 from .explanation import Explanation, Launch, Step
 from .shapes import Shape, arrays_of, placed, twin_of
 from .watch import dtype_of, watching
@@ -260,7 +260,6 @@ def _card_of_arrays(arrays: list[Any]) -> Card | None:
     if any(isinstance(array, Shape) or is_planned(array) for array in arrays):
         if gpu.count():
             return card_here(0)
-        known = ", ".join(CARDS)
-        cure = f'pass device="h200", or another of {known}'
+        cure = 'pass the name of a GPU, as device="h200"'
         raise ConfigError(f"explain(shape(...)): a shape is on no device; {cure}")
     return None

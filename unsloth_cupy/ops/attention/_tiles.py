@@ -17,7 +17,7 @@ WIDEST = 256  # columns of accumulators that fit into a warp's registers: the mo
 # The keys of a launch table are architecture, itemsize and the larger of dim and value_dim; the
 # best tiles come first.  Tiles of sm_80 run on all later architectures; architectures in OWN try
 # the tiles of other keys before them.
-OWN = {86: (86,), 89: (86,), 120: (86,)}
+OWN = {86: (86,), 89: (86,), 120: (86,), 121: (86,)}
 Row = TypeVar("Row")
 Table = dict[tuple[int, int, int], tuple[Row, ...]]
 

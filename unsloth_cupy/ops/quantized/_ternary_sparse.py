@@ -11,7 +11,11 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import scipy_of, to_numpy
-from ._planes import scale_of_columns
+from ._planes import row_blocks, scale_of_columns
+
+SPARSE = 0.88  # from this share of zeros on, CSR is faster than a dense product of 1 to 16 rows
+SEPARATE = 4  # most rows that are multiplied one by one: more of them share the reads of CSR
+WIDTH = 1024  # columns of a part of CSR, so that sums in float32 have few terms
 
 
 class Ell(NamedTuple):
@@ -124,7 +128,37 @@ class SparseForms:
     group: int | None
     dtype: Any
     codes: Any  # (outputs, inputs) int8
+    planes: Any
+    statistics: Any
     from_codes: Any
+    sparse_parts: list[Any] | None  # CSR by columns, once a product has used it
+    _dense: Any
+
+    def sparse_product(self, x: Array) -> Array | None:
+        """Return ``x @ W.T`` from CSR; None if a dense product is faster, or hides no infinity."""
+        host = isinstance(self.planes, np.ndarray) and isinstance(x, np.ndarray)
+        if not host or self.statistics.sparsity < SPARSE or not np.isfinite(x).all():
+            return None
+        if self.sparse_parts is None:
+            starts = range(0, self.shape[1], WIDTH)
+            widths = [slice(start, min(start + WIDTH, self.shape[1])) for start in starts]
+            self.sparse_parts = [self._sparse(columns) for columns in widths]
+        x, y = x.astype(FLOAT32, copy=False), np.zeros((len(x), self.shape[0]), FLOAT32)
+        for start, part in zip(range(0, self.shape[1], WIDTH), self.sparse_parts, strict=True):
+            rows = np.ascontiguousarray(x[:, start : start + WIDTH])
+            if len(rows) > SEPARATE:
+                y += (part @ np.ascontiguousarray(rows.T)).T
+                continue
+            for row, totals in zip(rows, y, strict=True):
+                np.add(totals, part @ row, out=totals)
+        return y
+
+    def _sparse(self, columns: slice) -> Any:
+        """Return columns as a CSR array in float32; the dense values exist in blocks alone."""
+        sparse = scipy_of("sparse", np.empty(0))
+        blocks = row_blocks(self.shape[0], columns.stop - columns.start)
+        parts = [sparse.csr_array(self._dense(rows, columns, FLOAT32)) for rows in blocks]
+        return sparse.vstack(parts, format="csr")
 
     def to_csr(self) -> Any:
         """Return a ``scipy.sparse.csr_array`` of the dequantized values, in the scale's dtype."""

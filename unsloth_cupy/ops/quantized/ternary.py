@@ -111,7 +111,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     def _mark(self) -> None:
         """Set ``marks``, by which a kernel skips chunks of zeros, if there are enough of them."""
         self.marks: Any = None
-        self._counts = None
+        self._counts = self.sparse_parts = None
         if on_gpu(self.planes) and self.planes.size and not is_planned(self.planes):
             marks = marks_of(self.planes)
             chunks = len(marks) * -(-self.planes.shape[2] // MARKED_BYTES)
@@ -119,12 +119,13 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
                 self.marks = marks
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
-        kernel = on_gpu(x) and x.dtype in KERNEL_DTYPES and 0 < len(x) <= FEW
-        if not kernel or (self.group or GROUP_STEP) % GROUP_STEP or 0 in self.shape:
+        if x.dtype not in KERNEL_DTYPES or not 0 < len(x) <= FEW or 0 in self.shape:
             return False
-        y = self._multiplied(x)
-        out[...] = out + y if add else y
-        return True
+        whole = on_gpu(x) and (self.group or GROUP_STEP) % GROUP_STEP == 0
+        y = self._multiplied(x) if whole else self.sparse_product(x)
+        if y is not None:
+            out[...] = out + y if add else y
+        return y is not None
 
     def _checked(self, scale: Any) -> Any:
         """Return the scales as an array; raise unless they fit the shape and are 0 or more."""

@@ -40,6 +40,10 @@ def ternary_linear(
 ) -> Array:
     """Multiply rows by a ternary weight: ``y = x @ weight.T + bias``.
 
+    On a CPU, up to 16 rows of x are multiplied by a CSR form if 88 % of the codes or more are 0.
+    The first such product builds it; it stays with the weight, and takes 8 bytes for each other
+    code beside ``weight.nbytes``.
+
     Parameters
     ----------
     x : (*rows, inputs) float

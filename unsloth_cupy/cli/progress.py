@@ -1,0 +1,29 @@
+"""Says on standard error what a command is at: a bar on a terminal, else a line now and then."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from .echo import echo
+
+SECONDS_BETWEEN_LINES = 2.0
+T = TypeVar("T")
+
+
+def progress(
+    items: Iterable[T], count: int, doing: str, named: Callable[[T], str] = str
+) -> Iterator[T]:
+    """Yield the items, of which there are ``count``; the first line comes before any work."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        yield from track(items, doing, count, console=Console(stderr=True), transient=True)
+        return
+    said = -SECONDS_BETWEEN_LINES
+    for number, item in enumerate(items, 1):
+        if (now := time.monotonic()) - said >= SECONDS_BETWEEN_LINES:
+            said = now
+            echo(f"{doing} {number} of {count}: {named(item)}", err=True)
+        yield item

@@ -73,6 +73,7 @@ def test_products_share_an_axis_that_they_sum_over():
         "attention_forward",
         "attention_varlen_forward",
         "bit_linear_forward",
+        "contrastive_forward",
         "linear",
         "linear_cross_entropy_forward",
         "lora_down",

@@ -202,7 +202,7 @@ def test_the_peak_of_loading_is_one_tensor_beyond(tmp_path: Path) -> None:
     tracemalloc.stop()
     largest = max(array.nbytes for array in model.parameters.values())
     assert held < sum(array.nbytes for array in model.parameters.values()) / 3
-    assert peak - held < 2.5 * largest  # as stored, and what its codes take on the way
+    assert peak - held < 2.6 * largest  # as stored, and what its codes take on the way
     assert len(quantized_of(loaded)) == 42
 
 

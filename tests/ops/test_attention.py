@@ -443,6 +443,26 @@ def test_one_key_has_its_value_and_no_score_changes_it(
     assert dv.any()
 
 
+@pytest.mark.parametrize("context", [nullcontext, emulator], ids=["definition", "kernels"])
+def test_a_part_of_one_key_has_the_gradient_of_its_share(
+    context: Any, rng: np.random.Generator
+) -> None:
+    """The lse of all keys says that its probability is not 1, as ring attention needs."""
+    q, k, v = drawn(rng, np.float32, queries=3, keys=2, dim=16, value_dim=16)
+    dout = rng.standard_normal((*q.shape[:3], 16)).astype(np.float32)
+    with context():
+        out, lse = attention_forward(q, k, v)
+        dq, dk, dv, *_ = attention_backward(dout, q, k, v, out, lse)
+        parts = [
+            attention_backward(dout, q, k[:, [key]], v[:, [key]], out, lse) for key in range(2)
+        ]
+    np.testing.assert_allclose(parts[0][0] + parts[1][0], dq, atol=1e-5)
+    for place, whole in ((1, dk), (2, dv)):
+        actual = np.concatenate([part[place] for part in parts], axis=1)
+        np.testing.assert_allclose(actual, whole, atol=1e-5)
+    assert np.abs(dk).max() > 1e-2
+
+
 @pytest.mark.parametrize("shared", ["q", "k", "kv"])
 def test_an_array_without_a_batch_axis_is_the_same_for_all(
     shared: str, rng: np.random.Generator

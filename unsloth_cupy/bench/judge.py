@@ -12,7 +12,14 @@ from ..placement import to_numpy
 from .cases import Call, Scale, draw
 
 SCALE = Scale(tokens=256, hidden=512, inner=768, vocab=2048)
-EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "int8": 0.0, "uint8": 0.0}
+EPS = {
+    "bool": 0.0,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float32": 2.0**-23,
+    "int8": 0.0,
+    "uint8": 0.0,
+}
 DEFINITION = "NumPy definition"
 
 

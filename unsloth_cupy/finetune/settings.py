@@ -225,7 +225,8 @@ def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
     if "least" in limits or "above" in limits:
         least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
         right = is_integer(value, least) if kind is int else is_number(value)
-        if not (right and least <= value < 2**63 and value > above):
+        most = 2**63 if kind is int else math.inf
+        if not (right and least <= value < most and value > above):
             what = "a whole number" if kind is int else "a number"
             bound = f"of {least} or more" if "least" in limits else f"above {above}"
             raise ConfigError(f"{shown}: give {what} {bound}")

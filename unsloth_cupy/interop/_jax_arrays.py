@@ -148,6 +148,8 @@ def _back(array: Any, views: Sequence[Any], arrays: Sequence[Any], lead: Any) ->
 
 def adopt(array: Any) -> Any:
     """Return a view of an array of JAX as an array of NumPy or CuPy."""
+    if isinstance(array, np.ndarray):  # beside arrays of JAX
+        return array
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError("is traced by JAX, and this call needs its values")
     if array.is_deleted():

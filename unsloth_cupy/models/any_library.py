@@ -33,7 +33,8 @@ def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
             return method(*arguments, **options)
         library = common("Transformer", [*arrays], [*arrays.values()])
         framework = FRAMEWORKS.get(library, DLPACK)
-        operand = next(a for a in arrays.values() if a is not None and type(a) is not int)
+        # integers of NumPy may stand beside arrays of JAX
+        operand = next(a for a in arrays.values() if not isinstance(a, int | np.ndarray | None))
         with framework.stream(operand):
             inputs = adopt_all(framework, "Transformer", arrays, arrays.values())
             known = bound.arguments.keys()

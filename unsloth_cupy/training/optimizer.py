@@ -150,7 +150,11 @@ class AdamW:
             self.tensors[name] = self.tensors[name]._replace(copy=copy)
             with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
                 copy[...] = self.parameters[name]
-        self._prepare(self.steps)
+        if self.launchers and launchable(list(copies.values())):
+            for launcher in self.launchers:
+                launcher.replace(self.tensors)
+        else:
+            self._prepare(self.steps)
 
     def step(
         self,

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from ml_dtypes import finfo
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
@@ -20,7 +21,7 @@ from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks
 from ._backward_hopper import OnePass, backward_tiles, launch_on_warpgroups, launch_one_pass
 from ._backward_tiles import Tiles, resolve
-from ._options import ANY, Options, kernel_options, refused
+from ._options import ANY, ROUNDED, Options, kernel_options, refused
 
 OUTPUTS = ("DX", "DY", "SUM", "SLOPE")  # which of its outputs attention_backward.cu writes
 PADDING = 128  # the number of rows of stats is a multiple of it, and so of every kernel's tile
@@ -190,15 +191,24 @@ def launch_backward(
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
     if sinks is not None:
         _launch_sum(stats, dsinks, (False, True, False), sinks, call.constants["FOLD"])
-    _clear(keys == 1 and all(a is None for a in (offsets, sinks, dlse)), dq, dk, dbias, dalibi)
+    if keys == 1 and all(array is None for array in (offsets, sinks, dlse)):
+        _clear_alone(out, v, options.dropout, dq, dk, dbias, dalibi)
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
-def _clear(one_key: bool, *gradients: Array | None) -> None:
-    """Write 0 over what rounding left: a single key has 1 or 0, whatever its score."""
-    for gradient in gradients if one_key else ():
+def _clear_alone(out: Array, v: Array, dropout: float, *gradients: Array | None) -> None:
+    """Write 0 over what rounding left where rows have a single key: p is 1, whatever its score.
+
+    A part of more keys, whose out and lse are those of all, is left as it is.
+    """
+    values = v.repeat(out.shape[2] // v.shape[2], axis=2).astype(np.float32)
+    difference = np.abs(out.astype(np.float32) * (1 - dropout) - values)
+    near = ROUNDED * float(finfo(v.dtype).eps)  # type: ignore[no-untyped-call]
+    is_value = difference <= near * np.abs(values)
+    mixed = ~(is_value.all(axis=-1) | (out == 0).all(axis=-1)).all()
+    for gradient in gradients:
         if gradient is not None:
-            gradient.fill(0)
+            np.multiply(gradient, mixed.astype(gradient.dtype), out=gradient)
 
 
 def _launch_delta(

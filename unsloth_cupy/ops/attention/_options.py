@@ -15,6 +15,7 @@ from ..common.strides import broadcast_strides
 Window = tuple[int | None, int | None]
 
 TILE = 128  # queries and keys that one element of block_mask stands for
+ROUNDED = 8  # times eps: as far as rounding moves a probability of 1
 FARTHEST = 2**29  # kernels hold positions as 32-bit integers, and the sum of two must fit
 LOG2E = 1 / math.log(2)
 CAUSAL, HIDING, ANY = range(3)  # levels of options: causal only; that hide scores; that change them

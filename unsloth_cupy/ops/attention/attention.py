@@ -20,7 +20,7 @@ from ..elements.reductions import broadcast_to
 from ._backward import launch_backward
 from ._blocks import Block
 from ._decode import launch_attention
-from ._options import Options, Window, check_options
+from ._options import ROUNDED, Options, Window, check_options
 from ._products import by_keys, for_keys, operations, over_keys, stacked, unstacked
 from ._scores import Scores
 
@@ -252,9 +252,9 @@ def attend_backward(
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
     by_head = (scores.batch, scores.heads, 1, 1)
     dalibi = None if scores.alibi is None else np.zeros(by_head, q.dtype, like=q)
-    alone = scores.keys == 1 and sinks is None  # then p is 1 or 0, and no score changes it
+    # A single key has p = 1 whatever its score, unless lse is also that of other keys: see below.
+    alone = scores.keys == 1 and sinks is None and dlse is None
     delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), subtracted in ds below
-    delta = np.zeros_like(delta) if alone else delta
     delta = delta if dlse is None else delta - dlse
     lse = np.where(lse == -math.inf, 0, lse)  # rows that see no key: p = exp(-inf - 0) is still 0
     dsinks = None
@@ -273,8 +273,6 @@ def attend_backward(
         rows_of_dout = stacked(dout, block, group)
         ds = by_keys(rows_of_dout, v[keys], scores.width)
         ds_by_head = scores.by_head(ds, block)
-        if alone:
-            ds[:] = 0
         weights = p
         if scores.dropout:
             kept = scores.kept(block) * q.dtype.type(1 / (1 - scores.dropout))
@@ -283,6 +281,8 @@ def attend_backward(
         dv[keys] += for_keys(weights, rows_of_dout, scores.width)
         ds_by_head -= delta[rows].reshape(shape)
         ds *= p
+        if alone:
+            ds *= np.abs(p - 1) > ROUNDED * np.finfo(p.dtype).eps
         if dbias is not None:
             scores.add_sum(dbias, ds_by_head, block)
         if dalibi is not None:

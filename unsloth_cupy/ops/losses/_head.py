@@ -114,6 +114,8 @@ def _add_chunks(
     for part, logits in chunks(x, weight, max_bytes):
         dlogits = logits if buffer is None else buffer[: len(logits)]
         write(part, logits, dlogits)
+        if not isinstance(dlogits, np.ndarray):  # a GPU multiplies arrays of one dtype
+            dlogits = dlogits.astype(weight.dtype, copy=False)
         if dx is not None:
             gemm(dlogits, weight, out=dx[part])
         if dweight is not None:

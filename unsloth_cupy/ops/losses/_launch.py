@@ -97,10 +97,10 @@ def constants(
     )
 
 
-def refuses(options: Options) -> bool:
-    """Return whether no kernel runs these options, and record why."""
+def refused(options: Options) -> Any:
+    """Return what a launch returns for options that no kernel runs; None for all others."""
     both = options.smoothing > 0 and options.class_weights is not None
-    return both and no_kernel("label smoothing with class weights") is NotImplemented
+    return no_kernel("label smoothing with class weights") if both else None
 
 
 def _dtype(weights: Array | None) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ._launch import launch_gradients, launch_losses, refuses
+from ._launch import launch_gradients, launch_losses, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -119,8 +119,8 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Return loss and lse from the kernel."""
     chosen = Options(**options)
-    if refuses(chosen):
-        return NotImplemented
+    if (refusal := refused(chosen)) is not None:
+        return refusal
     loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
     launch_losses(logits, labels, chosen, loss, lse)
     return loss, lse
@@ -153,8 +153,8 @@ def _launch_backward(
 ) -> tuple[Array, None]:
     """Return the gradient of the logits from the kernel."""
     chosen = Options(**options)
-    if refuses(chosen):
-        return NotImplemented
+    if (refusal := refused(chosen)) is not None:
+        return refusal
     dlogits = empty(logits.shape, logits.dtype, like=logits)
     launch_gradients(logits, labels, lse, dloss, dlse, chosen, dlogits)
     return dlogits, None

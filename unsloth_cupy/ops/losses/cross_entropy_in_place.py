@@ -15,7 +15,7 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.in_place import check_writable
-from ._launch import launch_both, refuses
+from ._launch import launch_both, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -118,8 +118,8 @@ def _launch(
 ) -> Array:
     """Return the loss from the kernel, which writes the gradient over the logits."""
     chosen = Options(**options)
-    if refuses(chosen):
-        return NotImplemented
+    if (refusal := refused(chosen)) is not None:
+        return refusal
     labels, dloss = contiguous(labels), None if dloss is None else contiguous(dloss)
     rows = contiguous(logits)  # the logits themselves if they are contiguous
     loss = empty(labels.shape, np.float32, like=logits)

@@ -15,7 +15,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.checks import check_wanted
 from ._head import check_max_bytes, chunks, gradients
-from ._launch import launch_gradients, launch_losses, refuses
+from ._launch import launch_gradients, launch_losses, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -133,8 +133,8 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Return loss and lse: cuBLAS computes a chunk of logits, a kernel its losses."""
     chosen = Options(**options)
-    if refuses(chosen):
-        return NotImplemented
+    if (refusal := refused(chosen)) is not None:
+        return refusal
     loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
     flat, loss_rows, lse_rows = contiguous(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
     for part, logits in chunks(x, weight, max_bytes):
@@ -182,8 +182,8 @@ def _launch_backward(
 ) -> tuple[Array | None, Array | None, None]:
     """Return dx and dweight, with the gradient of each chunk of logits from the kernel."""
     chosen = Options(**options)
-    if refuses(chosen):
-        return NotImplemented
+    if (refusal := refused(chosen)) is not None:
+        return refusal
     labels, lse, dloss = (contiguous(array).reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else contiguous(dlse).reshape(-1)
 

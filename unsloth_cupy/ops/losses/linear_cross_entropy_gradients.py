@@ -16,7 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
 from ._head import check_max_bytes, gradients
-from ._launch import launch_both, refuses
+from ._launch import launch_both, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
@@ -105,8 +105,8 @@ def _launch(
 ) -> tuple[Array, Array | None, Array | None]:
     """Return loss, dx and dweight, with both results for each chunk from one kernel."""
     chosen = Options(**options)
-    if refuses(chosen):
-        return NotImplemented
+    if (refusal := refused(chosen)) is not None:
+        return refusal
     loss, flat = empty(labels.shape, np.float32, like=x), contiguous(labels).reshape(-1)
     loss_rows, dloss = loss.reshape(-1), None if dloss is None else contiguous(dloss).reshape(-1)
 

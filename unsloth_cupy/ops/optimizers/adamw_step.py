@@ -89,7 +89,7 @@ class Launcher:
     def __init__(
         self, tensors: Mapping[str, Tensor], betas: tuple[float, float], steps: int
     ) -> None:
-        self.tensors, self.betas = tensors, betas
+        self.tensors, self.betas = dict(tensors), betas
         self.lead = next(iter(tensors.values())).parameter
         self.tables: dict[Any, many.Table] = {}
         self.maps = None
@@ -106,6 +106,11 @@ class Launcher:
         )
         self.counts = to_device_of(np.array([steps, 0], np.uint32), self.lead)
         synchronize_stream(self.lead)  # any stream may launch the first step
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors of these names, whose copies are others, and keep the steps."""
+        self.tensors = {name: tensors[name] for name in self.tensors}
+        self.tables.clear()  # they have the addresses of the old copies
 
     @property
     def steps(self) -> int:

@@ -182,7 +182,7 @@ def _outliers(x: Array, rows: int, inputs: int, threshold: float) -> tuple[Array
 def int8_linear_backward(dy: Array, x: Array, codes: Array, absmax: Array) -> tuple[Any, ...]:
     """Return dx, ``dy @ weight``, computed in chunks of the weight, which is frozen; and None."""
     rows = contiguous(dy).reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
-    weight: Any = Int8(codes, absmax, dtype=x.dtype)
+    weight: Any = Int8(codes, absmax.astype(np.float32), dtype=x.dtype)
     return gemm(rows, weight).reshape(x.shape), None, None
 
 

@@ -33,17 +33,15 @@
 //   bounds.
 #include <common/faults.cuh>
 #include <common/math.cuh>
+#include <common/logits.cuh>
 #include <common/reduce.cuh>
-#include <common/vector.cuh>
 
 constexpr int ROWS = THREADS / ROW_THREADS;  // rows of a block in kernels whose threads share rows
 constexpr int STEP = ROW_THREADS * LANES;    // columns between two vectors of a thread
 constexpr int FLIGHT = 4;                    // vectors of a thread whose loads are in flight
 constexpr int WARPS = THREADS / 32;
-constexpr int WIDTH = COLUMNS + (RAGGED ? LANES - 1 : 0);  // columns covered by a row's accesses
 constexpr bool REST = HELD * STEP < WIDTH;                 // registers do not hold the whole row
 
-using Values = Vector<T, LANES>;
 static_assert(!(SMOOTHING && WEIGHTED), "the definition sums w * z over the classes");
 
 // The factor of a row's loss; 1 for a label that is no column.
@@ -54,33 +52,6 @@ DEVICE float weight_of(const W *class_weights, long long label) {
 }
 
 DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
-
-DEVICE float capped(float x, float softcap) {
-    if constexpr (SOFTCAP) return softcap * tanhf(x * (1 / softcap));  // one division per thread
-    else return x;
-}
-
-// ---- accesses ---------------------------------------------------------------------------------
-// The number of columns from the start of a row's first access to the start of the row.
-DEVICE int lead(long long start) { return RAGGED ? (int)(start % LANES) : 0; }
-
-DEVICE bool inside(int column) { return !RAGGED || (column >= 0 && column < COLUMNS); }
-
-// Whether an access extends into a neighbouring row.
-DEVICE bool cut(int column) { return RAGGED && (column < 0 || column + LANES > COLUMNS); }
-
-DEVICE void fetch_row(Values &v, const T *row, int column) {
-    if (!cut(column)) return fetch(v, row + column);
-#pragma unroll
-    for (int j = 0; j < LANES; j++) v.at[j] = inside(column + j) ? row[column + j] : (T)0.0f;
-}
-
-DEVICE void store_row(G *dlogits, long long start, int column, const float (&d)[LANES]) {
-    if (!cut(column)) return store(dlogits, start + column, d);
-#pragma unroll
-    for (int j = 0; j < LANES; j++)
-        if (inside(column + j)) dlogits[start + column + j] = (G)d[j];
-}
 
 // ---- losses -----------------------------------------------------------------------------------
 // Sums of a row: `top` is its maximum z, `sum` that of exp(z - top), `total` that of z.

@@ -106,6 +106,10 @@ from .ops.losses.linear_cross_entropy import (
 from .ops.losses.linear_cross_entropy import (
     linear_cross_entropy_forward as linear_cross_entropy_forward,
 )
+from .ops.losses.linear_log_probs import LogProbs as LogProbs
+from .ops.losses.linear_log_probs import linear_log_probs as linear_log_probs
+from .ops.losses.linear_log_probs import linear_log_probs_backward as linear_log_probs_backward
+from .ops.losses.linear_log_probs import linear_log_probs_forward as linear_log_probs_forward
 
 # Elements
 from .ops.elements.arithmetic import add as add

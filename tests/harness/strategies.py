@@ -388,6 +388,7 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "offset": _some(0.0, 1.0),
     "scale": _some(1.0, 0.3, -0.5),
     "softmax.axis": _some(-1),
+    "temperature": _some(1.0, 0.7, 2.0),
     "softcap": _some(None, 0.5, 30.0),
     "window": _window,
     "dropout": _some(0.0, 0.1, 0.9),

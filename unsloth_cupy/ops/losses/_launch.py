@@ -29,7 +29,7 @@ class Access(NamedTuple):
     ragged: bool  # rows may begin between the boundaries of two accesses
 
 
-def _access(vocab: int, *arrays: Any) -> Access:
+def access_of(vocab: int, *arrays: Any) -> Access:
     """Return accesses of 16 bytes of the first array; smaller ones if an array is not aligned."""
     wide = 16 // arrays[0].dtype.itemsize
     if all(lanes(wide, array) == wide for array in arrays):
@@ -37,7 +37,7 @@ def _access(vocab: int, *arrays: Any) -> Access:
     return Access(lanes(vocab, *arrays), False)
 
 
-def _row_threads(vectors: int) -> int:
+def row_threads(vectors: int) -> int:
     """Return how many threads share a row: four accesses each, and at most 512 threads."""
     if vectors <= 128:
         return 1 << (-(-vectors // 4) - 1).bit_length()
@@ -66,12 +66,12 @@ def constants(
                 fewer; else one block that takes all of them
     """
     vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
-    row_threads, blocks, held, stored = _row_threads(vectors), 1, 1, 0
+    of_row, blocks, held, stored = row_threads(vectors), 1, 1, 0
     if use == "gradients":
-        row_threads = max(64, min(256, -(-vectors // 32) * 32))
-    threads = row_threads if row_threads > 32 or use == "gradients" else 128
+        of_row = max(64, min(256, -(-vectors // 32) * 32))
+    threads = of_row if of_row > 32 or use == "gradients" else 128
     if use == "both":
-        depth, slot = -(-vectors // row_threads), threads * access.lanes * logits.itemsize
+        depth, slot = -(-vectors // of_row), threads * access.lanes * logits.itemsize
         slots = (shared // 2 - STATIC) // slot
         resident = 512 if cap or smoothing else 1024  # tanh and sums need registers too
         blocks = max(1, resident // threads) if depth <= HELD + slots else 1
@@ -85,7 +85,7 @@ def constants(
         COLUMNS=vocab,
         LANES=access.lanes,
         RAGGED=access.ragged,
-        ROW_THREADS=row_threads,
+        ROW_THREADS=of_row,
         THREADS=threads,
         BLOCKS=blocks,
         HELD=held,
@@ -111,7 +111,7 @@ def launch_losses(logits: Array, labels: Array, options: Options, loss: Array, l
     """Write the loss and lse of each row."""
     ignore, smoothing, z_loss, softcap, weights = options
     vocab = logits.shape[-1]
-    access, cap = _access(vocab, logits), softcap is not None
+    access, cap = access_of(vocab, logits), softcap is not None
     types = logits.dtype, logits.dtype, labels.dtype
     chosen = constants(*types, vocab, access, cap, smoothing > 0, "losses", 0, _dtype(weights))
     blocks = -(-labels.size * chosen["ROW_THREADS"] // chosen["THREADS"])
@@ -134,7 +134,7 @@ def launch_gradients(
     """Write the gradient of the logits to out, which may be the logits."""
     ignore, smoothing, z_loss, softcap, weights = options
     vocab = logits.shape[-1]
-    access, cap = _access(vocab, logits, out), softcap is not None
+    access, cap = access_of(vocab, logits, out), softcap is not None
     types = logits.dtype, out.dtype, labels.dtype
     chosen = constants(*types, vocab, access, cap, smoothing > 0, "gradients", 0, _dtype(weights))
     threads, slack = chosen["THREADS"], access.ragged * (access.lanes - 1)
@@ -158,7 +158,7 @@ def launch_both(
     """Write the loss to loss and the gradient of the logits to out, which may be the logits."""
     ignore, smoothing, z_loss, softcap, weights = options
     vocab = logits.shape[-1]
-    access, cap = _access(vocab, logits, out), softcap is not None
+    access, cap = access_of(vocab, logits, out), softcap is not None
     types, shared = (logits.dtype, out.dtype, labels.dtype), limits(logits).shared
     chosen = constants(
         *(*types, vocab, access, cap, smoothing > 0, "both", shared, _dtype(weights))

@@ -63,7 +63,7 @@ def losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array
     """Return the loss and lse of each row."""
     rows, flat = logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)
     loss, lse = (np.empty_like(logits, shape=flat.shape) for _ in range(2))
-    for part in _parts(rows):
+    for part in parts(rows):
         loss[part], lse[part] = _losses(rows[part], flat[part], options)
     return loss.reshape(labels.shape), lse.reshape(labels.shape)
 
@@ -82,13 +82,13 @@ def logit_gradients(
     rows, results = logits.reshape(shape), out.reshape(shape)
     labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else dlse.reshape(-1)
-    for part in _parts(rows):
+    for part in parts(rows):
         inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
         _logit_gradients(rows[part], *inputs, options, results[part])
     return out
 
 
-def _parts(rows: Array) -> Iterator[slice]:
+def parts(rows: Array) -> Iterator[slice]:
     """Yield slices of rows that fit a cache with their temporaries; one slice on a GPU."""
     count, columns = rows.shape
     array: Any = rows

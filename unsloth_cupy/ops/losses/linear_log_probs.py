@@ -1,0 +1,488 @@
+"""Log-probabilities of labels by a linear head, without storing the full logits.
+
+z = softcap * tanh(u / softcap) / temperature, u = scale * (x weight^T + bias), by chunks of rows
+log_probs = z[label] - lse        entropy = lse - sum(p z)        p = exp(z - lse)
+"""
+
+from collections.abc import Callable, Set
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import contiguous, empty
+from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import ConfigError
+from ..activations.softmax import finite
+from ..common import faults
+from ..common.checks import check_wanted, refuse_number
+from ..linear.linear import flat
+from ._head import check_max_bytes, chunks, gradients
+from ._launch import Access, access_of, row_threads
+from ._rows import check_labels, parts
+
+REPORTER = faults.reporter(
+    "linear_log_probs", "labels", "vocab", ", or equal to ignore, for a row without a label"
+)
+
+
+class LogProbs(NamedTuple):
+    """What ``linear_log_probs`` returns, each (*rows).
+
+    Attributes
+    ----------
+    log_probs : float
+        Log-probability of the label; has a gradient.
+    entropy : float
+        ``-sum(p log(p))``, in nats; has a gradient.
+    log_sum_squares : float
+        ``log(sum(p**2))``.
+    mean_logit : float
+        The mean of z over the vocabulary.
+    top1 : bool
+        Whether the label has the largest logit; of equal ones, the lowest index has it.
+    """
+
+    log_probs: Any
+    entropy: Any
+    log_sum_squares: Any
+    mean_logit: Any
+    top1: Any
+
+
+class Options(NamedTuple):
+    """How logits become z."""
+
+    temperature: float
+    scale: float
+    softcap: float | None
+    ignore: int
+    keep_all: bool = False  # rows without a label are computed too, as zeros
+
+
+def linear_log_probs(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    bias: Array | None = None,
+    *,
+    ignore: int = -100,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> LogProbs:
+    """Return log-probability, entropy and relatives of each row, without storing the full logits.
+
+    ``z = cap(scale * (x weight^T + bias)) / temperature`` with ``cap(t) = softcap * tanh(t /
+    softcap)``, and ``p = softmax(z)``.  Rows whose label is ignore leave before the product: each
+    result is 0 (False) and no gradient reaches them, whatever their bytes hold.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        The output of the last layer before the head.
+    weight : (vocab, hidden) float
+        The output head; its gradient is accumulated in float32.
+    labels : (*rows) int32 or int64
+        Each in 0 .. vocab - 1, or equal to ignore.
+    bias : (vocab,) float, optional
+    ignore : int
+    temperature : float
+        Of sampling, above 0; it divides logits, not log-probabilities.
+    scale : float
+        Factor of the logits, as some models have.
+    softcap : float, optional
+        Bound of the logits before the temperature; None for no bound.
+    max_bytes : int, optional
+        Limit of the memory for a chunk of logits and their gradient, 512 MiB by default.
+
+    Returns
+    -------
+    result : LogProbs
+        float32, or float64 for float64 arrays.
+
+    Raises
+    ------
+    RangeError
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU its row is NaN, and the
+        next ``check_errors()`` raises.
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import LogProbs, linear_log_probs, linear_log_probs_backward
+    >>> from unsloth_cupy import linear_log_probs_forward
+    >>> weight = np.random.default_rng(0).standard_normal((50, 16), np.float32)
+    >>> x, labels = weight[:3], np.array([0, 7, -100])  # one is ignored
+    >>> result = linear_log_probs(x, weight, labels, temperature=2.0)
+    >>> z = x @ weight.T / 2
+    >>> p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    >>> np.testing.assert_allclose(result.log_probs, [np.log(p[0, 0]), np.log(p[1, 7]), 0], 1e-4)
+    >>> np.testing.assert_allclose(result.entropy[0], -(p[0] * np.log(p[0])).sum(), rtol=1e-4)
+    >>> assert isinstance(result, LogProbs) and result.top1.tolist() == [True, False, False]
+    >>> *_, lse = linear_log_probs_forward(x, weight, labels, temperature=2.0)
+    >>> ones = np.ones(3, np.float32)
+    >>> dx, dweight, _, _ = linear_log_probs_backward(
+    ...     ones, None, x, weight, labels, None, result.entropy, lse, temperature=2.0
+    ... )
+    >>> assert not dx[2].any()
+    """
+    results: Any = linear_log_probs_forward(
+        x,
+        weight,
+        labels,
+        bias,
+        ignore=ignore,
+        temperature=temperature,
+        scale=scale,
+        softcap=softcap,
+        max_bytes=max_bytes,
+    )
+    return LogProbs(*results[:5])
+
+
+@op(
+    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, bias?(vocab): param"
+    " -> log_probs(*rows): stat, entropy(*rows): stat, log_sum_squares(*rows): stat,"
+    " mean_logit(*rows): stat, top1(*rows): bool, lse(*rows): stat",
+    widen=False,  # products take 16-bit operands as they are
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+)
+def linear_log_probs_forward(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    bias: Array | None = None,
+    *,
+    ignore: int = -100,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Return the fields of ``linear_log_probs``, and lse, which the backward op needs."""
+    check_labels("linear_log_probs", labels, ignore, len(weight))
+    options = Options(temperature, scale, softcap, ignore)
+
+    def write(logits: Array, labels: Array, results: tuple[Array, ...]) -> None:
+        for part in parts(logits):
+            row = tuple(result[part] for result in results)
+            _measure(logits[part], labels[part], bias, options, row)
+
+    return _forward(x, weight, labels, options, max_bytes, write)
+
+
+@linear_log_probs_forward.kernel
+def _launch(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    bias: Array | None,
+    ignore: int,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    max_bytes: int | None,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Return all results: cuBLAS computes a chunk of logits, a kernel its results."""
+    options = Options(temperature, scale, softcap, ignore, keep_all=True)
+    bias = None if bias is None else contiguous(bias)
+
+    def write(logits: Array, labels: Array, results: tuple[Array, ...]) -> None:
+        chosen = _constants(*_forms(logits, logits, labels, bias), softcap is not None, True)
+        threads = chosen["THREADS"]
+        blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
+        kernel = load("log_probs.cu", "log_probs_forward", logits, chosen)
+        kernel[blocks, threads](
+            *(logits, labels, bias, *results, faults.record(logits), REPORTER, labels.size),
+            _numbers(options),
+        )
+
+    return _forward(x, weight, labels, options, max_bytes, write)
+
+
+def _forward(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    options: Options,
+    max_bytes: int | None,
+    write: Callable[[Array, Array, tuple[Array, ...]], None],
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Return all results; ``write(logits, labels, results)`` computes those of a chunk."""
+    rows, wanted, kept = _kept(x, labels, options)
+    kinds = [*[np.promote_types(x.dtype, FLOAT32)] * 4, np.dtype(bool)]
+    kinds.append(kinds[0])
+    results = tuple(empty(wanted.shape, kind, like=x) for kind in kinds)
+    for part, logits in chunks(rows, weight, max_bytes):
+        write(logits, wanted[part], tuple(result[part] for result in results))
+    whole = []
+    for result, kind in zip(results, kinds, strict=True):
+        if kept is not None:
+            each = np.zeros_like(x, kind, shape=(labels.size,))
+            each[kept] = result
+            result = each  # noqa: PLW2901
+        whole.append(result.reshape(labels.shape))
+    return tuple(whole)
+
+
+def _kept(x: Array, labels: Array, options: Options) -> tuple[Array, Array, Array | None]:
+    """Return the rows of x that have a label, their labels, and their numbers; None for all.
+
+    Kernels and GPUs keep all rows, as the host does not read labels there; ignored ones are 0.
+    """
+    rows, wanted = flat(x), contiguous(labels).reshape(-1)
+    has_label = wanted != options.ignore
+    if options.keep_all or not isinstance(rows, np.ndarray):
+        return np.where(has_label[:, None], rows, x.dtype.type(0)), wanted, None
+    kept = np.flatnonzero(has_label)
+    return rows[kept], wanted[kept], kept
+
+
+@linear_log_probs_forward.gradient(widen=False)
+def linear_log_probs_backward(
+    dlog_probs: Array | None,
+    dentropy: Array | None,
+    x: Array,
+    weight: Array,
+    labels: Array,
+    bias: Array | None,
+    entropy: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, None, Array | None]:
+    """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
+    check_labels("linear_log_probs_backward", labels, ignore, len(weight))
+    options = Options(temperature, scale, softcap, ignore)
+
+    def write(logits: Array, rows: Any, out: Array) -> None:
+        for part in parts(logits):
+            each = tuple(None if a is None else a[part] for a in rows)
+            _gradient(logits[part], each, bias, options, out[part])
+
+    arrays = dlog_probs, dentropy, labels, entropy, lse
+    return _backward(x, weight, bias, arrays, options, max_bytes, wanted, write, own_buffer=False)
+
+
+@linear_log_probs_backward.kernel
+def _launch_backward(
+    dlog_probs: Array | None,
+    dentropy: Array | None,
+    x: Array,
+    weight: Array,
+    labels: Array,
+    bias: Array | None,
+    entropy: Array,
+    lse: Array,
+    ignore: int,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+) -> tuple[Array | None, Array | None, None, Array | None]:
+    """Return all gradients, with that of each chunk of logits from the kernel."""
+    options = Options(temperature, scale, softcap, ignore, keep_all=True)
+    bias = None if bias is None else contiguous(bias)
+
+    def write(logits: Array, rows: Any, out: Array) -> None:
+        dlog_probs, dentropy, labels, entropy, lse = rows
+        chosen = _constants(*_forms(logits, out, labels, bias), softcap is not None, False)
+        threads, lanes = chosen["THREADS"], chosen["LANES"]
+        width = logits.shape[-1] + chosen["RAGGED"] * (lanes - 1)
+        kernel = load("log_probs.cu", "log_probs_backward", logits, chosen)
+        kernel[labels.size * -(-width // (threads * lanes)), threads](
+            *(dlog_probs, dentropy, logits, labels, bias, entropy, lse, out), _numbers(options)
+        )
+
+    arrays = dlog_probs, dentropy, labels, entropy, lse
+    narrow = x.dtype != FLOAT32
+    return _backward(x, weight, bias, arrays, options, max_bytes, wanted, write, own_buffer=narrow)
+
+
+def _backward(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    arrays: tuple[Any, ...],
+    options: Options,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+    write: Callable[[Array, Any, Array], None],
+    *,
+    own_buffer: bool,
+) -> tuple[Array | None, Array | None, None, Array | None]:
+    """Return dx, dweight, None and dbias; ``write(logits, arrays, out)`` is of a chunk."""
+    rows, _, kept = _kept(x, arrays[2], options)
+    each = [None if a is None else contiguous(a).reshape(-1) for a in arrays]
+    each = each if kept is None else [None if a is None else a[kept] for a in each]
+    sums = None
+    if bias is not None and (wanted is None or "bias" in wanted):
+        sums = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(weight),))
+
+    def write_part(part: slice, logits: Array, out: Array) -> None:
+        write(logits, [None if a is None else a[part] for a in each], out)
+        if sums is not None:
+            np.add(sums, out.sum(axis=0, dtype=sums.dtype), out=sums)
+
+    dx, dweight = gradients(
+        rows, weight, max_bytes, write_part, own_buffer=own_buffer, wanted=wanted
+    )
+    if dx is not None and kept is not None:
+        whole = np.zeros_like(x, shape=(arrays[2].size, x.shape[-1]))
+        whole[kept] = dx
+        dx = whole
+    dx = None if dx is None else dx.reshape(x.shape)
+    return dx, dweight, None, None if sums is None or bias is None else sums.astype(bias.dtype)
+
+
+def _check(
+    call: str, labels: Any, ignore: int, temperature: float, scale: float, softcap: float | None
+) -> None:
+    """Raise ConfigError for an option out of its range."""
+    refuse_number(call, "labels", labels)
+    if not -(2**63) <= ignore < 2**63:
+        raise ConfigError(f"{call}(ignore={ignore}): ignore must be a 64-bit integer")
+    if not temperature > 0:
+        raise ConfigError(f"{call}(temperature={temperature}): temperature must be above 0")
+    if scale == 0:
+        raise ConfigError(f"{call}(scale=0): all tokens would be as likely; pass another scale")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
+
+
+for each in (linear_log_probs_forward, linear_log_probs_backward):
+    each.require(_check)
+    each.require(check_max_bytes)
+linear_log_probs_backward.require(check_wanted)
+linear_log_probs_backward.facts["operations"] = lambda a: (
+    2
+    * a["x"].size
+    * a["weight"].shape[0]
+    * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
+)
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+def _z(logits: Array, bias: Array | None, options: Options) -> tuple[Array, Any]:
+    """Return z, and its derivative by the logits."""
+    temperature, scale, softcap, *_ = options
+    u = logits if bias is None else logits + bias.astype(logits.dtype)
+    u = u * logits.dtype.type(scale)
+    if softcap is None:
+        return u / logits.dtype.type(temperature), scale / temperature
+    tanh = np.tanh(u / logits.dtype.type(softcap))
+    return tanh * logits.dtype.type(softcap / temperature), (1 - tanh * tanh) * logits.dtype.type(
+        scale / temperature
+    )
+
+
+def _measure(
+    logits: Array, labels: Array, bias: Array | None, options: Options, results: tuple[Array, ...]
+) -> None:
+    """Write all results of some rows."""
+    if not logits.size:
+        for result in results:
+            result[...] = 0
+        return
+    z, _ = _z(logits, bias, options)
+    has_label = labels != options.ignore
+    labels = np.where(has_label, labels, 0)
+    target = np.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
+    top = finite(z.max(axis=-1))
+    below = z - top[:, None]
+    e = np.exp(below)
+    total = e.sum(axis=-1)
+    with np.errstate(divide="ignore"):  # if all logits of a row are -inf
+        log = np.log(total)
+        squares = np.log((e * e).sum(axis=-1))
+    some = np.where(total > 0, total, 1)
+    products = np.where(e > 0, e * np.where(e > 0, below, 0), 0).sum(axis=-1)
+    values = (
+        (target - top) - finite(log),
+        finite(log) - products / some,
+        squares - 2 * finite(log),
+        z.sum(axis=-1) / z.shape[-1],
+        z.argmax(axis=-1) == labels,
+        log + top,
+    )
+    for result, value in zip(results, values, strict=True):
+        result[...] = np.where(has_label, value, 0)
+
+
+def _gradient(
+    logits: Array, arrays: tuple[Any, ...], bias: Array | None, options: Options, out: Array
+) -> None:
+    """Write the gradient of the logits of some rows to out, which may be the logits."""
+    dlog_probs, dentropy, labels, entropy, lse = arrays
+    has_label = labels != options.ignore
+    z, slope = _z(logits, bias, options)
+    log_p = z - finite(lse)[:, None]
+    p = np.exp(log_p)
+    result = np.zeros_like(p)
+    if dentropy is not None:
+        terms = np.where(p > 0, log_p, 0) + entropy[:, None]
+        result -= dentropy[:, None] * p * terms
+    if dlog_probs is not None:
+        result -= dlog_probs[:, None] * p
+        columns = np.where(has_label, labels, 0)
+        result[np.arange(labels.size, like=labels), columns] += dlog_probs
+    result *= slope
+    out[...] = np.where(has_label[:, None], result, 0)
+
+
+# ---- launches -----------------------------------------------------------------------------------
+def _forms(logits: Array, dlogits: Array, labels: Array, bias: Array | None) -> tuple[Any, ...]:
+    """Return what the constants depend on."""
+    access = access_of(logits.shape[-1], logits, dlogits)
+    return (
+        *(logits.dtype, dlogits.dtype, labels.dtype, None if bias is None else bias.dtype),
+        *(logits.shape[-1], access),
+    )
+
+
+@cache
+def _constants(
+    logits: Any, dlogits: Any, labels: Any, bias: Any, vocab: int, access: Access, cap: bool,
+    forward: bool,
+) -> Constants:  # fmt: skip
+    """Return the constants of log_probs.cu: threads share rows forward, blocks backward."""
+    vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
+    shared = row_threads(vectors) if forward else max(64, min(256, -(-vectors // 32) * 32))
+    return Constants(
+        T=logits,
+        G=dlogits,
+        I=labels,
+        B=bias or logits,
+        COLUMNS=vocab,
+        LANES=access.lanes,
+        RAGGED=access.ragged,
+        ROW_THREADS=shared,
+        THREADS=shared if shared > 32 or not forward else 128,
+        SOFTCAP=cap,
+        BIAS=bias is not None,
+    )
+
+
+def _numbers(options: Options) -> dict[str, float]:
+    """Return the struct of the kernels."""
+    return {
+        "ignore": options.ignore,
+        "scale": options.scale,
+        "softcap": options.softcap or 0.0,
+        "inverse_temperature": 1 / options.temperature,
+    }

@@ -10,6 +10,7 @@ import numpy as np
 from ..core.arrays import common, native
 from ..core.dtypes import Array
 from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopt_all
+from ..ops.losses.linear_log_probs import LogProbs
 from ..training.variable import Var
 
 ARRAYS = ("tokens", "labels", "mask", "offsets")
@@ -42,6 +43,8 @@ def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
             result: Any = method(*bound.args, **bound.kwargs)
             if isinstance(result, Iterator):
                 return cast(R, _resumed(result, framework, operand))
+            if isinstance(result, LogProbs):
+                return cast(R, LogProbs(*(_back(each, framework, operand) for each in result)))
             if isinstance(result, tuple):  # a loss, and gradients by name
                 return cast(R, (_back(result[0], framework, operand), *result[1:]))
             return cast(R, _back(result, framework, operand))

@@ -10,6 +10,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
+from ..ops.losses.linear_log_probs import LogProbs, linear_log_probs
 from ..parallel.vocabulary import vocab_parallel_linear_cross_entropy
 from ..placement import full_like
 from ..training.tape import Tape, take_gradients
@@ -23,7 +24,7 @@ from .objective import LossRecord, as_array
 
 IGNORE = -100  # the label of a token that does not count
 LOSSES = (  # functions that check labels
-    *("linear_cross_entropy", "linear_cross_entropy_gradients"),
+    *("linear_cross_entropy", "linear_cross_entropy_gradients", "linear_log_probs"),
     "vocab_parallel_linear_cross_entropy",
 )
 
@@ -86,6 +87,23 @@ def mean_loss(
         return _on_tape(model, x, head, shifted, count)
     losses = losses_of(model.config, x, head, shifted, model.division)
     return losses.sum(dtype=np.float64) / count
+
+
+@naming("Transformer", *LOSSES)
+def label_log_probs(
+    model: Network, tokens: Array, labels: Array, mask: Array | None, temperature: float
+) -> LogProbs:
+    """Return the log-probabilities of the next labels, and what else the head's pass tells."""
+    if model.division is not None or model.context is not None:
+        raise ConfigError(
+            "log_probs: ranks divide the model, and each has a part of the vocabulary or of the"
+            " tokens; load it whole"
+        )
+    parameters = model.entered(model.parameters)
+    x = model.hidden(parameters, tokens, mask=mask)
+    shifted, cap = next_labels(tokens, labels, None), model.config.logit_softcap
+    head = head_weight(model.config, parameters)
+    return linear_log_probs(x, head, shifted, ignore=IGNORE, temperature=temperature, softcap=cap)
 
 
 def _on_tape(model: Network, x: Var, head: Any, shifted: Array, count: Any) -> Var:

@@ -4,6 +4,7 @@ logits = model.logits(tokens)
 loss, gradients = model.loss_and_gradients(tokens, labels)
 """
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
+from ..ops.losses.linear_log_probs import LogProbs
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
@@ -26,7 +28,7 @@ from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter
 from .gather import whole_parameters
-from .loss import mean_loss
+from .loss import label_log_probs, mean_loss
 from .network import Network
 from .objective import next_token
 from .quantized_weights import saved_config
@@ -178,6 +180,48 @@ class Transformer(Network):
             0 if no label counts.
         """
         return mean_loss(self, tokens, labels, mask, offsets, count)
+
+    @from_any_library
+    def log_probs(
+        self,
+        tokens: Array,
+        labels: Array,
+        *,
+        mask: Array | None = None,
+        temperature: float = 1.0,
+    ) -> LogProbs:
+        """Return the log-probability of each label, with entropy and relatives.
+
+        The shift by one token happens here: entry t is of ``labels[:, t + 1]``, the last is 0.
+
+        Parameters
+        ----------
+        tokens, labels : (batch, tokens) int32 or int64
+            -100 where a label does not count: its results are 0.
+        mask : (batch, tokens) bool or int, optional
+            As in ``logits``.
+        temperature : float
+            Of sampling, above 0; it divides the logits.
+
+        Returns
+        -------
+        result : LogProbs
+            Fields of shape (batch, tokens): see ``linear_log_probs``.  Inside
+            ``value_and_gradients`` they are Vars; log_probs and entropy have gradients.
+
+        Raises
+        ------
+        ConfigError
+            temperature is not above 0; or ranks divide the model.
+        """
+        return label_log_probs(self, tokens, labels, mask, temperature)
+
+    @property
+    def base(self) -> "Transformer":
+        """The model without its adapter, on the same parameters: the reference of a policy."""
+        base = copy.copy(self)
+        base.adapter = None
+        return base
 
     @from_any_library
     @naming("loss_and_gradients", "value_and_gradients", "loss")

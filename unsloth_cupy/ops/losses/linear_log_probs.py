@@ -24,6 +24,7 @@ from ._head import check_max_bytes, chunks, gradients
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
+LEAST = -1e30  # in place of -inf, whose product with 0 would be NaN
 REPORTER = faults.reporter(
     "linear_log_probs", "labels", "vocab", ", or equal to ignore, for a row without a label"
 )
@@ -382,10 +383,10 @@ def _z(logits: Array, bias: Array | None, options: Options) -> tuple[Array, Any]
     """Return z, and its derivative by the logits."""
     temperature, scale, softcap, *_ = options
     u = logits if bias is None else logits + bias.astype(logits.dtype)
-    u = u * logits.dtype.type(scale)
     if softcap is None:
-        return u / logits.dtype.type(temperature), scale / temperature
-    tanh = np.tanh(u / logits.dtype.type(softcap))
+        factor = scale / temperature
+        return u if factor == 1 else u * logits.dtype.type(factor), factor
+    tanh = np.tanh(u * logits.dtype.type(scale / softcap))
     return tanh * logits.dtype.type(softcap / temperature), (1 - tanh * tanh) * logits.dtype.type(
         scale / temperature
     )
@@ -407,11 +408,10 @@ def _measure(
     below = z - top[:, None]
     e = np.exp(below)
     total = e.sum(axis=-1)
-    with np.errstate(divide="ignore"):  # if all logits of a row are -inf
-        log = np.log(total)
-        squares = np.log((e * e).sum(axis=-1))
+    with np.errstate(divide="ignore", invalid="ignore"):  # logits of -inf
+        log, squares = np.log(total), np.log(np.einsum("rv,rv->r", e, e))
+        products = np.einsum("rv,rv->r", e, np.maximum(below, LEAST))
     some = np.where(total > 0, total, 1)
-    products = np.where(e > 0, e * np.where(e > 0, below, 0), 0).sum(axis=-1)
     values = (
         (target - top) - finite(log),
         finite(log) - products / some,
@@ -432,16 +432,19 @@ def _gradient(
     has_label = labels != options.ignore
     z, slope = _z(logits, bias, options)
     log_p = z - finite(lse)[:, None]
-    p = np.exp(log_p)
-    result = np.zeros_like(p)
-    if dentropy is not None:
-        terms = np.where(p > 0, log_p, 0) + entropy[:, None]
-        result -= dentropy[:, None] * p * terms
-    if dlog_probs is not None:
-        result -= dlog_probs[:, None] * p
-        columns = np.where(has_label, labels, 0)
-        result[np.arange(labels.size, like=labels), columns] += dlog_probs
-    result *= slope
+    result = np.exp(log_p)
+    on_label = np.zeros_like(lse) if dlog_probs is None else dlog_probs
+    if dentropy is None:
+        result *= -on_label[:, None]
+    else:
+        factor = np.maximum(log_p, LEAST)
+        factor += entropy[:, None]
+        factor *= -dentropy[:, None]
+        factor -= on_label[:, None]
+        result *= factor
+    columns = np.where(has_label, labels, 0)
+    result[np.arange(labels.size, like=labels), columns] += on_label
+    np.multiply(result, slope, out=result)
     out[...] = np.where(has_label[:, None], result, 0)
 
 

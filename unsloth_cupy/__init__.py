@@ -106,6 +106,19 @@ from .ops.losses.linear_cross_entropy import (
 from .ops.losses.linear_cross_entropy import (
     linear_cross_entropy_forward as linear_cross_entropy_forward,
 )
+from .ops.losses.divergence import divergence as divergence
+from .ops.losses.divergence import divergence_backward as divergence_backward
+from .ops.losses.divergence import divergence_forward as divergence_forward
+from .ops.losses.linear_divergence import linear_divergence as linear_divergence
+from .ops.losses.linear_divergence import linear_divergence_backward as linear_divergence_backward
+from .ops.losses.linear_divergence import linear_divergence_forward as linear_divergence_forward
+from .ops.losses.linear_divergence import linear_top_k_divergence as linear_top_k_divergence
+from .ops.losses.linear_divergence import (
+    linear_top_k_divergence_backward as linear_top_k_divergence_backward,
+)
+from .ops.losses.linear_divergence import (
+    linear_top_k_divergence_forward as linear_top_k_divergence_forward,
+)
 from .ops.losses.linear_log_probs import LogProbs as LogProbs
 from .ops.losses.linear_log_probs import linear_log_probs as linear_log_probs
 from .ops.losses.linear_log_probs import linear_log_probs_backward as linear_log_probs_backward

@@ -182,6 +182,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "preference_forward": _pairs,
     "reward_forward": _pairs,
     "wpo_weights_forward": _pairs,
+    "linear_top_k_divergence_forward": _no_more_than("few", "vocab"),
     "contrastive_forward": _no_more_than("rows", "candidates"),
 }
 
@@ -254,6 +255,12 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "absmax": _absmax,
     **dict.fromkeys(("scales", "square", "norm"), _positive),
     "log_probs": _negative,
+    "linear_top_k_divergence_forward.log_probs": lambda rng, shape, sizes: np.log(
+        rng.uniform(0.1, 0.9, shape) / max(shape[-1], 1)
+    ),
+    "linear_top_k_divergence_forward.tokens": lambda rng, shape, sizes: rng.random(
+        (*shape[:-1], sizes["vocab"])
+    ).argsort(axis=-1)[..., : shape[-1]],
     **dict.fromkeys(("log.x", "divide.b", "power.x", "sum.x", "mean.x"), _positive),
     "absmax_codes": lambda rng, shape, sizes: rng.integers(0, 256, shape, np.uint8),
 }
@@ -429,6 +436,11 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "advantages_forward.group": _some(1),
     "sampler_ratio_forward.kind": _some("sequence_mask", "token_truncate"),
     "contrastive_forward.scale": _some(1.0, 20.0),
+    "divergence_forward.kind": _some("jsd", "tvd", "cosine"),
+    "linear_divergence_forward.kind": _some("jsd", "tvd", "cosine"),
+    **dict.fromkeys(("divergence_forward.beta", "linear_divergence_forward.beta"), _some(0.0, 0.4)),
+    "teacher_scale": _some(1.0, 0.3),
+    "teacher_softcap": _some(None, 30.0),
     "divergence": _some("reverse_kl", "forward_kl", "js", "alpha"),
     "level": _some("token", "sequence"),
     "weighted_kl": _some(True, False),

@@ -379,17 +379,17 @@ linear_log_probs_backward.facts["operations"] = lambda a: (
 
 
 # ---- rows ---------------------------------------------------------------------------------------
-def _z(logits: Array, bias: Array | None, options: Options) -> tuple[Array, Any]:
+def logits_to_z(
+    logits: Array, bias: Array | None, temperature: float, scale: float, softcap: float | None
+) -> tuple[Array, Any]:
     """Return z, and its derivative by the logits."""
-    temperature, scale, softcap, *_ = options
+    kind = logits.dtype.type
     u = logits if bias is None else logits + bias.astype(logits.dtype)
     if softcap is None:
         factor = scale / temperature
-        return u if factor == 1 else u * logits.dtype.type(factor), factor
-    tanh = np.tanh(u * logits.dtype.type(scale / softcap))
-    return tanh * logits.dtype.type(softcap / temperature), (1 - tanh * tanh) * logits.dtype.type(
-        scale / temperature
-    )
+        return u if factor == 1 else u * kind(factor), factor
+    tanh = np.tanh(u * kind(scale / softcap))
+    return tanh * kind(softcap / temperature), (1 - tanh * tanh) * kind(scale / temperature)
 
 
 def _measure(
@@ -400,7 +400,7 @@ def _measure(
         for result in results:
             result[...] = 0
         return
-    z, _ = _z(logits, bias, options)
+    z, _ = logits_to_z(logits, bias, *options[:3])
     has_label = labels != options.ignore
     labels = np.where(has_label, labels, 0)
     target = np.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
@@ -430,7 +430,7 @@ def _gradient(
     """Write the gradient of the logits of some rows to out, which may be the logits."""
     dlog_probs, dentropy, labels, entropy, lse = arrays
     has_label = labels != options.ignore
-    z, slope = _z(logits, bias, options)
+    z, slope = logits_to_z(logits, bias, *options[:3])
     log_p = z - finite(lse)[:, None]
     result = np.exp(log_p)
     on_label = np.zeros_like(lse) if dlog_probs is None else dlog_probs

@@ -1,0 +1,162 @@
+"""Divergences from a teacher: TRL's numbers, finite differences, rows that leave."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy import Tape
+from unsloth_cupy.errors import ConfigError, RangeError
+
+from ..conftest import FOLDER
+from ..golden.golden import OpCase, op_cases
+from ..harness.parity import Case, Parity
+from .golden_cases import both_dtypes
+
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "divergence(logits, teacher_logits, *, kind='jsd', beta=None, temperature=1.0)",
+    "linear_divergence(x, weight, teacher_x, teacher_weight, bias=None, teacher_bias=None, *, "
+    "mask=None, kind='jsd', beta=None, temperature=1.0, scale=1.0, softcap=None, "
+    "teacher_scale=1.0, teacher_softcap=None, max_bytes=None)",
+    "linear_top_k_divergence(x, weight, tokens, log_probs, bias=None, *, mask=None, tail=True, "
+    "temperature=1.0, scale=1.0, softcap=None, max_bytes=None)",
+)
+
+CASES = [*op_cases(FOLDER / "losses", "distillation")]
+OPTIONS = ({"kind": "jsd", "beta": 0.0}, {"kind": "jsd", "beta": 0.3}, {"kind": "jsd", "beta": 1.0},
+           {"kind": "tvd"}, {"kind": "cosine"})  # fmt: skip
+HEADS: dict[str, Any] = {"rows": [2, 3], "hidden": 5, "inner": 4, "vocab": 7}
+EVERYTHING = {"temperature": 0.7, "scale": 1.3, "softcap": 2.0}
+
+
+def kept(rng: Any) -> Any:
+    """Draw the three tokens that were kept of each of six rows of seven."""
+    return np.stack([rng.permutation(7)[:3] for _ in range(6)]).reshape(2, 3, 3)
+
+
+class TestDivergence(Parity):
+    op = "divergence_forward"
+    cases = (
+        *(Case(f"{o}", rows=[2, 3], vocab=7, temperature=0.8, **o) for o in OPTIONS),
+        Case("one token", rows=[2], vocab=1),
+        Case("no rows", rows=[0], vocab=3),
+    )
+
+
+class TestLinearDivergence(Parity):
+    op = "linear_divergence_forward"
+    cases = (
+        *(Case(f"{o}", **HEADS, max_bytes=4 * 7 * 2, **o) for o in OPTIONS),
+        Case("every option", **HEADS, given=("bias", "teacher_bias", "mask"), beta=0.3,
+             teacher_scale=0.4, teacher_softcap=3.0, **EVERYTHING),
+        Case("no rows", rows=[0], hidden=2, inner=3, vocab=4),
+    )  # fmt: skip
+
+
+class TestLinearTopKDivergence(Parity):
+    op = "linear_top_k_divergence_forward"
+    arrays: Any = {"tokens": kept, "log_probs": lambda rng: np.log(rng.random((2, 3, 3)) / 3)}  # noqa: RUF012
+    cases = (
+        Case("a tail", **HEADS, arrays=arrays, max_bytes=4 * 7 * 2),
+        Case("no tail", **HEADS, arrays=arrays, tail=False),
+        Case("every option", **HEADS, arrays=arrays, given=("bias", "mask"), **EVERYTHING),
+        Case("no rows", rows=[0], hidden=2, few=2, vocab=4),
+    )
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_results_are_those_of_trl(case: OpCase, dtype: Any) -> None:
+    given = dict(case.params)
+    error = given.pop("float32_error")
+    allowed = 1e-5 + 2 * error if dtype == np.float32 else 1e-10
+    arrays = {n: a.astype(dtype) if a.dtype.kind == "f" else a for n, a in case.inputs.items()}
+    tape = Tape()
+    watched = {n: tape.watch(arrays[n]) for n in ("x", "weight", "bias") if n in arrays}
+    heads = watched["x"], watched["weight"]
+    if given["kind"] == "top_k":
+        given = {n: value for n, value in given.items() if n not in ("kind", "k")}
+        kept_of_teacher = arrays["tokens"], arrays["log_probs"]
+        loss = uc.linear_top_k_divergence(*heads, *kept_of_teacher, watched.get("bias"), **given)
+    else:
+        teacher = arrays["teacher_x"], arrays["teacher_weight"]
+        biases = watched.get("bias"), arrays.get("teacher_bias")
+        loss = uc.linear_divergence(*heads, *teacher, *biases, **given)
+    expected = case.outputs["loss"]
+    assert loss.value.dtype == dtype
+    assert np.abs(loss.value - expected).max() <= allowed * max(1, np.abs(expected).max())
+    total = uc.sum(loss * arrays["dloss"])
+    for name, gradient in zip(watched, tape.gradients(total, [*watched.values()]), strict=True):
+        difference = np.linalg.norm(gradient - case.grads[name])
+        assert difference <= 10 * allowed * np.linalg.norm(case.grads[name]), name
+
+
+@pytest.mark.parametrize("top_k", [False, True])
+def test_hidden_rows_may_hold_anything(top_k: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, weight, mask = rng.standard_normal((3, 4)), rng.standard_normal((6, 4)), np.arange(3) != 1
+    dirty = np.where(mask[:, None], x, np.nan)
+    sides = []
+    for rows in (x, dirty):
+        tape = Tape()
+        watched, head = tape.watch(rows), tape.watch(weight)
+        if top_k:
+            logs = np.full((3, 1), -0.5) if rows is x else np.where(mask, -0.5, np.nan)[:, None]
+            loss = uc.linear_top_k_divergence(watched, head, np.zeros((3, 1), int), logs, mask=mask)
+        else:
+            loss = uc.linear_divergence(watched, head, rows[:, :2], weight[:, :2], mask=mask)
+        sides.append((loss.value, *tape.gradients(uc.sum(loss), [watched, head])))
+    for clean, other in zip(*sides, strict=True):
+        np.testing.assert_array_equal(clean, other)
+    assert sides[1][0][1] == 0
+    assert not sides[1][1][1].any()
+
+
+def test_all_tokens_kept_are_the_whole_divergence() -> None:
+    rng = np.random.default_rng(0)
+    x, weight, teacher = (rng.standard_normal(s) for s in ((3, 4), (6, 4), (3, 6)))
+    logs = teacher - np.log(np.exp(teacher).sum(axis=1, keepdims=True))
+    tokens = np.tile(np.arange(6), (3, 1))
+    actual = uc.linear_top_k_divergence(x, weight, tokens, logs)
+    np.testing.assert_allclose(actual, uc.divergence(x @ weight.T, teacher), rtol=1e-9)
+    few = uc.linear_top_k_divergence(x, weight, tokens[:, :2], logs[:, :2])
+    assert (few <= actual).all()
+
+
+def test_tokens_that_a_teacher_excludes() -> None:
+    teacher = np.array([[0.0, -np.inf, 1.0]])
+    for options in OPTIONS[:3]:
+        tape = Tape()
+        logits = tape.watch(np.array([[1.0, 2.0, -1.0]]))
+        loss = uc.divergence(logits, teacher, **options)
+        (gradient,) = tape.gradients(loss, [logits], np.ones(1))
+        finite = options["beta"] != 1  # the reverse divergence of such a student is infinite
+        assert np.isfinite(loss.value).all() == finite
+        assert np.isfinite(gradient).all() == finite
+
+
+X = np.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: uc.divergence(X, X, kind="kl"), "kind='kl'; choose from jsd, tvd, cosine"),
+        (lambda: uc.divergence(X, X, kind="tvd", beta=0.5), "does not use beta; leave that out"),
+        (lambda: uc.divergence(X, X, beta=1.5), r"beta must be in \[0, 1\]"),
+        (lambda: uc.divergence(X, X, temperature=0.0), "temperature must be above 0"),
+        (lambda: uc.linear_divergence(X, X, X, X, teacher_softcap=-1.0), "must be positive"),
+        (lambda: uc.linear_divergence(X, X, X, X, scale=0.0), "all tokens would be as likely"),
+        (lambda: uc.linear_divergence(X, X, X, X, max_bytes=0), "it must be positive"),
+    ],
+)
+def test_bad_options(call: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_a_token_outside_the_vocabulary() -> None:
+    with pytest.raises(RangeError, match=r"tokens holds 2; it must be in 0 \.\. 1"):
+        uc.linear_top_k_divergence(X, X, np.array([[0], [2]]), np.zeros((2, 1)))

@@ -1,0 +1,191 @@
+"""Divergences of a student's distribution from a teacher's, which is a constant.
+
+p_s, p_t = softmax(logits / temperature), softmax(teacher_logits / temperature)
+KL(p, q) = sum(p log(p / q))        m = (1 - beta) p_s + beta p_t
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ...errors import ConfigError
+from ..activations.softmax import finite
+from ..common.checks import check_choice
+
+KINDS = ("jsd", "tvd", "cosine")
+
+
+class Options(NamedTuple):
+    """How far two rows of logits are apart."""
+
+    kind: str
+    beta: float
+    temperature: float
+
+
+def divergence(
+    logits: Array,
+    teacher_logits: Array,
+    *,
+    kind: str = "jsd",
+    beta: float | None = None,
+    temperature: float = 1.0,
+) -> Array:
+    """Return how far a student's distribution is from a teacher's, row by row.
+
+    ====== =======================================================================================
+    jsd    beta 0 (default): KL(p_t, p_s), forward; 1: KL(p_s, p_t), reverse; between:
+           beta KL(p_t, m) + (1 - beta) KL(p_s, m), m = (1 - beta) p_s + beta p_t
+    tvd    sum(abs(p_s - p_t)) / 2
+    cosine 1 - cosine of the two rows of logits
+    ====== =======================================================================================
+
+    There is no factor temperature**2.
+
+    Parameters
+    ----------
+    logits, teacher_logits : (*rows, vocab) float
+        The teacher's are a constant.
+    kind : str
+    beta : float, optional
+        In [0, 1], of jsd.
+    temperature : float
+        Above 0.
+
+    Returns
+    -------
+    loss : (*rows) float32, or float64 for float64 logits
+        In nats; neither summed nor averaged.
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range, or the kind does not use it.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import divergence, divergence_backward, divergence_forward
+    >>> student, teacher = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])
+    >>> forward = 0.9 * np.log(0.9 / 0.5) + 0.1 * np.log(0.1 / 0.5)
+    >>> np.testing.assert_allclose(divergence(student, teacher), forward)
+    >>> np.testing.assert_allclose(divergence(student, teacher, kind="tvd"), 0.4)
+    >>> dlogits, _ = divergence_backward(np.ones(1), student, teacher)
+    >>> np.testing.assert_allclose(dlogits, [[0.5 - 0.9, 0.5 - 0.1]])
+    >>> np.testing.assert_array_equal(divergence_forward(student, teacher), forward)
+    """
+    return divergence_forward(
+        logits,
+        teacher_logits,
+        kind=kind,
+        beta=beta_of("divergence", kind, beta),
+        temperature=temperature,
+    )
+
+
+def beta_of(call: str, kind: str, beta: float | None) -> float:
+    """Return beta, 0 by default; raise for a kind that has none."""
+    if beta is not None and kind in KINDS and kind != "jsd":
+        raise ConfigError(f"{call}: kind={kind!r} does not use beta; leave that out")
+    return 0.0 if beta is None else beta
+
+
+@op("logits(*rows, vocab), teacher_logits(*rows, vocab): constant -> loss(*rows): stat")
+def divergence_forward(
+    logits: Array,
+    teacher_logits: Array,
+    *,
+    kind: str = "jsd",
+    beta: float = 0.0,
+    temperature: float = 1.0,
+) -> Array:
+    """Return the loss of ``divergence``."""
+    factor = logits.dtype.type(1 / temperature)
+    rows = logits * factor, teacher_logits.astype(logits.dtype) * factor
+    return measured(*rows, Options(kind, beta, temperature))[0]
+
+
+@divergence_forward.gradient
+def divergence_backward(
+    dloss: Array,
+    logits: Array,
+    teacher_logits: Array,
+    *,
+    kind: str = "jsd",
+    beta: float = 0.0,
+    temperature: float = 1.0,
+) -> tuple[Array, None]:
+    """Return the gradient of the logits; the teacher's have none."""
+    factor = logits.dtype.type(1 / temperature)
+    rows = logits * factor, teacher_logits.astype(logits.dtype) * factor
+    slopes = measured(*rows, Options(kind, beta, temperature))[1]
+    return slopes * (dloss * factor)[..., None], None
+
+
+def check_options(call: str, kind: str, beta: float, temperature: float) -> None:
+    """Raise ConfigError for an option out of its range."""
+    check_choice(call, "kind", kind, KINDS)
+    if not 0 <= beta <= 1:
+        raise ConfigError(f"{call}(beta={beta}): beta must be in [0, 1]")
+    if not temperature > 0:
+        raise ConfigError(f"{call}(temperature={temperature}): temperature must be above 0")
+
+
+divergence_forward.require(check_options)
+divergence_backward.require(check_options)
+
+
+def log_softmax(z: Array) -> Array:
+    """Return log(softmax(z)) over the last axis."""
+    if not z.size:
+        return z
+    below = z - finite(z.max(axis=-1, keepdims=True))
+    with np.errstate(divide="ignore"):
+        below -= np.log(np.exp(below).sum(axis=-1, keepdims=True))
+    return below
+
+
+def measured(z: Array, teacher: Array, options: Options) -> tuple[Array, Array]:
+    """Return the divergence of each row of z, and its derivatives by z."""
+    if options.kind == "cosine":
+        return _cosine(z, teacher)
+    log_s, log_t = log_softmax(z), log_softmax(teacher)
+    s, t = np.exp(log_s), np.exp(log_t)
+    if options.kind == "tvd":
+        sign = np.sign(s - t)
+        mean = (s * sign).sum(axis=-1, keepdims=True)
+        return np.abs(s - t).sum(axis=-1) / 2, s * (sign - mean) / 2
+    beta = options.beta
+    if beta == 0:
+        return _kl(t, log_t, log_s)[0], s - t
+    if beta == 1:
+        loss, logs = _kl(s, log_s, log_t)
+        with np.errstate(invalid="ignore"):  # infinite where the teacher excludes a token
+            return loss, s * (logs - loss[..., None])
+    log_m = np.logaddexp(log_s + np.log1p(-beta), log_t + np.log(beta))
+    from_teacher, _ = _kl(t, log_t, log_m)
+    from_student, logs = _kl(s, log_s, log_m)
+    slopes = (1 - beta) * s * (logs - from_student[..., None])
+    return beta * from_teacher + (1 - beta) * from_student, slopes
+
+
+def _kl(p: Array, log_p: Array, log_q: Array) -> tuple[Array, Array]:
+    """Return KL(p, q) of each row, and log(p / q), 0 where p is."""
+    with np.errstate(invalid="ignore"):  # -inf less -inf
+        logs = np.where(p > 0, log_p - log_q, 0)
+    return (p * logs).sum(axis=-1), logs
+
+
+def _cosine(z: Array, teacher: Array) -> tuple[Array, Array]:
+    """Return 1 - cosine of each row, and its derivatives by z."""
+    tiny = np.finfo(z.dtype).tiny
+    length, other = (
+        np.maximum(np.sqrt((a * a).sum(axis=-1, keepdims=True)), tiny) for a in (z, teacher)
+    )
+    one, two = z / length, teacher / other
+    cosine = (one * two).sum(axis=-1, keepdims=True)
+    return 1 - cosine[..., 0], (cosine * one - two) / length

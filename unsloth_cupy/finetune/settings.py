@@ -17,7 +17,7 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
 from .naming import named
 from .new_model import SIZES
-from .records import SUFFIX, Records
+from .records import Records
 from .text import Text
 
 STEPS = 1200  # if neither steps nor epochs are given
@@ -166,7 +166,7 @@ class Settings:
         """
         if self.pack is not None and not lines:
             both = f"{named(pack=True)} and {named(pack=False)}"
-            raise ConfigError(f"{both} are for the lines of a {SUFFIX} file; leave them out")
+            raise ConfigError(f"{both} are for data in rows; leave them out")
         if self.steps is not None and self.epochs is not None:
             both = f"{named('steps')} and {named('epochs')} both say"
             raise ConfigError(f"{both} when to end; leave one out")

@@ -178,7 +178,8 @@ def _in_folder(folder: Path) -> tuple[list[Path], str]:
     elif False in known.values() and len(set(known.values())) > 1:
         raise ConfigError(f"{folder} holds splits but none called train; name the files to read")
     if not read:
-        raise ConfigError(f"{folder} holds no training data; name files that end in {SUFFIXES}")
+        problem = f"{folder}: Is a directory without training data"
+        raise ConfigError(f"{problem}; name files that end in {SUFFIXES}")
     others = [path.relative_to(folder).as_posix() for path in data if path not in read]
     shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
     return read, f"{folder}: {len(read)} files are read, and not {shown}" * bool(others)
@@ -339,7 +340,7 @@ class _Zstandard:
             import zstandard
         except ModuleNotFoundError:
             raise ConfigError(needs(name, "zstandard")) from None
-        self.raw, self.rest, self.packed = raw, b"", b""
+        self.raw, self.name, self.rest, self.packed = raw, name, b"", b""
         self.unpacker = zstandard.ZstdDecompressor(max_window_size=WINDOW)
         self.frame: Any = None
 
@@ -349,7 +350,8 @@ class _Zstandard:
             self.packed = self.packed or self.raw.read(STEP)
             if not self.packed:
                 if self.frame is not None:
-                    raise EOFError("it ends within a frame")
+                    problem = f"{self.name} is cut off or broken: it ends within a frame"
+                    raise ConfigError(f"{problem}; copy it again")
                 break
             self.frame = self.frame or self.unpacker.decompressobj()
             self.rest, self.packed = self.frame.decompress(self.packed), b""

@@ -121,7 +121,9 @@ def content_of(values: Any, ignore: Collection[str] = ()) -> Content:
         return Content(form, [], "", text_of(row["text"], form.columns["text"]))
     tools, options = _tools(row, form), _object(row.get("options"), form.columns.get("options"))
     if form.kind == "chat":
-        chat = checked_messages(_parsed(row["chat"]), form.columns["chat"])
+        given = _parsed(row["chat"])
+        chat = checked_messages(given, form.columns["chat"])
+        form = form._replace(name=form.name + (" (ShareGPT)" if "from" in given[0] else ""))
         return Content(form, _with_system(row, form, chat), "", "", tools, options)
     return _pair(row, form, tools, options)
 
@@ -250,7 +252,7 @@ def _form(names: tuple[str, ...]) -> Form | Refusal | None:
     else:
         return None
     columns = {role: known[column] for role, column in (columns | more).items() if column}
-    return Form(name, kind, columns, ())
+    return Form(name + " (Alpaca)" * (name == "instruction/output"), kind, columns, ())
 
 
 def _other_method(known: dict[str, str], base: str, question: str) -> Refusal | None:

@@ -220,8 +220,10 @@ def _account(
     where: str, counts: "Counter[str]", ignore: Collection[str], unused: Collection[str], more: str
 ) -> str:
     """Return in one line what was recognised in files."""
-    forms = ", ".join(f"{count:,} of {form}" for form, count in counts.most_common())
-    text = f"{where}: {counts.total():,} texts" + (f" ({forms})" if counts else "")
+    forms = [f"{count:,} of {form}" for form, count in counts.most_common()]
+    text = f"{where}: {forms[0].replace(' of ', ' rows of ', 1)}"
+    if len(forms) > 1:
+        text = f"{where}: {counts.total():,} rows, {', '.join(forms)}"
     if unused := [name for name in unused if name not in ignore]:
         text += f"; not read: the column{'s' * (len(unused) > 1)} {listed(unused)}"
     return text + f"; {more}" * bool(more)

@@ -166,7 +166,8 @@ class Settings:
         """
         if self.pack is not None and not lines:
             both = f"{named(pack=True)} and {named(pack=False)}"
-            raise ConfigError(f"{both} are for data in rows; leave them out")
+            what = "are for the lines of a .jsonl file and other rows"
+            raise ConfigError(f"{both} {what}; leave them out")
         if self.steps is not None and self.epochs is not None:
             both = f"{named('steps')} and {named('epochs')} both say"
             raise ConfigError(f"{both} when to end; leave one out")

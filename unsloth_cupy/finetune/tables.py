@@ -158,7 +158,7 @@ def _json_values(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
 def _first_value(file: Located, line: int, text: str, more: bool) -> tuple[Any, int] | None:
     """Return the object with which a text begins, and its end; None if ``more`` of it is needed."""
     if text and text[0] != "{":
-        cure = 'write a list of objects: [{"text": "..."}, ...]'
+        cure = "write a list of objects, or one object in each line of a .jsonl file"
         _wrong(file, line, f"holds {text.split(None, 1)[0][:20]!r} where an object begins", cure)
     try:
         return DECODER.raw_decode(text)

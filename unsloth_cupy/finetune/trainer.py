@@ -115,7 +115,7 @@ class Trainer:
             self.source = None if folder is None else model_folder(folder)
             known = isinstance(text, Text | Records)
             if known and ignore:
-                raise ConfigError("Trainer(ignore=) is of files that are not read yet; leave it out")
+                raise ConfigError("Trainer(ignore=) is for files; give it to read_data")
             if not self.ranks.alone and "-" in (text if isinstance(text, list) else [text]):
                 raise ConfigError("ranks do not share standard input; name a file in place of -")
             self.text: Any = text if known else found(text, ignore, "Trainer: text")

@@ -61,7 +61,7 @@ class Records(NamedTuple):
     size: int  # bytes
     train: Sequence[Record]
     held_out: Sequence[Record]
-    files: tuple[tuple[int, str], ...] = ()  # the line before the first of each file, and its name
+    files: tuple[tuple[int, str, str], ...] = ()  # the line before each, its name, what to say then
     note: str = ""  # what was recognised, in one line
     forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
 
@@ -73,15 +73,15 @@ class Records(NamedTuple):
     @property
     def where(self) -> str:
         """The files in words."""
-        names = [name for _, name in self.files] or [str(self.path)]
+        names = [name for _, name, _ in self.files] or [str(self.path)]
         return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
 
     def place(self, line: int) -> str:
         """Return the file and the line in it of a record's line."""
         if not self.files:
             return f"{self.path}:{line}"
-        before, name = self.files[bisect.bisect_left(self.files, (line, "")) - 1]
-        return f"{name}:{line - before}"
+        before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
+        return f"{name}{of_it}{line - before}"
 
     def blocks(self) -> Iterator[tuple[str, str]]:
         """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
@@ -190,12 +190,12 @@ def read_records(
             try:
                 content = content_of(row.values, ignore)
             except ConfigError as error:
-                of_list = f"object {number}: " if file.kind == "JSON" else ""  # perhaps in one line
+                of_list = f"object {number}: " if file.kind == "JSON" else ""
                 raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None
             counts[content.form.name] += 1
             if len(unused) < MOST_NAMES:
                 unused.update(dict.fromkeys(content.form.unused))
-            line = starts[-1] + row.line
+            line = starts[-1] + (number if file.kind == "JSON" else row.line)
             collected.append(Record(line, *content[1:]))
         ends.append(len(collected.sizes))
         size += bytes_read
@@ -209,9 +209,10 @@ def read_records(
         raise ConfigError(f"{where} {problem}; write two lines or more: one is held out")
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
     train, held_out = _split(where, collected, weights)
+    of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
-        held_out, tuple(zip(starts, (file.name for file in files), strict=True)),
+        held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
         _account(where, counts, ignore, unused, more), dict(counts),
     )  # fmt: skip
 

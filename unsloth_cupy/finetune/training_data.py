@@ -257,7 +257,8 @@ def from_records(
             )
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     name = records.path.name if records.path else records.where
-    place = records.place if len(records.files) > 1 else None
+    lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
+    place = None if lines_of_one else records.place
     batches = Packed(train, shape, seed, name, place)
     learned, held_out_labels = train.labels(), held_out.labels()
     if len(learned) < LEAST:

@@ -446,6 +446,10 @@ class TestForms:
             ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
             ({"messages": [ASK, SAY | {"tool_calls": [{"function": {}}]}]},
              "messages[1].tool_calls[0] is {"),
+            ({"messages": [ASK, SAY], "tools": [{"a": json.loads("[" * 90 + "]" * 90)}]},
+             "tools is nested more than 64 times; write it flat"),
+            ({"messages": [ASK, SAY | {"x": json.loads("[" * 90 + "]" * 90)}]},
+             "messages[1] is nested more than 64 times"),
             ({"messages": [ASK, SAY | {"tool_calls": "x"}]}, "messages[1].tool_calls is x; write"),
             ({"messages": [ASK, SAY], "tools": "x"}, "tools is x; write it as [{"),
             ({"messages": [ASK, SAY], "chat_template_kwargs": 3}, "chat_template_kwargs is 3"),
@@ -484,6 +488,12 @@ class TestBounds:
         began = time.monotonic()
         assert ":31: text is 3" in refusal(path)
         assert time.monotonic() - began < 2  # the promise
+
+    def test_an_error_at_the_beginning_of_another_file(self, tmp_path: Path) -> None:
+        some = tmp_path / "a.jsonl"
+        some.write_text((LINES + "\n") * 2000 + "no JSON")
+        more = written(tmp_path, {"text": "a"}, {"text": 3}, name="b.jsonl")
+        assert refusal([some, more]).startswith(f"{more}:2: ")
 
     def test_packed_files_grow_within_bounds(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -215,7 +215,7 @@ class WithData(Grouped):
         words, taking = list[str](), False
         for number, word in enumerate(args):
             if word.startswith("-") and word != "-":
-                taking = word in ("--data", "--text")
+                taking = word.partition("=")[0] in ("--data", "--text")
             elif taking and args[number - 1] not in ("--data", "--text"):
                 models = (Path(word) / name for name in MODEL_FILES)
                 if any(path.is_file() for path in models):

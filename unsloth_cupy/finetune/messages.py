@@ -20,6 +20,7 @@ OTHERS = {  # names of roles in published files
 CALLS = ("function_call", "tool_call")  # roles whose text is a call in JSON
 LEARNED = ("train", "training", "trainable")  # other names of weight, as booleans
 TEXT_PARTS = (None, "text", "input_text", "output_text")
+DEEPEST = 64  # lists and objects inside of each other, in calls and tools
 SHOWN = 40  # characters of an invalid value in a message
 
 
@@ -45,6 +46,15 @@ def text_of(value: Any, name: str, least: int = 1) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         _wrong(f"{name} holds half a character (a lone surrogate)", "write the whole character")
     return value
+
+
+def check_depth(value: Any, name: str, left: int = DEEPEST) -> None:
+    """Raise a ConfigError if lists and objects are nested deeper than all that reads them can."""
+    if isinstance(value, list | dict):
+        if not left:
+            _wrong(f"{name} is nested more than {DEEPEST} times", "write it flat")
+        for each in value.values() if isinstance(value, dict) else value:
+            check_depth(each, name, left - 1)
 
 
 def checked_messages(values: Any, name: str, *, answered: bool = True) -> list[dict[str, Any]]:
@@ -85,6 +95,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         more["tool_calls"] = _checked_calls(more["tool_calls"], f"{name}.tool_calls")
         if not more["tool_calls"]:
             del more["tool_calls"]
+    check_depth(more, name)
     _check_kinds(more, name)
     if key not in value and "tool_calls" not in more:
         _wrong(f"{name} has no {key}", "each message has a role and a content")

@@ -20,12 +20,13 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from .chat import Chat, Span
 from .data_files import Located, Temporary, located, name_of
-from .forms import content_of, listed
+from .forms import Content, content_of, listed
 from .listener import reading
-from .tables import rows_of
+from .tables import PROCESSED, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
+FIRST = 100  # rows of each file that are looked at before all are read
 MOST_NAMES = 1000  # of columns that are not read
 IN_MEMORY = 2**26  # characters of records that are kept in memory
 
@@ -181,17 +182,17 @@ def read_records(
     collected, digest = _Collected(), hashlib.sha256()
     counts, unused, starts, ends = Counter[str](), dict[str, None](), list[int](), list[int]()
     line, size = 0, 0
+    for file in files[1:]:  # what is wrong at their beginning is said before the first is read
+        if file.kind not in PROCESSED:
+            for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
+                _content(file, number, row, ignore)
     for file in files:
         starts.append(line)
         own = hashlib.sha256() if len(files) > 1 or file.weight != 1 else digest
         bytes_read = file.path.stat().st_size
         rows = reading(rows_of(file, own), bytes_read, "reading")
         for number, row in enumerate(rows, 1):
-            try:
-                content = content_of(row.values, ignore)
-            except ConfigError as error:
-                of_list = f"object {number}: " if file.kind == "JSON" else ""
-                raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None
+            content = _content(file, number, row, ignore)
             counts[content.form.name] += 1
             if len(unused) < MOST_NAMES:
                 unused.update(dict.fromkeys(content.form.unused))
@@ -215,6 +216,15 @@ def read_records(
         held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
         _account(where, counts, ignore, unused, more), dict(counts),
     )  # fmt: skip
+
+
+def _content(file: Located, number: int, row: Row, ignore: Collection[str]) -> Content:
+    """Return the content of a row, or raise a ConfigError that names file, line and cure."""
+    try:
+        return content_of(row.values, ignore)
+    except ConfigError as error:
+        of_list = f"object {number}: " if file.kind == "JSON" else ""
+        raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None
 
 
 def _account(

@@ -23,6 +23,7 @@ from .text import Text
 STEPS = 1200  # if neither steps nor epochs are given
 NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
+PYTHON = "Python's documentation"
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
 DTYPES = ("float32", "bfloat16", "float16")
@@ -271,7 +272,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: boo
             continue
         if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
             then, size = (each.get("text_bytes") or 0 for each in (before, now))
-            name = now.get("text_file") or "Python's documentation"
+            name = now.get("text_file") or now["text"].replace("python-docs", PYTHON)
             sizes = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
             result.append(f"another text: {name} has changed since ({sizes})")
         elif key == "text_sha256":

@@ -20,6 +20,7 @@ from .chat import NEEDED
 from .data_files import Located, bound, check_growth, needs, opened, unpacked
 from .text import BREAK, PIECE, SMALL
 
+PROCESSED = ("Parquet", "Arrow")  # kinds that a process of its own reads
 LONGEST = SMALL  # bytes of a row: its text is tokenised as a whole
 ROW = 100  # bytes that a row takes at least, however short: a small file may hold very many
 MARK = b"\xef\xbb\xbf"
@@ -45,7 +46,7 @@ def rows_of(file: Located, digest: Any) -> Iterator[Row]:
     ConfigError
         The file cannot be read, or a row is none; the message has file, line and cure.
     """
-    if file.kind in ("Parquet", "Arrow"):
+    if file.kind in PROCESSED:
         yield from _from_process(unpacked(file), digest)
         return
     with opened(file) as stream:

@@ -450,6 +450,7 @@ class TestForms:
              "tools is nested more than 64 times; write it flat"),
             ({"messages": [ASK, SAY | {"x": json.loads("[" * 90 + "]" * 90)}]},
              "messages[1] is nested more than 64 times"),
+            ({"messages": [ASK, SAY | {"x": ["\ud800"]}]}, "messages[1] holds half a character"),
             ({"messages": [ASK, SAY | {"tool_calls": "x"}]}, "messages[1].tool_calls is x; write"),
             ({"messages": [ASK, SAY], "tools": "x"}, "tools is x; write it as [{"),
             ({"messages": [ASK, SAY], "chat_template_kwargs": 3}, "chat_template_kwargs is 3"),

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import ConfigError
-from .messages import check_depth, checked_messages, shown, text_of
+from .messages import check_plain, checked_messages, shown, text_of
 from .naming import named
 
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog")
@@ -189,7 +189,7 @@ def _tools(row: Any, form: Form) -> list[Any] | None:
         return None
     if not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         _wrong(f"{name} is {shown(tools)}", 'write it as [{"type": "function", ...}, ...]')
-    check_depth(tools, str(name))
+    check_plain(tools, str(name))
     if normal(str(name)) == "functions":  # as OpenAI wrote them before there were tools
         tools = [{"type": "function", "function": each} for each in tools]
     return tools
@@ -202,7 +202,7 @@ def _object(value: Any, name: str | None) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict):
         _wrong(f"{name} is {shown(value)}", 'write it as an object: {"enable_thinking": false}')
-    check_depth(value, str(name))
+    check_plain(value, str(name))
     return value
 
 

@@ -48,13 +48,18 @@ def text_of(value: Any, name: str, least: int = 1) -> str:
     return value
 
 
-def check_depth(value: Any, name: str, left: int = DEEPEST) -> None:
-    """Raise a ConfigError if lists and objects are nested deeper than all that reads them can."""
-    if isinstance(value, list | dict):
+def check_plain(value: Any, name: str, left: int = DEEPEST) -> None:
+    """Raise a ConfigError if a value is nested too deeply, or a text in it holds half a character.
+
+    What reads it later could do neither.
+    """
+    if isinstance(value, str):
+        text_of(value, name, 0)
+    elif isinstance(value, list | dict):
         if not left:
             _wrong(f"{name} is nested more than {DEEPEST} times", "write it flat")
-        for each in value.values() if isinstance(value, dict) else value:
-            check_depth(each, name, left - 1)
+        for each in [*value, *value.values()] if isinstance(value, dict) else value:
+            check_plain(each, name, left - 1)
 
 
 def checked_messages(values: Any, name: str, *, answered: bool = True) -> list[dict[str, Any]]:
@@ -95,7 +100,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         more["tool_calls"] = _checked_calls(more["tool_calls"], f"{name}.tool_calls")
         if not more["tool_calls"]:
             del more["tool_calls"]
-    check_depth(more, name)
+    check_plain(more, name)
     _check_kinds(more, name)
     if key not in value and "tool_calls" not in more:
         _wrong(f"{name} has no {key}", "each message has a role and a content")

@@ -127,6 +127,7 @@ class TestFiles:
             ("a.parquet", b"", "is named .parquet and holds text"),
             ("a.jsonl.gz", LINES.encode(), "is named .jsonl.gz and holds JSON lines; let"),
             ("a.jsonl", gzip.compress(LINES.encode()), "holds gzip; add .gz to its name"),
+            ("a.jsonl", json.dumps(ROWS[0], indent=1).encode(), "holds JSON; let its name end in"),
             ("a.jsonl", b"PAR1....", "is named .jsonl and holds Parquet; let"),
             ("a.jsonl", LINES.encode("utf-16"), "holds UTF-16; convert it, for example"),
             ("a.csv", b"PK\x03\x04xl", "holds a ZIP archive or a workbook; write it as one of"),
@@ -175,6 +176,8 @@ class TestFiles:
             ("a.json", b'{"data": [' + b"[" * 99999, ":1: cannot be read as JSON"),
             ("a.json", b'[{"text": "' + b"x" * 2**21 + b'"}]', ":1: an object has more than 1 MiB"),
             ("a.csv", b'text,id\n"' + b"x\n" * 2**20 + b'",1', ":2: is no row (field larger"),
+            ("a.jsonl", b'{"text": "a"\n{"text": "b"}', ":1: is not JSON (Expecting ',' delimiter"),
+            ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: holds '   "),
             ("a.txt", b"", "is empty"),
         ],
     )  # fmt: skip

@@ -277,7 +277,8 @@ def _text_kind(head: bytes) -> str:
             json.JSONDecoder().raw_decode(line)
         except (ValueError, RecursionError):
             whole = re.match(r'\{\s*"[^"\n]*"\s*:', text)
-            return ("JSON lines" if not rest else "JSON") if whole else ""
+            goes_on = re.search(r"[{\[,]\s*$", line) and not rest.lstrip().startswith("{")
+            return ("JSON" if goes_on else "JSON lines") if whole else ""
         return "JSON lines"
     for kind, delimiter in (("TSV", "\t"), ("CSV", ","), ("CSV", ";")):
         if delimiter in line and is_header([cell.strip(' "\r') for cell in line.split(delimiter)]):

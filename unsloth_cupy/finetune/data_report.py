@@ -83,7 +83,7 @@ def inspect_data(
     """
     if not isinstance(data, Text | Records):
         data = found(data, ignore, "inspect_data").read()
-    words = Words(model)
+    words = Words(model, runs_on=isinstance(data, Text))
     lengths, learned, total, unlearned, shown = array("q"), 0, 0, 0, list[Shown]()
     for where, record in _records(data, TOKENISED if model is not None else None):
         size, of_it = words.counts(record, where)
@@ -129,9 +129,12 @@ def _paragraphs(data: Text) -> Iterator[str]:
 
 
 class Words:
-    """Counts and shows texts as a model reads them; without a model, by characters."""
+    """Counts and shows texts as a model reads them; without a model, by characters.
 
-    def __init__(self, model: Any) -> None:
+    ``runs_on`` says that texts are paragraphs of one, which have no end of their own.
+    """
+
+    def __init__(self, model: Any, *, runs_on: bool) -> None:
         self.tokenizer: Any = None
         self.ends: list[int] = []
         self.chat = Chat(None)
@@ -140,7 +143,8 @@ class Words:
             words = words_folder(folder)
             self.tokenizer, self.chat = load_tokenizer(words), Chat(words)
             config = model_without_weights(folder).config
-            self.ends = [token for token in config.end_tokens if token < config.vocab]
+            ends = () if runs_on else config.end_tokens
+            self.ends = [token for token in ends if token < config.vocab]
 
     def counts(self, record: Record, where: str) -> tuple[int, int]:
         """Return the length of a text, and how much of it is learned."""

@@ -46,6 +46,7 @@ WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"
 )
+LONGEST_NAME = 40  # characters of a column that may be a known one
 NAMES = 12  # of columns in a message
 
 
@@ -78,7 +79,7 @@ class Content(NamedTuple):
 
 def normal(name: str) -> str:
     """Return a column's name in the spelling of this module: Instruction is instruction."""
-    return re.sub(r"[\s-]+", "_", name.strip().lower())
+    return re.sub(r"[\s-]+", "_", name.strip().lower()) if len(name) <= LONGEST_NAME else name
 
 
 def is_header(cells: Sequence[str]) -> bool:

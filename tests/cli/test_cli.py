@@ -865,6 +865,7 @@ def wrong(tmp_path: Path) -> Path:
     (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.doc").write_text("years of work")
+    (tmp_path / "thesis.json").write_text("years of work")
     (tmp_path / "orphan").mkdir()
     orphan = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"}
     (tmp_path / "orphan" / "adapter_config.json").write_text(json.dumps(orphan))

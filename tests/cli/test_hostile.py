@@ -144,6 +144,13 @@ WORDS = {  # words of a command, made in a folder
     "generate, tokenizer": lambda at: [
         "generate", changed(at / "m", "tokenizer.json", model=UNFIT), "Hi"
     ],
+    "data": lambda at: ["data", lines(at / "a.jsonl", *({"text": n + EVIL} for n in "abc"))],
+    "data, column": lambda at: [
+        "data", lines(at / "a.jsonl", *({"text": n, EVIL: 1} for n in "abc")),
+    ],
+    "data, name": lambda at: ["data", written(at / f"{EVIL}.csv", '{"text": "a"}')],
+    "data, folder": lambda at: ["data", changed(at / EVIL, "state.json", _data_files=[EVIL])],
+    "data, JSON": lambda at: ["data", written(at / "a.json", EVIL)],
     "finetune, tokens": lambda at: [
         "finetune", says(at / "m"), "--text", written(at / "a.txt", "some words " * 40),
         "--steps", 1, "--tokens", 4, "--out", at / EVIL,

@@ -198,7 +198,7 @@ def test_a_disk_that_is_too_small_is_named_before_it_is_full(
         patch.setattr(files.shutil, "disk_usage", lambda _: Usage)  # type: ignore[attr-defined]
         result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
     assert_one_clear_error(
-        result, f"the file of --text's tokens ({tokens.CACHE}) takes", "make room"
+        result, f"the file of --data's tokens ({tokens.CACHE}) takes", "make room"
     )
     assert not [*(tmp_path / "cache").iterdir()]
     assert not (tmp_path / "run").exists()

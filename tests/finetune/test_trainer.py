@@ -269,15 +269,15 @@ def test_a_path_that_looks_like_a_setting_stays_a_path(tmp_path: Path) -> None:
     path = tmp_path / "tokens=4 lora.txt"
     with pytest.raises(ConfigError) as error:
         Trainer(None, path, Settings(**TINY)).train()
-    assert f"text={path}: No such file" in str(error.value)
-    assert_one_clear_error(run("finetune", "--text", path), f"--text {path}: No such file")
+    assert str(error.value).startswith(f"{path}: No such file")
+    assert_one_clear_error(run("finetune", "--text", path), f"Error: {path}: No such file")
     assert named(lora=1) == "lora=1", "the style of the command ends with it"
 
 
 def test_options_are_the_settings_in_their_groups() -> None:
     fields = {each.name: each for each in dataclasses.fields(Settings) if each.metadata}
     options = {each.name: each for each in finetune.params if isinstance(each, click.Option)}
-    assert options.keys() - fields.keys() == {"text", "config", "profile"}
+    assert options.keys() - fields.keys() == {"data", "ignore", "config", "profile"}
     assert fields.keys() <= options.keys()
     for name, field in fields.items():
         assert options[name].default in (field.default, None), name

@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 3900,
     "memory": 980,
-    "finetune": 2350,
+    "finetune": 3200,
     "bench": 850,
     "profiling": 960,
     "cli": 1200,

@@ -15,6 +15,7 @@ from ..finetune.ranks import prints_errors
 from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check
+from .data import data
 from .explain import explain
 from .export import export
 from .finetune import finetune
@@ -81,5 +82,5 @@ def group() -> None:
     """Train transformers with NumPy and CUDA, generate text, plan memory in advance."""
 
 
-for command in (info, check, bench, finetune, generate, plan, precompile, explain, export):
+for command in (info, check, bench, data, finetune, generate, plan, precompile, explain, export):
     group.add_command(command)

@@ -13,16 +13,26 @@ from ..finetune.run_folder import RunFolder
 from ..finetune.settings import Settings
 from ..finetune.trainer import Trainer
 from .echo import echo
-from .options import FILE, ConfigFile, Grouped, option, options_of
+from .options import (
+    FILE,
+    ConfigFile,
+    Option,
+    WithData,
+    data_of,
+    ignore_option,
+    option,
+    options_of,
+)
 from .printer import Printer
 
 
-@click.command(cls=Grouped)
+@click.command(cls=WithData)
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
-@option(
-    "--text", FILE, "UTF-8 file to train on, or .jsonl lines.  [default: Python's docs]",
-    group="data",
+@click.option(
+    "--data", "--text", "data", multiple=True, metavar="PATH...", cls=Option, group="data",
+    help="Files, folders, or - for standard input; FILE:2 counts twice.  [default: Python's docs]",
 )  # fmt: skip
+@ignore_option
 @options_of(Settings)
 @option(
     "--config", ConfigFile(), "TrainingConfig as JSON or TOML; options override it.",
@@ -34,21 +44,23 @@ from .printer import Printer
 )  # fmt: skip
 def finetune(
     model: Path | None,
-    text: Path | None,
+    data: tuple[str, ...],
+    ignore: tuple[str, ...],
     config: dict[str, Any] | None,
     profile: int | None,
     **options: Any,
 ) -> None:
     """Train the model in MODEL_FOLDER, or a new small Llama, on a text.
 
-    A .jsonl file holds a text, an instruction or a chat in each line; the model is not trained on
-    the questions in it. The run is saved in the folder --out: the same command resumes a run that
-    was stopped. If mpiexec, torchrun or srun starts the command, ranks share the work; a
-    different grid of ranks may resume a run.
+    The data are chats, instructions or texts: JSON lines, JSON, CSV, Parquet or running text. The
+    model is not trained on the questions in them; unsloth-cupy data PATH shows what is learned.
+    The run is saved in the folder --out: the same command resumes a run that was stopped. If
+    mpiexec, torchrun or srun starts the command, ranks share the work; a different grid of ranks
+    may resume a run.
     """
     settings = Settings(**(config or {}) | options)
     printer = Printer(profile)
-    trainer = Trainer(model, text, settings, listener=printer)
+    trainer = Trainer(model, data_of(data), settings, ignore=ignore, listener=printer)
     with stop_request(printer.announce) as stop:
         try:
             with closing(printer):

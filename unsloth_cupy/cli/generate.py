@@ -15,8 +15,8 @@ from .. import models
 from ..errors import ConfigError
 from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
-from ..finetune.records import LONGEST
 from ..finetune.run_folder import model_folder, words_folder
+from ..finetune.tables import LONGEST
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of

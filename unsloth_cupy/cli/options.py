@@ -20,6 +20,7 @@ from ..parallel.schedule import KINDS as SCHEDULES
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
+MODEL_FILES = ("config.json", "adapter_config.json", "settings.json")  # the last of a run
 BASE = "Base model of an adapter in MODEL_FOLDER, if it has moved."
 QUANTIZE = click.Choice([*KINDS])
 SCHEDULE = click.Choice([*SCHEDULES])
@@ -172,7 +173,7 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     words: list[str] = []
     for name, value in settings.items():
         flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
-        flag = "MODEL_FOLDER" if name == "model" else flag
+        flag = {"model": "MODEL_FOLDER", "text": "--data"}.get(name, flag)
         shown = str(value)
         if name == "limit_memory" and isinstance(value, int):
             shown = f"{value >> 20}MiB"
@@ -204,6 +205,38 @@ class Grouped(click.Command):
         for group in sorted(groups, key=OTHERS.__eq__):
             with formatter.section(group.capitalize()):
                 formatter.write_dl(groups[group])
+
+
+class WithData(Grouped):
+    """A command whose option --data takes all words behind it, but the folder of a model."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Write --data before each of its words."""
+        words, taking = list[str](), False
+        for number, word in enumerate(args):
+            if word.startswith("-") and word != "-":
+                taking = word.partition("=")[0] in ("--data", "--text")
+            elif taking and args[number - 1] not in ("--data", "--text"):
+                models = (Path(word) / name for name in MODEL_FILES)
+                if any(path.is_file() for path in models):
+                    taking = False
+                else:
+                    words.append("--data")
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+def data_of(words: Sequence[str]) -> Any:
+    """Return the words of --data as ``read_data`` takes them."""
+    return None if not words else words[0] if len(words) == 1 else [*words]
+
+
+def ignore_option(function: Any) -> Any:
+    """Add the option for columns that are not read."""
+    return click.option(
+        "--ignore", multiple=True, metavar="COLUMN", help="A column that is not read.",
+        cls=Option, group="data",
+    )(function)  # fmt: skip
 
 
 def option(

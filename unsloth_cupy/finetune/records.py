@@ -1,44 +1,45 @@
-"""Reads JSON lines to train on: a text, an instruction or a chat in each, checked in advance.
+"""The records of training data: texts, instructions and chats, checked in advance.
 
-{"text": "..."}                                                  all of it is learned
-{"prompt": "...", "completion": "..."}                           the completion is learned
-{"instruction": "...", "input": "...", "output": "..."}          the output; a chat of 2 messages
-{"messages": [{"role": "user", "content": "..."}, ...]}          what the assistant says
+A tenth of them is held out.  Many are stored in a temporary file, so that memory holds a few bytes
+for each.
 """
 
+import bisect
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from itertools import chain
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import regular
-from .chat import Chat, Message, Span
+from .chat import Chat, Span
+from .data_files import Located, Temporary, located, name_of
+from .forms import Content, content_of, listed
 from .listener import reading
-from .naming import named
+from .tables import PROCESSED, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
-SUFFIX = ".jsonl"
-ROLES = ("system", "user", "assistant", "tool")
-# If a line has all keys of several forms, as in some published files, the first of these counts.
-FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
-LONGEST = SMALL  # bytes of a line: its text is tokenised as a whole
 RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
-SHOWN = 40  # characters of an invalid value in a message
+FIRST = 100  # rows of each file that are looked at before all are read
+MOST_NAMES = 1000  # of columns that are not read
+IN_MEMORY = 2**26  # characters of records that are kept in memory
 
 
 class Record(NamedTuple):
-    """One line of a file: a chat, or a prompt (perhaps empty) and the answer to it."""
+    """One row of a file: a chat, or a prompt (perhaps empty) and the answer to it."""
 
-    line: int
-    messages: list[Message]
+    line: int  # in its file, beyond those of the files before it
+    messages: list[dict[str, Any]]
     prompt: str
     answer: str
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def text(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the whole text, and the spans of it that are learned."""
@@ -47,168 +48,220 @@ class Record(NamedTuple):
         whole = self.prompt + self.answer
         return whole, [Span(len(self.prompt), len(whole))]
 
+    def content(self) -> str:
+        """Return all that is read of a record, in a form in which equal ones are equal."""
+        return repr((*self[1:4], *(each for each in self[4:] if each is not None)))
+
 
 class Records(NamedTuple):
-    """The lines of a file in two parts that share no record."""
+    """The rows of files in two parts that share no record."""
 
-    path: Path
+    path: Path | None  # None: of several files, or standard input
     name: str
     digest: str
     size: int  # bytes
-    train: list[Record]
-    held_out: list[Record]
+    train: Sequence[Record]
+    held_out: Sequence[Record]
+    files: tuple[tuple[int, str, str], ...] = ()  # the line before each, its name, what to say then
+    note: str = ""  # what was recognised, in one line
+    forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
 
     @property
     def chats(self) -> bool:
-        """Whether some line is a chat."""
+        """Whether some record is a chat."""
         return any(record.messages for record in self.train)
+
+    @property
+    def where(self) -> str:
+        """The files in words."""
+        names = [name for _, name, _ in self.files] or [str(self.path)]
+        return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
+
+    def place(self, line: int) -> str:
+        """Return the file and the line in it of a record's line."""
+        if not self.files:
+            return f"{self.path}:{line}"
+        before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
+        return f"{name}{of_it}{line - before}"
 
     def blocks(self) -> Iterator[tuple[str, str]]:
         """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
 
         Each is (text, text), a pair like those of ``Text.blocks``.
         """
+        records = iter(self.train)
         count = len(self.train) if self.size <= SMALL else RECORDS
-        for start in range(0, len(self.train), count):
-            part = "\n".join(map(_words, self.train[start : start + count]))
-            yield part, part
+        while part := [*islice(records, count)]:
+            text = "\n".join(map(_words, part))
+            yield text, text
 
 
 def _words(record: Record) -> str:
     """Return all text of a record, with the roles of messages."""
-    values = chain.from_iterable(message.values() for message in record.messages)
-    return "\n".join([*values, record.prompt, record.answer])
+    values = (value for message in record.messages for value in message.values())
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in values if value)
+    tools = [json.dumps(record.tools)] if record.tools else []
+    return "\n".join([*tools, *texts, record.prompt, record.answer])
 
 
-def read_records(path: Path) -> Records:
-    """Return the records of a file, split into training and held-out records.
+class Stored(Sequence[Record]):
+    """Records in a temporary file, from which each is read when it is needed.
+
+    A view of some of them shares the file.
+    """
+
+    def __init__(self, kept: Temporary, starts: "array[int]", chosen: Array) -> None:
+        self.kept, self.starts, self.chosen = kept, starts, chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Stored(self.kept, self.starts, self.chosen[index])
+        number = int(self.chosen[index])
+        self.kept.file.seek(self.starts[number])
+        return Record(
+            *json.loads(self.kept.file.read(self.starts[number + 1] - self.starts[number]))
+        )
+
+
+class _Collected:
+    """Records as they are read: in memory, and in a temporary file beyond ``IN_MEMORY``."""
+
+    def __init__(self) -> None:
+        self.records, self.waiting = list[Record](), 0  # those in memory, and their characters
+        self.kept: Temporary | None = None
+        self.starts = array("q", [0])
+        self.digests, self.sizes = bytearray(), array("q")
+
+    def append(self, record: Record) -> None:
+        """Add a record."""
+        content = record.content()
+        self.digests += hashlib.blake2b(content.encode(), digest_size=16).digest()
+        self.sizes.append(len(content))
+        self.records.append(record)
+        self.waiting += len(content)
+        if self.waiting > (SMALL if self.kept else IN_MEMORY):
+            self._store()
+
+    def _store(self) -> None:
+        """Move the records in memory to the file."""
+        self.kept = self.kept or Temporary()
+        for record in self.records:
+            size = self.kept.file.write(json.dumps(record).encode())
+            self.starts.append(self.starts[-1] + size)
+        self.records, self.waiting = [], 0
+
+    def some(self, chosen: Array) -> Sequence[Record]:
+        """Return the records with these numbers."""
+        if not self.kept:
+            return [self.records[number] for number in chosen.tolist()]
+        self._store()
+        self.kept.file.flush()
+        return Stored(self.kept, self.starts, chosen)
+
+
+def read_records(
+    data: Any, name: str = "", ignore: Collection[str] = (), more: str = ""
+) -> Records:
+    """Return the records of files, split into training and held-out records.
+
+    ``data`` is what ``located`` takes, or what it returns; ``ignore`` names columns that are not
+    read, ``more`` is a message to add to the account of the files.
 
     Raises
     ------
     ConfigError
-        The file cannot be read, or a line is not a record; the message names file, line and cure.
+        A file cannot be read, or a row is no record; the message names file, line and cure.
     """
-    digest, records = hashlib.sha256(), list[Record]()
+    if not (isinstance(data, list) and data and all(isinstance(e, Located) for e in data)):
+        data, more = located(data)
+    files: list[Located] = data
+    alone = files[0].path if len(files) == 1 and files[0].keep is None else None
+    collected, digest = _Collected(), hashlib.sha256()
+    counts, unused, starts, ends = Counter[str](), dict[str, None](), list[int](), list[int]()
+    line, size = 0, 0
+    for file in files[1:]:  # what is wrong at their beginning is said before the first is read
+        if file.kind not in PROCESSED:
+            for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
+                _content(file, number, row, ignore)
+    for file in files:
+        starts.append(line)
+        own = hashlib.sha256() if len(files) > 1 or file.weight != 1 else digest
+        bytes_read = file.path.stat().st_size
+        rows = reading(rows_of(file, own), bytes_read, "reading")
+        for number, row in enumerate(rows, 1):
+            content = _content(file, number, row, ignore)
+            counts[content.form.name] += 1
+            if len(unused) < MOST_NAMES:
+                unused.update(dict.fromkeys(content.form.unused))
+            line = starts[-1] + (number if file.kind == "JSON" else row.line)
+            collected.append(Record(line, *content[1:]))
+        ends.append(len(collected.sizes))
+        size += bytes_read
+        if own is not digest:
+            digest.update(f"{file.weight} {own.hexdigest()}\n".encode())
+    if ignore:
+        digest.update(repr(sorted(ignore)).encode())
+    where = files[0].name + f" and {len(files) - 1} more" * (len(files) > 1)
+    if len(collected.sizes) < 2:
+        problem = "holds one record" if collected.sizes else "is empty"
+        raise ConfigError(f"{where} {problem}; write two lines or more: one is held out")
+    weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
+    train, held_out = _split(where, collected, weights)
+    of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
+    return Records(
+        alone, name or name_of(files), digest.hexdigest(), size, train,
+        held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
+        _account(where, counts, ignore, unused, more), dict(counts),
+    )  # fmt: skip
+
+
+def _content(file: Located, number: int, row: Row, ignore: Collection[str]) -> Content:
+    """Return the content of a row, or raise a ConfigError that names file, line and cure."""
     try:
-        with regular(path).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            pieces = iter(lambda: file.readline(LONGEST + 1), b"")
-            lines = reading(((line,) for line in pieces), size, "reading")
-            for number, (whole,) in enumerate(lines, 1):
-                if len(whole) > LONGEST:
-                    raise ConfigError(
-                        f"{path}:{number}: has more than {LONGEST >> 20} MiB, whose tokens would"
-                        " take hundreds of MiB of memory; divide its text into several lines"
-                    )
-                line = whole.removeprefix(b"\xef\xbb\xbf") if number == 1 else whole
-                digest.update(line)
-                if line.strip():
-                    records.append(_record(path, number, line.removesuffix(b"\n")))
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{named(text=path)}: {reason}; name a readable file") from None
-    if len(records) < 2:
-        problem = "is empty" if not records else "holds one record"
-        raise ConfigError(f"{named(text=path)} {problem}; write two lines or more: one is held out")
-    return Records(path, path.stem, digest.hexdigest(), size, *_split(path, records))
+        return content_of(row.values, ignore)
+    except ConfigError as error:
+        of_list = f"object {number}: " if file.kind == "JSON" else ""
+        raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None
 
 
-def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Return training and held-out records: a random tenth is held out, with its duplicates."""
-    first, digests, sizes = dict[bytes, int](), list[bytes](), list[int]()
-    for index, record in enumerate(records):
-        content = repr(record[1:])
-        digests.append(hashlib.blake2b(content.encode(), digest_size=16).digest())
-        sizes.append(len(content))
-        first.setdefault(digests[-1], index)
-    order = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
-    held, characters = set[bytes](), 0
+def _account(
+    where: str, counts: "Counter[str]", ignore: Collection[str], unused: Collection[str], more: str
+) -> str:
+    """Return in one line what was recognised in files."""
+    forms = [f"{count:,} of {form}" for form, count in counts.most_common()]
+    text = f"{where}: {forms[0].replace(' of ', ' rows of ', 1)}"
+    if len(forms) > 1:
+        text = f"{where}: {counts.total():,} rows, {', '.join(forms)}"
+    if unused := [name for name in unused if name not in ignore]:
+        text += f"; not read: the column{'s' * (len(unused) > 1)} {listed(unused)}"
+    return text + f"; {more}" * bool(more)
+
+
+def _split(
+    where: str, collected: _Collected, weights: Array
+) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Return training and held-out records: a random tenth is held out, with its duplicates.
+
+    A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
+    """
+    digests = np.frombuffer(bytes(collected.digests), "V16")
+    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
+    order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
+    held, characters = list[int](), 0
     for index in order[: max(1, int(len(order) * HELD_OUT_SHARE))]:
         if held and characters > HELD_OUT_CHARACTERS:
             break
-        held.add(digests[index])
-        characters += sizes[index]
-    train = [record for record, digest in zip(records, digests, strict=True) if digest not in held]
-    if not train:
-        raise ConfigError(f"{named(text=path)} holds only equal lines; write lines that differ")
-    return train, [records[index] for index in sorted(first[digest] for digest in held)]
-
-
-def _record(path: Path, number: int, line: bytes) -> Record:
-    """Return the record of a line, or raise a ConfigError that names file, line and cure."""
-
-    def wrong(problem: str, cure: str) -> NoReturn:
-        raise ConfigError(f"{path}:{number}: {problem}; {cure}")
-
-    def text(value: Any, name: str, least: int = 1) -> str:
-        if not isinstance(value, str):
-            wrong(f"{name} is {_shown(value)}, not text", f"write {name} as a string")
-        if len(value.strip()) < least:
-            wrong(f"{name} is empty", "write what is to be learned, or remove the line")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            wrong(f"{name} holds half a character (a lone surrogate)", "write the whole character")
-        return value
-
-    try:
-        values = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        wrong(f"is not UTF-8: {byte}", "convert the file, for example with iconv -t utf-8")
-    except json.JSONDecodeError as error:
-        wrong(f"is not JSON ({error.msg} at column {error.colno})", "write one object in each line")
-    except (ValueError, RecursionError) as error:
-        wrong(f"cannot be read as JSON ({error})", "write one object in each line")
-    if not isinstance(values, dict):
-        wrong(f"is {_shown(values)}, not an object", 'write {"text": "..."} or another form')
-    complete = (form for form in FORMS if all(key in values for key in form))
-    partial = (form for form in FORMS if any(key in values for key in form))
-    form = next(chain(complete, partial), None)
-    if form is None:
-        keys = ", ".join(map(repr, values)) or "nothing"
-        forms = "; ".join(" and ".join(keys) for keys in FORMS)
-        wrong(f"holds {_shown(keys)}", f"write one of these forms: {forms}")
-    if missing := [key for key in form if key not in values]:
-        wrong(f"has {form[form[0] in missing]} but no {missing[0]}", f"add {missing[0]}")
-    match form[0]:
-        case "messages":
-            return Record(number, _messages(values["messages"], text, wrong), "", "")
-        case "instruction":
-            more = values.get("input")
-            question = text(values["instruction"], "instruction")
-            question += "" if more in (None, "") else "\n\n" + text(more, "input")
-            answer = text(values["output"], "output")
-            turns = [("user", question), ("assistant", answer)]
-            return Record(number, [{"role": r, "content": c} for r, c in turns], "", "")
-        case "prompt":
-            prompt = text(values["prompt"], "prompt", 0)
-            return Record(number, [], prompt, text(values["completion"], "completion"))
-        case _:
-            return Record(number, [], "", text(values["text"], "text"))
-
-
-def _messages(values: Any, text: Any, wrong: Any) -> list[Message]:
-    """Return the messages of a chat; ``text`` checks a string, ``wrong`` raises an error."""
-    if not isinstance(values, list) or not values:
-        wrong(f"messages is {_shown(values)}", 'write [{"role": "user", "content": "..."}, ...]')
-    messages: list[Message] = []
-    for place, message in enumerate(values):
-        name = f"messages[{place}]"
-        if not isinstance(message, dict):
-            wrong(f"{name} is {_shown(message)}", 'write {"role": "user", "content": "..."}')
-        for key in ("role", "content"):
-            if key not in message:
-                wrong(f"{name} has no {key}", "each message has a role and a content")
-        role = message["role"]
-        if role not in ROLES:
-            wrong(f"{name} has the role {_shown(role)}", f"choose from {', '.join(ROLES)}")
-        content = text(message["content"], f"{name}.content", int(role == "assistant"))
-        messages.append({"role": role, "content": content})
-    if all(message["role"] != "assistant" for message in messages):
-        wrong("no message is the assistant's", "add the answer that is to be learned")
-    return messages
-
-
-def _shown(value: Any) -> str:
-    """Return the beginning of a value, as JSON, for a message."""
-    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True)
-    return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+        held.append(index)
+        characters += collected.sizes[index]
+    chance = np.random.default_rng(1).random(len(digests))
+    times = np.floor(weights).astype(np.int64) + (chance < weights % 1)
+    times[np.isin(group, group[held])] = 0
+    train = np.repeat(np.arange(len(digests)), times)
+    if not len(train):
+        cure = "write lines that differ" if len(first) < 2 else "give more lines, or more weight"
+        only = "only equal lines" if len(first) < 2 else "no line to learn beside the held-out ones"
+        raise ConfigError(f"{where} holds {only}; {cure}")
+    return collected.some(train), collected.some(np.array(sorted(held)))

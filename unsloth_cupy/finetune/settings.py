@@ -17,12 +17,13 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
 from .naming import named
 from .new_model import SIZES
-from .records import SUFFIX, Records
+from .records import Records
 from .text import Text
 
 STEPS = 1200  # if neither steps nor epochs are given
 NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
+PYTHON = "Python's documentation"
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
 DTYPES = ("float32", "bfloat16", "float16")
@@ -166,7 +167,8 @@ class Settings:
         """
         if self.pack is not None and not lines:
             both = f"{named(pack=True)} and {named(pack=False)}"
-            raise ConfigError(f"{both} are for the lines of a {SUFFIX} file; leave them out")
+            what = "are for the lines of a .jsonl file and other rows"
+            raise ConfigError(f"{both} {what}; leave them out")
         if self.steps is not None and self.epochs is not None:
             both = f"{named('steps')} and {named('epochs')} both say"
             raise ConfigError(f"{both} when to end; leave one out")
@@ -271,7 +273,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: boo
             continue
         if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
             then, size = (each.get("text_bytes") or 0 for each in (before, now))
-            name = now.get("text_file") or "Python's documentation"
+            name = now.get("text_file") or now["text"].replace("python-docs", PYTHON)
             sizes = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
             result.append(f"another text: {name} has changed since ({sizes})")
         elif key == "text_sha256":

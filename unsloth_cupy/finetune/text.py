@@ -112,16 +112,19 @@ def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]
             raise ConfigError(f"byte {place} is {text_byte(error)}") from None
 
 
-def read_text(path: Path | None) -> Text:
-    """Return the text of a file, or the documentation that ships with CPython, split in two."""
+def read_text(path: Path | None, name: str = "", keep: Any = None) -> Text:
+    """Return the text of a file, or the documentation that ships with CPython, split in two.
+
+    ``keep`` is an object that must live as long as the file.
+    """
     if path is None:
         return split("python-docs", python_documentation())
-    if path.suffix.lower() == ".json":
-        raise ConfigError(
-            f"{named(text=path)} is JSON, not text; write one object in each line of a .jsonl file"
-        )
+
+    def opened(_: Any = keep) -> BinaryIO:
+        return regular(path).open("rb")
+
     try:
-        return _split(path.stem, path, lambda: regular(path).open("rb"))
+        return _split(name or path.stem, None if keep else path, opened)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"{named(text=path)}: {reason}; name a readable text file") from None

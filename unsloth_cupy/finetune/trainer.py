@@ -6,6 +6,7 @@
 A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 """
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
@@ -18,15 +19,16 @@ from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import load, on_device
 from ..models.objective import Objective, next_token
+from .data import DataFiles, found
 from .interrupt import Stop
-from .listener import Listener, hearing
+from .listener import Listener, announce, hearing
 from .loop import Loop
 from .preparation import prepare
 from .ranks import start
-from .records import SUFFIX, Records, read_records
+from .records import Records
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
-from .text import Text, read_text
+from .text import Text
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -68,11 +70,12 @@ class Trainer:
     ----------
     model : path, optional
         The folder of a model, an adapter or a run; None: a new small Llama.
-    text : path, optional
-        A UTF-8 file, or a .jsonl file of texts, instructions or chats; None: Python's
-        documentation.
+    text : path, list of paths, or what read_data returns, optional
+        Texts, instructions or chats: see ``read_data``; None: Python's documentation.
     settings : Settings, optional
         All other settings, with their defaults.
+    ignore : collection of str, optional
+        Columns of the data that are not read.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.
@@ -88,9 +91,10 @@ class Trainer:
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
-        text: str | PathLike[str] | None = None,
+        text: Any = None,
         settings: Settings | None = None,
         *,
+        ignore: Collection[str] = (),
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
@@ -99,9 +103,7 @@ class Trainer:
             raise ConfigError(f"Trainer(settings={given!r}): pass Settings(...), or None")
         self.settings = each = Settings() if settings is None else settings
         self.objective, self.listener = objective, Listener() if listener is None else listener
-        self.text = None if text is None else path_of("Trainer: text", text)
         folder = None if model is None else path_of("Trainer: model", model)
-        self.lines = self.text is not None and self.text.suffix.lower() == SUFFIX
         self.files: RunFolder | None = None  # known when the text is read
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
@@ -111,6 +113,15 @@ class Trainer:
         )  # fmt: skip
         with self.ranks.ending():
             self.source = None if folder is None else model_folder(folder)
+            known = isinstance(text, Text | Records)
+            if known and ignore:
+                raise ConfigError("Trainer(ignore=) is for files; give it to read_data")
+            if not self.ranks.alone and "-" in (text if isinstance(text, list) else [text]):
+                raise ConfigError("ranks do not share standard input; name a file in place of -")
+            self.text: Any = text if known else found(text, ignore, "Trainer: text")
+            self.lines = isinstance(text, Records) or (
+                isinstance(self.text, DataFiles) and self.text.lines
+            )
             each.check(self.source, lines=self.lines)
             self.base = None if self.source is None else base_of(self.source, each.base)
             self.ranks.check(
@@ -142,7 +153,9 @@ class Trainer:
         stop, ranks = Stop() if stop is None else stop, self.ranks
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
         with hearing(self.listener), ranks.ending():
-            text = read_records(self.text) if self.text and self.lines else read_text(self.text)
+            text = self.text.read() if isinstance(self.text, DataFiles) else self.text
+            if isinstance(text, Records) and text.note:
+                announce(text.note)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
             with on_device("finetune", ranks.device), ExitStack() as stack:

@@ -7,7 +7,7 @@ only on the seed and n.
 
 import functools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,8 +119,16 @@ class Shape(NamedTuple):
 class Packed:
     """Batches of examples in a shuffled order."""
 
-    def __init__(self, examples: Sequence[Example], shape: Shape, seed: int, name: str) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        shape: Shape,
+        seed: int,
+        name: str,
+        place: Callable[[int], str] | None = None,  # the file of a line, if there are several
+    ) -> None:
         self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
+        self.place = place
         self.starts = [0]  # number of the first example of each batch, counted over all epochs
         known = examples.lengths() if isinstance(examples, Examples) else None
         self.lengths = array("q", known or (len(example.tokens) for example in examples))
@@ -132,7 +140,9 @@ class Packed:
     def where(self, step: int) -> str:
         """Return the lines of the file that a batch comes from, as text."""
         lines = sorted({example.line for example in self._examples(step)})
-        shown = ", ".join(map(str, lines[:20])) + (", ..." if len(lines) > 20 else "")
+        shown = ", ".join(map(self.place or str, lines[:20])) + (", ..." if len(lines) > 20 else "")
+        if self.place:
+            return shown
         return f"line{'s' * (len(lines) > 1)} {shown} of {self.name}"
 
     def count(self, epochs: float) -> int:
@@ -242,15 +252,18 @@ def from_records(
     for part, which in ((train, "learned"), (held_out, "held out")):
         if not part:
             raise ConfigError(
-                f"{named(text=records.path)}: no text that is {which} gets to its answer in"
+                f"{named(text=records.where)}: no text that is {which} gets to its answer in"
                 f" {named(tokens=shape.length)}; give more {named('tokens')}"
             )
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
-    batches = Packed(train, shape, seed, records.path.name)
+    name = records.path.name if records.path else records.where
+    lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
+    place = None if lines_of_one else records.place
+    batches = Packed(train, shape, seed, name, place)
     learned, held_out_labels = train.labels(), held_out.labels()
     if len(learned) < LEAST:
         raise ConfigError(
-            f"{named(text=records.path)} is too short: it has {len(learned)} token"
+            f"{named(text=records.where)} is too short: it has {len(learned)} token"
             f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the minimum: give"
             " more lines"
         )
@@ -272,7 +285,7 @@ def _examples(
     ends: Sequence[int],
     most: int,
     chat: Chat,
-    part: list[Record],
+    part: Sequence[Record],
 ) -> tuple[Examples, int, int]:
     """Return examples, the number of truncated records, and of those the number without labels.
 
@@ -286,7 +299,7 @@ def _examples(
         try:
             text, spans = record.text(chat)
         except ConfigError as error:
-            raise ConfigError(f"{records.path}:{record.line}: {error}") from None
+            raise ConfigError(f"{records.place(record.line)}: {error}") from None
         tokens, labels = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
         running = not record.messages and not record.prompt
         long += len(tokens) > most and not running

@@ -1,0 +1,619 @@
+"""Training data as people bring them: files, packings, folders, forms, and what is refused."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data, records
+from unsloth_cupy.finetune.records import Record, Records, Stored
+from unsloth_cupy.finetune.text import Text
+
+from ..cli.test_cli import GOLDEN, LLAMA, assert_one_clear_error, run
+
+ROWS: list[dict[str, Any]] = [
+    {"question": f'What is "{i}",\nplus 1?', "answer": f"It is {i + 1}; né.", "id": i}
+    for i in range(30)
+]
+LINES = "\n".join(map(json.dumps, ROWS))
+SAY = {"role": "assistant", "content": "b"}
+ASK = {"role": "user", "content": "a"}
+
+
+def table(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def parquet(rows: list[dict[str, Any]], path: Path, **options: Any) -> bytes:
+    pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path.read_bytes()
+
+
+def packed(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
+        return bytes(zstandard.compress(data))
+    return {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}[suffix](data)
+
+
+def contents(data: Any) -> list[Any]:
+    return sorted((record[1:] for record in (*data.train, *data.held_out)), key=repr)
+
+
+def refusal(path: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_data(path, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def written(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def one(tmp_path: Path, row: dict[str, Any]) -> Record:
+    """The record of a row."""
+    data = read_data(written(tmp_path, row, {"text": "other"}))
+    assert isinstance(data, Records)
+    return next(record for record in (*data.train, *data.held_out) if record.line == 1)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("packing", ["", ".gz", ".zst", ".bz2"])
+    @pytest.mark.parametrize(
+        "name", ["a.jsonl", "a.ndjson", "a.json", "b.json", "a.csv", "b.csv", "a.tsv", "a.parquet"]
+    )
+    def test_the_same_rows_in_every_file(self, name: str, packing: str, tmp_path: Path) -> None:
+        data = {
+            "a.json": lambda: json.dumps(ROWS, indent=1).encode(),
+            "b.json": lambda: b"\xef\xbb\xbf" + json.dumps(ROWS, ensure_ascii=False).encode(),
+            "a.csv": lambda: b"\xef\xbb\xbf" + table(ROWS),
+            "b.csv": lambda: table(ROWS, ";"),
+            "a.tsv": lambda: table(ROWS, "\t"),
+            "a.parquet": lambda: parquet(ROWS, tmp_path / "plain"),
+        }.get(name, LINES.encode)()
+        path = tmp_path / (name + packing)
+        path.write_bytes(packed(data, packing))
+        actual = read_data(path)
+        assert isinstance(actual, Records)
+        expected = [
+            ([ASK | {"content": row["question"]}, SAY | {"content": row["answer"]}], "", "")
+            for row in ROWS
+        ]
+        assert [content[:3] for content in contents(actual)] == sorted(expected, key=repr)
+        assert actual.note == f"{path}: 30 rows of question/answer; not read: the column id"
+        assert (actual.name, actual.forms) == (name[0], {"question/answer": 30})
+
+    def test_a_running_text_is_the_same_packed(self, tmp_path: Path) -> None:
+        text = "\n\n".join(f"Paragraph {i}, with commas." for i in range(50)).encode()
+        (tmp_path / "t.md").write_bytes(text)
+        (tmp_path / "t.md.gz").write_bytes(gzip.compress(text))
+        plain, unpacked = read_data(tmp_path / "t.md"), read_data(tmp_path / "t.md.gz")
+        assert isinstance(plain, Text)
+        assert isinstance(unpacked, Text)
+        assert [*plain.blocks()] == [*unpacked.blocks()]
+        assert (plain.name, plain.digest) == (unpacked.name, unpacked.digest)
+
+    @pytest.mark.parametrize(
+        ("name", "data", "said"),
+        [
+            ("a.jsonl", table(ROWS), "is named .jsonl and holds CSV; let its name end in .csv"),
+            ("a.csv", LINES.encode(), "is named .csv and holds JSON lines; let"),
+            ("a.csv", table(ROWS, "\t"), "is named .csv and holds TSV; let its name end in .tsv"),
+            ("a.txt", LINES.encode(), "is named .txt and holds JSON lines; let"),
+            ("a.txt", table(ROWS), "is named .txt and holds CSV; let"),
+            ("a.md", json.dumps(ROWS).encode(), "is named .md and holds JSON; let"),
+            ("a.jsonl", json.dumps(ROWS).encode(), "is named .jsonl and holds JSON; let"),
+            ("a.parquet", LINES.encode(), "is named .parquet and holds JSON lines; let"),
+            ("a.parquet", b"", "is named .parquet and holds text"),
+            ("a.jsonl.gz", LINES.encode(), "is named .jsonl.gz and holds JSON lines; let"),
+            ("a.jsonl", gzip.compress(LINES.encode()), "holds gzip; add .gz to its name"),
+            ("a.jsonl", json.dumps(ROWS[0], indent=1).encode(), "holds JSON; let its name end in"),
+            ("a.jsonl", b"PAR1....", "is named .jsonl and holds Parquet; let"),
+            ("a.jsonl", LINES.encode("utf-16"), "holds UTF-16; convert it, for example"),
+            ("a.csv", b"PK\x03\x04xl", "holds a ZIP archive or a workbook; write it as one of"),
+            ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+            ("a.jsonl", b"<!DOCTYPE html><p>", "holds HTML; download the file itself"),
+        ],
+    )
+    def test_a_name_that_contradicts_the_content(
+        self, name: str, data: bytes, said: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / name
+        path.write_bytes(data)
+        message = refusal(path)
+        assert message.startswith(str(path))
+        assert said in message
+
+    @pytest.mark.parametrize("text", ["{not JSON} at all", "a, b and c\n\nd, e", "[1] is a note"])
+    def test_a_text_that_looks_like_a_table_is_a_text(self, text: str, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text(text + "\n\nmore of it " * 9)
+        assert isinstance(read_data(path), Text)
+
+    @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
+    def test_a_file_that_is_cut_off(self, suffix: str, tmp_path: Path) -> None:
+        path = tmp_path / f"a.jsonl{suffix}"
+        data = packed("".join(json.dumps({"text": os.urandom(50).hex()}) + "\n"
+                              for _ in range(9000)).encode(), suffix)  # fmt: skip
+        for keep in (len(data) // 2, len(data) - 3):
+            path.write_bytes(data[:keep])
+            assert refusal(path).startswith(f"{path} is cut off or broken")
+
+    @pytest.mark.parametrize(
+        ("name", "data", "said"),
+        [
+            ("a.csv", b"text,id\nx,1\ny,2,3\n", ":3: has 3 cells, and the first line 2; quote"),
+            ("a.csv", b'text,id\nx,1\n"y,2\nz,3\n', ":3: is no row ("),
+            ("a.csv", b"text,id\nx,1\n\xff,2\n", ":3: is not UTF-8: byte 0 is 0xff; convert"),
+            ("a.csv", b"text,text\nx,1\n", ":1: its first line is 'text', 'text'; write the names"),
+            ("a.csv", b"a,b\nx,1\n", ":2: holds 'a', 'b'; write one of these forms"),
+            ("a.csv", b'text,id\n"x\n\nx",1\n,2\n', ":5: text is empty; write"),
+            ("a.json", b'[\n{"text": "x"},\n{"text" "y"}]', ":3: is not JSON (Expecting ':' delim"),
+            ("a.json", b'[\n{"text": "x"}', ":2: the list has no end; write"),
+            ("a.json", b'[\n{"text": "x"},\n3]', ":3: holds '3]' where an object begins; write"),
+            ("a.json", b'[{"text": "x"},\n{"text": 3}]', ":2: object 2: text is 3, not text"),
+            ("a.json", b'[{"text": "x"}]\n{"text": "y"}', ":1: goes on behind its list; write"),
+            ("a.json", b'{"data": [' + b"[" * 99999, ":1: cannot be read as JSON"),
+            ("a.json", b'[{"text": "' + b"x" * 2**21 + b'"}]', ":1: an object has more than 1 MiB"),
+            ("a.csv", b'text,id\n"' + b"x\n" * 2**20 + b'",1', ":2: is no row (field larger"),
+            ("a.jsonl", b'{"text": "a"\n{"text": "b"}', ":1: is not JSON (Expecting ',' delimiter"),
+            ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: holds '   "),
+            ("a.txt", b"", "is empty"),
+        ],
+    )  # fmt: skip
+    def test_a_broken_file_is_named_with_its_line(
+        self, name: str, data: bytes, said: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / name
+        path.write_bytes(data)
+        message = refusal(path)
+        assert f"{path}" in message
+        assert said in message
+        assert len(message) < 1000
+
+    def test_a_long_json_object_is_read_through_seams(self, tmp_path: Path) -> None:
+        rows = [{"text": f"{i} " + 'é\\\n"' * (i * 997)} for i in range(40)]
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(rows, ensure_ascii=False, indent=2))
+        assert [c[2] for c in contents(read_data(path))] == sorted(row["text"] for row in rows)
+
+    def test_standard_input(self, tmp_path: Path) -> None:
+        settings = ("--steps", 2, "--layers", 1, "--hidden", 32, "--vocabulary", 300, "--out")
+        result = run("finetune", "--data", "-", *settings, tmp_path / "run", given=LINES)
+        assert result.exit_code == 0, result.output
+        assert "standard input: 30 rows of question/answer" in result.stderr
+        again = run("finetune", "--data", "-", *settings, tmp_path / "run", given=LINES)
+        assert "is finished" in again.output
+
+    def test_missing_files(self, tmp_path: Path) -> None:
+        assert "No such file" in refusal(tmp_path / "a.jsonl")
+        assert "hf download tatsu-lab/alpaca --repo-type dataset --loc" in refusal(
+            "tatsu-lab/alpaca"
+        )
+        assert "name at least one" in refusal([])
+
+
+class TestFolders:
+    def test_the_train_split_of_a_folder(self, tmp_path: Path) -> None:
+        inside = tmp_path / "data"
+        inside.mkdir()
+        for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+            rows = [{"text": f"{name} {i}"} for i in range(9)]
+            written(inside, *rows, name=f"{name}.jsonl")
+        (tmp_path / "README.md").write_text("# About it")
+        (inside / "notes.txt").write_text("not a row")
+        data = read_data(tmp_path)
+        assert isinstance(data, Records)
+        assert {content[2][:5] for content in contents(data)} == {"train"}
+        assert len(data.train) + len(data.held_out) == 18
+        assert "2 files are read, and not data/notes.txt, data/test-00000-of-00001" in data.note
+        assert data.name == tmp_path.name
+        (inside / "train-00000-of-00002.jsonl").unlink()
+        (inside / "train-00001-of-00002.jsonl").unlink()
+        written(inside, *ROWS, name="more.jsonl")
+        assert "holds splits but none called train" in refusal(tmp_path)
+
+    def test_a_folder_of_texts_has_one_in_each_file(self, tmp_path: Path) -> None:
+        for i in range(12):
+            (tmp_path / f"{i}.md").write_text(f"# Page {i}\n\nIts words, {i}.\n")
+        data = read_data(tmp_path)
+        assert sorted(content[2] for content in contents(data)) == sorted(
+            f"# Page {i}\n\nIts words, {i}.\n" for i in range(12)
+        )
+
+    def test_what_datasets_saves(self, tmp_path: Path) -> None:
+        """As the package writes it: streams of Arrow, and a file that names them."""
+        pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+        calls = [{"function": {"name": "f", "arguments": {each: 1}}} for each in "xy"]
+        said = [SAY, *({"role": "assistant", "content": None, "tool_calls": [c]} for c in calls)]
+        chats = [{"messages": [ASK | {"content": f"{i}"}, said[i % 3]]} for i in range(21)]
+        table = pa.Table.from_pylist(chats)
+        for split in ("train", "test"):
+            folder = tmp_path / split
+            folder.mkdir()
+            with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as stream:
+                stream.write_table(table, max_chunksize=7)
+            state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+            (folder / "state.json").write_text(json.dumps(state))
+        (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+        data = read_data(tmp_path)
+        assert isinstance(data, Records)
+        assert contents(read_data(tmp_path / "train")) == contents(data)
+        actual = [content[0][1] for content in contents(data)]
+        assert sorted(actual, key=repr) == sorted(said * 7, key=repr), "absent is not null"
+        assert "the split train is read, and not test" in data.note
+        (tmp_path / "train" / "state.json").write_text('{"_data_files": [{"filename": "../x"}]}')
+        assert "names '../x'" in refusal(tmp_path)
+
+    def test_weights(self, tmp_path: Path) -> None:
+        some = written(tmp_path, *({"text": f"a {i}"} for i in range(40)), name="a.jsonl")
+        more = written(tmp_path, *({"text": f"b {i}"} for i in range(400)), name="b.jsonl")
+        data = read_data([f"{some}:2", (more, 0.5)])
+        assert isinstance(data, Records)
+        trained = [record.answer for record in data.train]
+        a, b = (sum(text[0] == letter for text in trained) for letter in "ab")
+        held = {record.answer for record in data.held_out}
+        assert a == 2 * (40 - sum(text[0] == "a" for text in held))
+        assert 140 < b < 230
+        assert len({*trained}) < len(trained)
+        assert not held & {*trained}
+        assert len(held) == len(data.held_out) == 44
+        again = read_data([f"{some}:2", (more, 0.5)])
+        assert (again.digest, [*again.train]) == (data.digest, [*data.train])
+        assert read_data([f"{some}:3", (more, 0.5)]).digest != data.digest
+        line = next(record.line for record in data.train if record.answer == "b 3")
+        assert data.place(line) == f"{more}:4"
+        assert data.where == f"{some} and 1 more"
+        for weight in ("0", "-1", "nan", "1e9"):
+            assert "is no number above 0" in refusal(f"{some}:{weight}")
+        (tmp_path / "c.jsonl:2").write_text(some.read_text())
+        assert len(read_data(str(tmp_path / "c.jsonl:2")).train) == 36, "it is the name of a file"
+
+    def test_the_command_takes_several_files(self, tmp_path: Path) -> None:
+        some = written(tmp_path, *({"text": f"a {i}"} for i in range(9)), name="a.jsonl")
+        more = written(tmp_path, *({"text": f"b {i}"} for i in range(9)), name="b.jsonl")
+        rest = ("--steps", 1, "--layers", 1, "--hidden", 32, "--vocabulary", 300, "--out")
+        for number, words in enumerate(
+            (("--data", f"{some}:2", more), ("--data", some, "--text", more, "--batch", 2))
+        ):
+            result = run("finetune", *words, *rest, tmp_path / f"{number}")
+            assert result.exit_code == 0, result.output
+            assert f"{some} and 1 more: 18 rows of text" in result.stderr
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+class TestForms:
+    @pytest.mark.parametrize(
+        ("row", "expected"),
+        [
+            ({"instruction": "a", "input": "", "output": "b"}, [ASK, SAY]),
+            ({"Instruction": "a", "Context": "c", "Response": "b"},
+             [ASK | {"content": "a\n\nc"}, SAY]),
+            ({"instruction": "a", "output": "b", "system": "s", "history": [["x", "y"]]},
+             [{"role": "system", "content": "s"}, ASK | {"content": "x"}, SAY | {"content": "y"},
+              ASK, SAY]),
+            ({"question": "a", "answer": "b"}, [ASK, SAY]),
+            ({"query": "a", "answer": "b"}, [ASK, SAY]),
+            ({"prompt": "a", "response": "b"}, [ASK, SAY]),
+            ({"instruction": "a", "response": "b"}, [ASK, SAY]),
+            ({"input": "a", "output": "b"}, [ASK, SAY]),
+            ({"problem": "a", "solution": "b", "answer": "c"}, [ASK, SAY]),
+            ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+             [ASK, SAY]),
+            ({"conversations": [ASK, SAY], "system": "s"},
+             [{"role": "system", "content": "s"}, ASK, SAY]),
+            ({"messages": [{"role": "developer", "content": "s"}, ASK, SAY | {"name": "Eve"}]},
+             [{"role": "system", "content": "s"}, ASK, SAY | {"name": "Eve"}]),
+            ({"messages": [ASK | {"content": [{"type": "text", "text": "a"},
+                                              {"type": "text", "text": "!"}]}, SAY]},
+             [ASK | {"content": "a!"}, SAY]),
+            ({"messages": [ASK, SAY | {"reasoning_content": "hm", "weight": 0}, ASK, SAY]},
+             [ASK, SAY | {"reasoning_content": "hm", "weight": 0}, ASK, SAY]),
+            ({"messages": [ASK, SAY | {"train": False}, ASK, SAY | {"train": True}]},
+             [ASK, SAY | {"weight": 0}, ASK, SAY | {"weight": 1}]),
+            ({"messages": [ASK, {"role": "assistant", "tool_calls": [CALL]},
+                           {"role": "tool", "content": "2", "tool_call_id": "x"}, SAY]},
+             [ASK, CALLED, {"role": "tool", "content": "2", "tool_call_id": "x"}, SAY]),
+            ({"messages": [ASK, {"role": "assistant", "content": None,
+                                 "function_call": CALL["function"]},
+                           {"role": "function", "name": "add", "content": "2"}, SAY]},
+             [ASK, CALLED, {"role": "tool", "content": "2", "name": "add"}, SAY]),
+            ({"conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "2"}, {"from": "gpt", "value": "b"}]},
+             [ASK, CALLED, {"role": "tool", "content": "2"}, SAY]),
+            ({"prompt": [ASK, SAY, ASK], "completion": [SAY]},
+             [ASK, SAY | {"weight": 0}, ASK, SAY]),
+        ],
+    )  # fmt: skip
+    def test_chats(self, row: dict[str, Any], expected: list[Any], tmp_path: Path) -> None:
+        actual = one(tmp_path, row)
+        assert actual[1:] == (expected, "", "", None, None)
+
+    def test_texts(self, tmp_path: Path) -> None:
+        assert one(tmp_path, {"text": "a"})[1:4] == ([], "", "a")
+        assert one(tmp_path, {"content": "a", "url": "x"})[1:4] == ([], "", "a")
+        assert one(tmp_path, {"prompt": "a", "completion": " b"})[1:4] == ([], "a", " b")
+        assert one(tmp_path, {"text": None, "messages": [ASK, SAY]})[1] == [ASK, SAY]
+
+    @pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL])])
+    def test_tools_and_options_of_the_template(self, tools: Any, tmp_path: Path) -> None:
+        options = {"enable_thinking": False}
+        row = {"messages": [ASK, SAY], "tools": tools, "chat_template_kwargs": options}
+        assert one(tmp_path, row)[4:] == ([CALL], options)
+        assert one(tmp_path, {"messages": [ASK, SAY], "tools": []})[4:] == (None, None)
+        old = one(tmp_path, {"messages": [ASK, SAY], "functions": [CALL["function"]]})
+        assert old.tools == [{"type": "function", "function": CALL["function"]}]
+
+    @pytest.mark.parametrize(
+        ("row", "said"),
+        [
+            ({"prompt": "a", "chosen": "b", "rejected": "c"},
+             "preference pairs (prompt, chosen, rejected)"),
+            ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "preference pairs (chosen, rejected)"),
+            ({"prompt": "a", "completion": "b", "label": False},
+             "unpaired preferences (prompt, completion, label)"),
+            ({"messages": [ASK, SAY], "label": True}, "unpaired preferences (messages, label)"),
+            ({"prompt": "a"}, "has prompt but no completion; add completion; finetune learns"),
+            ({"prompt": [ASK], "answer": "2"}, "prompts with an answer for rewards (prompt, a"),
+            ({"prompt": "a", "ground_truth": "2"}, "prompts with an answer for rewards"),
+            ({"prompt": "a", "completions": ["b"], "labels": [True]}, "several answers"),
+            ({"text": "a", "score": 0.5}, "scored texts (text, score)"),
+            ({"prompt": "a", "completion": "b", "reward": 1}, "scored texts"),
+            ({"text": "a", "label": 0}, "labels for classification (text, label)"),
+            ({"sentence": "a", "labels": [0]}, "labels for classification (labels)"),
+            ({"anchor": "a", "positive": "b"}, "pairs for embedding (anchor, positive)"),
+            ({"sentence1": "a", "sentence2": "b"}, "pairs for embedding"),
+            ({"query": "a", "positive": "b", "negative": "c"}, "pairs for embedding"),
+            ({"messages": [ASK, SAY], "weight": 0.5}, "weighted rows (messages, weight)"),
+            ({"messages": [ASK, SAY], "images": ["x.png"]}, "images or sounds (messages, images)"),
+            ({"input_ids": [1, 2], "labels": [1, 2]}, "tokens (input_ids, labels)"),
+        ],
+    )  # fmt: skip
+    def test_rows_of_other_methods_are_refused_by_name(
+        self, row: dict[str, Any], said: str, tmp_path: Path
+    ) -> None:
+        path = written(tmp_path, row, row)
+        message = refusal(path)
+        assert message.startswith(f"{path}:1: ")
+        assert said in message
+        assert (
+            ": " in message.partition("finetune learns the next token of texts")[2] or ";" in said
+        )
+
+    def test_a_column_may_be_left_out(self, tmp_path: Path) -> None:
+        rows = [{"text": f"a {i}", "score": i} for i in range(9)]
+        path = written(tmp_path, *rows)
+        assert "leave columns out by ignore=score" in refusal(path)
+        shown = run("data", path)
+        assert_one_clear_error(shown, "leave columns out by --ignore score")
+        data = read_data(path, ignore=["score"])
+        assert isinstance(data, Records)
+        assert data.note == f"{path}: 9 rows of text"
+        assert run("data", path, "--ignore", "score").exit_code == 0
+        assert "one running text" in refusal(_text(tmp_path), ignore=["score"])
+
+    def test_absent_values_change_nothing(self, tmp_path: Path) -> None:
+        """A table gives each row all columns."""
+        rows = [{"text": f"a {i}", "label": None, "images": []} for i in range(9)]
+        data = read_data(written(tmp_path, *rows))
+        assert data.note.endswith("9 rows of text; not read: the columns label, images")
+
+    def test_rows_that_are_not_good_are_never_learned(self, tmp_path: Path) -> None:
+        rows = [{"prompt": f"{i}", "completion": " bad", "label": i % 2 == 0} for i in range(20)]
+        path = tmp_path / "kto.csv"
+        path.write_bytes(table(rows))
+        assert "kto.csv:2: holds unpaired preferences" in refusal(path)
+        result = run("finetune", "--text", path, "--out", tmp_path / "run", "--steps", 1)
+        assert_one_clear_error(result, "kto.csv:2: holds unpaired preferences")
+
+    def test_a_table_is_not_learned_with_its_commas(self, tmp_path: Path) -> None:
+        rows = [{"prompt": f"what, {i}", "completion": f" that, {i}"} for i in range(20)]
+        path = tmp_path / "a.csv"
+        path.write_bytes(table(rows))
+        report = inspect_data(path)
+        shown = [[*map(tuple, each.pieces)] for each in report.examples]
+        lines = [int(each.where.rpartition(":")[2]) - 2 for each in report.examples]
+        assert shown == [[(f"what, {i}", False), (f" that, {i}", True)] for i in lines]
+
+    @pytest.mark.parametrize(
+        ("row", "said"),
+        [
+            ({"messages": [ASK | {"content": [{"type": "image_url", "image_url": "x"}]}, SAY]},
+             "messages[0].content[0] is of the type image_url, and text alone is learned; leave"),
+            ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
+            ({"messages": [ASK, SAY | {"tool_calls": [{"function": {}}]}]},
+             "messages[1].tool_calls[0] is {"),
+            ({"messages": [ASK, SAY], "tools": [{"a": json.loads("[" * 90 + "]" * 90)}]},
+             "tools is nested more than 64 times; write it flat"),
+            ({"messages": [ASK, SAY | {"x": json.loads("[" * 90 + "]" * 90)}]},
+             "messages[1] is nested more than 64 times"),
+            ({"messages": [ASK, SAY | {"x": ["\ud800"]}]}, "messages[1] holds half a character"),
+            ({"messages": [ASK, SAY | {"tool_calls": "x"}]}, "messages[1].tool_calls is x; write"),
+            ({"messages": [ASK, SAY], "tools": "x"}, "tools is x; write it as [{"),
+            ({"messages": [ASK, SAY], "chat_template_kwargs": 3}, "chat_template_kwargs is 3"),
+            ({"conversations": [{"from": "function_call", "value": "x"}]},
+             "conversations[0].value is x, no call in JSON; write"),
+            ({"conversations": [{"from": "bot", "value": "x"}]},
+             "conversations[0] has the role bot; choose from system"),
+            ({"conversations": [{"value": "x"}]}, "conversations[0] has no role"),
+            ({"prompt": [ASK], "completion": "b"}, "prompt is a list of messages, completion is"),
+            ({"prompt": "a", "completion": "b", "system": "s"}, "has system beside prompt and"),
+            ({"question": "a", "answer": 3}, "answer is 3, not text; write answer as a string"),
+            ({"instruction": "a", "output": "b", "history": [["x"]]}, 'history is [["x"]]; write'),
+        ],
+    )  # fmt: skip
+    def test_a_wrong_value_is_named_with_its_column(
+        self, row: dict[str, Any], said: str, tmp_path: Path
+    ) -> None:
+        path = written(tmp_path, {"text": "fine"}, row)
+        message = refusal(path)
+        assert message.startswith(f"{path}:2: {said}")
+
+
+def _text(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("words and words\n\n" * 20)
+    return path
+
+
+class TestBounds:
+    def test_an_error_of_the_first_lines_comes_at_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        with path.open("w") as file:
+            file.write(LINES + '\n{"text": 3}\n')
+            for _ in range(300):
+                file.write((LINES + "\n") * 30)
+        began = time.monotonic()
+        assert ":31: text is 3" in refusal(path)
+        assert time.monotonic() - began < 2  # the promise
+
+    def test_an_error_at_the_beginning_of_another_file(self, tmp_path: Path) -> None:
+        some = tmp_path / "a.jsonl"
+        some.write_text((LINES + "\n") * 2000 + "no JSON")
+        more = written(tmp_path, {"text": "a"}, {"text": 3}, name="b.jsonl")
+        assert refusal([some, more]).startswith(f"{more}:2: ")
+
+    def test_packed_files_grow_within_bounds(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**21)
+        line = json.dumps({"text": "a" * 9000}).encode() + b"\n"
+        for suffix in (".gz", ".zst", ".bz2"):
+            path = tmp_path / f"a.jsonl{suffix}"
+            path.write_bytes(packed(line * 500, suffix))
+            assert f"{path} grows to more than" in refusal(path)
+            path.write_bytes(packed(b"a" * 2**22, suffix))
+            assert f"{path}:1: has more than 1 MiB" in refusal(path)
+
+    def test_a_parquet_file_grows_within_bounds(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**20)
+        path = tmp_path / "a.parquet"
+        parquet([{"text": "a" * 2000}] * 2000, path)
+        assert f"{path} grows to more than" in refusal(path)
+        parquet([{"text": "a"}, {"text": "b" * 2**21}], path)
+        assert f"{path}:2: has more than 1 MiB" in refusal(path)
+        parquet([{"text": "a"}], path)
+        path.write_bytes(path.read_bytes()[:-20] + b"x" * 16 + b"PAR1")
+        assert f"{path} cannot be read: " in refusal(path)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="needs a system that limits memory")
+    def test_what_reads_parquet_has_a_limit_of_memory(self, tmp_path: Path) -> None:
+        from unsloth_cupy.finetune import table_process
+
+        path = tmp_path / "a.parquet"
+        parquet([{"text": "a" * 2**26}] * 3, path, compression="zstd")
+        assert path.stat().st_size < 2**16
+        program = table_process.__file__
+        text = Path(program).read_text().replace("MEMORY = 1 << 30", "MEMORY = 1 << 26")
+        (tmp_path / "small.py").write_text(text)
+        done = subprocess.run(
+            [sys.executable, tmp_path / "small.py", path, "Parquet"],
+            capture_output=True, check=True, env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+        )  # fmt: skip
+        assert b"needs more than" in done.stdout.splitlines()[-1]
+        assert len(done.stdout) < 1000
+
+    def test_many_records_wait_in_a_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows = [{"messages": [ASK | {"content": f"{i}"}, SAY], "tools": [CALL]} for i in range(50)]
+        path = written(tmp_path, *rows, *({"text": f"{i}"} for i in range(50)))
+        expected = read_data(path)
+        monkeypatch.setattr(records, "IN_MEMORY", 3000)
+        monkeypatch.setattr(records, "SMALL", 1000)
+        actual = read_data(path)
+        assert isinstance(actual.train, Stored)
+        assert [*actual.train] == expected.train
+        assert [*actual.held_out] == expected.held_out
+        assert [*actual.train[3:5]] == expected.train[3:5]
+        assert [*actual.blocks()] == [*expected.blocks()]
+        kept = actual.train.kept.path
+        assert kept.exists()
+        del actual
+        assert not kept.exists()
+
+
+class TestReport:
+    def test_counts_and_lengths(self, tmp_path: Path) -> None:
+        rows = [{"prompt": f"{i:02}", "completion": "x" * (i + 1)} for i in range(30)]
+        path = written(tmp_path, *rows)
+        report = inspect_data(path)
+        data = read_data(path)
+        expected = sorted(3 + int(record.prompt) for record in data.train)
+        assert (report.train, report.held_out, report.unit) == (27, 3, "characters")
+        assert report.lengths["least"] == expected[0]
+        assert report.lengths["most"] == expected[-1]
+        assert (report.total, report.learned) == (sum(expected), sum(expected) - 2 * 27)
+        counts = [sum(low <= n <= high for n in expected) for low, high, _ in report.histogram]
+        assert counts == [count for *_, count in report.histogram]
+        assert sum(counts) == 27
+        assert json.loads(run("data", path, "--json").stdout)["learned"] == report.learned
+
+    def test_tokens_of_a_model(self, tmp_path: Path) -> None:
+        folder = _model(tmp_path)
+        rows = [{"messages": [ASK, SAY | {"content": f"the cat {i} \x1b[31m"}]} for i in range(20)]
+        path = written(tmp_path, *rows)
+        report = inspect_data(path, folder)
+        assert report.unit == "tokens"
+        for example in report.examples:
+            learned = "".join(text for text, known in example.pieces if known)
+            assert learned.startswith("the cat")
+            assert "user" not in learned
+        shown = run("data", path, "--model", folder)
+        assert shown.exit_code == 0, shown.output
+        assert "rows of messages" in shown.stdout
+        assert "\x1b" not in shown.stdout
+        assert "«the cat" in shown.stdout
+        assert f"{report.learned:,} of {report.total:,} tokens" in shown.stdout
+
+    def test_running_text(self, tmp_path: Path) -> None:
+        report = inspect_data(_text(tmp_path))
+        assert report.learned == report.total > 0
+        assert report.examples[0].pieces == [("words and words", True)]
+
+
+def _model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for source in (LLAMA / "config.json", GOLDEN / "tokenizer" / "tokenizer.json"):
+        (folder / source.name).write_bytes(source.read_bytes())
+    return folder
+
+
+def test_a_trainer_takes_what_was_read(tmp_path: Path) -> None:
+    path = written(tmp_path, *({"text": f"the cat {i}"} for i in range(30)))
+    settings: dict[str, Any] = {"steps": 3, "layers": 1, "hidden": 32, "vocabulary": 300}
+    losses = []
+    for number, data in enumerate((path, read_data(path), [path])):
+        made = Trainer(None, data, Settings(out=tmp_path / f"{number}", **settings)).train()
+        losses.append([line.get("loss") for line in made.files.lines()])
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(ConfigError, match="give it to read_data"):
+        Trainer(None, read_data(path), ignore=["id"])

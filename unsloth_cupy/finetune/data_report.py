@@ -1,0 +1,204 @@
+"""What training data hold, and what of them is learned: counts, lengths, examples.
+
+report = inspect_data("chat.jsonl", "model")
+report.learned, report.total, report.unit          3888, 10211, "tokens"
+"""
+
+import re
+from array import array
+from collections.abc import Collection, Iterator
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..files import path_of
+from .chat import Chat
+from .data import found
+from .listener import reading
+from .records import Record, Records
+from .run_folder import model_folder, model_without_weights, words_folder
+from .text import BREAK, IGNORE, Text
+from .tokenizer import load_tokenizer
+from .training_data import encoded
+
+EXAMPLES = 3
+LONGEST_EXAMPLE = 2000  # characters
+TOKENISED = 20_000  # texts of which tokens are counted, at most
+
+
+class Piece(NamedTuple):
+    """A part of an example, and whether it is learned."""
+
+    text: str
+    learned: bool
+
+
+class Shown(NamedTuple):
+    """An example, and the file and line from which it comes."""
+
+    where: str
+    pieces: list[Piece]
+
+
+class DataReport(NamedTuple):
+    """What training data hold, and what of them is learned."""
+
+    note: str  # what was recognised, in one line
+    forms: dict[str, int]  # texts by form
+    train: int  # texts to train on
+    held_out: int
+    unit: str  # of lengths: "tokens" of a model, or "characters"
+    counted: int  # texts whose lengths are known
+    lengths: dict[str, int]  # "least", "median", "99 %" and "most"
+    histogram: list[tuple[int, int, int]]  # first length, last length, number of texts
+    learned: int  # in this unit
+    total: int
+    unlearned: int  # texts of which nothing is learned
+    examples: list[Shown]
+
+
+def inspect_data(
+    data: Any, model: Any = None, *, ignore: Collection[str] = (), examples: int = EXAMPLES
+) -> DataReport:
+    """Return what training data hold, and what of them is learned.
+
+    Parameters
+    ----------
+    data : path, str, list of these, or what read_data returns
+        See ``read_data``.
+    model : path, optional
+        The folder of a model, an adapter or a run: lengths are in its tokens, and chats as its
+        template writes them.  None: characters, and chats as ChatML.
+    ignore : collection of str, optional
+        Columns that are not read.
+    examples : int, optional
+        How many texts to show.
+
+    Raises
+    ------
+    ConfigError
+        As ``read_data``, or the folder holds no model.
+    """
+    if not isinstance(data, Text | Records):
+        data = found(data, ignore, "inspect_data").read()
+    words = Words(model, runs_on=isinstance(data, Text))
+    lengths, learned, total, unlearned, shown = array("q"), 0, 0, 0, list[Shown]()
+    for where, record in _records(data, TOKENISED if model is not None else None):
+        size, of_it = words.counts(record, where)
+        lengths.append(size)
+        total, learned, unlearned = total + size, learned + of_it, unlearned + (not of_it)
+        if len(shown) < examples:
+            shown.append(Shown(where, words.pieces(record, where)))
+    if not lengths:
+        raise ConfigError(f"inspect_data({data.name!r}): holds no text to train on")
+    least, middle, high, most = np.quantile(lengths, [0, 0.5, 0.99, 1], method="higher").tolist()
+    named = {"least": least, "median": middle, "99 %": high, "most": most}
+    records = isinstance(data, Records)
+    return DataReport(
+        data.note if records else f"{data.path or data.name}: running text, all of it is learned",
+        data.forms if records else {"text": 1},
+        len(data.train) if records else len(lengths), len(data.held_out) if records else 0,
+        "characters" if model is None else "tokens", len(lengths), named, _histogram(lengths),
+        learned, total, unlearned, shown,
+    )  # fmt: skip
+
+
+def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Record]]:
+    """Yield at most so many records with their places; of running text, its paragraphs."""
+    if isinstance(data, Records):
+        step = 1 if most is None else max(1, -(-len(data.train) // most))
+        size = len(range(0, len(data.train), step))
+        chosen = (data.train[number] for number in range(0, len(data.train), step))
+        share = range(data.size // size)
+        for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
+            yield data.place(record.line), record
+        return
+    paragraphs = ((f"{data.path or data.name}, paragraph {n}", Record(n, [], "", text))
+                  for n, text in enumerate(_paragraphs(data), 1) if text.strip())  # fmt: skip
+    yield from islice(paragraphs, most)
+
+
+def _paragraphs(data: Text) -> Iterator[str]:
+    rest = ""
+    for _, text in reading(data.blocks(), data.cut, "counting"):
+        *whole, rest = re.split(BREAK, rest + text)
+        yield from whole
+    yield rest
+
+
+class Words:
+    """Counts and shows texts as a model reads them; without a model, by characters.
+
+    ``runs_on`` says that texts are paragraphs of one, which have no end of their own.
+    """
+
+    def __init__(self, model: Any, *, runs_on: bool) -> None:
+        self.tokenizer: Any = None
+        self.ends: list[int] = []
+        self.chat = Chat(None)
+        if model is not None:
+            folder = model_folder(path_of("inspect_data: model", model))
+            words = words_folder(folder)
+            self.tokenizer, self.chat = load_tokenizer(words), Chat(words)
+            config = model_without_weights(folder).config
+            ends = () if runs_on else config.end_tokens
+            self.ends = [token for token in ends if token < config.vocab]
+
+    def counts(self, record: Record, where: str) -> tuple[int, int]:
+        """Return the length of a text, and how much of it is learned."""
+        if self.tokenizer is None:
+            said = [m for m in record.messages if isinstance(m["content"], str)]
+            all_of_it = sum(len(m["content"]) for m in said)
+            answers = [m for m in said if m["role"] == "assistant" and m.get("weight", 1)]
+            learned = sum(len(m["content"]) for m in answers) + len(record.answer)
+            return all_of_it + len(record.prompt) + len(record.answer), learned
+        tokens, labels = self._encoded(record, where)
+        return len(tokens), int((labels != IGNORE).sum())
+
+    def _encoded(self, record: Record, where: str) -> tuple[Any, Any]:
+        """Return the tokens of a text and their labels."""
+        try:
+            text, spans = record.text(self.chat)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        is_chat = bool(record.messages)
+        return encoded(self.tokenizer, text, spans, is_chat, self.ends, self.chat)
+
+    def pieces(self, record: Record, where: str) -> list[Piece]:
+        """Return the beginning of a text in pieces that are learned or not."""
+        if self.tokenizer is None:
+            text, spans = record.text(self.chat)
+            marks = [any(start <= n < stop for start, stop in spans) for n in range(len(text))]
+            runs = groupby(zip(text, marks, strict=True), key=lambda pair: pair[1])
+            pieces = [Piece("".join(c for c, _ in run), learned) for learned, run in runs]
+        else:
+            tokens, labels = self._encoded(record, where)
+            pairs = zip(tokens.tolist(), (labels != IGNORE).tolist(), strict=True)
+            runs = groupby(pairs, key=lambda pair: pair[1])
+            pieces = [
+                Piece(self.tokenizer.decode([t for t, _ in run], skip_special_tokens=False), known)
+                for known, run in runs
+            ]
+        return _begin(pieces)
+
+
+def _begin(pieces: list[Piece]) -> list[Piece]:
+    """Return the first characters of an example."""
+    result, left = list[Piece](), LONGEST_EXAMPLE
+    for piece in pieces:
+        if len(piece.text) > left:
+            return [*result, Piece(piece.text[:left], piece.learned), Piece(" ...", False)]
+        result.append(piece)
+        left -= len(piece.text)
+    return result
+
+
+def _histogram(lengths: "array[int]") -> list[tuple[int, int, int]]:
+    """Return how many lengths lie between powers of two, from the least to the most."""
+    bins = np.frexp(np.maximum(lengths, 1))[1]
+    counts = np.bincount(bins)
+    first = int(bins.min())
+    return [(0 if power == 1 else 2 ** (power - 1), 2**power - 1, int(counts[power]))
+            for power in range(first, len(counts))]  # fmt: skip

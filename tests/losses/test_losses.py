@@ -416,6 +416,9 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.sampler_ratio(A, A, M, limits=3.0), r"limits=3.0 must be \(least, most\)"),
         (lambda: losses.reward(A[:, 0], center=-1.0), "center must be 0 or more"),
         (lambda: losses.nll(A, M, count=0), "count must be above 0"),
+        (lambda: losses.nll(A, np.where(M, 5, -100)), "mask holds 5; pass True or 1 for tokens"),
+        (lambda: losses.nll(A, A * np.nan), "mask holds nan"),
+        (lambda: losses.kto(A, M, A, M[:, 0], k=np.nan), r"kto\(k=nan\): k must be a finite"),
     ],
 )
 def test_bad_options(call: Any, words: str) -> None:

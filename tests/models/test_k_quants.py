@@ -79,6 +79,8 @@ def test_edges(kind: str) -> None:
             actual = read_back(rows.astype(np.float32), kind)
             assert np.isfinite(actual).all()
             assert np.abs(actual - rows).max() <= max(0.5 * np.abs(rows).max(), 1e-6)
+    tiny = (1e-7 * normal).astype(np.float32)  # below the scales of float16: no worse than zeros
+    assert np.square(read_back(tiny, kind) - tiny).mean() <= 1.01 * np.square(tiny).mean()
 
 
 def types_of(kind: str, part: str, layers: int = 16, **changes: Any) -> str:

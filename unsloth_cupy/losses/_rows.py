@@ -10,9 +10,22 @@ from ..errors import ConfigError, ShapeError
 LARGEST = 80.0  # of an exponent: exp of it is finite in float32
 
 
-def as_mask(mask: Any) -> Any:
-    """Return a mask of 0 and 1 as one of bool, of any library."""
-    return mask if str(getattr(mask, "dtype", "")).endswith("bool") else mask != 0
+def as_mask(call: str, mask: Any) -> Any:
+    """Return a mask of 0 and 1 as one of bool, of any library.
+
+    Raises
+    ------
+    ConfigError
+        It holds something else, as labels do; arrays of a GPU are not read.
+    """
+    if str(getattr(mask, "dtype", "")).endswith("bool"):
+        return mask
+    if isinstance(mask, np.ndarray) and not ((mask == 0) | (mask == 1)).all():
+        wrong = mask[(mask != 0) & (mask != 1)].flat[0]
+        raise ConfigError(
+            f"{call}: mask holds {wrong}; pass True or 1 for tokens that count, else 0"
+        )
+    return mask != 0
 
 
 def refuse_unused(call: str, choice: str, **unused: bool) -> None:

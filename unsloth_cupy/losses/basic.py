@@ -37,7 +37,7 @@ def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
     ShapeError, DTypeError
         The arrays do not fit each other.
     """
-    return nll_forward(log_probs, as_mask(mask), count=count)
+    return nll_forward(log_probs, as_mask("nll", mask), count=count)
 
 
 @op("log_probs(rows, tokens), mask(rows, tokens): bool -> loss(): stat")

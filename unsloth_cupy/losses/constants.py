@@ -198,7 +198,9 @@ def sampler_ratio(
             f"sampler_ratio: limits={limits!r} must be (least, most), None for no limit"
         )
     least, most = limits
-    return sampler_ratio_forward(old, sampler, as_mask(mask), kind=kind, least=least, most=most)
+    return sampler_ratio_forward(
+        old, sampler, as_mask("sampler_ratio", mask), kind=kind, least=least, most=most
+    )
 
 
 def _tokens(own: Any, *, kind: str, **_: Any) -> dict[str, Any]:
@@ -260,7 +262,7 @@ def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
     ShapeError, DTypeError
         The arrays do not fit each other.
     """
-    return high_entropy_forward(entropy, as_mask(mask), share=share)
+    return high_entropy_forward(entropy, as_mask("high_entropy", mask), share=share)
 
 
 @op(
@@ -307,7 +309,9 @@ def implicit_rewards(
     ShapeError, DTypeError
         The arrays do not fit each other.
     """
-    return implicit_rewards_forward(log_probs, as_mask(mask), reference, beta=beta)
+    return implicit_rewards_forward(
+        log_probs, as_mask("implicit_rewards", mask), reference, beta=beta
+    )
 
 
 @op(
@@ -355,7 +359,7 @@ def wpo_weights(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
     ShapeError, DTypeError
         The arrays do not fit each other; the number of rows is odd.
     """
-    return wpo_weights_forward(log_probs, log_sum_squares, as_mask(mask))
+    return wpo_weights_forward(log_probs, log_sum_squares, as_mask("wpo_weights", mask))
 
 
 def _pairs(own: Any) -> dict[str, Any]:

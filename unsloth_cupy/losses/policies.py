@@ -138,7 +138,7 @@ def policy(
     power_below, decay_below = _pair(call, "vespo[1]", shape_below)
     return policy_forward(
         log_probs,
-        as_mask(mask),
+        as_mask("policy", mask),
         advantages,
         old=old,
         reference=reference,

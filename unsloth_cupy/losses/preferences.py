@@ -138,7 +138,7 @@ def preference(
     )
     return preference_forward(
         log_probs,
-        as_mask(mask),
+        as_mask("preference", mask),
         reference,
         weights=weights,
         kind=kind,

@@ -6,6 +6,7 @@ r = sum(log_probs - reference) of a row        loss = mean over rows of 1 - s(be
 Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024.
 """
 
+from math import isfinite
 from numbers import Real
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..core.op import op
+from ..errors import ConfigError
 from ..ops.common.checks import check_choice
 from ._rows import as_mask, check_positive, masked, refuse_unused, sigmoid
 
@@ -75,9 +77,11 @@ def kto(
     check_choice("kto", "kind", kind, KINDS)
     refuse_unused("kto", f"kind={kind!r}", k=k is not None and kind != "kto")
     shift, array = (float(k), None) if isinstance(k, Real) else (0.0, k)
+    if not isfinite(shift):
+        raise ConfigError(f"kto(k={k}): k must be a finite number; negative ones count as 0")
     return kto_forward(
         log_probs,
-        as_mask(mask),
+        as_mask("kto", mask),
         reference,
         desirable,
         k=array,

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ..core import gpu
+from ..core.call import is_integer
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
 from ..machine import bytes_requested, format_bytes, gpu_memory
 from ..training import offload
@@ -25,7 +26,7 @@ class MemoryPool:
     """The bytes that arrays hold inside a ``with`` block; see ``memory_pool``."""
 
     def __init__(self, limit: int | None, device: int | None, held: Iterable[Any]) -> None:
-        self.limit, self.device = limit, device
+        self.limit, self.device = None if limit is None else int(limit), device
         self.held = {id(array): array.nbytes for array in held}
         self._source: Any = None
 
@@ -148,7 +149,7 @@ def memory_pool(
     DeviceMemoryError
         From inside the block: arrays do not fit.
     """
-    if limit is not None and (type(limit) is not int or limit < 1):
+    if limit is not None and not is_integer(limit, 1):
         raise ConfigError(f"memory_pool(limit={limit!r}): pass bytes, as in limit=8 << 30")
     if device is not None and (type(device) is not int or device < 0):
         raise ConfigError(f"memory_pool(device={device!r}): pass the number of a GPU, as device=0")

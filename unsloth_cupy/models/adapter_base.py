@@ -18,7 +18,7 @@ from .checkpoint_files import opened
 
 ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
-NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a model on huggingface.co: OWNER/MODEL
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # of a model on huggingface.co: OWNER/MODEL
 CURE = "name the folder of the adapter's base model: --base FOLDER, or load(FOLDER, lora=ADAPTER)"
 
 
@@ -39,13 +39,22 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
         return None
     settings = read_json(folder / ADAPTER) if base is None else {}
     name = settings.get(BASE) if base is None else os.fspath(base)
-    places = _places(folder, name, settings.get("revision")) if isinstance(name, str) else []
-    found = next((place for place in places if place.is_dir()), None)
+    named = isinstance(name, str) and name.strip(" ./")
+    places = _places(folder, str(name), settings.get("revision")) if named else []
+    found = next((place for place in places if _is_folder(place)), None)
     if found is None:
         said = f"{folder / ADAPTER}: {BASE} is {name!r}" if base is None else f"base={name!r}"
         advice = missing_folder_advice(Path(str(name)), CURE)
         raise ConfigError(f"{said}, which is not a folder here; {advice}")
     return found
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder; a name that no disk takes is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
@@ -97,6 +106,11 @@ def base_name(config: Mapping[str, Any], folder: Path | None) -> str | None:
     if folder is not None and cached and folder.absolute().parent.name == "snapshots":
         return cached[-1].removeprefix("models--").replace("--", "/", 1)
     known = config.get("_name_or_path")
-    if isinstance(known, str) and NAME.fullmatch(known) and not Path(known).exists():
+    if (
+        isinstance(known, str)
+        and "/" in known
+        and NAME.fullmatch(known)
+        and not _is_folder(Path(known))
+    ):
         return known
     return None if folder is None else str(folder.resolve())

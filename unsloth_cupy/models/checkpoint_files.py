@@ -216,6 +216,9 @@ def write_tensors(
 
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the safetensors files of a checkpoint."""
+    if (folder / INDEX).exists() and (folder / SINGLE).exists():
+        problem = f"{folder} holds {SINGLE} and {INDEX}, of two saves"
+        raise ConfigError(f"{problem}; remove the one that you do not mean")
     if (folder / INDEX).exists():
         weights = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):

@@ -238,10 +238,11 @@ class AdamW:
         ``steps`` is a NumPy integer array of shape (); ``mean.<name>``, ``square.<name>`` and, for
         8-bit averages, ``mean_scale.<name>`` and ``square_scale.<name>`` are the optimizer's own
         arrays, which the next step changes: save or copy them before it.  With groups, ``groups``
-        is an array of their (lr, weight_decay), NaN where a group has none of its own.
+        is an array of their (lr, weight_decay) in their order, NaN where a group has none of its
+        own; the last row is of the parameters that no group names.
         """
-        rates = [[group.get(key, math.nan) for key in RATES] for group in self.groups[:-1]]
-        groups = {"groups": np.array(rates)} if rates else {}
+        rates = np.array([[group.get(key, math.nan) for key in RATES] for group in self.groups])
+        groups = {"groups": rates} if len(rates) > 1 or not np.isnan(rates).all() else {}
         return {"steps": np.array(self.steps), **groups, **self._states()}
 
     def _states(self) -> dict[str, Any]:
@@ -269,13 +270,14 @@ class AdamW:
         steps = np.asarray(state.get("steps"))
         names = own.keys() | {"steps"}
         wide = state.get("groups")
-        rates = np.full((len(self.groups) - 1, 2), math.nan) if wide is None else np.asarray(wide)
-        names |= {"groups"} if wide is not None and len(self.groups) > 1 else set()
-        if rates.shape != (len(self.groups) - 1, 2) and "groups" in names:
+        shape = len(self.groups), len(RATES)
+        rates = np.full(shape, math.nan) if wide is None else np.asarray(wide)
+        names |= {"groups"} if wide is not None else set()
+        if rates.shape != shape:
             raise ShapeError(
                 f"AdamW.load_state: groups has shape {rates.shape}; this optimizer has"
-                f" {len(self.groups) - 1} groups",
-                expected=(len(self.groups) - 1, 2),
+                f" {shape[0]} groups, with that of all other parameters",
+                expected=shape,
                 actual=rates.shape,
             )
         if rates.dtype.kind != "f" or (rates < 0).any() or np.isinf(rates).any():
@@ -291,8 +293,13 @@ class AdamW:
             _check(f"AdamW.load_state: {name}", state[name], array, (array.dtype,))
         for name, array in own.items():
             array[...] = state[name]
-        for group, own_rates in zip(self.groups, rates.tolist(), strict=False):
-            group |= {k: r for k, r in zip(RATES, own_rates, strict=True) if not math.isnan(r)}
+        for group, own_rates in zip(self.groups, rates.tolist(), strict=True):
+            for key, rate in zip(RATES, own_rates, strict=True):
+                if wide is None:
+                    continue
+                group.pop(key, None)
+                if not math.isnan(rate):
+                    group[key] = rate
         self._prepare(int(steps))
 
 

@@ -103,7 +103,9 @@ def _unsigned(x: Array, form: Format) -> Codes:
         d = np.where(determinant > 0, _over(ax * bb - bx * ab, determinant), _over(ax, aa))
         e = np.where(determinant > 0, _over(ax * ab - bx * aa, determinant), codes.e)
         codes = _better(x, codes, np.maximum(d, 0), np.maximum(e, 0), form, 0)
-    return codes
+    # weights below the scales of float16 are 0, not the least one of their group
+    worse = codes.errors(x).sum(axis=1, keepdims=True) > _dot(x, x).sum(axis=1, keepdims=True)
+    return codes._replace(d=np.where(worse, 0, codes.d), e=np.where(worse, 0, codes.e))
 
 
 def _signed(x: Array, form: Format) -> Codes:

@@ -13,26 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ...files import (
-    atomic_path,
-    check_room,
-    files_state,
-    missing_folder_advice,
-    of_one_save,
-    path_of,
-)
+from ...files import atomic_path, check_room, path_of
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
-from ..adapter import Adapter
-from ..adapter_base import base_of
-from ..adapter_folder import read_adapter
-from ..checkpoint_files import find_tensors, opened
 from ..config import Config
-from ..folder import read_config
-from ..lazy_parameter import LazyParameter
 from ..parse import token_ids
+from ..stored import stored_model
 from ..transformer import Transformer
 from . import TYPES
 
@@ -192,48 +180,26 @@ def _source(model: Any, tokenizer: Any, base: Any) -> Source:
             raise ConfigError(f"{problem}; leave it out")
         adapter, arrays = model.adapter, model.parameters
         name = "model" if model.folder is None else model.folder.resolve().name
-        read = _merging(adapter, arrays.__getitem__)
+
+        def merged(name: str) -> Any:
+            return arrays[name] if adapter is None else adapter.merge(name, arrays[name])
+
+        read = _dense(merged)
         return Source(model.config, model.texts, read, chosen or model.folder, name)
-    path = path_of("export_gguf", model)
-    if not path.is_dir():
-        cure = missing_folder_advice(
-            path, "pass one that holds config.json, or a model that load returned"
-        )
-        raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
-    home = base_of(path, base)
-    whole = home or path
-
-    def found() -> tuple[Any, ...]:
-        config, texts = read_config(whole)
-        return config, texts, find_tensors(whole, config)[0], files_state(whole)
-
-    config, texts, homes, state = of_one_save(whole, "config.json", found)
-
-    def stored(name: str) -> Any:
-        place = homes[name]
-        files = {place.file, *(file for file, _ in place.parts.values())}
-        with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(opened(whole / file)) for file in files}
-            if files_state(whole) != state:
-                raise ConfigError(f"export_gguf: {whole} was saved meanwhile; export it again")
-            return LazyParameter(name, place, handles).whole()
-
-    table = homes["model.embed_tokens.weight"].dtype or FLOAT32
-    adapter = None if home is None else read_adapter(path, config, table)
-    default = path if home is None or (path / "tokenizer.json").is_file() else home
-    return Source(config, texts, _merging(adapter, stored), chosen or default, path.resolve().name)
+    stored = stored_model("export_gguf", model, base)
+    read = _dense(stored.merged)
+    name = stored.path.resolve().name
+    return Source(stored.config, stored.texts, read, chosen or stored.words, name)
 
 
-def _merging(adapter: Adapter | None, read: Callable[[str], Any]) -> "Read":
-    """Return a function that reads a parameter to host memory, with the adapter merged."""
+def _dense(read: Callable[[str], Any]) -> "Read":
+    """Return a function that reads a parameter to host memory, dense."""
 
-    def merged(name: str) -> Array:
+    def dense(name: str) -> Array:
         array = read(name)
-        if adapter is not None:
-            array = adapter.merge(name, array)
         return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
-    return merged
+    return dense
 
 
 def _tokenizer_folder(source: Source) -> Path:

@@ -16,7 +16,7 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import checkpoint_files
 
-from .exported import make, write_tokenizer
+from .exported import make, read, write_tokenizer
 from .peers import SIZES
 
 TOKENS = np.random.default_rng(3).integers(3, 97, (2, 12))
@@ -186,6 +186,19 @@ def test_the_adapters_words_go_before_those_of_the_base(tmp_path: Path) -> None:
     second = {path.name for path in (tmp_path / "second").iterdir()}
     assert {"special_tokens_map.json", "tokenizer_config.json"} < second
     assert not second & {"chat_template.jinja", "vocab.json"}
+
+
+def test_what_ends_a_text_is_what_the_adapters_folder_says(tmp_path: Path) -> None:
+    """Of its model, of a merge and of a GGUF file."""
+    adapted(tmp_path)
+    (tmp_path / "adapter" / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    assert models.load(tmp_path / "adapter").config.end_tokens == (2, 9)
+    models.merge(tmp_path / "adapter", tmp_path / "out")
+    assert models.load(tmp_path / "out").config.end_tokens == (2, 9)
+    pytest.importorskip("gguf", reason="needs the extra `gguf`")
+    models.export_gguf(tmp_path / "adapter", tmp_path / "a.gguf")
+    values = read(tmp_path / "a.gguf")[0]
+    assert [values[f"tokenizer.ggml.{key}_token_id"] for key in ("eos", "eot")] == [2, 9]
 
 
 def test_wrong_calls_are_refused_and_leave_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ..finetune.run_folder import model_folder
-from .echo import echo
+from .echo import echo, echo_next
 from .options import BASE, FILE, option
 
 DTYPES = click.Choice(["bfloat16", "float16", "float32", "float64"])
@@ -27,3 +27,4 @@ def merge(folder: Path, out: Path, dtype: str | None, base: Path | None) -> None
     from .. import models
 
     echo(models.merge(model_folder(folder), out, dtype=dtype, base=base, progress=True))
+    echo_next(["unsloth-cupy", "export", out, f"{out}.gguf", "--type", "q4_k_m", "--modelfile"])

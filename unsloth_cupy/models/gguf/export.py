@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.call import check_options
+from ...core.call import check_options, is_integer
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
@@ -77,6 +77,7 @@ def export_gguf(
     kind: str = "f16",
     tokenizer: str | PathLike[str] | None = None,
     base: str | PathLike[str] | None = None,
+    stop: int | None = None,
     progress: bool = False,
 ) -> Export:
     """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
@@ -104,6 +105,9 @@ def export_gguf(
         chat_template.jinja.  None: the folder of the model.
     base : path or name, optional
         The base model of an adapter's folder, in place of the one that the adapter names.
+    stop : int, optional
+        The token that ends an answer of a chat, the file's end of turn.  None: one that the chat
+        template names and llama.cpp knows, such as <|im_end|>, and those of generation_config.json.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
 
@@ -129,9 +133,11 @@ def export_gguf(
     path = _new_file(file)
     check_choice("export_gguf", "kind", kind, TYPES)
     source = _source(model, tokenizer, base)
+    if stop is not None and not is_integer(stop, 0):
+        raise ConfigError(f"export_gguf(stop={stop!r}): pass a token, or None")
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
-    words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
+    words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
     tensor_list = tensors(source.config, known, KINDS[kind], source.read)
     notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {

@@ -4,20 +4,25 @@ import configparser
 import doctest
 import functools
 import html
+import importlib
 import importlib.util
+import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import click.testing
 import pytest
 
 import unsloth_cupy
 import unsloth_cupy.models
 from unsloth_cupy.bench import report
+from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.op import OPS
 
 from ..code.compilers import NEWEST, OLDEST
@@ -28,14 +33,24 @@ DOCS = ROOT / "docs"
 EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ipynb")
 PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
 
+WALKED, COMMAND = {"your-chats"}, "unsloth-cupy "  # pages whose commands run, too
 LARGE = {"numba"}  # tests/interop/test_stacks.py runs what needs it
 
 
-def blocks(page: Path) -> list[str]:
-    """Return the Python code of a page, each block at its line number in the page."""
+def blocks(page: Path, languages: str = "python") -> list[str]:
+    """Return the code of a page, each block at its line number in the page."""
     text = page.read_text(encoding="utf-8")
-    matches = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
+    matches = re.finditer(rf"^```(?:{languages})\n(.*?)^```", text, re.M | re.S)
     return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in matches]
+
+
+def walk(line: str) -> None:
+    """Run a command of a page."""
+    words = shlex.split(line.removeprefix(COMMAND))
+    if "--data" not in {flag for each in group.commands["finetune"].params for flag in each.opts}:
+        words = ["--text" if word == "--data" else word for word in words]
+    result = click.testing.CliRunner().invoke(group, words)
+    assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
 @pytest.mark.slow
@@ -46,7 +61,11 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, Any] = {"__name__": "__main__"}
     if any("cuda_on_cpu" in block for block in blocks(page)) and (reason := missing()):
         pytest.skip(reason)
-    for block in blocks(page):
+    for block in blocks(page, "python|bash" if page.stem in WALKED else "python"):
+        if block.strip().startswith(COMMAND):
+            for line in block.strip().splitlines():
+                walk(line)
+            continue
         needs = re.search(r"^# needs (\w+)$", block, re.M)
         if needs and needs[1] in LARGE:
             continue
@@ -134,6 +153,40 @@ def test_notebook_prints_what_it_shows(
         shown = ["".join(output["text"]) for output in cell["outputs"]]
         assert capsys.readouterr().out == "".join(shown), cell["id"]
         assert cell["execution_count"] == count
+
+
+OPTIONS = {"kind", "scale", "mask", "offsets", "q_offsets", "k_offsets"}  # of functions beside
+
+
+def test_names_beside_those_of_others_exist() -> None:
+    """In the right columns: functions with their keywords, methods and options."""
+    text = (DOCS / "guide" / "from-others.md").read_text(encoding="utf-8")
+    flags = {flag for each in group.commands["finetune"].params for flag in each.opts}
+    door = (ROOT / "unsloth_cupy/interop/huggingface/__init__.py").read_text(encoding="utf-8")
+    names, unknown = set(), []
+    for cell in re.findall(r"^\|.*\| (.*) \|$", text, re.M):
+        for words in re.findall(r"`([^`]+)`", cell):
+            hit = re.fullmatch(r"(?:(\w+(?:\.\w+)*)\.)?([A-Za-z]\w{3,})(\(.*\))?", words)
+            if words.startswith("--"):
+                unknown += [words] * (words not in flags)
+            elif hit and hit[2] not in OPTIONS:
+                names.add(hit[2])
+                unknown += [words] * (not known(*hit.groups(default=""), door))
+    assert unknown == []
+    assert len(names) > 30
+
+
+def known(room: str, name: str, arguments: str, door: str) -> bool:
+    """Return whether a module, or ``model``, has a function that takes these keywords."""
+    if room == "interop.huggingface":  # its import needs torch
+        return f" as {name}" in door
+    if name == "add_adapter":  # hands its options on
+        room, name = "models", "create_adapter"
+    places = {"": unsloth_cupy, "model": unsloth_cupy.models.Transformer}
+    place = places.get(room) or importlib.import_module(f"unsloth_cupy.{room}")
+    value: Any = getattr(place, name, None)
+    keywords = {*re.findall(r"(\w+)=", arguments)}
+    return callable(value) and keywords <= {*inspect.signature(value).parameters}
 
 
 def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[str]) -> None:

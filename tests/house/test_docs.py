@@ -34,6 +34,7 @@ EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ip
 PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
 
 WALKED, COMMAND = {"your-chats"}, "unsloth-cupy "  # pages whose commands run, too
+PACKAGES = ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme", "sphinx_copybutton")
 LARGE = {"numba"}  # tests/interop/test_stacks.py runs what needs it
 
 
@@ -253,7 +254,7 @@ def lost(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_pages_build(collect: Any, tmp_path: Path) -> None:
     """With ``-W``, a docstring that numpydoc cannot parse, or a broken link, is an error."""
-    for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
+    for package in PACKAGES:
         pytest.importorskip(package, reason="needs the extra `docs`")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]

@@ -107,7 +107,8 @@ def export_gguf(
         The base model of an adapter's folder, in place of the one that the adapter names.
     stop : int, optional
         The token that ends an answer of a chat, the file's end of turn.  None: one that the chat
-        template names and llama.cpp knows, such as <|im_end|>, and those of generation_config.json.
+        template names and llama.cpp knows, such as ``<|im_end|>``, beside those of
+        generation_config.json.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
 

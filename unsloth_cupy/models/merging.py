@@ -23,7 +23,7 @@ from ..ops.quantized.weight import Quantized
 from .checkpoint_files import DTYPES, INDEX
 from .folder import GENERATION
 from .names import TABLE
-from .quantized_weights import saved_config
+from .quantized_weights import saved_config, stored_kind
 from .stored import StoredModel, stored_model
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}  # of dtypes in a safetensors file
@@ -47,7 +47,7 @@ class Merged:
     layers : int
         Number of layers that had an adapter; 0: the model was copied.
     dtype : str
-        Dtype of the matrices, or that of the copied file.
+        Dtype of the matrices; of a copy of quantized weights, their kind.
     notes : tuple of str
         What is not as a reader may expect.
     """
@@ -189,8 +189,9 @@ def _copy(model: StoredModel, partial: Path, target: Path) -> int:
 
 
 def _stored_dtype(model: StoredModel) -> str:
-    """Return the dtype of a model's file, or that of its embedding table beside codes."""
-    return (model.homes[TABLE].dtype or FLOAT32).name
+    """Return the kind of quantized weights of a model's files, or else their dtype."""
+    kind = stored_kind(model.texts["config.json"])
+    return kind or (model.homes[TABLE].dtype or FLOAT32).name
 
 
 def _write(

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ def page(title: str, module: str, names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def listed(text: str) -> str:
+    """Return the last names of what a page documents, without the parts of ops."""
+    names = re.findall(r"^\.\. (?:auto|py:)(?:function|class):: [\w.]*?(\w+)$", text, re.M)
+    return ", ".join(f"`{name}`" for name in names if not name.endswith(PARTS))
+
+
 def directives(module: str, names: list[str], members: bool = True) -> list[str]:
     """Return the autodoc directives of names, each followed by its example."""
     lines = []
@@ -154,16 +160,18 @@ def kernel_pages() -> dict[str, str]:
         source = path.read_text()
         header = re.match(r"(?://.*\n)+", source)
         text = re.sub(r"^// ?", "", header[0], flags=re.M) if header else ""
-        page = [f"# {path.stem}", "", "```text", text.rstrip(), "```"]
+        page = [f"# {path.stem}", "", "```text", text.rstrip(), "```", "", CELLS]
+        first = _first_sentence(text)
         for kernel in re.findall(r"^(?:CLUSTER_)?KERNEL\([^)]*\)\s*(\w+)\(", source, re.M):
             table = lines.get(kernel, {})
-            summary.append(
-                f"| [{kernel}]({path.stem}.md#{kernel}) | {' | '.join(_ranges(table))} |"
-            )
+            every = [by[arch] for by in table.values() for arch in ARCHITECTURES if arch in by]
+            link = f"[{kernel}]({path.stem}.md#{kernel})"
+            summary.append(f"| {link}<br>{first} | {' | '.join(_cells(every, _range))} |")
+            first = ""
             page += ["", f"({kernel})=", f"## {kernel}", "", _head("variant")]
             for label, by in table.items():
-                cells = (_cell(by.get(arch)) for arch in ARCHITECTURES)
-                page.append(f"| {label} | {' | '.join(cells)} |")
+                each = [by.get(arch) for arch in ARCHITECTURES]
+                page.append(f"| {label} | {' | '.join(_cells(each, _list))} |")
         pages[path.stem] = "\n".join([*page, ""])
     pages["instructions"] = f"{INSTRUCTIONS}\n{fixtures.table()}\n"
     tree = ["```{toctree}", ":hidden:", "", *pages, "```", ""]
@@ -176,11 +184,16 @@ KERNELS = """\
 
 The pages have the header comments of the files of `kernels_cu/` (maths, traffic, constants) and the
 resources that NVRTC reports for every variant that the library launches; tests compare them with
-new builds. Cells have registers of a thread, bytes of static + dynamic shared memory, and the share
-of an SM's threads that can be resident at once. [Ladders](../ladders.md) shows the optimizations of
-two kernels step by step. [Performance](../performance.md) has the speeds that were measured on a
-GPU, and [instructions](instructions.md) the instructions that a GPU has confirmed.
+new builds. Here are the smallest and the largest numbers of all variants on all GPUs: registers of
+a thread, bytes of static + dynamic shared memory, and the share of an SM's threads that can be
+resident at once. [Ladders](../ladders.md) shows the optimizations of two kernels step by step.
+[Performance](../performance.md) has the speeds that were measured on a GPU, and
+[instructions](instructions.md) the instructions that a GPU has confirmed.
 """
+CELLS = f"""\
+A cell has one number, or one for each of {", ".join(f"sm_{arch}" for arch in ARCHITECTURES)}, in
+this order: registers of a thread, bytes of static + dynamic shared memory, and the share of an SM's
+threads that can be resident at once, in percent."""
 INSTRUCTIONS = """\
 # Instructions
 
@@ -189,25 +202,37 @@ Each instruction that kernels may use is tested alone, on the CPU, against plain
 """
 
 
+def _first_sentence(text: str) -> str:
+    """Return what the first paragraph of a header comment says, up to a full stop or a colon."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=\w\w)[.:;] ", f"{paragraph} ", maxsplit=1)[0].strip().rstrip(".")
+    return re.sub(r"([*_|<>`])", r"\\\1", sentence)
+
+
 def _head(first: str) -> str:
-    titles = [first, *(f"sm_{arch}" for arch in ARCHITECTURES)]
+    titles = [first, "registers", "shared memory", "resident"]
     return f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
 
 
-def _cell(numbers: list[int] | None) -> str:
-    if numbers is None:
-        return "-"
-    registers, static, dynamic, percent = numbers
-    return f"{registers}, {static} + {dynamic}, {percent} %"
+def _cells(rows: list[list[int] | None], shown: Callable[[list[str]], str]) -> list[str]:
+    """Return the cells of numbers: registers, static + dynamic shared memory, percent."""
+    known = [row for row in rows if row is not None]
+    if not known:
+        return ["-"] * 3
+    columns = [["-" if row is None else str(row[place]) for row in rows] for place in range(4)]
+    registers, static, dynamic, percent = map(shown, columns)
+    return [registers, f"{static} + {dynamic}", f"{percent}\N{NO-BREAK SPACE}%"]
 
 
-def _ranges(table: Mapping[str, Mapping[str, list[int]]]) -> Iterator[str]:
-    """Yield for each architecture the ranges of the numbers of a kernel's variants."""
-    for arch in ARCHITECTURES:
-        rows = [by[arch] for by in table.values() if arch in by]
-        ranges = [(min(column), max(column)) for column in zip(*rows, strict=True)]
-        words = [f"{low} - {high}" if low < high else f"{low}" for low, high in ranges]
-        yield "{}, {} + {}, {} %".format(*words) if words else "-"
+def _list(column: list[str]) -> str:
+    """Return one number if all are equal, or all of them."""
+    return column[0] if len({*column}) == 1 else " ".join(column)
+
+
+def _range(column: list[str]) -> str:
+    """Return the smallest and the largest of numbers."""
+    low, high = min(column, key=int), max(column, key=int)
+    return low if low == high else f"{low} - {high}"
 
 
 def write_pages(app: Sphinx) -> None:
@@ -226,7 +251,9 @@ def write_pages(app: Sphinx) -> None:
         pages[title] = "\n".join([f"# {title}", "", *directives(module, exported(module))])
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
-    index += ["", "```{toctree}", "", *files.values(), "```", ""]
+    index += ["", "| page | names |", "|---|---|"]
+    index += [f"| [{title}]({files[title]}.md) | {listed(pages[title])} |" for title in pages]
+    index += ["", "```{toctree}", ":hidden:", "", *files.values(), "```", ""]
     texts = {files[title]: text for title, text in pages.items()}
     _write(Path(app.srcdir) / "api", texts | {"index": "\n".join(index)})
     _write(Path(app.srcdir) / "kernels", kernel_pages())

@@ -21,6 +21,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "numpydoc",
     "myst_parser",
+    "sphinx_copybutton",
     "collect",
     "history",
     "outputs",
@@ -40,6 +41,8 @@ autodoc_mock_imports += [
     for path in DOOR.glob("*.py")
     if path.stem not in SHOWN
 ]
+copybutton_selector = ":not(.highlight-text) > div.highlight > pre"
+copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. |\$ ", True
 html_theme = "pydata_sphinx_theme"
 html_title = "unsloth_cupy"
 html_static_path = ["static"]

@@ -22,25 +22,39 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+COMMAND = "unsloth-cupy "  # begins the lines of blocks of bash, which are run by the tests alone
+WALKED = re.compile(r"^```(?:python|bash)\n(.*?)^```", re.M | re.S)
 INCLUDED = re.compile(r"^```\{literalinclude\} \.\./examples/(\w+\.py)\n.*?^```\n", re.M | re.S)
 EMULATOR = "cuda_on_cpu"  # pages that use it need a C++ compiler and the tests
 
 
-def blocks(text: str) -> list[str]:
+def blocks(text: str, pattern: re.Pattern[str] = CODE) -> list[str]:
     """Return the Python code of a page, each block at its line number in the page."""
-    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in CODE.finditer(text)]
+    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in pattern.finditer(text)]
+
+
+def walked(text: str) -> bool:
+    """Return whether a page has commands that run between its blocks of Python."""
+    return f"```bash\n{COMMAND}" in text
 
 
 def run_blocks(
-    page: Path, missing: Callable[[str], bool], after: Callable[[int, str], None] = lambda *_: None
+    page: Path,
+    missing: Callable[[str], bool],
+    after: Callable[[int, str], None] = lambda *_: None,
+    walk: Callable[[str], None] | None = None,
 ) -> None:
     """Run the blocks of a page in the current folder; they share their names.
 
     ``missing`` tells of a package of a line ``# needs PACKAGE`` whether its block is left out;
-    ``after`` gets what each block printed.
+    ``after`` gets what each block printed; ``walk`` runs a command of a page that is walked.
     """
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page.read_text(encoding="utf-8")):
+    for block in blocks(page.read_text(encoding="utf-8"), WALKED if walk else CODE):
+        if walk and block.strip().startswith(COMMAND):
+            for line in block.strip().splitlines():
+                walk(line)
+            continue
         needs = re.search(r"^# needs (\w+)$", block, re.M)
         printed = io.StringIO()
         if not (needs and missing(needs[1])):
@@ -67,7 +81,7 @@ def shown(text: str, page: Path) -> str:
             names = INCLUDED.findall(text)
             said = dict(zip(names, pool.map(_of_example, names), strict=True))
         text = INCLUDED.sub(lambda hit: hit[0] + said[hit[1]], text)
-        if not CODE.search(text) or EMULATOR in text:
+        if not CODE.search(text) or EMULATOR in text or walked(text):
             return text
         printed = json.loads(_checked(_run(Path(__file__), str(page)), page.name))
     outputs = iter(printed)

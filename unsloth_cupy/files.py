@@ -398,7 +398,8 @@ def read_text(path: Path, most: int = MOST) -> str:
         It cannot be read.
     """
     with regular(path).open("rb") as file:
-        data = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size  # a read allocates all bytes that it is asked for
+        data = file.read(min(most, size) + 1)
     if len(data) > most:
         raise ConfigError(f"{path} has more than {most >> 20} MiB; no file of its kind is so large")
     return data.decode("utf-8-sig")

@@ -119,6 +119,11 @@ WORDS = {  # words of a command, made in a folder
     "explain": lambda at: ["explain", changed(at / EVIL, "config.json", hidden_act=EVIL)],
     "explain, card": lambda at: ["explain", "relu2", "--device", written(at / f"{EVIL}.json", "[")],
     "export": lambda at: ["export", changed(at / EVIL, "config.json", model_type=EVIL), at / "f"],
+    "merge": lambda at: ["merge", changed(at / EVIL, "config.json", model_type=EVIL), at / "f"],
+    "merge, adapter": lambda at: [
+        "merge", adapter(at / "m", base_model_name_or_path=EVIL), at / "f",
+    ],
+    "merge, out": lambda at: ["merge", LLAMA, at / EVIL],
     "export, file": lambda at: ["export", LLAMA, at / EVIL / "f.gguf"],
     "export, tokens": lambda at: [
         "export", changed(at / "m", "tokenizer.json", model={"type": EVIL}), at / "f.gguf",

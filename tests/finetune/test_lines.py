@@ -643,6 +643,10 @@ class TestFinetune:
         assert json.loads((finished / "settings.json").read_text())["pack"] is True
         settings = json.loads((finished / "model" / "tokenizer_config.json").read_text())
         assert settings["chat_template"] == CHATML
+        vocabulary = json.loads((finished / "model" / "tokenizer.json").read_text())
+        ids = {token["content"]: token["id"] for token in vocabulary["added_tokens"]}
+        generation = json.loads((finished / "model" / "generation_config.json").read_text())
+        assert generation["eos_token_id"] == [ids["<|endoftext|>"], ids["<|im_end|>"]]
 
     @pytest.mark.slow
     def test_equal_bits_after_sigkill(self, finished: Path, file: Path, tmp_path: Path) -> None:

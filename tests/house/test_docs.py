@@ -4,21 +4,26 @@ import configparser
 import doctest
 import functools
 import html
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import click.testing
 import pytest
 
 import unsloth_cupy
 import unsloth_cupy.models
 from unsloth_cupy.bench import report
+from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.op import OPS
 
 from ..code.compilers import NEWEST, OLDEST
@@ -30,6 +35,7 @@ DOCS = ROOT / "docs"
 EXAMPLES, NOTEBOOKS = tracked("docs/examples/*.py"), tracked("docs/examples/*.ipynb")
 PAGES = [page for folder in ("", "guide/", "tutorials/") for page in tracked(f"docs/{folder}*.md")]
 
+PACKAGES = ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme", "sphinx_copybutton")
 LARGE = {"numba"}  # tests/interop/test_stacks.py runs what needs it
 
 
@@ -51,6 +57,13 @@ def blocks(page: Path) -> list[str]:
     return outputs.blocks(page.read_text(encoding="utf-8"))
 
 
+def walk(line: str) -> None:
+    """Run a command of a page."""
+    words = shlex.split(line.removeprefix(outputs.COMMAND))
+    result = click.testing.CliRunner().invoke(group, words)
+    assert result.exit_code == 0, f"{line}\n{result.output}"
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a page share their names, as for a reader who runs them in order."""
@@ -63,7 +76,8 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             pytest.importorskip(package, reason=f"needs the extra `peers` ({package})")
         return package in LARGE
 
-    outputs.run_blocks(page, left_out)
+    text = page.read_text(encoding="utf-8")
+    outputs.run_blocks(page, left_out, walk=walk if outputs.walked(text) else None)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
@@ -201,6 +215,40 @@ def test_notebook_prints_what_it_shows(
         assert cell["execution_count"] == count
 
 
+OPTIONS = {"kind", "scale", "mask", "offsets", "q_offsets", "k_offsets"}  # of functions beside
+
+
+def test_names_beside_those_of_others_exist() -> None:
+    """In the right columns: functions with their keywords, methods and options."""
+    text = (DOCS / "guide" / "from-others.md").read_text(encoding="utf-8")
+    flags = {flag for each in group.commands["finetune"].params for flag in each.opts}
+    door = (ROOT / "unsloth_cupy/interop/huggingface/__init__.py").read_text(encoding="utf-8")
+    names, unknown = set(), []
+    for cell in re.findall(r"^\|.*\| (.*) \|$", text, re.M):
+        for words in re.findall(r"`([^`]+)`", cell):
+            hit = re.fullmatch(r"(?:(\w+(?:\.\w+)*)\.)?([A-Za-z]\w{3,})(\(.*\))?", words)
+            if words.startswith("--"):
+                unknown += [words] * (words not in flags)
+            elif hit and hit[2] not in OPTIONS:
+                names.add(hit[2])
+                unknown += [words] * (not known(*hit.groups(default=""), door))
+    assert unknown == []
+    assert len(names) > 30
+
+
+def known(room: str, name: str, arguments: str, door: str) -> bool:
+    """Return whether a module, or ``model``, has a function that takes these keywords."""
+    if room == "interop.huggingface":  # its import needs torch
+        return f" as {name}" in door
+    if name == "add_adapter":  # hands its options on
+        room, name = "models", "create_adapter"
+    places = {"": unsloth_cupy, "model": unsloth_cupy.models.Transformer}
+    place = places.get(room) or importlib.import_module(f"unsloth_cupy.{room}")
+    value: Any = getattr(place, name, None)
+    keywords = {*re.findall(r"(\w+)=", arguments)}
+    return callable(value) and keywords <= {*inspect.signature(value).parameters}
+
+
 def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
     page = DOCS / "guide" / "getting-started.md"
     names: dict[str, Any] = {}
@@ -265,7 +313,7 @@ def lost(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_pages_build(collect: Any, tmp_path: Path) -> None:
     """With ``-W``, a docstring that numpydoc cannot parse, or a broken link, is an error."""
-    for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
+    for package in PACKAGES:
         pytest.importorskip(package, reason="needs the extra `docs`")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]

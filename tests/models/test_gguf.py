@@ -1,6 +1,8 @@
 """GGUF files, read back by the package that llama.cpp's own converter writes them with."""
 
+import importlib
 import json
+import re
 import shutil
 import sys
 import tracemalloc
@@ -22,6 +24,7 @@ from .exported import byte_level, make, read, write_tokenizer
 from .peers import CONFIGS, LLAMA3, SIZES
 
 gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
+KINDS = importlib.import_module("unsloth_cupy.models.gguf._types").KINDS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quant"
 PLAIN = {  # a model of each family, as llama.cpp computes it
@@ -56,6 +59,15 @@ def exported(folder: Path, config: Any, kind: str = "f32", **options: Any) -> tu
     model = make(folder / "m", config, **options)
     report = models.export_gguf(model, folder / "m.gguf", kind=kind)
     return model, report, *read(folder / "m.gguf")
+
+
+def test_the_help_lists_all_types_with_their_bits() -> None:
+    said = click.testing.CliRunner().invoke(group, ["export", "--help"]).output
+    listed = re.findall(r"\b([a-z]+\d+\w*) ([\d.]+)\+?(?:;|$)", said, re.M)
+    assert sorted(name for name, _ in listed) == sorted(TYPES)
+    for name, bits in listed:
+        numbers, size = gguf.GGML_QUANT_SIZES[KINDS[name].type]
+        assert bits == f"{8 * size / numbers + 1e-9:.3g}", name
 
 
 @pytest.mark.parametrize("family", PLAIN)

@@ -1,4 +1,4 @@
-"""The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan, export."""
+"""The command line ``unsloth-cupy``: finetune, generate, merge, export, plan and others."""
 
 import os
 import signal

@@ -21,6 +21,7 @@ from .export import export
 from .finetune import finetune
 from .generate import generate
 from .info import info
+from .merge import merge
 from .missing import missing
 from .options import as_flags
 from .plan import plan
@@ -82,5 +83,8 @@ def group() -> None:
     """Train transformers with NumPy and CUDA, generate text, plan memory in advance."""
 
 
-for command in (info, check, bench, data, finetune, generate, plan, precompile, explain, export):
+COMMANDS = (
+    *(info, check, bench, data, finetune, generate, merge, export, plan, precompile, explain),
+)
+for command in COMMANDS:
     group.add_command(command)

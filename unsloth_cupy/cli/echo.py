@@ -1,8 +1,9 @@
 """Prints to a terminal; what models, texts and other people's files bring along stays readable."""
 
 import os
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -26,3 +27,9 @@ def echo_marked(pieces: Iterable[tuple[str, bool]]) -> None:
             shown = click.style(shown, fg="green") if colour else shown.join(MARKS)
         click.echo(shown, nl=False)
     click.echo()
+
+
+def echo_next(*commands: Sequence[object]) -> None:
+    """Print to standard error which commands may follow, ready to copy."""
+    lines = [shlex.join(map(str, words)) for words in commands]
+    echo("\n".join(["next:", *(f"  {line}" for line in lines)]), err=True)

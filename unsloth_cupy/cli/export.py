@@ -1,12 +1,17 @@
 """``unsloth-cupy export``: a model as one GGUF file, for llama.cpp and programs like it."""
 
+import re
 from pathlib import Path
 
 import click
 
-from ..finetune.run_folder import model_folder
+from ..errors import ConfigError
+from ..finetune.run_folder import model_folder, words_folder
+from ..finetune.tokenizer import load_tokenizer
+from ..finetune.turns import Ending, ending_of
 from ..models.gguf import TYPES
-from .echo import echo
+from .echo import echo, echo_next
+from .modelfile import check_modelfile, write_modelfile
 from .options import BASE, FILE, NewFile, option
 
 
@@ -14,7 +19,7 @@ from .options import BASE, FILE, NewFile, option
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("file", metavar="FILE.gguf", type=NewFile())
 @click.option(
-    "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), default="f16",
+    "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), default="f16", metavar="TYPE",
     show_default=True, help="Type of the matrices; vectors stay f32.",
 )  # fmt: skip
 @click.option(
@@ -24,17 +29,59 @@ from .options import BASE, FILE, NewFile, option
     help="Folder of the tokenizer.  [default: the model's]",
 )
 @option("--base", FILE, BASE)
-def export(folder: Path, file: Path, kind: str, tokenizer: Path | None, base: Path | None) -> None:
+@click.option("--modelfile", is_flag=True, help="Also write a Modelfile, for ollama create.")
+def export(
+    folder: Path,
+    file: Path,
+    kind: str,
+    tokenizer: Path | None,
+    base: Path | None,
+    modelfile: bool,
+) -> None:
     """Write the model in MODEL_FOLDER, its tokenizer and chat template to FILE.gguf.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json), the folder
-    of an adapter, which is merged into the weights, or that of a finetune run. The command ends
+    of an adapter, which is merged into the weights, or that of a finetune run. The token that ends
+    an answer in the chat template is one of those that end a text in the file. The command ends
     with a list of what llama.cpp will compute differently from the model here.
-    """
+
+    \b
+    Types, each with the bits of a weight:
+      whole     f32 32; f16 16; bf16 16
+      8 bits    q8_0 8.5
+      6 bits    q6_k 6.56
+      5 bits    q5_k_m 5.5+; q5_k_s 5.5+; q5_1 6; q5_0 5.5
+      4 bits    q4_k_m 4.5+; q4_k_s 4.5+; q4_1 5; q4_0 4.5
+      3 bits    q3_k_l 3.44+; q3_k_m 3.44+; q3_k_s 3.44+
+      2 bits    q2_k 2.63+
+      ternary   tq2_0 2.06; tq1_0 1.69
+    A +: some matrices have more bits, those that hurt most. Ternary is for BitNet.
+    """  # noqa: D301 -- click reads the \b
     from ..models import export_gguf
 
-    echo(
-        export_gguf(
-            model_folder(folder), file, kind=kind, tokenizer=tokenizer, base=base, progress=True
-        )
-    )
+    source, place = model_folder(folder), check_modelfile(file) if modelfile else None
+    words, notes = tokenizer or words_folder(source, base), []
+    ends: Ending | None = None
+    loaded = None
+    try:
+        loaded = load_tokenizer(words)
+        ends = ending_of(words, loaded)
+    except ConfigError as error:
+        notes.append(f"what ends an answer is not known: {error}")
+    report = export_gguf(
+        source, file, kind=kind, tokenizer=tokenizer, base=base, progress=True,
+        stop=None if ends is None else ends.token,
+    )  # fmt: skip
+    echo(report)
+    if place is not None:
+        stops = [] if ends is None or not ends.text else [ends.text]
+        why = write_modelfile(place, file, words, loaded, stops)
+        notes += [why] if why else []
+        echo(f"{place}: {'FROM' if why else 'FROM, TEMPLATE'}{' and PARAMETER stop' * bool(stops)}")
+    for note in notes:
+        echo(f"note: {note}")
+    if place is None:
+        echo_next(["llama-cli", "-m", file])
+    else:
+        name = re.sub(r"[^\w.-]+", "-", file.stem.lower(), flags=re.ASCII).strip("-._") or "model"
+        echo_next(["ollama", "create", name, "-f", place], ["ollama", "run", name])

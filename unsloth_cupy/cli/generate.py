@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..finetune.ranks import start
 from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tables import LONGEST
 from ..finetune.tokenizer import load_tokenizer
+from ..finetune.turns import ending
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from .echo import echo
@@ -101,6 +103,11 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
+            if chat and template.stored and (end := ending(template, tokenizer)).text:
+                ends = model.config.end_tokens
+                ends = ends if end.token is None else (*ends, end.token)
+                model.config = replace(model.config, end_tokens=ends)
+                stop = stop if end.token is not None else (*stop, end.text)
             write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
             with blas_threads(model.config.hidden):
                 if interactive:

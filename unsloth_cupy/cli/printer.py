@@ -17,7 +17,7 @@ from ..finetune.trainer import Run
 from ..machine import format_bytes
 from .echo import echo
 from .profiled import Steps
-from .results import report, sample
+from .results import report, sample, what_follows
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
@@ -120,6 +120,7 @@ class Printer(Listener):
         if run.loop is not None:
             with run.loop.stop.interruptible_block("the sample"):
                 sample(run.loop)
+        what_follows(run.files)
 
     def close(self) -> None:
         """Print the profile, also of a run that an error has ended."""

@@ -4,10 +4,12 @@ import math
 from typing import Any
 
 from ..errors import ConfigError
+from ..finetune.chat import Chat
 from ..finetune.loop import Loop
 from ..finetune.run_folder import RunFolder
 from ..machine import console, format_bytes
-from .echo import echo
+from ..models.adapter_base import ADAPTER
+from .echo import echo, echo_next
 from .streaming import stream_text
 
 SAMPLE_TOKENS = 120
@@ -52,6 +54,16 @@ def report(run: RunFolder) -> None:
     table.add_row("loss curve", str(run.curve))
     table.add_row("numbers", str(run.log))
     console(markup=False).print(table)
+
+
+def what_follows(run: RunFolder) -> None:
+    """Print the commands that use a finished run."""
+    asks = ["generate", run.folder]
+    asks += ["--chat"] if Chat(run.model).stored else ["Once upon a time"]
+    follow = [asks, ["export", run.folder, f"{run.folder}.gguf", "--type", "q4_k_m", "--modelfile"]]
+    if (run.model / ADAPTER).exists():
+        follow.insert(1, ["merge", run.folder, f"{run.folder}-merged"])
+    echo_next(*(["unsloth-cupy", *words] for words in follow))
 
 
 def is_timed(line: dict[str, Any]) -> bool:

@@ -53,6 +53,8 @@ class Chat:
     ----------
     own : bool
         Whether the template is the model's own, which writes the end of an answer itself.
+    stored : bool
+        Whether the folder has a template; a model trained with ChatML has that one.
     files : dict of str to str
         The files that store the template in a folder: their texts by name.
     """
@@ -62,6 +64,7 @@ class Chat:
         self.tokens: dict[str, str] = {}
         self.source = CHATML if folder is None else self._read(folder)
         self.own = self.source != CHATML
+        self.stored = self.where != "ChatML"
 
     def _read(self, folder: Path) -> str:
         """Return the template of a model's folder; store the special tokens that it may use."""

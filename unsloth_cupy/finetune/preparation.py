@@ -1,5 +1,6 @@
 """Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
+import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from .. import models
 from ..errors import ConfigError
 from ..models.adapter_base import BASE, base_name, base_of
 from ..models.checkpoint_files import find_tensors
+from ..models.folder import GENERATION
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
@@ -26,6 +28,7 @@ from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
 from .training_data import Shape, from_records, from_text
+from .turns import ending
 
 
 def prepare(
@@ -79,7 +82,7 @@ def prepare(
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
-    files = chat.keep() if has_chats else chat.files
+    files = chat.keep() | ends_file(model, chat, tokenizer) if has_chats else chat.files
     loop = Loop(run, model, tokenizer, training_data, plan, files, memory, ranks, objective)
     if checkpoint is not None:
         loop.resume(checkpoint)
@@ -136,6 +139,19 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
     steps = max(1, math.ceil(training_data.batches.count(settings.epochs) / plan.accumulate))
     announce(f"{settings.epochs:g} epochs are {steps} steps")
     return settings.decided(new=new, steps=steps)
+
+
+def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str, str]:
+    """Return generation_config.json with the token that ends an answer of a chat, if it is one."""
+    try:
+        end = ending(chat, tokenizer).token
+    except ConfigError:  # the template takes other chats than a question and an answer
+        end = None
+    if end is None:
+        return {}
+    ends = [*dict.fromkeys((*model.config.end_tokens, end))]
+    values = {**model.texts.get(GENERATION, {}), "eos_token_id": ends if len(ends) > 1 else end}
+    return {GENERATION: json.dumps(values, indent=2) + "\n"}
 
 
 def summary(loop: Loop) -> str:

@@ -16,6 +16,7 @@ if typing.TYPE_CHECKING:
     from .folder import create as create
     from .folder import load as load
     from .gguf.export import export_gguf as export_gguf
+    from .merging import merge as merge
     from .quantized import quantize as quantize
     from .torch_model import from_torch as from_torch
     from .transformer import Transformer as Transformer
@@ -27,6 +28,7 @@ _HOMES = {
     "load": "folder",
     "export_gguf": "gguf.export",
     "from_torch": "torch_model",
+    "merge": "merging",
     "quantize": "quantized",
     "Transformer": "transformer",
 }

@@ -32,6 +32,8 @@ from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
 from .transformer import Transformer
 
+GENERATION = "generation_config.json"
+
 
 def load(
     folder: str | PathLike[str],
@@ -107,6 +109,8 @@ def load(
         config, texts, stored_in, handles = of_one_save(
             path, "config.json", partial(_opened, path, files)
         )
+        if lora is not None:
+            config = with_generation(path_of("load(lora=)", lora), config, texts)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)
         division = _division(config, communicator, pipeline, chunks)
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
@@ -200,14 +204,19 @@ def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(source)}
-    if (path / "generation_config.json").exists():
-        generation = texts["generation_config.json"] = read_json(path / "generation_config.json")
-        config = replace(
-            config,
-            end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
-            pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
-        )
-    return config, texts
+    return with_generation(path, config, texts), texts
+
+
+def with_generation(path: Path, config: Config, texts: dict[str, Mapping[str, Any]]) -> Config:
+    """Return a config with the tokens of a folder's generation_config.json, added to ``texts``."""
+    if not (path / GENERATION).exists():
+        return config
+    generation = texts[GENERATION] = read_json(path / GENERATION)
+    return replace(
+        config,
+        end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
+        pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
+    )
 
 
 @check_options

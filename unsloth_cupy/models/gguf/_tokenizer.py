@@ -21,6 +21,11 @@ FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_templa
 SPACE = "\u2581"
 ROLES = ("unk", "pad", "sep", "mask")  # special tokens by the keys of tokenizer_config.json
 ENDS = ("eos", "eot", "eom")  # tokens that end a text: llama.cpp has three keys for them
+# tokens that end a turn where a chat template writes them, by the names that llama.cpp knows
+TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<|endofturn|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "<turn|>"),
+)
 SHOWN = 3  # most tokens in a note
 PROBED = 100  # ids to decode until one gives a text that encodes to tokens
 UNSUPPORTED = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # have no GGUF key
@@ -52,10 +57,13 @@ class Vocabulary(NamedTuple):
         return ids.get(text, self.model["vocab"].get(text)) if isinstance(text, str) else None
 
 
-def tokenizer(folder: Path, config: Config, begin: int | None) -> tuple[Values, list[str]]:
+def tokenizer(
+    folder: Path, config: Config, begin: int | None, stop: int | None = None
+) -> tuple[Values, list[str]]:
     """Return the keys for a folder's tokenizer, and notes on what llama.cpp does differently.
 
-    ``begin`` is the begin-of-text token of the model, for a tokenizer that names none.
+    ``begin`` is the begin-of-text token of the model, for a tokenizer that names none; ``stop``
+    the token that ends an answer of a chat.
 
     Raises
     ------
@@ -80,8 +88,11 @@ def tokenizer(folder: Path, config: Config, begin: int | None) -> tuple[Values, 
     stripped = [t["content"] for t in words.added.values() if t.get("lstrip") or t.get("rstrip")]
     if stripped:
         notes.append(f"llama.cpp may keep the spaces beside {', '.join(stripped)}")
-    special, more = _special(words, config, begin, around)
-    values |= special | _template(words)
+    template = _template(words)
+    turns = [] if stop is None else [stop]
+    turns += _turn_ends(words, template.get("chat_template", ""))
+    special, more = _special(words, config, begin, around, turns)
+    values |= special | template
     notes = [*beyond, *notes, *more]
     return {f"tokenizer.{_key(name)}": value for name, value in values.items()}, notes
 
@@ -196,8 +207,18 @@ def _other_cuts(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> li
     return []
 
 
+def _turn_ends(words: Vocabulary, template: str) -> list[int]:
+    """Return the tokens with which a chat template ends a turn, as far as names tell them."""
+    added = {token["content"]: number for number, token in words.added.items()}
+    return [added[text] for text in TURN_ENDS if text in template and text in added]
+
+
 def _special(
-    words: Vocabulary, config: Config, begin: int | None, around: tuple[list[int], list[int]]
+    words: Vocabulary,
+    config: Config,
+    begin: int | None,
+    around: tuple[list[int], list[int]],
+    turns: Sequence[int],
 ) -> tuple[Values, list[str]]:
     """Return the keys of special tokens: their ids, and whether a text begins and ends with one."""
     first, last = around
@@ -210,13 +231,15 @@ def _special(
     ids = {role: n for role, n in ids.items() if n is not None and n < config.vocab}
     ends = dict.fromkeys(
         n
-        for n in (*last[:1], ids.pop("eos", None), *config.end_tokens)
+        for n in (*last[:1], ids.pop("eos", None), *turns, *config.end_tokens)
         if n is not None and n < config.vocab
     )
     ids |= dict(zip(ENDS, ends, strict=False))
     if len(ends) > len(ENDS):
         unnamed = ", ".join(map(str, [*ends][len(ENDS) :]))
         notes.append(f"a file names three tokens that end a text; left out: {unnamed}")
+    if turns and turns[0] >= config.vocab:
+        notes.append(f"the model has no row for token {turns[0]}, which ends an answer of a chat")
     if not ends:
         notes.append("neither model nor tokenizer names a token that ends a text")
     values: Values = {f"{_role(role)}_token_id": n for role, n in ids.items()}

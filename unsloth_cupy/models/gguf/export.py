@@ -10,29 +10,17 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.call import check_options
+from ...core.call import check_options, is_integer
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ...files import (
-    atomic_path,
-    check_room,
-    files_state,
-    missing_folder_advice,
-    of_one_save,
-    path_of,
-)
+from ...files import atomic_path, check_room, path_of
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
-from ..adapter import Adapter
-from ..adapter_base import base_of
-from ..adapter_folder import read_adapter
-from ..checkpoint_files import find_tensors, opened
 from ..config import Config
-from ..folder import read_config
-from ..lazy_parameter import LazyParameter
 from ..parse import token_ids
+from ..stored import stored_model
 from ..transformer import Transformer
 from . import TYPES
 
@@ -89,6 +77,7 @@ def export_gguf(
     kind: str = "f16",
     tokenizer: str | PathLike[str] | None = None,
     base: str | PathLike[str] | None = None,
+    stop: int | None = None,
     progress: bool = False,
 ) -> Export:
     """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
@@ -116,6 +105,10 @@ def export_gguf(
         chat_template.jinja.  None: the folder of the model.
     base : path or name, optional
         The base model of an adapter's folder, in place of the one that the adapter names.
+    stop : int, optional
+        The token that ends an answer of a chat, the file's end of turn.  None: one that the chat
+        template names and llama.cpp knows, such as ``<|im_end|>``, beside those of
+        generation_config.json.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
 
@@ -141,9 +134,11 @@ def export_gguf(
     path = _new_file(file)
     check_choice("export_gguf", "kind", kind, TYPES)
     source = _source(model, tokenizer, base)
+    if stop is not None and not is_integer(stop, 0):
+        raise ConfigError(f"export_gguf(stop={stop!r}): pass a token, or None")
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
-    words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
+    words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
     tensor_list = tensors(source.config, known, KINDS[kind], source.read)
     notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {
@@ -192,48 +187,26 @@ def _source(model: Any, tokenizer: Any, base: Any) -> Source:
             raise ConfigError(f"{problem}; leave it out")
         adapter, arrays = model.adapter, model.parameters
         name = "model" if model.folder is None else model.folder.resolve().name
-        read = _merging(adapter, arrays.__getitem__)
+
+        def merged(name: str) -> Any:
+            return arrays[name] if adapter is None else adapter.merge(name, arrays[name])
+
+        read = _dense(merged)
         return Source(model.config, model.texts, read, chosen or model.folder, name)
-    path = path_of("export_gguf", model)
-    if not path.is_dir():
-        cure = missing_folder_advice(
-            path, "pass one that holds config.json, or a model that load returned"
-        )
-        raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
-    home = base_of(path, base)
-    whole = home or path
-
-    def found() -> tuple[Any, ...]:
-        config, texts = read_config(whole)
-        return config, texts, find_tensors(whole, config)[0], files_state(whole)
-
-    config, texts, homes, state = of_one_save(whole, "config.json", found)
-
-    def stored(name: str) -> Any:
-        place = homes[name]
-        files = {place.file, *(file for file, _ in place.parts.values())}
-        with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(opened(whole / file)) for file in files}
-            if files_state(whole) != state:
-                raise ConfigError(f"export_gguf: {whole} was saved meanwhile; export it again")
-            return LazyParameter(name, place, handles).whole()
-
-    table = homes["model.embed_tokens.weight"].dtype or FLOAT32
-    adapter = None if home is None else read_adapter(path, config, table)
-    default = path if home is None or (path / "tokenizer.json").is_file() else home
-    return Source(config, texts, _merging(adapter, stored), chosen or default, path.resolve().name)
+    stored = stored_model("export_gguf", model, base)
+    read = _dense(stored.merged)
+    name = stored.path.resolve().name
+    return Source(stored.config, stored.texts, read, chosen or stored.words, name)
 
 
-def _merging(adapter: Adapter | None, read: Callable[[str], Any]) -> "Read":
-    """Return a function that reads a parameter to host memory, with the adapter merged."""
+def _dense(read: Callable[[str], Any]) -> "Read":
+    """Return a function that reads a parameter to host memory, dense."""
 
-    def merged(name: str) -> Array:
+    def dense(name: str) -> Array:
         array = read(name)
-        if adapter is not None:
-            array = adapter.merge(name, array)
         return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
-    return merged
+    return dense
 
 
 def _tokenizer_folder(source: Source) -> Path:

@@ -1,0 +1,118 @@
+"""What a chat template writes around the messages of a chat, found by rendering chats of words.
+
+    without a system message   first Q answer A end next Q answer A end ...
+    with one                   before S after Q answer A end next Q answer A end ...
+
+Programs without the template's language need these pieces; the end of an answer has the token that
+generation stops at, which may be another than the model's end of text.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+from .chat import Chat, Message
+
+SYSTEM, ASK, SAY, AGAIN = "zqsystem", "zqask", "zqsay", "zqagain"  # words that no template has
+
+
+class Turns(NamedTuple):
+    """The text around messages; ``system`` is (before, after), None if a template takes none."""
+
+    system: tuple[str, str] | None
+    first: str
+    answer: str
+    end: str
+    next: str
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return a chat that ends in a question as text, up to where its answer begins."""
+        parts, begun = [], False
+        for place, message in enumerate(messages):
+            if message["role"] == "system" and self.system is not None:
+                begun = True
+                parts += [self.system[0], message["content"], self.system[1]]
+            elif message["role"] == "user":
+                before = self.next if place > begun else "" if begun else self.first
+                parts += [before, message["content"], self.answer]
+            else:
+                parts += [message["content"], self.end]
+        return "".join(parts)
+
+
+class Ending(NamedTuple):
+    """What ends an answer: a token, or None, and its text, or the text where the next turn begins.
+
+    The text is empty if the template marks no end.
+    """
+
+    token: int | None
+    text: str
+
+
+def ending_of(folder: Path, tokenizer: Any) -> Ending | None:
+    """Return what the chat template of a folder ends an answer with; None without a template.
+
+    Raises
+    ------
+    ConfigError
+        The template is broken, or does not take a question and an answer.
+    """
+    chat = Chat(folder)
+    return ending(chat, tokenizer) if chat.stored else None
+
+
+def ending(chat: Chat, tokenizer: Any) -> Ending:
+    """Return what a chat template ends an answer with."""
+    talk = [message("user", ASK), message("assistant", SAY)]
+    end = chat.text(talk).rpartition(SAY)[2]
+    added = tokenizer.get_added_tokens_decoder()
+    encoded = tokenizer.encode(end, add_special_tokens=False).ids
+    token = next((number for number in encoded if number in added), None)
+    if token is not None:
+        return Ending(token, added[token].content)
+    if not end.strip():  # the next question tells that the answer has ended
+        longer = chat.text([*talk, message("user", AGAIN)])
+        end = longer.partition(SAY)[2].partition(AGAIN)[0]
+    return Ending(None, next(iter(end.split()), ""))
+
+
+def message(role: str, content: str) -> Message:
+    """Return a message of a chat."""
+    return {"role": role, "content": content}
+
+
+def turns_of(chat: Chat) -> Turns:
+    """Return the text around the messages of a chat.
+
+    Raises
+    ------
+    ConfigError
+        The template writes messages in another way; the message says how.
+    """
+    ask, say, again = message("user", ASK), message("assistant", SAY), message("user", AGAIN)
+    whole = chat.text([ask, say, again], answer=True)
+    first, _, rest = whole.partition(ASK)
+    answer, _, rest = rest.partition(SAY)
+    between, _, last = rest.partition(AGAIN)
+    end = chat.text([ask, say]).rpartition(SAY)[2]
+    if not between.startswith(end):
+        end = ""  # it is written once the next question comes
+    system = None
+    try:
+        before, found, rest = chat.text([message("system", SYSTEM), ask], answer=True).partition(
+            SYSTEM
+        )
+        system = (before, rest.partition(ASK)[0]) if found else None
+    except ConfigError:
+        pass  # the template takes no system message
+    turns = Turns(system, first, answer, end, between.removeprefix(end))
+    if last != answer:
+        raise ConfigError("it writes an earlier answer differently from the last one")
+    openings: list[list[Message]] = [[]] if system is None else [[], [message("system", "b c")]]
+    for opening in openings:
+        talk = [*opening, ask, say, again, message("assistant", "a.\nb"), message("user", "d?")]
+        if chat.text(talk, answer=True) != turns.text(talk):
+            raise ConfigError("what it writes around a message depends on the other messages")
+    return turns

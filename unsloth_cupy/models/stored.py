@@ -1,0 +1,96 @@
+"""A model in a folder whose parameters are read one by one: for writers of other folders and files.
+
+model = stored_model("merge", "runs/chat/model")
+weight = model.read("lm_head.weight")             of a base, as it is stored
+weight = model.merged("lm_head.weight")           with the adapter, if the folder holds one
+"""
+
+import contextlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import FLOAT32
+from ..errors import ConfigError
+from ..files import files_state, missing_folder_advice, of_one_save, path_of
+from .adapter import Adapter
+from .adapter_base import base_of
+from .adapter_folder import read_adapter
+from .checkpoint_files import find_tensors, opened
+from .config import Config
+from .folder import read_config, with_generation
+from .lazy_parameter import LazyParameter, StoredTensor
+from .names import TABLE
+
+
+class StoredModel(NamedTuple):
+    """Where a model is, what is known without its weights, and where each parameter is stored."""
+
+    call: str
+    path: Path  # as it was named: an adapter's folder, or the model's
+    folder: Path  # of config.json and the weights
+    config: Config
+    texts: Mapping[str, Mapping[str, Any]]
+    homes: Mapping[str, StoredTensor]
+    adapter: Adapter | None
+    state: Mapping[str, Any]
+
+    @property
+    def words(self) -> Path:
+        """The folder of the tokenizer: an adapter's own, or that of its base."""
+        return self.path if (self.path / "tokenizer.json").is_file() else self.folder
+
+    def read(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
+        """Return a parameter, an array or a quantized weight; None: in the dtype of the file."""
+        place = self.homes[name]
+        files = {place.file, *(file for file, _ in place.parts.values())}
+        with contextlib.ExitStack() as stack:
+            handles = {file: stack.enter_context(opened(self.folder / file)) for file in files}
+            if files_state(self.folder) != self.state:
+                problem = f"{self.call}: {self.folder} was saved meanwhile"
+                raise ConfigError(f"{problem}; call it again")
+            return LazyParameter(name, place, handles, dtype).whole()
+
+    def merged(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
+        """Return a parameter with its adapter merged, if it has one."""
+        weight = self.read(name, dtype)
+        return weight if self.adapter is None else self.adapter.merge(name, weight)
+
+
+def stored_model(
+    call: str,
+    folder: str | PathLike[str],
+    base: str | PathLike[str] | None = None,
+    dtype: "np.dtype[Any] | None" = None,
+) -> StoredModel:
+    """Return the model in a folder, or an adapter's with its base; every file is checked.
+
+    ``dtype`` is that of the weights which the adapter will be merged into; None: as stored.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or broken, or contradicts config.json; the message begins with ``call``.
+    """
+    path = path_of(call, folder)
+    if not path.is_dir():
+        cure = missing_folder_advice(
+            path, "pass one that holds config.json, or the folder of an adapter"
+        )
+        raise ConfigError(f"{call}: {path} is not a folder; {cure}")
+    home = base_of(path, base)
+    whole = home or path
+
+    def found() -> tuple[Any, ...]:
+        config, texts = read_config(whole)
+        return config, texts, find_tensors(whole, config)[0], files_state(whole)
+
+    config, texts, homes, state = of_one_save(whole, "config.json", found)
+    if home is None:
+        return StoredModel(call, path, whole, config, texts, homes, None, state)
+    adapter = read_adapter(path, config, dtype or homes[TABLE].dtype or FLOAT32)
+    config = with_generation(path, config, texts)
+    return StoredModel(call, path, whole, config, texts, homes, adapter, state)

@@ -13,13 +13,13 @@ import click
 
 from .. import models
 from ..errors import ConfigError
-from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
 from ..finetune.records import LONGEST
 from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
+from ..models.chat import Chat, Message
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
 from .streaming import stream_text

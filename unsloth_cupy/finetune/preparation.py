@@ -10,10 +10,11 @@ import numpy as np
 from .. import models
 from ..errors import ConfigError
 from ..models.adapter_base import BASE, base_name, base_of
+from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
-from .chat import CHATML_TOKENS, Chat
+from .chat import Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
 from .loop import Loop
@@ -86,8 +87,6 @@ def prepare(
         announce(f"resuming from {checkpoint}")
     # shuffle now, before memory is measured
     training_data.batches.where(loop.step * plan.accumulate)
-    if training_data.note:
-        announce(training_data.note)
     announce(summary(loop))
     return loop
 
@@ -130,12 +129,16 @@ def new_or_loaded(
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
-    """Return the plan with the number of steps in passes through the text, if epochs are set."""
-    if settings.epochs is None:
-        return plan
-    steps = max(1, math.ceil(training_data.batches.count(settings.epochs) / plan.accumulate))
-    announce(f"{settings.epochs:g} epochs are {steps} steps")
-    return settings.decided(new=new, steps=steps)
+    """Say what is learned; return the plan with the steps of its epochs, if those are set."""
+    said = [training_data.note] if training_data.note else []
+    if settings.epochs is not None:
+        batches = training_data.batches.count(settings.epochs)
+        steps = max(1, math.ceil(batches / plan.accumulate))
+        said.append(f"{float(settings.epochs)} epochs are {steps:,} steps")
+        plan = settings.decided(new=new, steps=steps)
+    if said:
+        announce("; ".join(said))
+    return plan
 
 
 def summary(loop: Loop) -> str:

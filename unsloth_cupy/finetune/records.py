@@ -18,7 +18,8 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import regular
-from .chat import Chat, Message, Span
+from ..models.chat import Message, Span
+from .chat import REASONING, Chat, Lesson
 from .listener import reading
 from .naming import named
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
@@ -27,6 +28,7 @@ SUFFIX = ".jsonl"
 ROLES = ("system", "user", "assistant", "tool")
 # If a line has all keys of several forms, as in some published files, the first of these counts.
 FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
+KEPT = ("name", "weight", *REASONING, "tool_calls", "tool_call_id")  # other keys of a message
 LONGEST = SMALL  # bytes of a line: its text is tokenised as a whole
 RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
 SHOWN = 40  # characters of an invalid value in a message
@@ -39,13 +41,25 @@ class Record(NamedTuple):
     messages: list[Message]
     prompt: str
     answer: str
+    tools: list[dict[str, Any]] | None = None
 
-    def text(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the whole text, and the spans of it that are learned."""
+    def texts(self, chat: Chat) -> list[Lesson]:
+        """Return the texts that it is learned from, with the spans of them that are learned."""
         if self.messages:
-            return chat.spans(self.messages)
+            return chat.spans(self.messages, self.tools)
         whole = self.prompt + self.answer
-        return whole, [Span(len(self.prompt), len(whole))]
+        return [Lesson(whole, [Span(len(self.prompt), len(whole))], [0])]
+
+    @property
+    def answers(self) -> int:
+        """The number of answers in it."""
+        mine = sum(message["role"] == "assistant" for message in self.messages)
+        return mine if self.messages else 1
+
+    @property
+    def kind(self) -> str:
+        """What it holds, in the plural."""
+        return "answers" if self.messages else "completions" if self.prompt else "texts"
 
 
 class Records(NamedTuple):
@@ -77,7 +91,8 @@ class Records(NamedTuple):
 def _words(record: Record) -> str:
     """Return all text of a record, with the roles of messages."""
     values = chain.from_iterable(message.values() for message in record.messages)
-    return "\n".join([*values, record.prompt, record.answer])
+    texts = (value for value in values if isinstance(value, str))
+    return "\n".join([*texts, record.prompt, record.answer])
 
 
 def read_records(path: Path) -> Records:
@@ -171,7 +186,10 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         wrong(f"has {form[form[0] in missing]} but no {missing[0]}", f"add {missing[0]}")
     match form[0]:
         case "messages":
-            return Record(number, _messages(values["messages"], text, wrong), "", "")
+            tools = values.get("tools") or None
+            if not isinstance(tools, list | None):
+                wrong(f"tools is {_shown(tools)}", "write a list of objects, as OpenAI does")
+            return Record(number, _messages(values["messages"], text, wrong), "", "", tools)
         case "instruction":
             more = values.get("input")
             question = text(values["instruction"], "instruction")
@@ -195,14 +213,18 @@ def _messages(values: Any, text: Any, wrong: Any) -> list[Message]:
         name = f"messages[{place}]"
         if not isinstance(message, dict):
             wrong(f"{name} is {_shown(message)}", 'write {"role": "user", "content": "..."}')
+        calls = message.get("tool_calls")
         for key in ("role", "content"):
-            if key not in message:
+            if key not in message and not (calls and key == "content"):
                 wrong(f"{name} has no {key}", "each message has a role and a content")
         role = message["role"]
         if role not in ROLES:
             wrong(f"{name} has the role {_shown(role)}", f"choose from {', '.join(ROLES)}")
-        content = text(message["content"], f"{name}.content", int(role == "assistant"))
-        messages.append({"role": role, "content": content})
+        content = message.get("content")
+        if content is not None or not calls:
+            content = text(content, f"{name}.content", int(role == "assistant" and not calls))
+        kept = {key: message[key] for key in KEPT if message.get(key) is not None}
+        messages.append({"role": role, "content": content, **kept})
     if all(message["role"] != "assistant" for message in messages):
         wrong("no message is the assistant's", "add the answer that is to be learned")
     return messages

@@ -11,9 +11,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.tokens = list(before)  # a decoder may drop the space before its first token
-        self.start = max(0, len(self.tokens) - LONGEST_CHARACTER)
+        self.tokens = list(before)
         self.done = len(self.tokens)  # tokens whose text has been returned
+        self.start = self._before(max(0, self.done - LONGEST_CHARACTER))
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now complete, perhaps an empty one."""
@@ -37,8 +37,22 @@ class TextStream:
 
     def _take(self, text: str) -> str:
         """Return the text, and mark all tokens as done."""
-        self.start, self.done = self.done, len(self.tokens)
+        start, self.done = self.done, len(self.tokens)
+        self.start = self._before(start)
         return text
+
+    def _before(self, start: int) -> int:
+        """Return the last token, up to ``start``, from which on there is text before ``done``.
+
+        A decoder may drop the space before its first word, and special tokens are no text; nor may
+        it begin inside a character.
+        """
+        while start:
+            text = self.tokenizer.decode(self.tokens[start : self.done])
+            if text and text[0] != "\ufffd":
+                break
+            start = max(0, 2 * start - self.done - 1)
+        return start
 
 
 class StopStrings:

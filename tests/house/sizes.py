@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 3900,
+    "models": 4150,
     "memory": 980,
     "finetune": 2350,
     "bench": 800,

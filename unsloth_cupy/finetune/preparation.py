@@ -14,6 +14,7 @@ from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
+from ..models.tokenizer import Tokenizer, load_tokenizer
 from .chat import Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
@@ -25,7 +26,7 @@ from .records import Records
 from .run_folder import RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
-from .tokenizer import load_tokenizer, train_tokenizer
+from .tokenizer import train_tokenizer
 from .training_data import Shape, from_records, from_text
 
 
@@ -75,6 +76,7 @@ def prepare(
     sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
     model = new_or_loaded(folder, values, plan, ranks)
+    model.tokenizer = Tokenizer.of(tokenizer, chat)
     if new_adapter and folder is not None and plan.lora is not None:
         model.add_adapter(plan.lora, seed=plan.seed)
     if isinstance(text, Text):

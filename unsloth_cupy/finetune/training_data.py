@@ -17,12 +17,13 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..models.chat import Span
+from ..models.tokenizer import check_tokens
 from .chat import Chat
 from .listener import reading
 from .naming import named
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
-from .tokenizer import check_tokens, encode, token_kind
+from .tokenizer import encode, token_kind
 from .tokens import tokens_of
 
 if TYPE_CHECKING:

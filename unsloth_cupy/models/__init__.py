@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from .folder import load as load
     from .gguf.export import export_gguf as export_gguf
     from .quantized import quantize as quantize
+    from .tokenizer import Tokenizer as Tokenizer
     from .torch_model import from_torch as from_torch
     from .transformer import Transformer as Transformer
 
@@ -28,6 +29,7 @@ _HOMES = {
     "export_gguf": "gguf.export",
     "from_torch": "torch_model",
     "quantize": "quantized",
+    "Tokenizer": "tokenizer",
     "Transformer": "transformer",
 }
 

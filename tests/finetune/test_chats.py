@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.chat import Chat, Lesson
-from unsloth_cupy.finetune.records import Record
+from unsloth_cupy.finetune.records import Record, read_records
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.training_data import encoded
 
@@ -350,3 +350,42 @@ def test_published_templates(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
             if whole.startswith(asked):
                 assert text[:start] == asked
             assert whole[start:].startswith(text[start:stop])
+
+
+class TestAccount:
+    @staticmethod
+    def account(path: Path, rows: list[dict[str, Any]], length: int, template: str) -> str:
+        from unsloth_cupy.finetune.training_data import _examples, account
+
+        (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        records = read_records(path / "rows.jsonl")
+        tokenizer = train_tokenizer("nothing but ASCII", 257)  # a token is a byte
+        part = sorted([*records.train, *records.held_out])
+        known = Chat(folder(path / "model", template))
+        return account(*_examples(records, tokenizer, [0], length, known, part), length)
+
+    def test_it_counts_what_is_learned(self, tmp_path: Path) -> None:
+        weighed = chat("Who?", "The dog.", "Sure?", "Very.")
+        weighed[1]["weight"] = 0
+        rows = [
+            {"messages": ASKED},
+            {"messages": weighed},
+            {"messages": chat("Who?", "A" * 9, "Sure?" * 60, "Lost.")},
+            {"messages": chat("Who?" * 99, "Lost.")},
+            {"prompt": "a", "completion": "bc"},
+            {"text": "abcd"},
+        ]
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        actual = self.account(
+            tmp_path, rows, 150, template + "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        learned = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
+        assert f"are learned ({learned} of " in actual
+        assert actual.startswith("4 of 7 answers of 4 chats, 1 of 1 completions, 1 of 1 texts are")
+        assert actual.endswith("1 dropped, 2 cut at tokens=150 (which lose 2 answers)")
+
+    def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
+        rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]
+        actual = self.account(tmp_path, rows, 500, THINKS)
+        assert actual.startswith("3 of 3 answers of 2 chats are learned (")
+        assert "; 1 more texts, as the template writes the last answer in its own way" in actual

@@ -71,7 +71,8 @@ def with_tensor(folder: Path) -> Path:
 
 def with_index(folder: Path, file: str) -> Path:
     index = {"weight_map": {"model.norm.weight": file}}
-    (model_folder(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model_folder(folder) / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 

@@ -227,7 +227,7 @@ def test_epochs_are_so_many_steps(lines: bool, text: Path, tmp_path: Path) -> No
         result = run("finetune", *command, *more, "--out", out, "--epochs", epochs)
         assert result.exit_code == 0, result.output
         taken.append(max(line["step"] for line in numbers(out)))
-        assert f"{epochs} epochs are {taken[-1]} steps" in result.stderr
+        assert f"{epochs}.0 epochs are {taken[-1]} steps" in result.stderr
     assert taken[1] in (2 * taken[0], 2 * taken[0] - 1)  # the last batch of an epoch may be shared
     assert taken[2] == -(-taken[1] // 2)
     more_epochs = (*command, "--out", tmp_path / "run0", "--epochs", 2)

@@ -16,7 +16,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, preparation
-from unsloth_cupy.finetune.chat import CHATML, NEEDED, Chat, Span, _request
+from unsloth_cupy.finetune.chat import Chat, Lesson
 from unsloth_cupy.finetune.records import Record, Records, read_records
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.training_data import (
@@ -30,6 +30,7 @@ from unsloth_cupy.finetune.training_data import (
     sequential_batches,
 )
 from unsloth_cupy.models import create, load
+from unsloth_cupy.models.chat import CHATML, NEEDED, Span, _request
 
 from ..cli.test_cli import (
     LLAMA,
@@ -200,27 +201,33 @@ def folder_with(tmp_path: Path, template: Any, **settings: Any) -> Path:
     return tmp_path
 
 
-def learned(text: str, spans: list[Span]) -> list[str]:
-    return [text[span.start : span.stop] for span in spans]
+def learned(lessons: list[Lesson]) -> list[str]:
+    """Return what is learned of a chat, in the order of its messages."""
+    places = [
+        (turn, span, each.text)
+        for each in lessons
+        for turn, span in zip(each.turns, each.spans, strict=True)
+    ]
+    return [text[span.start : span.stop] for _, span, text in sorted(places)]
 
 
 class TestChat:
     def test_without_a_template_it_is_chatml(self) -> None:
-        text, spans = Chat(None).spans(CHAT[:2])
-        assert text == (
+        (lesson,) = Chat(None).spans(CHAT[:2])
+        assert lesson.text == (
             "<|im_start|>user\nWho sees the cat?<|im_end|>\n"
             "<|im_start|>assistant\nThe dog does.<|im_end|>\n"
         )
-        assert learned(text, spans) == ["The dog does.<|im_end|>\n"]
+        assert learned([lesson]) == ["The dog does.<|im_end|>\n"]
 
     @pytest.mark.parametrize(
         ("template", "said"),
         [
             (LLAMA3, ["The dog does.<|eot|>", "Yes.<|eot|>"]),
             (MARKED, ["The dog does.</s>\n", "Yes.</s>\n"]),
-            (THINKS, ["(hm)Yes.;"]),
+            (THINKS, ["(hm)The dog does.;", "(hm)Yes.;"]),
             ("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}",
-             ["assistant:The dog does.\n", "assistant:Yes.\n"]),
+             ["The dog does.\n", "Yes.\n"]),
             ([{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA3}],
              ["The dog does.<|eot|>", "Yes.<|eot|>"]),
         ],
@@ -230,7 +237,7 @@ class TestChat:
         self, template: Any, said: list[str], tmp_path: Path
     ) -> None:
         chat = Chat(folder_with(tmp_path, template))
-        assert learned(*chat.spans(CHAT)) == said
+        assert learned(chat.spans(CHAT)) == said
         assert chat.own
 
     @pytest.mark.parametrize("template", [CHATML, LLAMA3, MARKED, THINKS], ids=str)
@@ -327,7 +334,7 @@ class TestChat:
         self, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """When its time was up, it was its clock that ended it."""
-        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", seconds)
+        monkeypatch.setattr("unsloth_cupy.models.chat.SECONDS", seconds)
         program = "import os, time; input(); time.sleep(0.3); os.kill(os.getpid(), 9)"
         command = [sys.executable, "-S", "-c", program]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -361,7 +368,7 @@ class TestChat:
         """Of time and memory, in a loop and in one operation, and outside the main thread."""
         if "512 MiB" in message:
             pytest.importorskip("resource", reason="needs a system that limits memory")
-        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", 0.4)
+        monkeypatch.setattr("unsloth_cupy.models.chat.SECONDS", 0.4)
         chat = Chat(folder_with(tmp_path, "{% set r = range(99999) %}" + template))
         with (
             ThreadPoolExecutor() as threads,
@@ -374,7 +381,7 @@ class TestChat:
     def test_a_template_that_was_stopped_begins_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", 1)
+        monkeypatch.setattr("unsloth_cupy.models.chat.SECONDS", 1)
         loops = "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
         asked = "{% set r = range(99999 * (messages|length - 1)) %}" + loops
         chat = Chat(folder_with(tmp_path, asked))
@@ -389,10 +396,10 @@ class TestChat:
     @pytest.mark.slow
     def test_a_long_chat_is_asked_for_in_parts(self) -> None:
         chat = CHAT * 20
-        text, spans = Chat(None).spans(chat)
-        assert text == Chat(None).text(chat)
+        lessons = Chat(None).spans(chat)
+        assert [each.text for each in lessons] == [Chat(None).text(chat)]
         answers = [m["content"] + "<|im_end|>\n" for m in chat if m["role"] == "assistant"]
-        assert learned(text, spans) == answers
+        assert learned(lessons) == answers
 
     def test_a_date_stays_what_it_is(self, tmp_path: Path) -> None:
         """A run that goes on tomorrow must see the same texts."""
@@ -422,10 +429,10 @@ class TestLabels:
 
     def labels(self, record: Record, ends: list[int], chat: Chat | None = None) -> str:
         chat = chat or Chat(None)
-        text, spans = record.text(chat)
+        ((text, spans, _),) = record.texts(chat)
         is_chat = bool(record.messages)
-        tokens, labels = encoded(self.tokenizer, text, spans, is_chat, ends, chat)
-        assert ((labels == -100) | (labels == tokens)).all()
+        tokens, owners = encoded(self.tokenizer, text, spans, is_chat, ends, chat)
+        labels = np.where(owners < 0, -100, tokens)
         shown = ["_" if n == -100 else "$" if n in ends else self.tokenizer.decode([n])
                  for n in labels.tolist()]  # fmt: skip
         return "".join(shown)
@@ -452,9 +459,9 @@ class TestLabels:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
-        tokens, labels = encoded(tokenizer, "abc", [Span(0, 3)], False, [0], Chat(None))
+        tokens, owners = encoded(tokenizer, "abc", [Span(0, 3)], False, [0], Chat(None))
         assert tokens[0] == tokens[-1] == 0
-        assert labels.tolist() == [-100, *tokens[1:]]
+        assert owners.tolist() == [-1, 0, 0, 0, 0]
 
     def test_a_tokenizer_cuts_nothing_and_fills_nothing_up(self, tmp_path: Path) -> None:
         tokenizer = train_tokenizer("nothing but ASCII", 257)
@@ -477,14 +484,14 @@ class TestLabels:
             Records(tmp_path, "", "", 0, known, known), tokenizer, [], 8, Chat(None), known
         )
         assert [example.line for example in actual] == [1, 4]
-        assert (long, lost) == (0, 1)
+        assert (long, lost) == (0, 2)
 
     def test_a_token_across_the_border_is_learned(self) -> None:
         tokenizer = train_tokenizer("The dog. " * 9, 290)
         text = "The dog."
-        tokens, labels = encoded(tokenizer, text, [Span(2, 8)], False, [], Chat(None))
+        tokens, owners = encoded(tokenizer, text, [Span(2, 8)], False, [], Chat(None))
         assert tokenizer.decode(tokens[:1]) == "The"
-        assert (labels == tokens).all()
+        assert (owners == 0).all()
 
 
 def examples_of(lengths: list[int]) -> list[Example]:
@@ -628,8 +635,8 @@ class TestPacking:
         packed: Any = training_data.batches
         assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
         assert training_data.note == (
-            "2 of 3 texts are longer than tokens=16 and lose their end; 1 lose their answer: left"
-            " out"
+            "1 of 2 completions, 1 of 1 texts are learned (42 of 47 tokens), 1 dropped, 2 cut at"
+            " tokens=16 (which lose 1 answers)"
         )
         with pytest.raises(ConfigError, match="gets to its answer in tokens=3; give more"):
             from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)

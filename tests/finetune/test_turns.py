@@ -14,9 +14,10 @@ from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.modelfile import begin_of, go_template
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import CHATML, Chat
+from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.finetune.turns import Ending, ending, ending_of, turns_of
+from unsloth_cupy.models.chat import CHATML
 
 from ..models.exported import byte_level, make, read, write_tokenizer
 

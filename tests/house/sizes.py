@@ -18,20 +18,20 @@ from ..harness.tracked import ROOT, tracked
 PACKAGE = ROOT / "unsloth_cupy"
 LONG = 300  # lines of a module, everything counted
 LIMITS = {
-    "core": 880,
+    "core": 920,
     "compiled": 80,
-    "ops": 6400,
+    "ops": 6500,
     "losses": 600,
-    "training": 850,
+    "training": 950,
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 4000,
+    "models": 4600,
     "memory": 980,
-    "finetune": 3200,
+    "finetune": 4300,
     "bench": 850,
     "profiling": 960,
-    "cli": 1200,
+    "cli": 1500,
     "modules": 480,
 }
 LAYOUT = {

@@ -14,14 +14,13 @@ import click
 
 from .. import models
 from ..errors import ConfigError
-from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
 from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tables import LONGEST
-from ..finetune.tokenizer import load_tokenizer
 from ..finetune.turns import ending
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
+from ..models.chat import Message
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
 from .streaming import stream_text
@@ -93,7 +92,7 @@ def generate(
         interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
         source = model_folder(folder)
         words, whole = words_folder(source, base), base_of(source, base)
-        tokenizer, template = load_tokenizer(words), Chat(words)
+        tokenizer = models.Tokenizer(words)
         start_messages = [] if system is None else [{"role": "system", "content": system}]
         if interactive and not ranks.alone:
             raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
@@ -103,7 +102,8 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
-            if chat and template.stored and (end := ending(template, tokenizer)).text:
+            template, backend = tokenizer.template, tokenizer.backend
+            if chat and template.stored and (end := ending(template, backend)).text:
                 ends = model.config.end_tokens
                 ends = ends if end.token is None else (*ends, end.token)
                 model.config = replace(model.config, end_tokens=ends)
@@ -111,15 +111,10 @@ def generate(
             write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
             with blas_threads(model.config.hidden):
                 if interactive:
-                    reply = partial(answer, write, tokenizer, template)
-                    converse(reply, start_messages, options["seed"])
+                    converse(write, start_messages, options["seed"])
                     return
                 started = time.perf_counter()
-                if chat:
-                    messages = [*start_messages, _question(text)]
-                    _, new_tokens = answer(write, tokenizer, template, messages)
-                else:
-                    _, new_tokens = write(text)
+                _, new_tokens = write([*start_messages, _question(text)] if chat else text)
             seconds = time.perf_counter() - started
     if ranks.first:
         speed = new_tokens / seconds
@@ -145,14 +140,6 @@ def _prompt(prompt: str | None) -> str:
 def _question(text: str) -> Message:
     """Return a chat message of the user."""
     return {"role": "user", "content": text}
-
-
-def answer(
-    write: Write, tokenizer: Any, template: Chat, messages: Sequence[Message], **options: Any
-) -> tuple[str, int]:
-    """Write the assistant's answer to a chat; return it and the number of its tokens."""
-    text = template.text(messages, answer=True)
-    return write("", tokenizer.encode(text, add_special_tokens=False).ids, **options)
 
 
 def converse(reply: Write, start_messages: Sequence[Message], seed: int | None) -> None:

@@ -75,7 +75,8 @@ def sample(loop: Loop) -> None:
     """Print the model's continuation of the beginning of the held-out text."""
     tokens = loop.training_data.prompt[: loop.model.config.positions - 1]  # room for one more
     echo("\nsampled text:\n")
+    echo(loop.tokenizer.decode(tokens), nl=False)
     stream_text(
-        loop.model, loop.tokenizer, loop.tokenizer.decode(tokens), tokens,
+        loop.model, loop.model.tokenizer, tokens,
         max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=loop.plan.seed,
     )  # fmt: skip

@@ -14,14 +14,14 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import path_of
-from .chat import Chat
+from .chat import Chat, Lesson
 from .data import found
 from .listener import reading
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
-from .text import BREAK, IGNORE, Text
+from .text import BREAK, Text
 from .tokenizer import load_tokenizer
-from .training_data import encoded
+from .training_data import NOBODY, encoded
 
 EXAMPLES = 3
 LONGEST_EXAMPLE = 2000  # characters
@@ -154,28 +154,34 @@ class Words:
             answers = [m for m in said if m["role"] == "assistant" and m.get("weight", 1)]
             learned = sum(len(m["content"]) for m in answers) + len(record.answer)
             return all_of_it + len(record.prompt) + len(record.answer), learned
-        tokens, labels = self._encoded(record, where)
-        return len(tokens), int((labels != IGNORE).sum())
+        lessons = [self._encoded(record, lesson) for lesson in self._lessons(record, where)]
+        return len(lessons[0][0]), sum(int(learned.sum()) for _, learned in lessons)
 
-    def _encoded(self, record: Record, where: str) -> tuple[Any, Any]:
-        """Return the tokens of a text and their labels."""
+    def _lessons(self, record: Record, where: str) -> list[Lesson]:
+        """Return the texts that a record is learned from, the whole one first."""
         try:
-            text, spans = record.text(self.chat)
+            return record.texts(self.chat)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+
+    def _encoded(self, record: Record, lesson: Lesson) -> tuple[Any, Any]:
+        """Return the tokens of a text, and which of them are learned."""
         is_chat = bool(record.messages)
-        return encoded(self.tokenizer, text, spans, is_chat, self.ends, self.chat)
+        tokens, owners = encoded(
+            self.tokenizer, lesson.text, lesson.spans, is_chat, self.ends, self.chat
+        )
+        return tokens, owners != NOBODY
 
     def pieces(self, record: Record, where: str) -> list[Piece]:
         """Return the beginning of a text in pieces that are learned or not."""
         if self.tokenizer is None:
-            text, spans = record.text(self.chat)
+            text, spans, _ = self._lessons(record, where)[0]
             marks = [any(start <= n < stop for start, stop in spans) for n in range(len(text))]
             runs = groupby(zip(text, marks, strict=True), key=lambda pair: pair[1])
             pieces = [Piece("".join(c for c, _ in run), learned) for learned, run in runs]
         else:
-            tokens, labels = self._encoded(record, where)
-            pairs = zip(tokens.tolist(), (labels != IGNORE).tolist(), strict=True)
+            tokens, learned = self._encoded(record, self._lessons(record, where)[0])
+            pairs = zip(tokens.tolist(), learned.tolist(), strict=True)
             runs = groupby(pairs, key=lambda pair: pair[1])
             pieces = [
                 Piece(self.tokenizer.decode([t for t, _ in run], skip_special_tokens=False), known)

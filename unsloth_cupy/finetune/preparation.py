@@ -11,11 +11,13 @@ import numpy as np
 from .. import models
 from ..errors import ConfigError
 from ..models.adapter_base import BASE, base_name, base_of
+from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
 from ..models.folder import GENERATION
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
-from .chat import CHATML_TOKENS, Chat
+from ..models.tokenizer import Tokenizer, load_tokenizer
+from .chat import Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
 from .loop import Loop
@@ -26,7 +28,7 @@ from .records import Records
 from .run_folder import RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
-from .tokenizer import load_tokenizer, train_tokenizer
+from .tokenizer import train_tokenizer
 from .training_data import Shape, from_records, from_text
 from .turns import ending
 
@@ -77,6 +79,7 @@ def prepare(
     sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
     model = new_or_loaded(folder, values, plan, ranks)
+    model.tokenizer = Tokenizer.of(tokenizer, chat)
     if new_adapter and folder is not None and plan.lora is not None:
         model.add_adapter(plan.lora, seed=plan.seed)
     if isinstance(text, Text):
@@ -89,8 +92,6 @@ def prepare(
         announce(f"resuming from {checkpoint}")
     # shuffle now, before memory is measured
     training_data.batches.where(loop.step * plan.accumulate)
-    if training_data.note:
-        announce(training_data.note)
     announce(summary(loop))
     return loop
 
@@ -133,12 +134,16 @@ def new_or_loaded(
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
-    """Return the plan with the number of steps in passes through the text, if epochs are set."""
-    if settings.epochs is None:
-        return plan
-    steps = max(1, math.ceil(training_data.batches.count(settings.epochs) / plan.accumulate))
-    announce(f"{settings.epochs:g} epochs are {steps} steps")
-    return settings.decided(new=new, steps=steps)
+    """Say what is learned; return the plan with the steps of its epochs, if those are set."""
+    said = [training_data.note] if training_data.note else []
+    if settings.epochs is not None:
+        batches = training_data.batches.count(settings.epochs)
+        steps = max(1, math.ceil(batches / plan.accumulate))
+        said.append(f"{float(settings.epochs)} epochs are {steps:,} steps")
+        plan = settings.decided(new=new, steps=steps)
+    if said:
+        announce("; ".join(said))
+    return plan
 
 
 def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str, str]:

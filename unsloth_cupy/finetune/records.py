@@ -18,7 +18,8 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from .chat import Chat, Span
+from ..models.chat import Span
+from .chat import Chat, Lesson
 from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed
 from .listener import reading
@@ -41,12 +42,23 @@ class Record(NamedTuple):
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def text(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the whole text, and the spans of it that are learned."""
+    def texts(self, chat: Chat) -> list[Lesson]:
+        """Return the texts that it is learned from, with the spans of them that are learned."""
         if self.messages:
-            return chat.spans(self.messages)
+            return chat.spans(self.messages, self.tools)
         whole = self.prompt + self.answer
-        return whole, [Span(len(self.prompt), len(whole))]
+        return [Lesson(whole, [Span(len(self.prompt), len(whole))], [0])]
+
+    @property
+    def answers(self) -> int:
+        """The number of answers in it."""
+        mine = sum(message["role"] == "assistant" for message in self.messages)
+        return mine if self.messages else 1
+
+    @property
+    def kind(self) -> str:
+        """What it holds, in the plural."""
+        return "answers" if self.messages else "completions" if self.prompt else "texts"
 
     def content(self) -> str:
         """Return all that is read of a record, in a form in which equal ones are equal."""

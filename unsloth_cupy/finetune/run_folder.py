@@ -25,10 +25,10 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
 from ..models.adapter_base import ADAPTER, base_of
+from ..models.tokenizer import FILE as TOKENIZER
 from .listener import reading
 from .naming import named
 from .settings import asks_for_more, differences, read_settings
-from .tokenizer import FILE as TOKENIZER
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter

@@ -1,73 +1,18 @@
-"""Loads, trains and uses tokenizers of the ``tokenizers`` package."""
+"""Trains and uses tokenizers of the ``tokenizers`` package."""
 
-import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import TOKENIZER, of_library, read_text
+from ..models.tokenizer import load_tokenizer
 from .naming import named
 
-FILE = "tokenizer.json"
+__all__ = ["BYTES", "END", "encode", "load_tokenizer", "token_kind", "train_tokenizer"]
 END = "<|endoftext|>"
 BYTES = 256
-LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens at most
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder."""
-    from tokenizers import Tokenizer
-
-    path = folder / FILE
-    if not path.exists():
-        raise ConfigError(
-            f"{folder} holds no {FILE}; copy it from the model's page into the folder"
-        )
-    with _whole(path):
-        tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER))
-        tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
-        tokenizer.no_padding()
-    return Guarded(tokenizer, path)
-
-
-class Guarded:
-    """A tokenizer of a file, whose calls raise ConfigError where its package fails or panics.
-
-    Some faults of a file show only when a text is encoded or decoded.
-    """
-
-    def __init__(self, tokenizer: Any, path: Path) -> None:
-        self._tokenizer, self._path = tokenizer, path
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for before __init__, as copy does
-            raise AttributeError(name)
-        value = getattr(self._tokenizer, name)
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def call(*arguments: Any, **options: Any) -> Any:
-            with _whole(self._path):
-                return value(*arguments, **options)
-
-        return call
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[None]:
-    """Raise a ConfigError that names a tokenizer's file where the package raises an error."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, ConfigError) or not of_library(error):
-            raise
-        raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
 
 
 def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Any:
@@ -109,16 +54,3 @@ def token_kind(tokenizer: Any) -> np.dtype[Any]:
     """Return the smaller of uint16 and uint32 that holds all tokens of a tokenizer."""
     most = max(tokenizer.get_vocab().values(), default=0)
     return np.dtype(np.uint16 if most < 2**16 else np.uint32)
-
-
-def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:
-    """Raise for a token beyond the model's vocabulary among these tokens of a text.
-
-    Tokens that the text does not use are not checked.
-    """
-    most = max(tokens, default=0)
-    if most >= vocabulary:
-        raise ConfigError(
-            f"the tokenizer's token {most} ({tokenizer.id_to_token(most)!r}) is beyond the model's"
-            f" vocabulary of {vocabulary}; they do not belong together: copy both from one place"
-        )

@@ -7,6 +7,7 @@ only on the seed and n.
 
 import functools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,12 +16,14 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from .chat import Chat, Span
+from ..models.chat import Span
+from ..models.tokenizer import check_tokens
+from .chat import Chat
 from .listener import reading
 from .naming import named
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
-from .tokenizer import check_tokens, encode, token_kind
+from .tokenizer import encode, token_kind
 from .tokens import tokens_of
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
+NOBODY = -1  # the span of a token that is not learned
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
 
@@ -46,6 +50,7 @@ class Examples(Sequence[Example]):
         self.kind = kind
         self.tokens, self.learned = bytearray(), bytearray()
         self.ends, self.lines = [0], list[int]()
+        self.counts = Counter[str]()  # of answers, by what they are, and of their chats
 
     def append(self, example: Example) -> None:
         """Add an example."""
@@ -270,13 +275,25 @@ def from_records(
     first = held_out[0]
     begin = int((first.labels != IGNORE).argmax())
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
-    note = ""
-    if long:
-        note = f"{long} of {len(records.train)} texts are longer than {named(tokens=shape.length)}"
-        note += " and lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
+    note = account(train, long, lost, shape.length)
     baseline = unigram_baseline(learned, held_out_labels, config.vocab)
     return TrainingData(batches, sequential_batches(held_out, shape), baseline, len(learned),
                    len(held_out_labels), prompt, note, train.largest(shape))  # fmt: skip
+
+
+def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
+    """Return in words what of the texts is learned."""
+    counts, parts = examples.counts, []
+    for kind in ("answers", "completions", "texts"):
+        if every := counts[f"all {kind}"]:
+            parts.append(f"{counts[kind]:,} of {every:,} {kind}")
+            parts[-1] += f" of {counts['chats']:,} chats" * (kind == "answers")
+    learned = f"{len(examples.labels()):,} of {examples.ends[-1]:,} tokens"
+    text = f"{', '.join(parts)} are learned ({learned}), {dropped:,} dropped"
+    text += f", {cut:,} cut at {named(tokens=length)} (which lose {counts['lost']:,} answers)"
+    if (more := counts["lessons"] - counts["chats"]) > 0:
+        text += f"; {more:,} more texts, as the template writes the last answer in its own way"
+    return text
 
 
 def _examples(
@@ -287,49 +304,75 @@ def _examples(
     chat: Chat,
     part: Sequence[Record],
 ) -> tuple[Examples, int, int]:
-    """Return examples, the number of truncated records, and of those the number without labels.
+    """Return examples, the number of truncated records, and the number without labels.
 
     Running text longer than a row is split into several examples; a record with a prompt is
     truncated.
     """
     result, long, lost = Examples(token_kind(tokenizer)), 0, 0
+    counts = result.counts
     # for the progress bar: about the bytes of a record, as the length of a range
     share = range(records.size // (len(records.train) + len(records.held_out)))
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         try:
-            text, spans = record.text(chat)
+            lessons = record.texts(chat)
         except ConfigError as error:
             raise ConfigError(f"{records.place(record.line)}: {error}") from None
-        tokens, labels = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
-        running = not record.messages and not record.prompt
-        long += len(tokens) > most and not running
-        for start in range(0, len(tokens) if running else 1, most):
-            piece = slice(start, start + most)
-            example = Example(tokens[piece], labels[piece].copy(), record.line)
-            example.labels[:1] = IGNORE  # no token before it predicts it
-            if (example.labels != IGNORE).any():
-                result.append(example)
-            elif not start:
-                lost += 1
+        is_chat, running, is_long = bool(record.messages), record.kind == "texts", False
+        known, kept = set[int](), set[int]()  # answers, and those that stay when texts are cut
+        for text, spans, turns in lessons:
+            tokens, owners = encoded(tokenizer, text, spans, is_chat, ends, chat)
+            owners[:1] = NOBODY  # no token before it predicts it
+            known.update(turns[n] for n in np.unique(owners[owners != NOBODY]))
+            is_long |= len(tokens) > most and not running
+            for start in range(0, len(tokens) if running else 1, most):
+                own, mine = tokens[start : start + most], owners[start : start + most].copy()
+                mine[:1] = NOBODY
+                if (mine != NOBODY).any():
+                    kept.update(turns[n] for n in np.unique(mine[mine != NOBODY]))
+                    labels = np.where(mine == NOBODY, IGNORE, own)
+                    result.append(Example(own, labels, record.line))
+        long, lost = long + is_long, lost + (not kept)
+        counts[f"all {record.kind}"] += record.answers
+        counts[record.kind] += len(kept)
+        counts["lost"] += len(known - kept)
+        if is_chat:
+            counts["chats"] += 1
+            counts["lessons"] += max(1, len(lessons))
     return result, long, lost
 
 
 def encoded(
     tokenizer: Any, text: str, spans: Sequence[Span], is_chat: bool, ends: Sequence[int], chat: Chat
 ) -> tuple[Array, Array]:
-    """Return the tokens of a text, as the model reads them, and their labels.
+    """Return the tokens of a text, as the model reads them, and which span each belongs to.
 
-    A token is a label if it overlaps one of the spans, and so is the end token.  A model's own
-    template writes all special tokens of a chat itself.
+    A token belongs to the span that it overlaps, or to ``NOBODY``.  An answer is over at its first
+    end token, where generation stops, unless the template marks answers itself.  A text gets an end
+    token if it is not a chat of a model's own template, which writes all special tokens.
     """
     encoding = tokenizer.encode(text, add_special_tokens=not is_chat)
     tokens = np.asarray(encoding.ids, np.int64)
     places = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
-    learned = np.zeros(len(tokens), bool)
-    for start, stop in spans:
-        learned |= (places[:, 1] > start) & (places[:, 0] < stop)
-    if len(ends) and not (is_chat and chat.own):
+    starts, stops = places.T
+    # offsets may leave spaces out: a token of spaces alone then begins where the one before ended
+    before = np.maximum.accumulate(np.append(0, stops))[:-1]
+    spaces = (starts == stops) & (np.asarray(encoding.special_tokens_mask) == 0)
+    starts = np.where(spaces, np.minimum(starts, before), starts)
+    owners = np.full(len(tokens), NOBODY)
+    ended = False
+    for number, (start, stop) in enumerate(spans):
+        empty = (starts == stops) & spaces  # the first one
+        inside = np.flatnonzero((stops + empty > start) & (starts < stop))
+        last = np.flatnonzero(np.isin(tokens[inside], ends))
+        ended = is_chat and not chat.marked and len(last) > 0
+        owners[inside[: last[0] + 1] if ended else inside] = number
+        after = int(inside[-1]) + 1 if len(inside) else len(tokens)
+        open_end = is_chat and chat.own and not ended and not chat.marked and after < len(tokens)
+        if open_end and tokens[after] in ends:  # the answer ends as the next question begins
+            owners[after] = number
+    if len(ends) and not (is_chat and (chat.own or ended)):
         if not len(tokens) or tokens[-1] not in ends:
-            tokens, learned = np.append(tokens, ends[0]), np.append(learned, False)
-        learned[-1] = True
-    return tokens, np.where(learned, tokens, IGNORE)
+            tokens, owners = np.append(tokens, ends[0]), np.append(owners, NOBODY)
+        owners[-1] = len(spans) - 1
+    return tokens, owners

@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from .gguf.export import export_gguf as export_gguf
     from .merging import merge as merge
     from .quantized import quantize as quantize
+    from .tokenizer import Tokenizer as Tokenizer
     from .torch_model import from_torch as from_torch
     from .transformer import Transformer as Transformer
 
@@ -30,6 +31,7 @@ _HOMES = {
     "from_torch": "torch_model",
     "merge": "merging",
     "quantize": "quantized",
+    "Tokenizer": "tokenizer",
     "Transformer": "transformer",
 }
 

@@ -30,6 +30,7 @@ from .lazy_parameter import LazyParameter, StoredTensor
 from .parse import parse, text_config, token_ids
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
+from .tokenizer import FILE as TOKENIZER
 from .transformer import Transformer
 
 GENERATION = "generation_config.json"
@@ -125,6 +126,8 @@ def load(
                 division.stages.dtype = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
             model = Transformer(division.config if division else config, parameters, texts, layout)
             model.folder, model.division, model.parts = path, division, rank_parts
+            own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
+            model.words = next(map(Path, own), None)
             if lora is not None:
                 adapter = read_adapter(lora, config, model.table.dtype, place)
                 adapter.base = path

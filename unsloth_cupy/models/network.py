@@ -67,6 +67,7 @@ class Network(Summary):
 
     texts: Mapping[str, Mapping[str, Any]]  # JSON files of its folder: config.json and others
     folder: Path | None = None  # where load read it
+    words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
     reached: Any = None  # hidden states that the stages of a pipeline have computed
 

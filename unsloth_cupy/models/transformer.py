@@ -5,6 +5,7 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from . import generate as generation
 from .adapter import create_adapter
 from .adapter_base import base_name
 from .any_library import from_any_library
+from .chat import Message, Tools
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter
@@ -32,6 +34,8 @@ from .loss import label_log_probs, mean_loss
 from .network import Network
 from .objective import next_token
 from .quantized_weights import saved_config
+from .streaming import Continuation
+from .tokenizer import Tokenizer
 
 
 class Transformer(Network):
@@ -326,6 +330,66 @@ class Transformer(Network):
     ) -> Iterator[Array]:
         """Yield the tokens that ``generate`` appends, as they are computed: (batch,) at a time."""
         return generation.stream(self, tokens, mask, generation.Options(max_new_tokens, **options))
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model's folder, or None if there is none; it may be replaced."""
+        return None if self.words is None else Tokenizer(self.words)
+
+    def stream_text(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        max_new_tokens: int,
+        stop: str | Sequence[str] = (),
+        tools: Tools = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """Yield the text that ``generate_text`` returns, in pieces as they are computed."""
+        rest: Any = {"stop": stop, "tools": tools, **options}
+        return iter(
+            Continuation(self, self.tokenizer, prompt, max_new_tokens=max_new_tokens, **rest)
+        )
+
+    def generate_text(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        max_new_tokens: int,
+        stop: str | Sequence[str] = (),
+        tools: Tools = None,
+        **options: Any,
+    ) -> str:
+        """Return the text with which the model goes on after a text, or answers messages.
+
+        Parameters
+        ----------
+        prompt : str or sequence of dict
+            A text; or messages, each with ``role`` and ``content``, which the chat template of the
+            tokenizer formats.
+        max_new_tokens : int
+            How many tokens to add, at most; fewer if the model has no more positions.
+        stop : str or sequence of str
+            The text ends before the first of these.  It also ends at an end token of the config.
+        tools : sequence of dict, optional
+            JSON schemas of functions that the model may call, for the chat template.
+        **options
+            ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``seed``,
+            ``min_new_tokens`` and ``cache_dtype`` of ``generate``.
+
+        Returns
+        -------
+        text : str
+            Without the prompt and without special tokens.
+
+        Raises
+        ------
+        ConfigError
+            The model has no tokenizer, an option is invalid, the template does not take the
+            messages, or the prompt fills all positions.
+        """
+        rest: Any = {"stop": stop, "tools": tools, **options}
+        return "".join(self.stream_text(prompt, max_new_tokens=max_new_tokens, **rest))
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write config.json and the parameters, with the files and names they were loaded from.

@@ -1,8 +1,8 @@
 """Renders chat templates in a separate process, as they are programs of other people.
 
 This file is run as a script that reads one JSON value from each line: the template, then lists of
-arguments.  It answers each line with [texts, error] in JSON; if a text takes too long, the process
-ends instead.
+arguments.  It answers the first line with an error or "", and each other one with a list of
+[[text, marked places], error], all in JSON; if a text takes too long, the process ends instead.
 
 A template runs in jinja2's sandbox, where it cannot change anything, read files or import modules.
 The time limit is enforced by a C thread of faulthandler, which does not need the interpreter: it
@@ -20,7 +20,9 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import date
+from datetime import datetime
+from itertools import accumulate, pairwise
+from secrets import token_hex
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, ext, nodes
@@ -29,19 +31,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 CHARACTERS = 1 << 23  # limit of a text
 WORDS = 500  # characters of an error message, at most
 BYTES = 1 << 29  # limit of memory, on systems that enforce it
-TODAY = date(2024, 7, 26)  # date for templates that ask: a resumed run must get the same texts
+MARK = f"\ufdd0{token_hex(8)}\ufdd0"  # stands at both ends of a marked place; nobody can guess it
 
 
 class Generation(ext.Extension):
-    """Accepts ``{% generation %}``, which marks an assistant's turn, and renders its content."""
+    """Renders what ``{% generation %}`` marks as the assistant's, between two ``MARK``."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Any) -> list[nodes.Node]:
         """Return the nodes between the tags."""
-        next(parser.stream)
-        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return body
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        mark = nodes.Output([nodes.TemplateData(MARK)]).set_lineno(line)
+        return [mark, *body, mark]
 
 
 def compiled(source: str) -> Any:
@@ -67,22 +70,21 @@ def compiled(source: str) -> Any:
     )
     environment.filters["tojson"] = as_json
     environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = TODAY.strftime
     return environment.from_string(source)
 
 
-def texts_of(template: Any, calls: list[dict[str, Any]]) -> list[str]:
-    """Return the text of each set of arguments, or raise as soon as one is too long."""
-    texts = []
-    for arguments in calls:
-        parts, size = [], 0
-        for part in template.generate(**arguments):
-            parts.append(part)
-            size += len(part)
-            if size > CHARACTERS:
-                raise TemplateError(f"it makes more than {CHARACTERS:,} characters")
-        texts.append("".join(parts))
-    return texts
+def text_of(template: Any, arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text and its marked places, or raise as soon as it is too long."""
+    now = datetime.fromisoformat(arguments.pop("now"))
+    parts, size = [], 0
+    for part in template.generate(**arguments, strftime_now=now.strftime):
+        parts.append(part)
+        size += len(part)
+        if size > CHARACTERS:
+            raise TemplateError(f"it makes more than {CHARACTERS:,} characters")
+    pieces = "".join(parts).split(MARK)
+    places = pairwise(accumulate(map(len, pieces), initial=0))
+    return "".join(pieces), [*places][1::2]
 
 
 def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
@@ -102,16 +104,17 @@ def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[An
 
 
 def main(seconds: float) -> None:
-    """Answer each line of standard input, within ``seconds`` for a line."""
+    """Answer each line of standard input, within ``seconds`` for a text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     with suppress(ImportError, ValueError, OSError):  # systems without such a limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     template, error = timed(seconds, compiled, json.loads(sys.stdin.readline()))
-    print(json.dumps([None, error]), flush=True)
+    print(json.dumps(error), flush=True)
     for line in sys.stdin:
-        print(json.dumps(timed(seconds, texts_of, template, json.loads(line))), flush=True)
+        answers = [timed(seconds, text_of, template, each) for each in json.loads(line)]
+        print(json.dumps(answers), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,391 @@
+"""What is learned of chats, by templates as models have them."""
+
+import importlib.util
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.chat import Chat, Lesson
+from unsloth_cupy.finetune.records import Record, read_records
+from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.training_data import encoded
+
+BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + BEGIN
+)
+THINKS = (  # the last answer has its reasoning, be it empty; earlier ones have none
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}" + BEGIN
+)
+THINKING = THINKS.replace(BEGIN, BEGIN.replace("{% endif", "<think>\n{% endif"))
+ENDED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+ENDED_BY_ANSWER = CHATML.replace(
+    "{% endif %}", "{% elif messages[-1].role == 'assistant' %}{{ eos_token }}{% endif %}"
+)
+SEPARATED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' if not loop.last else eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+DEFAULT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML
+)
+BRACKETS = (  # a question ends by a mark, behind which an answer begins without a header
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+ALWAYS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|stop|>\n\n{{ m.content | trim }}<|eot|>"
+    "{% endfor %}<|start|>assistant<|stop|>\n\n"
+)
+DISTILLED = (  # asked to think, it does not write what was thought
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
+    "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+CALLS = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>"
+    "{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+    "({{ c.function.arguments | tojson }})</call>{% endfor %}<|im_end|>\n{% endfor %}" + BEGIN
+)
+NO_HEADER = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}" + BEGIN
+)
+
+
+def chat(*texts: str) -> list[dict[str, Any]]:
+    roles = ("user", "assistant") * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def folder(path: Path, template: str, **settings: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    values = {"bos_token": "<s>", "eos_token": "</s>"} | settings
+    (path / "tokenizer_config.json").write_text(json.dumps(values))
+    return path
+
+
+def learned(lessons: list[Lesson]) -> list[str]:
+    """Return what is learned, in the order of messages."""
+    places = [(turn, text[span.start : span.stop])
+              for text, spans, turns in lessons
+              for turn, span in zip(turns, spans, strict=True)]  # fmt: skip
+    return [text for _, text in sorted(places)]
+
+
+ASKED = chat("Who?", "The dog.", "Sure?", "Very.")
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "said"),
+    [
+        (CHATML, 1, ["The dog.<|im_end|>\n", "Very.<|im_end|>\n"]),
+        (THINKS, 2, ["<think>\n\n</think>\n\nThe dog.<|im_end|>\n",
+                     "<think>\n\n</think>\n\nVery.<|im_end|>\n"]),
+        (THINKING, 2, ["\n</think>\n\nThe dog.<|im_end|>\n", "\n</think>\n\nVery.<|im_end|>\n"]),
+        (ENDED, 1, ["The dog.<|im_end|>\n", "Very.<|im_end|>\n</s>"]),
+        (ENDED_BY_ANSWER, 1, ["The dog.<|im_end|>\n", "Very.<|im_end|>\n</s>"]),
+        (SEPARATED, 2, ["The dog.</s>", "Very.</s>"]),
+        (DEFAULT, 1, ["The dog.<|im_end|>\n", "Very.<|im_end|>\n"]),
+        (BRACKETS, 1, [" The dog.</s>", " Very.</s>"]),
+        (ALWAYS, 1, ["The dog.<|eot|>", "Very.<|eot|>"]),
+        (DISTILLED, 1, ["The dog.</s>", "Very.</s>"]),
+        (NO_HEADER, 1, [" The dog.\n", " Very.\n"]),
+        (PARTS, 1, ["The dog.</s>", "Very.</s>"]),
+        (MARKED, 1, ["The dog.<|im_end|>", "Very.<|im_end|>"]),
+    ],
+    ids=["chatml", "thinks", "thinking", "ended", "ended by answer", "separated", "default",
+         "brackets", "always", "distilled", "no header", "parts", "marked"],
+)  # fmt: skip
+def test_every_answer_is_learned(
+    template: str, texts: int, said: list[str], tmp_path: Path
+) -> None:
+    lessons = Chat(folder(tmp_path, template)).spans(ASKED)
+    assert (len(lessons), learned(lessons)) == (texts, said)
+
+
+@pytest.mark.parametrize("content", ["<think> no", "  The dog.  ", "</s>", "<", "T", "Who?", "0"])
+@pytest.mark.parametrize("template", [THINKS, ENDED, BRACKETS, ALWAYS, DISTILLED, NO_HEADER])
+def test_headers_stay_out_whatever_is_answered(template: str, content: str, tmp_path: Path) -> None:
+    actual = learned(Chat(folder(tmp_path, template)).spans(chat("Who?", content, "<", content)))
+    for answer in actual:
+        assert answer.startswith("<think>\n\n") or answer.lstrip().startswith(content.strip())
+        assert content.strip() in answer
+        assert "ssistant" not in answer
+
+
+def test_a_chat_that_the_assistant_begins(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "Hello."}, *chat("Who?", "The dog.")]
+    actual = Chat(folder(tmp_path, DEFAULT)).spans(messages)
+    assert learned(actual) == ["Hello.<|im_end|>\n", "The dog.<|im_end|>\n"]
+
+
+def test_what_follows_the_last_answer_is_left_out(tmp_path: Path) -> None:
+    messages = chat("Who?", "The dog.", "Sure?")
+    (lesson,) = Chat(folder(tmp_path, CHATML)).spans(messages)
+    assert lesson.text.endswith("The dog.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_by_any_name_is_kept(key: str, tmp_path: Path) -> None:
+    messages = chat("Who?", "The dog.", "Sure?", "Very.")
+    for message in messages[1::2]:
+        message[key] = f"Hm, {message['content']}"
+    actual = learned(Chat(folder(tmp_path, THINKS)).spans(messages))
+    assert actual == ["<think>\nHm, The dog.\n</think>\n\nThe dog.<|im_end|>\n",
+                      "<think>\nHm, Very.\n</think>\n\nVery.<|im_end|>\n"]  # fmt: skip
+
+
+class TestTools:
+    TOOLS = [{"type": "function", "function": {"name": "add"}}]  # noqa: RUF012
+
+    @staticmethod
+    def messages(arguments: Any, **more: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        asked = {"role": "assistant", "tool_calls": [call], **more}
+        result = {"role": "tool", "content": "3", "tool_call_id": "a"}
+        return [*chat("1 + 2?"), asked, result, {"role": "assistant", "content": "Three."}]
+
+    @pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+    @pytest.mark.parametrize("more", [{}, {"content": None}, {"content": ""}])
+    def test_calls_are_written_as_the_template_does(
+        self, arguments: Any, more: dict[str, Any], tmp_path: Path
+    ) -> None:
+        messages = self.messages(arguments, **more)
+        wants_text = CALLS.replace("arguments | tojson", "arguments + ''")
+        wants_null = wants_text.replace("m.content }}", "m.content or '' }}").replace(
+            "m.tool_calls or []", "(m.tool_calls if m.content is none else [])"
+        )
+        for template in (CALLS, wants_text, wants_null, CALLS.replace(" | tojson }})", " }})")):
+            lessons = Chat(folder(tmp_path, template)).spans(
+                messages, self.TOOLS * ("tools" in template)
+            )
+            expected = '<call>add({"a": 1})</call><|im_end|>\n'
+            assert learned(lessons) == [expected, "Three.<|im_end|>\n"]
+            assert lessons[0].text.startswith('tools: [{"type"')
+
+    def test_what_the_template_leaves_out_is_refused_by_name(self, tmp_path: Path) -> None:
+        known = Chat(folder(tmp_path, CHATML))
+        with pytest.raises(ConfigError, match=r"does not write messages\[1\]\.tool_calls"):
+            known.spans(self.messages({"a": 1}))
+        with pytest.raises(ConfigError, match="does not write tools"):
+            known.spans(ASKED, self.TOOLS)
+
+
+class TestWeights:
+    def test_an_answer_of_weight_zero_is_not_learned(self, tmp_path: Path) -> None:
+        for template in (CHATML, THINKS, MARKED):
+            known = Chat(folder(tmp_path, template))
+            messages = chat("Who?", "The dog.", "Sure?", "Very.")
+            messages[1]["weight"], messages[3]["weight"] = 0, 1
+            (lesson,) = known.spans(messages)
+            assert "Very." in learned([lesson])[0]
+            messages[3]["weight"] = 0
+            assert known.spans(messages) == []
+            messages[1]["weight"] = 1
+            (lesson,) = known.spans(messages)
+            assert "The dog." in learned([lesson])[0]
+            assert "Very." not in lesson.text
+
+    @pytest.mark.parametrize(("number", "weight"), [(1, 0.5), (1, "1"), (3, -1), (0, 1)])
+    def test_other_weights_are_refused(self, number: int, weight: Any) -> None:
+        messages = chat("Who?", "The dog.", "Sure?", "Very.")
+        messages[number]["weight"] = weight
+        with pytest.raises(ConfigError, match=rf"messages\[{number}\]\.weight is "):
+            Chat(None).spans(messages)
+
+
+class TestTokens:
+    MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
+    def learned(self, path: Path, template: str, end: str, **more: Any) -> list[str]:
+        """Return what is learned, each text as one."""
+        tokenizer = train_tokenizer("nothing but ASCII", 261, self.MARKS)
+        known, ends = Chat(folder(path, template)), [tokenizer.token_to_id(end)]
+        lessons = Record(1, ASKED, "", "", **more).texts(known)
+        actual = []
+        for text, spans, _ in lessons:
+            tokens, owners = encoded(tokenizer, text, spans, True, ends, known)
+            actual.append(tokenizer.decode(tokens[owners >= 0], skip_special_tokens=False))
+        return actual
+
+    @pytest.mark.parametrize(
+        ("template", "end", "expected"),
+        [
+            (CHATML, "<|im_end|>", ["The dog.<|im_end|>Very.<|im_end|>"]),
+            (ENDED, "<|im_end|>", ["The dog.<|im_end|>Very.<|im_end|>"]),
+            (ENDED, "</s>", ["The dog.<|im_end|>\nVery.<|im_end|>\n</s>"]),
+            (BRACKETS, "</s>", [" The dog.</s> Very.</s>"]),
+            (CHATML.replace("<|im_end|>\n", ""), "<|im_start|>",
+             ["The dog.<|im_start|>Very.<|im_start|>"]),
+        ],
+        ids=["once", "not the second", "of the text", "brackets", "of the next question"],
+    )  # fmt: skip
+    def test_an_end_is_learned_where_generation_stops(
+        self, template: str, end: str, expected: list[str], tmp_path: Path
+    ) -> None:
+        assert self.learned(tmp_path, template, end) == expected
+
+    @pytest.mark.parametrize("trim", [False, True])
+    def test_offsets_that_leave_spaces_out(self, trim: bool, tmp_path: Path) -> None:
+        from tokenizers import processors
+
+        tokenizer = train_tokenizer("the thing is", 270)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(tmp_path)
+        for prompt, answer in (("the\n", " thing  "), ("a  ", "  b"), ("", "  \n "), ("x", "\n\n")):
+            ((text, spans, _),) = Record(1, [], prompt, answer).texts(Chat(None))
+            tokens, owners = encoded(tokenizer, text, spans, False, [], Chat(None))
+            actual = tokenizer.decode(tokens[owners >= 0])
+            assert actual == answer
+
+
+def stopped(*now: int) -> type[datetime]:
+    """Return a clock that stands still."""
+    clock = type("Clock", (datetime,), {"now": classmethod(lambda cls: datetime(*now))})
+    return cast(type[datetime], clock)
+
+
+def test_a_question_is_asked_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text to learn from has a date that never changes."""
+
+    monkeypatch.setattr("unsloth_cupy.models.chat.datetime", stopped(2031, 5, 6, 7, 8))
+    known = Chat(folder(tmp_path, "{{ strftime_now('%d %b %Y %H:%M') }}{{ messages[0].content }}"))
+    assert known.text(ASKED, answer=True) == known.question(ASKED) == "06 May 2031 07:08Who?"
+    assert known.text(ASKED) == "26 Jul 2024 00:00Who?"
+
+
+@pytest.mark.parametrize(
+    ("settings", "beside"),
+    [
+        ({"extra_special_tokens": {"eot_token": "<|eot|>"}}, {}),
+        ({"eot_token": "<|eot|>"}, {}),
+        ({"eot_token": {"__type": "AddedToken", "content": "<|eot|>"}}, {}),
+        ({}, {"eot_token": "<|eot|>"}),
+        ({"eot_token": "<|old|>"}, {"eot_token": {"content": "<|eot|>"}}),
+        ({"eot_token": "<|eot|>", "added_tokens_decoder": {}}, {"eot_token": "<|old|>"}),
+    ],
+)
+def test_named_tokens(settings: dict[str, Any], beside: dict[str, Any], tmp_path: Path) -> None:
+    path = folder(tmp_path, "{{ messages[0].content }}{{ eot_token }}", **settings)
+    (path / "special_tokens_map.json").write_text(json.dumps(beside))
+    known = Chat(path)
+    assert known.text(ASKED) == "Who?<|eot|>"
+    (kept := tmp_path / "kept").mkdir()
+    for name, text in known.keep().items():
+        (kept / name).write_text(text)
+    assert Chat(kept).text(ASKED) == "Who?<|eot|>"
+
+
+def test_a_question_has_the_beginning_of_its_answer(tmp_path: Path) -> None:
+    """Also where the template writes none, as that is not learned."""
+    for template in (CHATML, THINKS, THINKING, ALWAYS, BRACKETS, DISTILLED, NO_HEADER, DEFAULT):
+        known = Chat(folder(tmp_path, template))
+        (lesson,) = known.spans(ASKED[:2])
+        asked = known.question(ASKED[:1])
+        assert (
+            asked.removesuffix("<think>\n" * (template is DISTILLED))
+            == (lesson.text[: lesson.spans[0].start])
+        )
+
+
+def published() -> list[Path]:
+    """Return the templates of models that a package of others holds."""
+    found = importlib.util.find_spec("trl")
+    places = found.submodule_search_locations if found else None
+    return sorted(Path(places[0], "chat_templates").glob("*.jinja")) if places else []
+
+
+@pytest.mark.skipif(not published(), reason="needs trl, for its templates of models")
+@pytest.mark.parametrize("path", published(), ids=lambda path: path.stem)
+def test_published_templates(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is what transformers writes behind the question, or what it says is marked."""
+    tools = pytest.importorskip(
+        "transformers.utils.chat_template_utils", reason="needs the extra `peers`"
+    )
+    monkeypatch.setattr(tools, "datetime", stopped(2024, 7, 26))
+    known = Chat(folder(tmp_path, path.read_text(encoding="utf-8")))
+    messages = chat("What?", "A tall tree.", "And that?", "The red fox!", "Why?", "Since 2 < 3.")
+    lessons, given = known.spans(messages), messages
+    if known.takes_parts:
+        given = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+    def written(count: int, **options: Any) -> tuple[str, list[list[tuple[int, int]]]]:
+        options |= {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "chat_template": path.read_text("utf-8"),
+        }
+        (text,), marks = tools.render_jinja_template([given[:count]], **options)
+        return text, marks
+
+    if known.marked:
+        _, marks = written(6, return_assistant_tokens_mask=True)
+        if len(lessons) == 1:
+            assert [tuple(span) for span in lessons[0].spans] == marks[0]
+        return
+    assert sorted(turn for lesson in lessons for turn in lesson.turns) == [1, 3, 5]
+    for text, spans, turns in lessons:
+        for (start, stop), turn in zip(spans, turns, strict=True):
+            whole, asked = written(turn + 1)[0], written(turn, add_generation_prompt=True)[0]
+            assert messages[turn]["content"] in text[start:stop]
+            if whole.startswith(asked):
+                assert text[:start] == asked
+            assert whole[start:].startswith(text[start:stop])
+
+
+class TestAccount:
+    @staticmethod
+    def account(path: Path, rows: list[dict[str, Any]], length: int, template: str) -> str:
+        from unsloth_cupy.finetune.training_data import _examples, account
+
+        (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        records = read_records(path / "rows.jsonl")
+        tokenizer = train_tokenizer("nothing but ASCII", 257)  # a token is a byte
+        part = sorted([*records.train, *records.held_out])
+        known = Chat(folder(path / "model", template))
+        return account(*_examples(records, tokenizer, [0], length, known, part), length)
+
+    def test_it_counts_what_is_learned(self, tmp_path: Path) -> None:
+        weighed = chat("Who?", "The dog.", "Sure?", "Very.")
+        weighed[1]["weight"] = 0
+        rows = [
+            {"messages": ASKED},
+            {"messages": weighed},
+            {"messages": chat("Who?", "A" * 9, "Sure?" * 60, "Lost.")},
+            {"messages": chat("Who?" * 99, "Lost.")},
+            {"prompt": "a", "completion": "bc"},
+            {"text": "abcd"},
+        ]
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        actual = self.account(
+            tmp_path, rows, 150, template + "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        learned = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
+        assert f"are learned ({learned} of " in actual
+        assert actual.startswith("4 of 7 answers of 4 chats, 1 of 1 completions, 1 of 1 texts are")
+        assert actual.endswith("1 dropped, 2 cut at tokens=150 (which lose 2 answers)")
+
+    def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
+        rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]
+        actual = self.account(tmp_path, rows, 500, THINKS)
+        assert actual.startswith("3 of 3 answers of 2 chats are learned (")
+        assert "; 1 more texts, as the template writes the last answer in its own way" in actual

@@ -6,7 +6,9 @@ by columns, as cuBLAS documents: a wrong order of arguments, flag or stride give
 
 import contextlib
 import ctypes
+import itertools
 import sys
+import threading
 import tracemalloc
 import types
 from typing import Any
@@ -26,6 +28,7 @@ NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
 
 
 DEFAULT_MODE = 0
+ON_5 = ["stream 5 of 77", "workspace 100 of 32 MiB"]
 
 
 class OnGpu:
@@ -65,7 +68,7 @@ def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -
 
 
 class Cublas:
-    """The six functions of cuBLAS with C's calling convention, computed by NumPy."""
+    """The seven functions of cuBLAS with C's calling convention, computed by NumPy."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -75,6 +78,7 @@ class Cublas:
             "GemmEx",
             "GemmStridedBatchedEx",
             "SetStream_v2",
+            "SetWorkspace_v2",
             "SetMathMode",
             "Create_v2",
             "Destroy_v2",
@@ -89,6 +93,10 @@ class Cublas:
 
     def cublasSetStream_v2(self, handle: int, stream: int) -> int:  # noqa: N802
         self.calls.append(f"stream {stream} of {handle}")
+        return 0
+
+    def cublasSetWorkspace_v2(self, handle: int, memory: int, size: int) -> int:  # noqa: N802
+        self.calls.append(f"workspace {memory} of {size >> 20} MiB")
         return 0
 
     def cublasSetMathMode(self, handle: int, mode: int) -> int:  # noqa: N802
@@ -162,9 +170,14 @@ class Cublas:
 def cublas(monkeypatch: pytest.MonkeyPatch) -> Cublas:
     library = Cublas()
     stream = lambda: types.SimpleNamespace(ptr=5)  # noqa: E731
+    addresses = itertools.count(100, 100)
+    monkeypatch.setattr(common_gemm, "workspaces", {})
     cuda = types.SimpleNamespace(
         get_current_stream=stream,
         is_available=lambda: True,
+        Device=lambda: types.SimpleNamespace(compute_capability="90"),
+        using_allocator=lambda allocator: contextlib.nullcontext(),
+        alloc=lambda size: types.SimpleNamespace(ptr=next(addresses)),
         runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
     )
     empty = lambda shape, dtype: OnGpu(np.full(shape, 9, dtype))  # noqa: E731
@@ -221,7 +234,7 @@ def test_every_layout(cublas: Cublas, where: str, dtype: Any, how_a: str, how_b:
     check(getattr(actual, "values", actual), exact, 7)
     if where == "cublas":
         flags = "".join(str(int("transposed" in how)) for how in (how_b, how_a))
-        assert cublas.calls == ["stream 5 of 77", f"gemm 3x5x7 flags {flags}"]
+        assert cublas.calls == [*ON_5, f"gemm 3x5x7 flags {flags}"]
 
 
 @pytest.mark.parametrize("where", ["numpy", "cublas"])
@@ -257,7 +270,7 @@ def test_batches(cublas: Cublas, where: str, shapes: Any, how: str) -> None:
     gemm(placed(lying(a, how)), placed(lying(b, how)), out=placed(out))
     check(out, exact, 7)
     if where == "cublas":
-        assert [call.split()[0] for call in cublas.calls] == ["stream", "strided"]
+        assert [call.split()[0] for call in cublas.calls] == ["stream", "workspace", "strided"]
 
 
 @pytest.mark.parametrize("where", ["numpy", "cublas"])
@@ -342,10 +355,28 @@ def test_a_handle_is_made_once_and_set_to_each_new_stream(
     for _ in range(5):
         gemm(a, a)
     product = "gemm 2x2x2 flags 00"
-    first = ["stream 5 of 77", product, product]
-    assert cublas.calls == [*first, "stream 6 of 77", product, product, "stream 5 of 77", product]
+    on_6 = ["stream 6 of 77", "workspace 200 of 32 MiB"]
+    assert cublas.calls == [*ON_5, product, product, *on_6, product, product, *ON_5, product]
     common_gemm.handles.by_device.clear()
     assert cublas.calls[-1] == "destroyed 77"
+
+
+@pytest.mark.parametrize(("stream", "several"), [(5, 1), (2, 2)])
+def test_threads_share_the_memory_of_a_stream(cublas: Cublas, stream: int, several: int) -> None:
+    """Unless the address 2 stands for a stream of each thread."""
+    cuda, made = sys.modules["cupy"].cuda, []
+    meet = threading.Barrier(2)  # else the second thread may have the first one's number
+
+    def ask() -> None:
+        made.append(common_gemm._workspace(cuda, 0, stream)[0].ptr)
+        meet.wait()
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*made}) == several
 
 
 def test_wrong_calls(cublas: Cublas) -> None:

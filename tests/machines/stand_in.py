@@ -614,6 +614,8 @@ def gpu(
         op.routes.clear()  # they were recorded on another machine
     gradients.tables.clear()
     counters._kept.clear()
+    workspaces = dict(gemm.workspaces)
+    gemm.workspaces.clear()
     core_gpu._several.cache_clear()
     if devices is not None:
         _forget_devices()
@@ -627,6 +629,8 @@ def gpu(
             op.routes.clear()  # of a machine that is gone
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
+        gemm.workspaces.clear()
+        gemm.workspaces.update(workspaces)
         counters._kept.clear()
         core_gpu._several.cache_clear()
         faults._records.clear()  # of devices that are gone

@@ -22,6 +22,7 @@ from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, FLOATS, Array, Stored
 from ...core.stand_in import is_planned, representative_steps
 from ...errors import DTypeError, KernelError, ShapeError
+from ...placement import PER_THREAD
 
 BLOCK_BYTES = 8 * 2**20  # NumPy: size of the part of a 16-bit operand that is widened at a time
 SUM_BYTES = 2**20  # NumPy: size of the part of a product that is computed, then added to out
@@ -33,6 +34,7 @@ COMPUTE = {True: (68, ctypes.c_float), False: (70, ctypes.c_double)}
 KEEP, TRANSPOSE, ANY_ALGORITHM = 0, 1, -1
 KEPT = 4096  # forms of products
 FULL_PRECISION = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums in float32
+WORKSPACE = {False: 4 * 2**20, True: 32 * 2**20}  # bytes that NVIDIA recommends before, from sm_90
 
 
 def gemm(
@@ -210,14 +212,27 @@ def _by_copies(a: Any, b: Any, out: Any, add: bool) -> None:
 
 
 class Handle:
-    """A handle of cuBLAS with partial sums in float32, and the stream that it was last set to."""
+    """A handle of cuBLAS with partial sums in float32, and the stream that it was last set to.
+
+    cuBLAS's own workspace depends on what other streams do, and on capture into a graph, and with
+    it the order of sums.  So each stream has one of ours, whose size is always the same.
+    """
 
     def __init__(self, library: Any) -> None:
-        self.library, self.value, self.stream = library, ctypes.c_void_p(), 0
+        self.library, self.value, self.stream = library, ctypes.c_void_p(), -1
         if library.cublasCreate_v2(ctypes.byref(self.value)) or library.cublasSetMathMode(
             self.value, FULL_PRECISION
         ):
             raise KernelError("gemm: cuBLAS creates no handle; is the GPU's memory full?")
+
+    def set_stream(self, stream: int, workspace: Any, size: int) -> None:
+        """Let later products run on a stream, with this memory of ``size`` bytes."""
+        library, value = self.library, self.value
+        if library.cublasSetStream_v2(value, stream) or library.cublasSetWorkspace_v2(
+            value, workspace.ptr, size
+        ):  # in this order: a new stream takes the workspace away
+            raise KernelError("gemm: cuBLAS rejects the stream; is the GPU lost?")
+        self.stream = stream
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if not ending():  # then the driver may be gone
@@ -232,6 +247,21 @@ class Handles(threading.local):
 
 
 handles = Handles()
+workspaces: dict[tuple[int, int, int], Any] = {}  # by device, stream, thread; graphs use them too
+
+
+def _workspace(cuda: Any, device: int, stream: int) -> tuple[Any, int]:
+    """Return memory that products on a stream of the current device share, and its bytes."""
+    key = device, stream, threading.get_ident() if stream == PER_THREAD else 0
+    size = WORKSPACE[int(cuda.Device().compute_capability) >= 90]
+    if key not in workspaces:
+        try:
+            with cuda.using_allocator(None):  # in a pool it would pin a whole chunk
+                made = cuda.alloc(size)
+        except RuntimeError:  # from CUDA: the pool holds all memory, but some of it may be unused
+            made = cuda.alloc(size)
+        workspaces.setdefault(key, made)
+    return workspaces[key], size
 
 
 def _handle(library: Any) -> ctypes.c_void_p:
@@ -243,9 +273,7 @@ def _handle(library: Any) -> ctypes.c_void_p:
         handle = handles.by_device[device] = Handle(library)
     stream = cuda.get_current_stream().ptr
     if stream != handle.stream:
-        if library.cublasSetStream_v2(handle.value, stream):
-            raise KernelError("gemm: cuBLAS rejects the stream; is the GPU lost?")
-        handle.stream = stream
+        handle.set_stream(stream, *_workspace(cuda, device, stream))
     return handle.value
 
 
@@ -260,7 +288,7 @@ def cublas() -> Any:
 
 
 def declare(library: Any) -> None:
-    """Declare the argument types of the six functions: addresses and integers."""
+    """Declare the argument types of the seven functions: addresses and integers."""
     pointer, number, distance = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     matrix = [pointer, number, number]  # address, dtype, elements between columns
     head, tail = [pointer, *[number] * 5, pointer], [number, number]
@@ -271,5 +299,6 @@ def declare(library: Any) -> None:
         *tail,
     ]
     library.cublasSetStream_v2.argtypes = [pointer, pointer]
+    library.cublasSetWorkspace_v2.argtypes = [pointer, pointer, ctypes.c_size_t]
     library.cublasSetMathMode.argtypes = [pointer, number]
     library.cublasCreate_v2.argtypes = library.cublasDestroy_v2.argtypes = [pointer]

@@ -83,7 +83,7 @@ def of_a_layer(what: Any, capability: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])
-@pytest.mark.parametrize(("what", "expected"), [(forward, 12), (backward, 26), (decode, 13)])
+@pytest.mark.parametrize(("what", "expected"), [(forward, 12), (backward, 24), (decode, 13)])
 def test_launches_of_a_llama_layer(what: Any, expected: int, capability: str) -> None:
     actual = of_a_layer(what, capability)
     assert actual.total() == expected, f"{what.__name__} starts {dict(actual)}"

@@ -12,6 +12,7 @@ from unsloth_cupy.models import create
 from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.step import Step
 from unsloth_cupy.models.transformer import Transformer
+from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.training.tape import Tape
 
 from ..machines.stand_in import Machine, gpu
@@ -19,7 +20,7 @@ from ..machines.stand_in import Machine, gpu
 SIZES = {
     "model_type": "llama",
     "vocab_size": 256,
-    "hidden_size": 128,
+    "hidden_size": 256,
     "intermediate_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -83,7 +84,12 @@ def of_a_layer(what: Any, capability: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])
-@pytest.mark.parametrize(("what", "expected"), [(forward, 12), (backward, 24), (decode, 13)])
-def test_launches_of_a_llama_layer(what: Any, expected: int, capability: str) -> None:
+@pytest.mark.parametrize(("what", "expected"), [(forward, 9), (backward, 17), (decode, 10)])
+def test_launches_of_a_llama_layer(
+    what: Any, expected: int, capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before sm_90, attention copies v, whose tokens are further apart than those of k."""
+    monkeypatch.setattr(_hopper, "requested", True)
     actual = of_a_layer(what, capability)
+    expected += what is forward and capability == "80"
     assert actual.total() == expected, f"{what.__name__} starts {dict(actual)}"

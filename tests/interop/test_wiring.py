@@ -75,6 +75,7 @@ def test_products_share_an_axis_that_they_sum_over():
         "bit_linear_forward",
         "linear",
         "linear_cross_entropy_forward",
+        "linears",
         "lora_down",
         "lora_linear_forward",
         "lora_up",

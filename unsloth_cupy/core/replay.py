@@ -59,6 +59,11 @@ class Recorded(StandIn):
         """Return a new array that ``new`` allocates, as every replay does again."""
         return self.recording.allocate(shape, dtype, new or _allocator(self))
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return a view of columns, ``[..., start:stop]``, which every replay makes again."""
+        columns = type(key) is tuple and len(key) == 2 and key[0] is Ellipsis
+        return self.recording.view(self, key) if columns else _refuse()
+
     def spanned(self, size: int) -> Any:
         """Return the array itself: a kernel gets only its address."""
         return self
@@ -69,7 +74,8 @@ class Recording:
 
     def __init__(self) -> None:
         self.arrays: list[Recorded] = []  # those of the call, then those that are allocated
-        self.forms: list[tuple[Any, Any, Any]] = []  # of the latter: allocator, shape, dtype
+        # of the latter: allocator, shape, dtype; of a view: None, number of its array, key
+        self.forms: list[tuple[Any, Any, Any]] = []
         self.starts: list[tuple[Any, ...]] = []  # launch, grid, block, arguments, shared memory
 
     def enter(self, array: Any) -> Any:
@@ -82,6 +88,11 @@ class Recording:
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
         self.forms.append((new, sizes, np.dtype(dtype)))
         return self.enter(new(sizes, np.dtype(dtype)))
+
+    def view(self, of: Recorded, key: Any) -> Any:
+        """Record a view of an array; return its stand-in."""
+        self.forms.append((None, next(n for n, a in enumerate(self.arrays) if a is of), key))
+        return self.enter(of.form[key])
 
     def starting(self, kernel: Any) -> Callable[..., None]:
         """Return a function that records a launch of a kernel instead of starting it."""
@@ -112,9 +123,16 @@ class Recording:
         results = picker(result if type(result) is tuple else (result,))
         starts = [(*start[:3], picker(start[3]), start[4]) for start in self.starts]
         forms = self.forms
+        views = any(new is None for new, *_ in forms)
 
         def replay(arrays: list[Any], options: dict[str, Any]) -> Any:
-            live = [*arrays, *[new(shape, dtype) for new, shape, dtype in forms], *fixed]
+            if views:
+                live = [*arrays]
+                for new, one, other in forms:
+                    live.append(live[one][other] if new is None else new(one, other))
+                live += fixed
+            else:
+                live = [*arrays, *[new(shape, dtype) for new, shape, dtype in forms], *fixed]
             for launch, grid, block, pick, shared in starts:
                 launch(grid, block, pick(live), shared)
             return results(live)

@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unsloth_cupy import linear, linear_backward
 from unsloth_cupy.core.dtypes import BFLOAT16, FLOATS
 from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
 from unsloth_cupy.ops.common import gemm as common_gemm
 from unsloth_cupy.ops.common.gemm import gemm
+from unsloth_cupy.ops.linear.linears import linears, linears_backward
 
 from ..harness.parity import EPS, on_gpu
+from ..machines.stand_in import Machine, gpu
 
 NAMES = {number: dtype for dtype, number in common_gemm.DTYPES.items()}
 NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
@@ -406,6 +409,51 @@ def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.suppress(ImportError):  # here it is not
         common_gemm.cublas.__wrapped__()
     assert asked == ["cublas"]
+
+
+def operands(machine: Machine, apart: bool, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return x and two weights, rows of one matrix or not, and two gradients, columns of one."""
+    x, whole, dy = (draw(*s, dtype=np.float32, seed=seed) for s in ((2, 4, 8), (24, 8), (2, 4, 24)))
+    whole, dy = machine.place(whole), machine.place(dy)
+    weights, dys = [whole[:16], whole[16:]], [dy[..., :16], dy[..., 16:]]
+    if apart:
+        weights, dys = ([machine.place(a.values.copy()) for a in each] for each in (weights, dys))
+    return [machine.place(x), *weights], dys
+
+
+@pytest.mark.parametrize("order", [[False] * 5, [True] * 5, [True, False] * 5])
+def test_replayed_products_take_the_arrays_of_their_call(
+    order: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that lie together or apart, in turns: both have the same strides."""
+    with gpu("90") as machine:
+        machine.strict = False
+        library = Cublas()
+        monkeypatch.setattr(common_gemm, "cublas", lambda: library)
+        for seed, apart in enumerate(order):
+            (x, *weights), dys = operands(machine, apart, seed)
+            looked_up = common_gemm._product.cache_info().hits
+            library.calls.clear()
+            ys: Any = linears(x, *weights)[:2]
+            dx, *dweights = linears_backward(*dys, None, x, *weights)[:3]
+            one = linear(x, weights[0])
+            back = linear_backward(dys[0], x, weights[0], wanted=frozenset({"weight"}))
+            products = [call for call in library.calls if call[0] == "g"]
+            assert len(products) == 2 + (6 if apart else 3)
+            assert seed < 4 or looked_up == common_gemm._product.cache_info().hits, "not replayed"
+            wide = x.values.astype(np.float64).reshape(8, 8)
+            pairs = [(d.values.reshape(8, -1), w.values) for d, w in zip(dys, weights, strict=True)]
+            exact = [wide @ w.T for _, w in pairs], [d.T @ wide for d, _ in pairs]
+            for actual, expected in zip([*ys, *dweights], itertools.chain(*exact), strict=True):
+                close(actual.values.reshape(expected.shape), expected)
+            close(dx.values.reshape(8, 8), sum(d @ w for d, w in pairs))
+            close(one.values, ys[0].values)
+            close(back[1].values, dweights[0].values)
+            assert back[0] is back[2] is None
+
+
+def close(actual: np.ndarray, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

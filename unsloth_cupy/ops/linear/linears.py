@@ -16,6 +16,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
+from ...core.replay import Recorded
 from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from .linear import flat
@@ -26,13 +27,18 @@ WEIGHTS = ("weight", "weight2", "weight3")
 def rows_of_one(weights: Sequence[Any]) -> Any:
     """Return the matrix of which these are the rows, one after another; None if there is none."""
     base = getattr(weights[0], "base", None)
-    return base if _parts_of(base, weights, axis=0) else None
+    return _lying(weights[0], base) if _parts_of(base, weights, axis=0) else None
 
 
 def columns_of_one(arrays: Sequence[Any]) -> Any:
     """Return the array of which these are the columns, side by side; None if there is none."""
     base = getattr(arrays[0], "base", None)
-    return base if _parts_of(base, arrays, axis=-1) else None
+    return _lying(arrays[0], base) if _parts_of(base, arrays, axis=-1) else None
+
+
+def _lying(first: Any, base: Any) -> Any:
+    """Return base, of which ``first`` is the start; its stand-in where a call is recorded."""
+    return first.lying(base) if type(first) is Recorded else base
 
 
 def _parts_of(base: Any, arrays: Sequence[Any], axis: int) -> bool:
@@ -62,6 +68,7 @@ def _address(array: Any) -> int:
     " weight3?(outputs3, inputs): weight"
     " -> y(*rows, outputs), y2(*rows, outputs2), y3(*rows, outputs3)",
     widen=False,  # products take 16-bit operands as they are
+    products=True,
     operations=lambda a: 2 * a["x"].size * sum(len(a[n]) for n in WEIGHTS if a.get(n) is not None),
 )
 def linears(
@@ -70,11 +77,12 @@ def linears(
     """Return ``linear`` of x for each weight; None for an absent one."""
     weights = [each for each in (weight, weight2, weight3) if each is not None]
     whole = rows_of_one(weights)
-    if whole is None:
-        ys = [gemm(flat(x), each.T).reshape(*x.shape[:-1], len(each)) for each in weights]
-    else:
-        y = gemm(flat(x), whole.T).reshape(*x.shape[:-1], len(whole))
-        ys = [y[..., part] for part in _spans([len(each) for each in weights])]
+    matrices = weights if whole is None else [whole]
+    ys = [empty((*x.shape[:-1], each.shape[0]), x.dtype, like=x) for each in matrices]
+    for y, each in zip(ys, matrices, strict=True):
+        gemm(flat(x), each.T, out=flat(y))
+    if whole is not None:
+        ys = [ys[0][..., part] for part in _spans(weights)]
     return *ys, *[None] * (len(WEIGHTS) - len(ys))
 
 
@@ -95,37 +103,61 @@ def linears_backward(
     needed = requested_gradients("linears_backward", wanted, x=x, **by_name)
     weights = [each for each in by_name.values() if each is not None]
     dys = [
-        np.zeros_like(x, shape=(*x.shape[:-1], len(each))) if given is None else given
+        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if given is None else given
         for given, each in zip((dy, dy2, dy3), weights, strict=False)
     ]
     dx, dweights = None, dict.fromkeys(WEIGHTS)
-    spans, rows = _spans([len(each) for each in weights]), flat(x)
+    spans, rows = _spans(weights), flat(x)
     matrix, joined = rows_of_one(weights), columns_of_one(dys)
     moved, spared = 2 * spans[-1].stop, 3 * (len(weights) - 1) * x.shape[-1]  # values of a row
     if joined is None and matrix is not None and moved <= spared:
-        joined = np.concatenate(dys, axis=-1)
-    columns = [flat(each) for each in dys] if joined is None else [flat(joined)]
+        joined = empty((*x.shape[:-1], spans[-1].stop), x.dtype, like=x)
+        _concatenate(dys, joined)
     if "x" in needed:
-        dx = empty(rows.shape, x.dtype, like=x)
-        matrices = weights if joined is None or matrix is None else [matrix]
-        pieces = columns if len(columns) == len(matrices) else [flat(each) for each in dys]
-        for number, (piece, each) in enumerate(zip(pieces, matrices, strict=True)):
-            gemm(piece, each, out=dx, add=number > 0)
-        dx = dx if x.ndim == 2 else dx.reshape(x.shape)
+        dx = empty(x.shape, x.dtype, like=x)
+        one = joined is not None and matrix is not None
+        pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
+        for number, (each, weight_of) in enumerate(pairs):
+            gemm(flat(each), weight_of, out=flat(dx), add=number > 0)
     if needed.intersection(WEIGHTS):
         whole = empty((spans[-1].stop, x.shape[-1]), weight.dtype, like=x)
-        for piece, span in zip(columns, spans if joined is None else [slice(None)], strict=True):
-            gemm(piece.T, rows, out=whole[span])
-        dweights |= {n: whole[span] for n, span in zip(WEIGHTS, spans, strict=False) if n in needed}
+        parts = {n: whole[span] for n, span in zip(WEIGHTS, spans, strict=False)}
+        pairs = zip(dys, parts.values(), strict=True) if joined is None else [(joined, whole)]
+        for each, part in pairs:
+            gemm(flat(each).T, rows, out=part)
+        dweights |= {name: part for name, part in parts.items() if name in needed}
     return dx, *dweights.values()
 
 
-def _spans(sizes: Sequence[int]) -> list[slice]:
-    """Return a slice of each size, one after another."""
+def _concatenate(arrays: Sequence[Any], out: Any) -> None:
+    """Copy arrays side by side into out."""
+
+    def start(_: Any, __: Any, those: Sequence[Any], ___: int) -> None:
+        np.concatenate(those[:-1], axis=-1, out=those[-1])
+
+    if type(out) is Recorded:
+        out.recording.calling(start, *arrays, out)
+    else:
+        start((), (), (*arrays, out), 0)
+
+
+def _spans(weights: Sequence[Any]) -> list[slice]:
+    """Return where the columns of each weight's results are."""
+    sizes = [weight.shape[0] for weight in weights]
     stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
 
 
+def _present(arrays: Sequence[Any]) -> list[Any]:
+    return [array for array in arrays if array is not None]
+
+
+linears.facts["lying"] = lambda arrays: rows_of_one(_present(arrays[1:])) is None
+linears_backward.facts["lying"] = lambda arrays: (
+    rows_of_one(_present(arrays[4:])) is None,
+    columns_of_one(_present(arrays[:3]) or [None]) is None,
+)
+linears_backward.facts["products"] = True
 linears_backward.facts["operations"] = lambda a: (
     2
     * math.prod(a["x"].shape)

@@ -120,7 +120,7 @@ def load(
                 quantizer=quantizer,
                 division=division,
                 parts=rank_parts,
-                joined=Joined(division.shape if division else config.shapes().__getitem__),
+                joined=Joined(config, division),
             )
             parameters, layout = read_tensors(path, stored_in, handles, chosen_dtype, keep, holds)
             if division is not None and division.stages is not None:
@@ -265,7 +265,7 @@ def create(
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
-        joined = Joined(division.shape if division else parsed.shapes().__getitem__)
+        joined = Joined(parsed, division)
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if division is not None and not division.holds(name):
                 continue

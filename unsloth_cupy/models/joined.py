@@ -3,12 +3,14 @@
 Then one product computes all of their outputs.  Their names stay, and each may be changed in place.
 """
 
-from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from ..core.arrays import empty
 from ..core.dtypes import Stored
 from ..core.gpu import is_cupys
+from .config import Config
+from .division import Division
 
 GROUPS = (
     [f"self_attn.{n}_proj.weight" for n in "qkv"],
@@ -19,9 +21,8 @@ GROUPS = (
 class Joined:
     """Moves parameters of a GPU into the matrices of their groups, as they are created."""
 
-    def __init__(self, shape: Callable[[str], tuple[int, ...]]) -> None:
-        """Take the function that returns the shape of a parameter, by name."""
-        self.shape = shape
+    def __init__(self, config: Config, division: Division | None) -> None:
+        self.config, self.division = config, division
         self.matrices: dict[str, Any] = {}  # by the name of a group's first parameter
 
     def __call__(self, name: str, value: Any) -> Any:
@@ -31,7 +32,7 @@ class Joined:
             return value
         own = next(part for part in group if name.endswith(part))
         names = [name.removesuffix(own) + part for part in group]
-        rows = [self.shape(each)[0] for each in names]
+        rows = [self.shapes[each][0] for each in names]
         if names[0] not in self.matrices:
             shape = sum(rows), value.shape[1]
             self.matrices[names[0]] = empty(shape, value.dtype, like=value)
@@ -39,6 +40,12 @@ class Joined:
         part = self.matrices[names[0]][start : start + len(value)]
         part[...] = value
         return part
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of this rank's parameters, by name."""
+        shapes, division = self.config.shapes(), self.division
+        return shapes if division is None else {name: division.shape(name) for name in shapes}
 
     @staticmethod
     def takes(value: Any) -> bool:

@@ -117,7 +117,7 @@ class Step:
         stored = keys, values, self.starts
         return rope_append_(q, k, v, cos, sin, *stored, positions, sinks=sinks)[0], None
 
-    def attend(self, layer: int, q: Array, k: Array | None, v: Array, **options: Any) -> Array:
+    def attend(self, layer: int, q: Array, k: Any, v: Array, **options: Any) -> Array:
         """Return attention over all slots of the cache that hold a real token, k and v among them.
 
         k is None if ``turn`` has stored it.
@@ -132,7 +132,6 @@ class Step:
             if k is not None:
                 kv_append_(k, v, keys, values, self.starts, sinks=sinks)
             return attention(q, keys, values, key_lengths=lengths, **options)
-        assert k is not None  # codes are not stored by ``turn``
         kv_append_int8_(k, v, keys, values, scales, starts=self.starts, sinks=sinks)
         stored = keys, values, scales, self.rows
         return attention_paged_int8_forward(q, *stored, lengths, **options)[0]

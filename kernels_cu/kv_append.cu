@@ -39,15 +39,9 @@ kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ key
            const __grid_constant__ Cache call) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, row = token / call.tokens;
-    const long long at = token % call.tokens, ring = call.slots - call.sinks;
+    const long long at = token % call.tokens;
     if (token >= call.count) return;
-    const long long first = starts == nullptr ? call.start : (long long)starts[row];
-    const long long position = first + at;
-    long long slot = position;
-    if (position >= call.sinks) {
-        if (position < first + call.tokens - ring) return;  // a later token takes its slot
-        slot = call.sinks + (position - call.sinks) % ring;
-    }
+    const long long slot = slot_of(call, starts == nullptr ? call.start : (long long)starts[row], at);
     if (slot < 0) return;
     copy(k + row * call.k_row + at * call.k_token, v + row * call.v_row + at * call.v_token, keys,
          values, row * call.slots + slot, vector % VECTORS * LANES);

@@ -27,13 +27,15 @@
 //   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
 //   through shared memory.  In backward, a block takes many rows, and every thread adds the
 //   contributions of its columns to dw and dbias in shared memory, in float32, at addresses that no
-//   other thread uses.  A block writes one row of partial sums, which column_sum.cu adds in a fixed
-//   order: no atomics, equal bits.
+//   other thread uses.  A block writes one row of partial sums.  The last block of each team to end
+//   adds those of its team, the last of these blocks those of all teams, in a fixed order: equal
+//   bits, and no block adds more than about twice the root of their number.
 //
 //   A row in registers is centred before it is squared.  In a row too long for registers, every
 //   thread merges the mean and the centred squares of one vector after the other: no digits are
 //   lost far from zero, and the row is read twice instead of three times.
 constexpr int COLUMNS = HIDDEN;
+#include <common/last_block.cuh>
 #include <common/row_threads.cuh>
 #include <common/rows.cuh>
 #include <common/vector.cuh>
@@ -201,6 +203,52 @@ DEVICE void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
     store(dx, at, d);
 }
 
+// Call to(which, column, sum) with the sums of `count` rows of partial, `step` rows apart.
+template <class To>
+DEVICE void add_rows(const float *partial, int first, int step, int count, int groups, To to) {
+    for (int i = threadIdx.x; i < SUMS * DEPTH * ROW_THREADS; i += THREADS) {
+        const int which = i / (DEPTH * ROW_THREADS);
+        const int column = column_of(i / ROW_THREADS % DEPTH, i % ROW_THREADS);
+        if (!inside(column)) continue;
+        const float *row = partial + ((long long)which * groups + first) * HIDDEN + column;
+        float sum[LANES] = {};
+#pragma unroll 4
+        for (int r = 0; r < count; r++, row += (long long)step * HIDDEN) {
+            float v[LANES];
+            load(v, row);
+#pragma unroll
+            for (int j = 0; j < LANES; j++) sum[j] += v[j];
+        }
+        to(which, column, sum);
+    }
+}
+
+// Add the partial sums of all groups, in teams of `team` groups.  Blocks of one rank in their
+// clusters have the same columns, and counters of their own.
+DEVICE void finish(float *partial, W *dweight, B *dbias, unsigned *arrived, int team) {
+    __shared__ bool last;
+    const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
+    const int teams = (groups + team - 1) / team;
+    arrived += rank_in<CLUSTER>() * (teams + 1);
+    int first = group / team * team, step = 1, count = groups - first < team ? groups - first : team;
+    unsigned *counter = arrived + group / team;
+    while (true) {
+        __syncthreads();
+        if (!last_to_arrive(counter, count, last)) return;
+        const bool all = teams == 1 || step == team;
+        add_rows(partial, first, step, count, groups,
+                 [&](int which, int column, const float (&sum)[LANES]) {
+                     if (!all)
+                         store(partial, ((long long)which * groups + first) * HIDDEN + column, sum);
+                     else if (!BIAS || which == 0) store(dweight, column, sum);
+                     else store(dbias, column, sum);
+                 });
+        if (all) return;
+        counter = arrived + teams;
+        first = 0, step = team, count = teams;
+    }
+}
+
 // partial[0, i] is the sum over the rows of the i-th block, or cluster, for dw; partial[1, i] that
 // for dbias.
 DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, const float *mean,
@@ -322,8 +370,10 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
 norm_backward(const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h,
               const W *weight, const float *__restrict__ mean, const float *__restrict__ rstd,
-              T *__restrict__ dx, float *__restrict__ partial, long long rows,
-              const __grid_constant__ Layouts of, float offset) {
+              T *__restrict__ dx, float *partial, W *__restrict__ dweight, B *__restrict__ dbias,
+              unsigned *arrived, long long rows, const __grid_constant__ Layouts of, float offset,
+              int team) {
     backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, layout(of, 0), layout(of, 1),
              layout(of, 2), CENTRED ? 0 : offset);
+    finish(partial, dweight, dbias, arrived, team);
 }

@@ -11,3 +11,12 @@ struct Cache {
     // distances between neighbouring rows, and tokens of a row, of k and v, in values
     long long k_row, k_token, v_row, v_token;
 };
+
+// The slot of token `at` of the new ones of a row, of which `first` is the position of the first;
+// -1 if a later one of them takes it, or there is none.
+DEVICE long long slot_of(const Cache &call, long long first, long long at) {
+    const long long position = first + at, ring = call.slots - call.sinks;
+    if (position < call.sinks) return position < 0 ? -1 : position;
+    if (position < first + call.tokens - ring) return -1;
+    return call.sinks + (position - call.sinks) % ring;
+}

@@ -6,7 +6,9 @@ by columns, as cuBLAS documents: a wrong order of arguments, flag or stride give
 
 import contextlib
 import ctypes
+import itertools
 import sys
+import threading
 import tracemalloc
 import types
 from typing import Any
@@ -14,18 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unsloth_cupy import linear, linear_backward
 from unsloth_cupy.core.dtypes import BFLOAT16, FLOATS
 from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
 from unsloth_cupy.ops.common import gemm as common_gemm
 from unsloth_cupy.ops.common.gemm import gemm
+from unsloth_cupy.ops.linear.linears import linears, linears_backward
 
 from ..harness.parity import EPS, on_gpu
+from ..machines.stand_in import Machine, gpu
 
 NAMES = {number: dtype for dtype, number in common_gemm.DTYPES.items()}
 NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
 
 
 DEFAULT_MODE = 0
+ON_5 = ["stream 5 of 77", "workspace 100 of 32 MiB"]
 
 
 class OnGpu:
@@ -65,7 +71,7 @@ def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -
 
 
 class Cublas:
-    """The six functions of cuBLAS with C's calling convention, computed by NumPy."""
+    """The seven functions of cuBLAS with C's calling convention, computed by NumPy."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -75,6 +81,7 @@ class Cublas:
             "GemmEx",
             "GemmStridedBatchedEx",
             "SetStream_v2",
+            "SetWorkspace_v2",
             "SetMathMode",
             "Create_v2",
             "Destroy_v2",
@@ -89,6 +96,10 @@ class Cublas:
 
     def cublasSetStream_v2(self, handle: int, stream: int) -> int:  # noqa: N802
         self.calls.append(f"stream {stream} of {handle}")
+        return 0
+
+    def cublasSetWorkspace_v2(self, handle: int, memory: int, size: int) -> int:  # noqa: N802
+        self.calls.append(f"workspace {memory} of {size >> 20} MiB")
         return 0
 
     def cublasSetMathMode(self, handle: int, mode: int) -> int:  # noqa: N802
@@ -162,9 +173,14 @@ class Cublas:
 def cublas(monkeypatch: pytest.MonkeyPatch) -> Cublas:
     library = Cublas()
     stream = lambda: types.SimpleNamespace(ptr=5)  # noqa: E731
+    addresses = itertools.count(100, 100)
+    monkeypatch.setattr(common_gemm, "workspaces", {})
     cuda = types.SimpleNamespace(
         get_current_stream=stream,
         is_available=lambda: True,
+        Device=lambda: types.SimpleNamespace(compute_capability="90"),
+        using_allocator=lambda allocator: contextlib.nullcontext(),
+        alloc=lambda size: types.SimpleNamespace(ptr=next(addresses)),
         runtime=types.SimpleNamespace(getDeviceCount=lambda: 1),
     )
     empty = lambda shape, dtype: OnGpu(np.full(shape, 9, dtype))  # noqa: E731
@@ -221,7 +237,7 @@ def test_every_layout(cublas: Cublas, where: str, dtype: Any, how_a: str, how_b:
     check(getattr(actual, "values", actual), exact, 7)
     if where == "cublas":
         flags = "".join(str(int("transposed" in how)) for how in (how_b, how_a))
-        assert cublas.calls == ["stream 5 of 77", f"gemm 3x5x7 flags {flags}"]
+        assert cublas.calls == [*ON_5, f"gemm 3x5x7 flags {flags}"]
 
 
 @pytest.mark.parametrize("where", ["numpy", "cublas"])
@@ -257,7 +273,7 @@ def test_batches(cublas: Cublas, where: str, shapes: Any, how: str) -> None:
     gemm(placed(lying(a, how)), placed(lying(b, how)), out=placed(out))
     check(out, exact, 7)
     if where == "cublas":
-        assert [call.split()[0] for call in cublas.calls] == ["stream", "strided"]
+        assert [call.split()[0] for call in cublas.calls] == ["stream", "workspace", "strided"]
 
 
 @pytest.mark.parametrize("where", ["numpy", "cublas"])
@@ -342,10 +358,28 @@ def test_a_handle_is_made_once_and_set_to_each_new_stream(
     for _ in range(5):
         gemm(a, a)
     product = "gemm 2x2x2 flags 00"
-    first = ["stream 5 of 77", product, product]
-    assert cublas.calls == [*first, "stream 6 of 77", product, product, "stream 5 of 77", product]
+    on_6 = ["stream 6 of 77", "workspace 200 of 32 MiB"]
+    assert cublas.calls == [*ON_5, product, product, *on_6, product, product, *ON_5, product]
     common_gemm.handles.by_device.clear()
     assert cublas.calls[-1] == "destroyed 77"
+
+
+@pytest.mark.parametrize(("stream", "several"), [(5, 1), (2, 2)])
+def test_threads_share_the_memory_of_a_stream(cublas: Cublas, stream: int, several: int) -> None:
+    """Unless the address 2 stands for a stream of each thread."""
+    cuda, made = sys.modules["cupy"].cuda, []
+    meet = threading.Barrier(2)  # else the second thread may have the first one's number
+
+    def ask() -> None:
+        made.append(common_gemm._workspace(cuda, 0, stream)[0].ptr)
+        meet.wait()
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*made}) == several
 
 
 def test_wrong_calls(cublas: Cublas) -> None:
@@ -375,6 +409,51 @@ def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.suppress(ImportError):  # here it is not
         common_gemm.cublas.__wrapped__()
     assert asked == ["cublas"]
+
+
+def operands(machine: Machine, apart: bool, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return x and two weights, rows of one matrix or not, and two gradients, columns of one."""
+    x, whole, dy = (draw(*s, dtype=np.float32, seed=seed) for s in ((2, 4, 8), (24, 8), (2, 4, 24)))
+    whole, dy = machine.place(whole), machine.place(dy)
+    weights, dys = [whole[:16], whole[16:]], [dy[..., :16], dy[..., 16:]]
+    if apart:
+        weights, dys = ([machine.place(a.values.copy()) for a in each] for each in (weights, dys))
+    return [machine.place(x), *weights], dys
+
+
+@pytest.mark.parametrize("order", [[False] * 5, [True] * 5, [True, False] * 5])
+def test_replayed_products_take_the_arrays_of_their_call(
+    order: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that lie together or apart, in turns: both have the same strides."""
+    with gpu("90") as machine:
+        machine.strict = False
+        library = Cublas()
+        monkeypatch.setattr(common_gemm, "cublas", lambda: library)
+        for seed, apart in enumerate(order):
+            (x, *weights), dys = operands(machine, apart, seed)
+            looked_up = common_gemm._product.cache_info().hits
+            library.calls.clear()
+            ys: Any = linears(x, *weights)[:2]
+            dx, *dweights = linears_backward(*dys, None, x, *weights)[:3]
+            one = linear(x, weights[0])
+            back = linear_backward(dys[0], x, weights[0], wanted=frozenset({"weight"}))
+            products = [call for call in library.calls if call[0] == "g"]
+            assert len(products) == 2 + (6 if apart else 3)
+            assert seed < 4 or looked_up == common_gemm._product.cache_info().hits, "not replayed"
+            wide = x.values.astype(np.float64).reshape(8, 8)
+            pairs = [(d.values.reshape(8, -1), w.values) for d, w in zip(dys, weights, strict=True)]
+            exact = [wide @ w.T for _, w in pairs], [d.T @ wide for d, _ in pairs]
+            for actual, expected in zip([*ys, *dweights], itertools.chain(*exact), strict=True):
+                close(actual.values.reshape(expected.shape), expected)
+            close(dx.values.reshape(8, 8), sum(d @ w for d, w in pairs))
+            close(one.values, ys[0].values)
+            close(back[1].values, dweights[0].values)
+            assert back[0] is back[2] is None
+
+
+def close(actual: np.ndarray, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

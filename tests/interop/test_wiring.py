@@ -79,6 +79,7 @@ def test_products_share_an_axis_that_they_sum_over():
         "linear_divergence_forward",
         "linear_log_probs_forward",
         "linear_top_k_divergence_forward",
+        "linears",
         "lora_down",
         "lora_linear_forward",
         "lora_up",

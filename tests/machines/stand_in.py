@@ -247,7 +247,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     __contains__, __str__ = map(_reads, ("__contains__", "__str__"))
     get, item, tobytes, tolist = map(_reads, ("copy", "item", "tobytes", "tolist"))
     __hash__ = None  # type: ignore[assignment]
-    base = None
+    base: "Array | None" = None
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             parts = (*parts, ...)  # then NumPy returns a view of one value too, not a scalar
         selected = self.values[self._inside(parts)]
         if not any(isinstance(p, Array | list) for p in parts):
-            return Array(selected.shape, selected.dtype, of=selected, memory=self.memory)
+            return self._view(selected)
         return self._wrapped(selected, "getitem")
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -376,6 +376,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return {name: self._inside(each) for name, each in value.items()}
         return value
 
+    def _view(self, values: np.ndarray) -> "Array":
+        """Return an Array of these values in this array's memory."""
+        view = Array(values.shape, values.dtype, of=values, memory=self.memory)
+        view.base = self if self.base is None else self.base
+        return view
+
     def _wrapped(self, result: Any, by: str = "") -> Any:
         """Return a function's result as an Array, with this array's memory if it is a view."""
         if isinstance(result, list | tuple):
@@ -384,7 +390,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return result
         result = np.asarray(result)
         if np.may_share_memory(result, self.values):
-            return Array(result.shape, result.dtype, of=result, memory=self.memory)
+            return self._view(result)
         self.memory.machine.functions.append(by)
         memory = Memory(self.memory.machine, result.shape, result.dtype)
         return Array(result.shape, result.dtype, of=result, memory=memory)
@@ -614,6 +620,8 @@ def gpu(
         op.routes.clear()  # they were recorded on another machine
     gradients.tables.clear()
     counters._kept.clear()
+    workspaces = dict(gemm.workspaces)
+    gemm.workspaces.clear()
     core_gpu._several.cache_clear()
     if devices is not None:
         _forget_devices()
@@ -627,6 +635,8 @@ def gpu(
             op.routes.clear()  # of a machine that is gone
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
+        gemm.workspaces.clear()
+        gemm.workspaces.update(workspaces)
         counters._kept.clear()
         core_gpu._several.cache_clear()
         faults._records.clear()  # of devices that are gone

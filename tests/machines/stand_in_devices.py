@@ -237,8 +237,13 @@ def cuda_names(gpus: Gpus) -> dict[str, Any]:
 
         def __init__(self, size: int) -> None: ...
 
+    class Allocated:
+        def __init__(self, size: int) -> None:
+            self.size, self.ptr = size, next(gpus.addresses) << 8
+
     return {
         "Device": Device,
+        "alloc": Allocated,
         "Stream": stream,
         "MemoryHook": MemoryHook,
         "MemoryPool": MemoryPool,

@@ -8,7 +8,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 
 from ..code.variants import ROWS
 from ..golden.golden import OpCase
-from ..harness.parity import Case, KernelParity
+from ..harness.parity import Case, KernelParity, on_schedules
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -69,6 +69,27 @@ class TestRMSNormWithoutClusters(KernelParity):
         Case("both read twice", rows=[1], hidden=16392, given=["residual"]),
     )
     test_any_strides = None
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(9, 136), (400, 136), (85, 2048), (40, 8200)])
+def test_sums_of_weights_are_equal_in_every_order_of_blocks(rows: int, hidden: int) -> None:
+    """One team of blocks that adds their sums, or several, the last of which is smaller."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, rows, hidden)).astype(np.float16)
+    weight, bias = np.ones((2, hidden), np.float32)
+    inputs = dy, None, x, weight, None, bias, np.ones(rows, np.float32)
+    first, *others = (
+        on_schedules(seed, processors=20, together=together)(
+            lambda: uc.rms_norm_backward(*inputs)  # type: ignore[arg-type]
+        )
+        for seed, together in ((0, 1), (1, 1), (2, 8), (3, 2))
+    )
+    for other in others:
+        np.testing.assert_array_equal(other[1], first[1])
+        np.testing.assert_array_equal(other[3], first[3])
+    exact = uc.rms_norm_backward(*inputs)  # type: ignore[arg-type]
+    np.testing.assert_allclose(first[1], exact[1], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(first[3], exact[3], rtol=1e-5, atol=1e-4)
 
 
 @both_dtypes

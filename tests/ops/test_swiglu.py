@@ -4,9 +4,10 @@ import numpy as np
 
 import unsloth_cupy as uc
 from unsloth_cupy.ops.activations.swiglu import swiglu_backward_over_
+from unsloth_cupy.ops.linear.linears import columns_of_one
 
 from ..golden.golden import OpCase
-from ..harness.parity import Case, KernelInPlace, KernelParity
+from ..harness.parity import Case, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -49,3 +50,19 @@ def test_in_place_returns_what_it_was_given() -> None:
     actual = swiglu_backward_over_(up.copy(), gate, up)
     assert actual[0] is gate
     assert actual[1] is up
+
+
+def test_gradients_of_halves_are_halves() -> None:
+    """One product then takes both; also where the launch is replayed."""
+    rng = np.random.default_rng(0)
+    dy = rng.standard_normal((2, 3, 24), np.float32)
+    both = rng.standard_normal((2, 3, 48), np.float32)
+    gate, up = both[..., :24], both[..., 24:]
+    expected = uc.swiglu_backward(dy, gate, up)
+    with emulator():
+        for _ in range(4):
+            actual = uc.swiglu_backward(dy, gate, up)
+            assert columns_of_one(actual) is not None
+            for one, other in zip(actual, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert columns_of_one(expected) is None

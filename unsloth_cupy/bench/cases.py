@@ -89,7 +89,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "axes": (tokens, scale.hidden),
         "columns": scale.hidden,
         "inputs": scale.hidden,
-        "outputs": scale.hidden,
+        **dict.fromkeys(("outputs", "outputs2", "outputs3"), scale.hidden),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
         "few": 4,
         "half": scale.dim // 2,

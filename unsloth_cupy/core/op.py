@@ -29,7 +29,7 @@ from .arrays import between_elements, common, contiguous, native, rounded
 from .call import bind, compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS, Stored
 from .frameworks import run_adopted
-from .replay import Run, replaying
+from .replay import Run, choices, replaying
 from .signature import Bound, backward_of, check, explain, parse
 from .stand_in import is_planned
 from .target import target_of
@@ -187,9 +187,19 @@ class Op(Generic[P, R]):
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not (kernel and owned):
             every = [self._check_places] * owned + checks
-            run = self._definition(bound, present, every, type(lead))
-            run = target.watch(self, arrays, run, True)
-            return run if host else gpu.on_one_device(self, lambda: run)
+            computed = run = self._definition(bound, present, every, type(lead))
+            if not host:
+                make: Any = lambda: computed  # noqa: E731
+                if (
+                    owned
+                    and self.facts.get("products")
+                    and not any(isinstance(a, Stored) for a in arrays)
+                ):
+                    places = self._check_places
+                    more = self.facts.get("lying")
+                    make = functools.partial(replaying, computed, places, make, host, more)
+                run = gpu.on_one_device(self, make)
+            return target.watch(self, arrays, run, True)
         defined = functools.partial(self._prepare, library, launch=False)
         make = functools.partial(
             replaying,
@@ -197,7 +207,7 @@ class Op(Generic[P, R]):
             self._check_places,
             defined,
             host,
-            self.chooses,
+            (lambda _: choices.get()) if self.chooses else None,
         )
         return make() if host else gpu.on_one_device(self, make)
 
@@ -230,7 +240,7 @@ class Op(Generic[P, R]):
             result = compute(arrays, options)
             results = result if result.__class__ is tuple else (result,)
             for array, dtype in zip(results, bound.outputs):  # noqa: B905 -- 0.1 us a call
-                if array.__class__ is not kind or array.dtype is not dtype:
+                if array is not None and (array.__class__ is not kind or array.dtype is not dtype):
                     break
             else:
                 return result
@@ -268,6 +278,8 @@ def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callabl
     ``constant``, if gradients do not flow through results; ``sizes`` of axes that no operand has,
     from the shape of the first and the options; ``autocast``, the dtype that it casts to if that is
     float32; bytes of ``traffic`` from the arrays, unless each moves once; ``operations`` of matrix
-    products; and ``torch``, the function that computes the same in torch.
+    products; ``products``, if on a GPU its definition only allocates and calls ``gemm``, which is
+    then recorded and replayed; ``lying``, what that depends on besides the layouts of its arrays;
+    and ``torch``, the function that computes the same in torch.
     """
     return lambda definition: Op(signature, definition, widen, **facts)

@@ -22,7 +22,7 @@ KEPT = 256  # recordings per form of call; a learning rate may change with every
 # what launches choose by besides the arguments of a call, such as an AttentionConfig
 choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
 persistent_arrays: list[Any] = []  # they outlive every call: kernels report to some of them
-ALLOWED = {"data", "ctypes", "device"}  # attributes for addresses and for limits of the device
+ALLOWED = {"data", "ctypes", "device", "base"}  # for addresses and for limits of the device
 
 
 def choosing(those: tuple[Any, ...], function: Any, *arguments: Any, **options: Any) -> Any:
@@ -49,8 +49,8 @@ class Recorded(StandIn):
     __hash__ = object.__hash__
     __class__ = property(lambda self: type(self.form))
 
-    def __init__(self, array: Any, recording: "Recording") -> None:
-        self.form, self.recording = array, recording
+    def __init__(self, array: Any, recording: "Recording", start: Any = None) -> None:
+        self.form, self.recording, self.start = array, recording, start
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.form, name) if name in ALLOWED else _refuse()
@@ -58,6 +58,25 @@ class Recorded(StandIn):
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
         """Return a new array that ``new`` allocates, as every replay does again."""
         return self.recording.allocate(shape, dtype, new or _allocator(self))
+
+    T = property(lambda self: self.lying(self.form.T))
+    first = property(lambda self: self if self.start is None else self.start)
+
+    def reshape(self, *shape: int) -> Any:
+        """Return the same elements in another shape, for a product."""
+        other = self.form.reshape(shape)
+        copied = isinstance(other, np.ndarray) or other.data.ptr != self.form.data.ptr
+        return _refuse() if copied else self.lying(other)
+
+    def lying(self, form: Any) -> Any:
+        """Return another form of this array, from the same address on, for a product alone."""
+        return Recorded(form, self.recording, self.first)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a view of rows or columns, ``[..., start:stop]``; every replay makes it again."""
+        last = key[1] if type(key) is tuple and len(key) == 2 and key[0] is Ellipsis else key
+        part = type(last) is slice and last.step is None
+        return self.recording.view(self, key) if part else _refuse()
 
     def spanned(self, size: int) -> Any:
         """Return the array itself: a kernel gets only its address."""
@@ -69,7 +88,8 @@ class Recording:
 
     def __init__(self) -> None:
         self.arrays: list[Recorded] = []  # those of the call, then those that are allocated
-        self.forms: list[tuple[Any, Any, Any]] = []  # of the latter: allocator, shape, dtype
+        # of the latter: allocator, shape, dtype; of a view: None, number of its array, key
+        self.forms: list[tuple[Any, Any, Any]] = []
         self.starts: list[tuple[Any, ...]] = []  # launch, grid, block, arguments, shared memory
 
     def enter(self, array: Any) -> Any:
@@ -82,6 +102,15 @@ class Recording:
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
         self.forms.append((new, sizes, np.dtype(dtype)))
         return self.enter(new(sizes, np.dtype(dtype)))
+
+    def view(self, of: Recorded, key: Any) -> Any:
+        """Record a view of an array; return its stand-in."""
+        self.forms.append((None, next(n for n, a in enumerate(self.arrays) if a is of), key))
+        return self.enter(of.form[key])
+
+    def calling(self, start: Callable[..., None], *operands: Recorded) -> None:
+        """Record a call that is not a kernel, with the arrays as its third argument."""
+        self.starts.append((start, (), (), [operand.first for operand in operands], 0))
 
     def starting(self, kernel: Any) -> Callable[..., None]:
         """Return a function that records a launch of a kernel instead of starting it."""
@@ -112,9 +141,16 @@ class Recording:
         results = picker(result if type(result) is tuple else (result,))
         starts = [(*start[:3], picker(start[3]), start[4]) for start in self.starts]
         forms = self.forms
+        views = any(new is None for new, *_ in forms)
 
         def replay(arrays: list[Any], options: dict[str, Any]) -> Any:
-            live = [*arrays, *[new(shape, dtype) for new, shape, dtype in forms], *fixed]
+            if views:
+                live = [*arrays]
+                for new, one, other in forms:
+                    live.append(live[one][other] if new is None else new(one, other))
+                live += fixed
+            else:
+                live = [*arrays, *[new(shape, dtype) for new, shape, dtype in forms], *fixed]
             for launch, grid, block, pick, shared in starts:
                 launch(grid, block, pick(live), shared)
             return results(live)
@@ -130,19 +166,24 @@ def _allocator(like: Any) -> Callable[..., Any]:
 
 
 def replaying(
-    run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool, chooses: bool
+    run: Run,
+    check: Run,
+    defined: Callable[[list[Any]], Run],
+    host: bool,
+    more: Callable[[Sequence[Any]], Any] | None,
 ) -> Run:
     """Return ``run`` for calls of one form, on host or device, replayed once it is recorded.
 
-    ``check`` runs once for each key, of which ``choices`` are a part if the launch ``chooses``.
+    ``check`` runs once for each key, of which ``more(arrays)`` is a part: what the launch depends
+    on besides, such as ``choices``.
     Where ``run`` returns NotImplemented, as there is no kernel for these options, the function that
     ``defined(arrays)`` returns runs instead.
     """
     known: dict[Any, Run | None] = {}  # None: met once
     fallback: list[Run] = []
     plain = layouts_of = _layouts_on_host if host else _layouts_on_gpu
-    if chooses:
-        layouts_of = lambda arrays: [*plain(arrays), choices.get()]  # noqa: E731 -- others pay nothing
+    if more is not None:
+        layouts_of = lambda arrays: [*plain(arrays), more(arrays)]  # noqa: E731 -- others pay nothing
 
     def replayed(arrays: list[Any], options: dict[str, Any]) -> Any:
         key = (*layouts_of(arrays), *options.values())

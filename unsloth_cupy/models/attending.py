@@ -10,6 +10,8 @@ from ..inference.paged_rows import PagedRows
 from ..ops.attention.attention import attention
 from ..ops.attention.attention_varlen import attention_varlen
 from ..ops.linear.linear import linear
+from ..ops.linear.linears import linears, rows_of_one
+from ..training.variable import Var
 from .adapter import Adapter
 from .block import Attend, Project
 from .config import Config
@@ -51,6 +53,10 @@ def project_of(
 
 def _plain(parameters: Mapping[str, Any], names: Sequence[str], x: Any) -> list[Any]:
     """Return the outputs of dense or quantized layers for one input."""
+    weights = [parameters[f"{n}.weight"] for n in names]
+    arrays = [weight.value if type(weight) is Var else weight for weight in weights]
+    if len(names) > 1 and f"{names[0]}.bias" not in parameters and rows_of_one(arrays) is not None:
+        return [*linears(x, *weights)[: len(names)]]
     return [linear(x, parameters[f"{n}.weight"], parameters.get(f"{n}.bias")) for n in names]
 
 

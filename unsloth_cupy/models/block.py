@@ -33,6 +33,7 @@ from .config import Config, Rope
 from .division import Division, entered, joined
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
+Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
 Project = Callable[[Mapping[str, Any], Sequence[str], Any], list[Any]]  # (parameters, names, x)
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -48,6 +49,7 @@ class Call(NamedTuple):
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
     chunked_mlp: bool = False
     division: Division | None = None  # among ranks; config and parameters are this rank's part
+    turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
 
 
@@ -187,6 +189,8 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
             eps=config.eps,
             offset=config.norm_offset,
         )
+    elif call.turn is not None:
+        q, k = call.turn(layer, q, k, v, cos, sin, call.positions)
     else:
         q, k = rope_qk(q, k, cos, sin, call.positions)
     window = config.window_of(layer)  # it counts the query itself

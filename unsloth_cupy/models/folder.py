@@ -26,6 +26,7 @@ from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
+from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor
 from .parse import parse, text_config, token_ids
 from .pipeline_stages import EMBEDDING, Stages
@@ -119,7 +120,12 @@ def load(
         holds = bool if division is None else division.holds
         with on_device("load", device) as place:
             keep = partial(
-                _kept, place=place, quantizer=quantizer, division=division, parts=rank_parts
+                _kept,
+                place=place,
+                quantizer=quantizer,
+                division=division,
+                parts=rank_parts,
+                joined=Joined(config, division),
             )
             parameters, layout = read_tensors(path, stored_in, handles, chosen_dtype, keep, holds)
             if division is not None and division.stages is not None:
@@ -160,6 +166,7 @@ def _kept(
     quantizer: Quantizer | None,
     division: Division | None,
     parts: Parts | None,
+    joined: Joined,
 ) -> Any:
     """Return what this rank keeps of a parameter, on its device; no more is read than needed."""
     home = unread.home
@@ -180,7 +187,7 @@ def _kept(
         value = division.own(name, unread)
     placed_value = value.moved(place) if isinstance(value, Quantized) else place(value)
     placed_value = placed_value if quantizer is None else quantizer(name, placed_value)
-    return placed_value if parts is None else parts.keep(name, placed_value)
+    return joined(name, placed_value) if parts is None else parts.keep(name, placed_value)
 
 
 def _by_rows(
@@ -270,6 +277,7 @@ def create(
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
+        joined = Joined(parsed, division)
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if division is not None and not division.holds(name):
                 continue
@@ -284,7 +292,8 @@ def create(
                 )
                 array = array.astype(kind)
             own = place(array if division is None else division.own(name, array))
-            parameters[name] = own if rank_parts is None else rank_parts.keep(name, own)
+            own = joined(name, own) if rank_parts is None else rank_parts.keep(name, own)
+            parameters[name] = own
         own_config = parsed if division is None else division.config
         model = Transformer(own_config, parameters, {"config.json": dict(text_config(config))})
         model.division, model.parts = division, rank_parts

@@ -244,7 +244,7 @@ class Network(Summary):
         project = project_of(self.config, self.adapter, seed, self.division)
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
-            self.division, self.gather,
+            self.division, gather=self.gather,
         )  # fmt: skip
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,6 +18,8 @@ from ..ops.attention.attention import attention
 from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
+from ..ops.attention.rope_append import rope_append_
+from ..ops.position.rope_qk import rope_qk
 from ..parallel.nccl import NcclCommunicator
 from ..placement import on_gpu_of_attribute, to_device_of
 from .attending import project_of
@@ -95,6 +97,7 @@ class Step:
             project_of(model.config, model.adapter, None, model.division),
             self.positions,
             division=model.division,
+            turn=self.turn,
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]
@@ -103,9 +106,21 @@ class Step:
         self.starts += 1
         return logits
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-        """Store k and v; return attention over all slots of the cache that hold a real token.
+    def turn(
+        self, layer: int, q: Array, k: Array, v: Array, *angles: Array
+    ) -> tuple[Array, Array | None]:
+        """Return q and k with rotary embedding; None for k if it is stored already, as is v."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.cache.scales[layer] is not None:
+            return rope_qk(q, k, *angles)
+        (cos, sin, positions), sinks = angles, min(self.cache.sinks, keys.shape[1])
+        stored = keys, values, self.starts
+        return rope_append_(q, k, v, cos, sin, *stored, positions, sinks=sinks)[0], None
 
+    def attend(self, layer: int, q: Array, k: Any, v: Array, **options: Any) -> Array:
+        """Return attention over all slots of the cache that hold a real token, k and v among them.
+
+        k is None if ``turn`` has stored it.
         Slots of a window may be in any order, because the one query sees them all.
         """
         cache = self.cache
@@ -114,7 +129,8 @@ class Step:
         sinks, lengths, seen = min(cache.sinks, slots), self.lengths[slots], self.seen.get(slots)
         options |= {"mask": None if seen is None else seen[:, None, None], "window": None}
         if scales is None:
-            kv_append_(k, v, keys, values, self.starts, sinks=sinks)
+            if k is not None:
+                kv_append_(k, v, keys, values, self.starts, sinks=sinks)
             return attention(q, keys, values, key_lengths=lengths, **options)
         kv_append_int8_(k, v, keys, values, scales, starts=self.starts, sinks=sinks)
         stored = keys, values, scales, self.rows

@@ -9,6 +9,7 @@ Arguments are matched by name: a backward op takes inputs, outputs and d + outpu
 op, and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -142,13 +143,14 @@ class Tape:
             return self._taken(grads, wrt, release, take)
         self.walk_back(grads, {var.index for var in wrt}, release)
         result = []
+        taken: dict[int, list[tuple[float, float]]] = {}  # by owner: of gradients that are returned
         for var in wrt:
             grad = grads.get(var.index)
             if grad is None:
                 grad = full_like(var.value, 0)
-            elif _owner(grad) in shared:  # a caller may scale gradients in place
-                grad = add_up(grad, full_like(grad, 0))
-            shared.add(_owner(grad))
+            elif _owner(grad) in shared or _overlaps(grad, taken.get(_owner(grad), ())):
+                grad = add_up(grad, full_like(grad, 0))  # a caller may scale gradients in place
+            taken.setdefault(_owner(grad), []).append(_span(grad))
             result.append(grad)
         return result
 
@@ -246,6 +248,22 @@ def add_up(a: Any, b: Any) -> Any:
         return b
     total = a + b
     return np.asarray(total) if isinstance(total, np.generic) else total
+
+
+def _overlaps(array: Any, spans: Sequence[tuple[float, float]]) -> bool:
+    """Return whether an array has elements in one of these spans of addresses."""
+    first, last = _span(array)
+    return any(start < last and first < stop for start, stop in spans)
+
+
+def _span(array: Any) -> tuple[float, float]:
+    """Return the addresses from the first to after the last element; all for other libraries."""
+    strides: Sequence[int] = getattr(array, "strides", ())
+    if framework_of(array, "it") not in ("numpy", "cupy") or min(strides, default=0) < 0:
+        return 0, math.inf
+    start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    extent = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
+    return start, start + extent + array.itemsize
 
 
 def _owner(array: Any) -> int:

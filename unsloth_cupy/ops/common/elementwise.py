@@ -74,6 +74,16 @@ def walk(*arrays: Any) -> Walk:
     return Walk(views, rows, width, strided, size // columns * tiles)
 
 
+def _results(count: int, arrays: Sequence[Any]) -> list[Any]:
+    """Return new arrays; halves of one if the last operands are, as gate and up of one product."""
+    lead, last = arrays[0], arrays[-1]
+    columns = lead.shape[-1] if lead.ndim else 0
+    if count == 2 and lead.ndim > 1 and last.strides[-2] == 2 * columns * last.itemsize:
+        both = empty((*lead.shape[:-1], 2 * columns), lead.dtype, like=lead)
+        return [both[..., :columns], both[..., columns:]]
+    return [empty(lead.shape, lead.dtype, like=lead) for _ in range(count)]
+
+
 def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) -> Op[..., Any]:
     """Give an op an elementwise kernel, and return the op.
 
@@ -87,9 +97,9 @@ def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) 
     outputs, fixed = range(len(op.contract.outputs)), {*constants.values()}
 
     def launch(arrays: list[Any], options: dict[str, Any]) -> Any:
-        lead, results = arrays[0], [arrays[place] for place in places]
+        results = [arrays[place] for place in places]
         if not places:
-            results = [empty(lead.shape, lead.dtype, like=lead) for _ in outputs]
+            results = _results(len(outputs), arrays)
         elif not has_row_layout(*arrays):
             arrays = [a if i in places else contiguous(a) for i, a in enumerate(arrays)]
             if not has_row_layout(*arrays):

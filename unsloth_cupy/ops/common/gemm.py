@@ -13,15 +13,18 @@ import functools
 import importlib
 import sys
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ...core import gpu
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, FLOATS, Array, Stored
+from ...core.replay import Recorded
 from ...core.stand_in import is_planned, representative_steps
 from ...errors import DTypeError, KernelError, ShapeError
+from ...placement import PER_THREAD
 
 BLOCK_BYTES = 8 * 2**20  # NumPy: size of the part of a 16-bit operand that is widened at a time
 SUM_BYTES = 2**20  # NumPy: size of the part of a product that is computed, then added to out
@@ -33,6 +36,7 @@ COMPUTE = {True: (68, ctypes.c_float), False: (70, ctypes.c_double)}
 KEEP, TRANSPOSE, ANY_ALGORITHM = 0, 1, -1
 KEPT = 4096  # forms of products
 FULL_PRECISION = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums in float32
+WORKSPACE = {False: 4 * 2**20, True: 32 * 2**20}  # bytes that NVIDIA recommends before, from sm_90
 
 
 def gemm(
@@ -125,17 +129,6 @@ def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:
 
 
 # ---- cuBLAS -------------------------------------------------------------------------------------
-class Form(NamedTuple):
-    """All that describes a product to cuBLAS but its handle and addresses, in cuBLAS's order."""
-
-    name: str  # the function
-    head: tuple[Any, ...]  # flags, sizes and the factor of the product
-    left: tuple[int, ...]  # of b: dtype and strides
-    right: tuple[int, ...]  # of a
-    factor: Any  # of what out holds
-    tail: tuple[int, ...]  # of out; the kind of sums and the algorithm
-
-
 def _strides(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int
 ) -> tuple[int, int, int] | None:
@@ -156,8 +149,10 @@ Shaped = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]  # shape, stride
 
 
 @functools.lru_cache(KEPT)
-def _form(a: Shaped, b: Shaped, out: Shaped, add: bool) -> Form | None:
-    """Return how cuBLAS computes a product; None if it cannot without a copy."""
+def _product(
+    a: Shaped, b: Shaped, out: Shaped, add: bool, library: Any
+) -> Callable[..., None] | None:
+    """Return a function that starts a product, called as a kernel is; None if it needs a copy."""
     if a[2] != b[2]:
         raise DTypeError(f"gemm: a is {a[2]} and b is {b[2]}; cast one to the other")
     left, right, target = (_strides(*x[:2], x[2].itemsize) for x in (b, a, out))  # out.T = b.T a.T
@@ -166,36 +161,39 @@ def _form(a: Shaped, b: Shaped, out: Shaped, add: bool) -> Form | None:
     strided = len(out[0]) == 3
     compute, scalar = COMPUTE[a[2] != FLOATS[3]]
     sizes = out[0][-1], out[0][-2], a[0][-1]
-    by_operand = [
-        (DTYPES[x[2]], strides[1], *[strides[2]] * strided)
+    of_b, of_a, of_out = (
+        (DTYPES[x[2]], strides[1], *[ctypes.c_longlong(strides[2])] * strided)
         for x, strides in ((b, left), (a, right), (out, target))
-    ]
-    return Form(
-        "cublasGemmStridedBatchedEx" if strided else "cublasGemmEx",
-        (left[0], right[0], *sizes, ctypes.byref(scalar(1))),
-        by_operand[0],
-        by_operand[1],
-        ctypes.byref(scalar(add)),
-        (*by_operand[2], *[out[0][0]] * strided, compute, ANY_ALGORITHM),
     )
+    head = left[0], right[0], *sizes, ctypes.byref(scalar(1))
+    factor = ctypes.byref(scalar(add))  # of what out holds
+    tail = *of_out, *[out[0][0]] * strided, compute, ANY_ALGORITHM
+    name = "cublasGemmStridedBatchedEx" if strided else "cublasGemmEx"
+    function, handle_of, at = getattr(library, name, None), _handle, ctypes.c_void_p
+
+    def start(_: Any, __: Any, arrays: Any, ___: int) -> None:
+        b, a, out = arrays
+        status = function(  # type: ignore[misc]
+            *(handle_of(library), *head, at(b.data.ptr), *of_b, at(a.data.ptr), *of_a),
+            *(factor, at(out.data.ptr), *tail),
+        )
+        if status:
+            raise KernelError(f"gemm: cuBLAS gave status {status} for {a.shape} @ {b.shape}")
+
+    return start
 
 
 def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
     """Write or add a product, single or batched, to out by cuBLAS."""
-    form = _form(*((x.shape, x.strides, x.dtype) for x in (a, b, out)), add)
-    if form is None:
+    library = None if is_planned(out) else cublas()
+    start = _product(*((x.shape, x.strides, x.dtype) for x in (a, b, out)), add, library)
+    if start is None:
         _by_copies(a, b, out, add)
-        return
-    if is_planned(out):
-        return
-    with gpu.device_of(out):
-        library = cublas()
-        status = getattr(library, form.name)(
-            *(_handle(library), *form.head, b.data.ptr, *form.left, a.data.ptr, *form.right),
-            *(form.factor, out.data.ptr, *form.tail),
-        )
-    if status:
-        raise KernelError(f"gemm: cuBLAS gave status {status} for {a.shape} @ {b.shape}")
+    elif type(out) is Recorded:
+        out.recording.calling(start, b, a, out)
+    elif library is not None:
+        with gpu.device_of(out):
+            start((), (), (b, a, out), 0)
 
 
 def _by_copies(a: Any, b: Any, out: Any, add: bool) -> None:
@@ -210,14 +208,27 @@ def _by_copies(a: Any, b: Any, out: Any, add: bool) -> None:
 
 
 class Handle:
-    """A handle of cuBLAS with partial sums in float32, and the stream that it was last set to."""
+    """A handle of cuBLAS with partial sums in float32, and the stream that it was last set to.
+
+    cuBLAS's own workspace depends on what other streams do, and on capture into a graph, and with
+    it the order of sums.  So each stream has one of ours, whose size is always the same.
+    """
 
     def __init__(self, library: Any) -> None:
-        self.library, self.value, self.stream = library, ctypes.c_void_p(), 0
+        self.library, self.value, self.stream = library, ctypes.c_void_p(), -1
         if library.cublasCreate_v2(ctypes.byref(self.value)) or library.cublasSetMathMode(
             self.value, FULL_PRECISION
         ):
             raise KernelError("gemm: cuBLAS creates no handle; is the GPU's memory full?")
+
+    def set_stream(self, stream: int, workspace: Any, size: int) -> None:
+        """Let later products run on a stream, with this memory of ``size`` bytes."""
+        library, value = self.library, self.value
+        if library.cublasSetStream_v2(value, stream) or library.cublasSetWorkspace_v2(
+            value, workspace.ptr, size
+        ):  # in this order: a new stream takes the workspace away
+            raise KernelError("gemm: cuBLAS rejects the stream; is the GPU lost?")
+        self.stream = stream
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if not ending():  # then the driver may be gone
@@ -232,6 +243,21 @@ class Handles(threading.local):
 
 
 handles = Handles()
+workspaces: dict[tuple[int, int, int], Any] = {}  # by device, stream, thread; graphs use them too
+
+
+def _workspace(cuda: Any, device: int, stream: int) -> tuple[Any, int]:
+    """Return memory that products on a stream of the current device share, and its bytes."""
+    key = device, stream, threading.get_ident() if stream == PER_THREAD else 0
+    size = WORKSPACE[int(cuda.Device().compute_capability) >= 90]
+    if key not in workspaces:
+        try:
+            with cuda.using_allocator(None):  # in a pool it would pin a whole chunk
+                made = cuda.alloc(size)
+        except RuntimeError:  # from CUDA: the pool holds all memory, but some of it may be unused
+            made = cuda.alloc(size)
+        workspaces.setdefault(key, made)
+    return workspaces[key], size
 
 
 def _handle(library: Any) -> ctypes.c_void_p:
@@ -243,9 +269,7 @@ def _handle(library: Any) -> ctypes.c_void_p:
         handle = handles.by_device[device] = Handle(library)
     stream = cuda.get_current_stream().ptr
     if stream != handle.stream:
-        if library.cublasSetStream_v2(handle.value, stream):
-            raise KernelError("gemm: cuBLAS rejects the stream; is the GPU lost?")
-        handle.stream = stream
+        handle.set_stream(stream, *_workspace(cuda, device, stream))
     return handle.value
 
 
@@ -254,13 +278,15 @@ def cublas() -> Any:
     """Return the cuBLAS that CuPy loads."""
     libraries = importlib.import_module("cupy_backends.cuda.libs")
     loaded = libraries.cublas  # attribute access finds it in wheels too; an import would not
-    library = ctypes.CDLL(loaded.__file__)  # symbols are looked up in its dependencies too
+    library: Any = ctypes.CDLL(loaded.__file__)  # symbols are looked up in its dependencies too
     declare(library)
+    # products pass C's types: a conversion of 19 arguments, checked by type, takes twice the time
+    library.cublasGemmEx.argtypes = library.cublasGemmStridedBatchedEx.argtypes = None
     return library
 
 
 def declare(library: Any) -> None:
-    """Declare the argument types of the six functions: addresses and integers."""
+    """Declare the argument types of the seven functions: addresses and integers."""
     pointer, number, distance = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     matrix = [pointer, number, number]  # address, dtype, elements between columns
     head, tail = [pointer, *[number] * 5, pointer], [number, number]
@@ -271,5 +297,6 @@ def declare(library: Any) -> None:
         *tail,
     ]
     library.cublasSetStream_v2.argtypes = [pointer, pointer]
+    library.cublasSetWorkspace_v2.argtypes = [pointer, pointer, ctypes.c_size_t]
     library.cublasSetMathMode.argtypes = [pointer, number]
     library.cublasCreate_v2.argtypes = library.cublasDestroy_v2.argtypes = [pointer]

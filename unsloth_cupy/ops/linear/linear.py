@@ -19,6 +19,7 @@ from ..common.gemm import gemm
 @op(
     "x(*rows, inputs), weight(outputs, inputs): weight, bias?(outputs): param -> y(*rows, outputs)",
     widen=False,  # products take 16-bit operands as they are
+    products=True,
     torch=lambda nn, t, o: nn.linear(t["x"], t["weight"]),
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
@@ -55,13 +56,12 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     >>> dx, dweight, dbias = linear_backward(y, x, weight)
     >>> np.testing.assert_array_equal(dx, y @ weight)
     """
-    shape = math.prod(x.shape[:-1]), len(weight)
+    shape = *x.shape[:-1], weight.shape[0]
     y = empty(shape, x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype), like=x)
     if bias is not None:
         y[...] = bias  # the product is added to it, in float32
-    gemm(flat(x), weight.T, out=y, add=bias is not None)
-    y = y if y.dtype == x.dtype else y.astype(x.dtype)
-    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], len(weight))
+    gemm(flat(x), weight.T, out=flat(y), add=bias is not None)
+    return y if y.dtype == x.dtype else y.astype(x.dtype)
 
 
 @linear.gradient(widen=False)
@@ -72,8 +72,8 @@ def linear_backward(
     rows, dx, dweight, dbias = flat(dy), None, None, None
     needed = requested_gradients("linear_backward", wanted, x=x, weight=weight, bias=bias)
     if "x" in needed:
-        dx = gemm(rows, weight)
-        dx = dx if x.ndim == 2 else dx.reshape(x.shape)
+        dx = empty(x.shape, dy.dtype, like=x)
+        gemm(rows, weight, out=flat(dx))
     if "weight" in needed:
         dweight = gemm(rows.T, flat(x))
     if bias is not None and "bias" in needed:
@@ -87,6 +87,7 @@ def flat(x: Array) -> Array:
 
 
 linear_backward.require(check_wanted)
+linear_backward.facts["products"] = True
 linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[0] * sum(a.get(n) is not None for n in ("dx", "dweight"))
 )

@@ -3,6 +3,7 @@
 kernels_cu/norm.cu explains the constants.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.columns import column_sums
+from ..common.counters import counters
 from ..common.rows import spread
 from ..common.strides import row_layout
 
@@ -88,6 +89,7 @@ def constants(
     return chosen
 
 
+ONE_TEAM = 16  # most groups whose sums one block adds; more would take it longer than two turns
 STATIC = 4096  # upper limit of the bytes of shared memory for sums of rows
 
 
@@ -163,9 +165,12 @@ def backward(
     groups = -(-rows * chosen["ROW_THREADS"] // threads)
     groups = min(groups, max(1, processors * resident // cluster))
     partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
+    # as many groups in a team as there are teams, or a single team
+    team = max(1, groups) if groups <= ONE_TEAM else 1 + math.isqrt(groups - 1)
+    arrived = counters(cluster * (-(-groups // team) + 1), like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, shared](
-        own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, layout.struct(), offset
+        *(own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, dweight, dbias, arrived),
+        *(rows, layout.struct(), offset, team),
     )
-    column_sums(partial, dweight, dbias)
     return dx, dweight, dbias

@@ -169,7 +169,7 @@ def rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 
 
 @cache
-def _constants(
+def constants(
     dtypes: tuple[Any, Any, Any],
     token: tuple[int, int, int, int],
     lanes: int,
@@ -232,7 +232,7 @@ def launch_rope(
     flat_q, q_strides = with_head_strides(q)
     flat_k, k_strides = (None, (0, 0)) if k is None else with_head_strides(k)
     results = (flat_q, flat_k) if in_place else outputs
-    constants = _constants(
+    chosen = constants(
         (
             q.dtype,
             FLOAT32 if cos is None else cos.dtype,
@@ -248,9 +248,9 @@ def launch_rope(
         in_place,
         tables is None,
     )
-    blocks = -(-batch * tokens // constants["TOKENS"])
-    threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
-    kernel = load("rope.cu", "rope", q, constants)
+    blocks = -(-batch * tokens // chosen["TOKENS"])
+    threads = chosen["TOKENS"] * chosen["SLOTS"] * chosen["COLUMNS"]
+    kernel = load("rope.cu", "rope", q, chosen)
     walk = tokens_of(q, length, positions, q_strides, k_strides)
     kernel[blocks, threads](
         *(flat_q, flat_k, cos, sin, positions, *results, walk, math.log2(base)),

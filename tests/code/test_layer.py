@@ -1,0 +1,95 @@
+"""What a Llama layer starts on a GPU: kernels, products of cuBLAS and functions of CuPy."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import KVCache
+from unsloth_cupy.models import create
+from unsloth_cupy.models.objective import TrainingStep
+from unsloth_cupy.models.step import Step
+from unsloth_cupy.models.transformer import Transformer
+from unsloth_cupy.ops.attention import _hopper
+from unsloth_cupy.training.tape import Tape
+
+from ..machines.stand_in import Machine, gpu
+
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+ROWS, TOKENS, SLOTS = 2, 64, 80
+CALLS = 3  # the third call is replayed
+
+
+def forward(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    tokens = machine.place(np.zeros((ROWS, TOKENS), np.int64))
+    return lambda: model.logits(tokens)
+
+
+def backward(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    """The gradients of a forward pass that is not counted."""
+    tokens = machine.place(np.zeros((ROWS, TOKENS), np.int64))
+
+    def run() -> None:
+        tape = Tape()
+        watched = {name: tape.watch(array) for name, array in model.trainable.items()}
+        logits = model.on_tape({**model.parameters, **watched}, TrainingStep()).logits(tokens)
+        seed = machine.array(logits.shape, logits.dtype)
+        forget(machine)
+        tape.gradients(logits, [*watched.values()], seed)
+
+    return run
+
+
+def decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    config = model.config
+    sizes = config.layers, ROWS, SLOTS, config.kv_heads, config.dim
+    cache = KVCache(*sizes, dtype=model.table.dtype, like=model.table)
+    cache.filled = [TOKENS] * config.layers
+    return Step(model, cache, np.ones((ROWS, TOKENS), bool), SLOTS).run
+
+
+def records(machine: Machine) -> list[list[Any]]:
+    return [machine.launches, machine.products, machine.functions]
+
+
+def forget(machine: Machine) -> None:
+    for record in records(machine):
+        record.clear()
+
+
+def of_a_layer(what: Any, capability: str) -> Counter[str]:
+    """Return what the third layer of a model starts."""
+    by_layers = []
+    for layers in (2, 3):
+        with gpu(capability, devices=1) as machine:
+            machine.strict = False
+            config = SIZES | {"num_hidden_layers": layers}
+            run = what(machine, create(config, seed=0, dtype="bfloat16", device="cuda"))
+            for _ in range(CALLS):
+                forget(machine)
+                run()
+            every = [one for record in records(machine) for one in record]
+            by_layers.append(Counter(getattr(one, "kernel", one) for one in every))
+    return by_layers[1] - by_layers[0]
+
+
+@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize(("what", "expected"), [(forward, 9), (backward, 17), (decode, 9)])
+def test_launches_of_a_llama_layer(
+    what: Any, expected: int, capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before sm_90, attention copies v, whose tokens are further apart than those of k."""
+    monkeypatch.setattr(_hopper, "requested", True)
+    actual = of_a_layer(what, capability)
+    expected += what is forward and capability == "80"
+    assert actual.total() == expected, f"{what.__name__} starts {dict(actual)}"

@@ -1,0 +1,169 @@
+"""Linear layers of the same x whose weights are the rows of one matrix: q, k and v, or gate and up.
+
+[y, y2, y3] = x [weight; weight2; weight3]^T         one product, of which each y has some columns
+
+Where the weights lie apart, there is a product for each.  In the backward pass gradients that lie
+side by side are one product too; others are copied side by side if that moves fewer bytes than to
+read x, and to add to dx, for each.
+"""
+
+import math
+from collections.abc import Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...core.op import op
+from ...core.replay import Recorded
+from ..common.checks import requested_gradients
+from ..common.gemm import gemm
+from .linear import flat
+
+WEIGHTS = ("weight", "weight2", "weight3")
+
+
+def rows_of_one(weights: Sequence[Any]) -> Any:
+    """Return the matrix of which these are the rows, one after another; None if there is none."""
+    base = getattr(weights[0], "base", None)
+    return _lying(weights[0], base) if _parts_of(base, weights, axis=0) else None
+
+
+def columns_of_one(arrays: Sequence[Any]) -> Any:
+    """Return the array of which these are the columns, side by side; None if there is none."""
+    base = getattr(arrays[0], "base", None)
+    return _lying(arrays[0], base) if _parts_of(base, arrays, axis=-1) else None
+
+
+def _lying(first: Any, base: Any) -> Any:
+    """Return base, of which ``first`` is the start; its stand-in where a call is recorded."""
+    return first.lying(base) if type(first) is Recorded else base
+
+
+def _parts_of(base: Any, arrays: Sequence[Any], axis: int) -> bool:
+    """Return whether arrays divide base along an axis, in order."""
+    first: Any = arrays[0]
+    if base is None or base.__class__ is not first.__class__ or base.ndim != first.ndim:
+        return False
+    if base.dtype != first.dtype or not base.flags.c_contiguous:
+        return False
+    start, step, strides, rest = _address(base), base.strides[axis], base.strides, [*base.shape]
+    array: Any
+    for array in arrays:
+        shape, rest[axis] = array.shape, array.shape[axis]
+        same = getattr(array, "base", None) is base and array.strides == strides
+        if not same or [*shape] != rest or _address(array) != start:
+            return False
+        start += shape[axis] * step
+    return start == _address(base) + base.shape[axis] * step
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+@op(
+    "x(*rows, inputs), weight(outputs, inputs): weight, weight2(outputs2, inputs): weight,"
+    " weight3?(outputs3, inputs): weight"
+    " -> y(*rows, outputs), y2(*rows, outputs2), y3(*rows, outputs3)",
+    widen=False,  # products take 16-bit operands as they are
+    products=True,
+    operations=lambda a: 2 * a["x"].size * sum(len(a[n]) for n in WEIGHTS if a.get(n) is not None),
+)
+def linears(
+    x: Array, weight: Array, weight2: Array, weight3: Array | None = None
+) -> tuple[Array | None, ...]:
+    """Return ``linear`` of x for each weight; None for an absent one."""
+    weights = [each for each in (weight, weight2, weight3) if each is not None]
+    whole = rows_of_one(weights)
+    matrices = weights if whole is None else [whole]
+    ys = [empty((*x.shape[:-1], each.shape[0]), x.dtype, like=x) for each in matrices]
+    for y, each in zip(ys, matrices, strict=True):
+        gemm(flat(x), each.T, out=flat(y))
+    if whole is not None:
+        ys = [ys[0][..., part] for part in _spans(weights)]
+    return *ys, *[None] * (len(WEIGHTS) - len(ys))
+
+
+@linears.gradient(widen=False)
+def linears_backward(
+    dy: Array | None,
+    dy2: Array | None,
+    dy3: Array | None,
+    x: Array,
+    weight: Array,
+    weight2: Array,
+    weight3: Array | None = None,
+    *,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, ...]:
+    """Return the gradients of x and of each weight; None for those that are not ``wanted``."""
+    by_name = dict(zip(WEIGHTS, (weight, weight2, weight3), strict=True))
+    needed = requested_gradients("linears_backward", wanted, x=x, **by_name)
+    weights = [each for each in by_name.values() if each is not None]
+    dys = [
+        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if given is None else given
+        for given, each in zip((dy, dy2, dy3), weights, strict=False)
+    ]
+    dx, dweights = None, dict.fromkeys(WEIGHTS)
+    spans, rows = _spans(weights), flat(x)
+    matrix, joined = rows_of_one(weights), columns_of_one(dys)
+    moved, spared = 2 * spans[-1].stop, 3 * (len(weights) - 1) * x.shape[-1]  # values of a row
+    if joined is None and matrix is not None and moved <= spared:
+        joined = empty((*x.shape[:-1], spans[-1].stop), x.dtype, like=x)
+        _concatenate(dys, joined)
+    if "x" in needed:
+        dx = empty(x.shape, x.dtype, like=x)
+        one = joined is not None and matrix is not None
+        pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
+        for number, (each, weight_of) in enumerate(pairs):
+            gemm(flat(each), weight_of, out=flat(dx), add=number > 0)
+    if needed.intersection(WEIGHTS):
+        whole = empty((spans[-1].stop, x.shape[-1]), weight.dtype, like=x)
+        parts = {n: whole[span] for n, span in zip(WEIGHTS, spans, strict=False)}
+        pairs = zip(dys, parts.values(), strict=True) if joined is None else [(joined, whole)]
+        for each, part in pairs:
+            gemm(flat(each).T, rows, out=part)
+        dweights |= {name: part for name, part in parts.items() if name in needed}
+    return dx, *dweights.values()
+
+
+def _concatenate(arrays: Sequence[Any], out: Any) -> None:
+    """Copy arrays side by side into out."""
+
+    def start(_: Any, __: Any, those: Sequence[Any], ___: int) -> None:
+        np.concatenate(those[:-1], axis=-1, out=those[-1])
+
+    if type(out) is Recorded:
+        out.recording.calling(start, *arrays, out)
+    else:
+        start((), (), (*arrays, out), 0)
+
+
+def _spans(weights: Sequence[Any]) -> list[slice]:
+    """Return where the columns of each weight's results are."""
+    sizes = [weight.shape[0] for weight in weights]
+    stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+def _present(arrays: Sequence[Any]) -> list[Any]:
+    return [array for array in arrays if array is not None]
+
+
+linears.facts["lying"] = lambda arrays: rows_of_one(_present(arrays[1:])) is None
+linears_backward.facts["lying"] = lambda arrays: (
+    rows_of_one(_present(arrays[4:])) is None,
+    columns_of_one(_present(arrays[:3]) or [None]) is None,
+)
+linears_backward.facts["products"] = True
+linears_backward.facts["operations"] = lambda a: (
+    2
+    * math.prod(a["x"].shape)
+    * sum(
+        len(a[name]) * ((a.get("dx") is not None) + (a.get("d" + name) is not None))
+        for name in WEIGHTS
+        if a.get(name) is not None
+    )
+)

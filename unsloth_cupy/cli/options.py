@@ -148,11 +148,12 @@ class Choice(click.Choice):  # type: ignore[type-arg]
         return self.values[super().convert(str(value), param, ctx)]
 
 
-KINDS_BY_NAME = {
+KINDS_BY_NAME: dict[str, Any] = {
     "device": Device(),
     "limit_memory": Size(),
     "out": FILE,
     "base": FILE,
+    "lora_targets": Words(nonempty=True),
 }  # of some settings
 METAVARS: dict[type, str] = {
     click.IntRange: "N",

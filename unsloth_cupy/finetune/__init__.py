@@ -1,9 +1,10 @@
 """Fine-tuning of a model on a text: training data, trainer, run folder.
 
-run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16)).train()
+run = Trainer("model", "chat.jsonl", Settings(epochs=2), lora=Lora(16)).train()
 """
 
 from .listener import Listener as Listener
+from .lora import Lora as Lora
 from .settings import Settings as Settings
 from .trainer import Run as Run
 from .trainer import Trainer as Trainer

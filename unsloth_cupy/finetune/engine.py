@@ -53,6 +53,12 @@ class Engine:
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
 
+    @property
+    def drops(self) -> bool:
+        """Whether the adapter has dropout; a model that ranks divide trains without it."""
+        adapter = self.model.adapter
+        return adapter is not None and adapter.dropout > 0 and self.model.division is None
+
     def copies(self, dtype: str) -> dict[str, Any]:
         """Return copies in the dtype of the computation, used in place of float32 parameters."""
         if self.stages is not None:
@@ -71,15 +77,26 @@ class Engine:
         return divided
 
     def gradients(
-        self, passes: Sequence[Mapping[str, Any]], step: TrainingStep
+        self,
+        passes: Sequence[Mapping[str, Any]],
+        step: TrainingStep,
+        numbers: Sequence[int] | None = None,
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield losses and gradients whose sums over passes and data ranks are those of a step."""
+        """Yield losses and gradients whose sums over passes and data ranks are those of a step.
+
+        ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
+        what dropout leaves out.
+        """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
-            for batch in passes:
-                function = partial(self.objective, **batch)
-                yield trained.value_and_gradients(function, **step._asdict())
+            for place, batch in enumerate(passes):
+                function, seed = partial(self.objective, **batch), None
+                if numbers is not None and self.drops:
+                    words = [step.seed or 0, numbers[place], self.alike.rank]
+                    seed = int(np.random.default_rng(words).integers(2**63))
+                yield trained.value_and_gradients(function, **step._replace(seed=seed)._asdict())
             return
+        step = step._replace(seed=None)
         stage = ModelStage(self.model, self.model.trainable, step, self.objective)
         schedule = schedule_of(self.stages, len(passes), self.ranks.schedule or "1f1b")
         yield pipeline_gradients(stage, schedule, passes)

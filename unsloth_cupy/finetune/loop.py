@@ -200,7 +200,8 @@ class Loop:
         count = max(1, sum(batch.label_count for batch in batches))
 
         own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
-        pairs = self.engine.gradients(own, TrainingStep(self.plan.checkpoint, self.scaler))
+        step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
+        pairs = self.engine.gradients(own, step, numbers)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:

@@ -1,18 +1,23 @@
 """Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import models
+from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..models.adapter_base import BASE, base_name, base_of
+from ..models.adapter_base import ADAPTER, BASE, base_name, base_of
+from ..models.adapter_folder import read_adapter
 from ..models.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
+from ..ops.quantized.weight import Quantized
+from ..placement import to_device_of
 from .chat import CHATML_TOKENS, Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
@@ -21,7 +26,7 @@ from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .ranks import Ranks
 from .records import Records
-from .run_folder import RunFolder, model_without_weights, words_folder
+from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
@@ -35,8 +40,12 @@ def prepare(
     source: Path | None,
     ranks: Ranks,
     objective: Objective = next_token,
+    given: models.Transformer | None = None,
 ) -> Loop:
-    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any."""
+    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any.
+
+    ``given`` is the model itself, if it is in memory; ``source`` is then the folder it came from.
+    """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
     folder = checkpoint or source
     words = None if folder is None else words_folder(folder, plan.base)
@@ -53,13 +62,12 @@ def prepare(
         config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(words)
-        config, adapter, kind = model_without_weights(folder, plan.base)
-        # sizes that no weights have take no memory
-        find_tensors(base_of(folder, plan.base) or folder, config)
+        config, adapter, kind = facts_of(folder, plan, given)
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             cure = f"leave {named('lora')} out"
-            raise ConfigError(f"{source} holds adapters, which are trained further; {cure}")
+            holder = source if given is None else "the model"
+            raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
     check_tokens(plan.tokens, config.positions)
     pad = config.pad_token
     shape = Shape(
@@ -73,9 +81,11 @@ def prepare(
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
-    model = new_or_loaded(folder, values, plan, ranks)
-    if new_adapter and folder is not None and plan.lora is not None:
-        model.add_adapter(plan.lora, seed=plan.seed)
+    model = new_or_loaded(folder, values, plan, ranks) if given is None else given
+    if given is not None:
+        in_place(given, checkpoint)
+    if new_adapter:
+        add_adapters(model, plan)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
@@ -127,6 +137,52 @@ def new_or_loaded(
     if plan.base is not None and model.adapter is not None:  # the adapter names the place of old
         model.adapter.settings[BASE] = base_name(model.texts["config.json"], base)
     return model
+
+
+def facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Facts:
+    """Return the properties of the model in a folder, or of one in memory."""
+    if given is None:
+        facts = model_without_weights(folder, plan.base)
+        # sizes that no weights have take no memory
+        find_tensors(base_of(folder, plan.base) or folder, facts.config)
+        return facts
+    values: Iterable[Any] = given.parameters.values()
+    weight = next((value for value in values if isinstance(value, Quantized)), None)
+    kind: Any = None if weight is None else getattr(weight, "kind", weight.KIND)
+    kind = f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
+    return Facts(given.config, given.adapter, kind)
+
+
+def add_adapters(model: models.Transformer, plan: Plan) -> None:
+    """Add the adapters that a plan names, with its seed."""
+    if plan.adapters is None:
+        return
+    if plan.lora_dropout and model.division is not None:
+        cure = f"leave {named('lora_dropout')} out"
+        raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
+    model.add_adapter(**plan.adapters.options(model.config), seed=plan.seed)
+
+
+def in_place(model: models.Transformer, folder: Path | None) -> models.Transformer:
+    """Change a model to what a run trains: in float32, with what a folder of it has learned."""
+    if folder is not None and (folder / ADAPTER).exists():
+        base = None if model.adapter is None else model.adapter.base
+        own = partial(to_device_of, like=model.table)
+        model.adapter = read_adapter(folder, model.config, FLOAT32, own)
+        model.adapter.base = base or model.folder
+    elif folder is not None:
+        model.parameters = models.load(folder, device=device_name(model)).parameters
+    values: dict[str, Any] = model.parameters
+    for name, value in values.items():
+        if not isinstance(value, Quantized) and value.dtype != FLOAT32:
+            values[name] = value.astype(FLOAT32)
+    return model
+
+
+def device_name(model: models.Transformer) -> str:
+    """Return the device of a model as ``models.load`` names it."""
+    table: Any = model.table
+    return "cpu" if isinstance(table, np.ndarray) else f"cuda:{table.device.id}"
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:

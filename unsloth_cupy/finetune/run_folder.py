@@ -158,6 +158,11 @@ class RunFolder:
             lines.append(line)
         return lines
 
+    def best(self) -> dict[str, Any] | None:
+        """Return the line with the lowest held-out loss, the first of equal ones; None: no line."""
+        held_out = (line for line in self.lines() if "held_out_loss" in line)
+        return min(held_out, key=lambda line: line["held_out_loss"], default=None)
+
     def evaluated(self, step: int) -> bool:
         """Return whether the log holds the held-out loss after a step."""
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines())

@@ -15,6 +15,7 @@ from ..models.quantized import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
+from .lora import ALL, Lora
 from .naming import named
 from .new_model import SIZES
 from .records import SUFFIX, Records
@@ -30,13 +31,15 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
+    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
 )
 
 
 def setting(group: str, text: str, default: Any = None, **limits: Any) -> Any:
     """Return a field with its group and its meaning; a command makes an option of it.
 
-    ``limits`` are ``least``, ``above`` or ``choices``.  In the text, {steps} names a setting.
+    ``limits`` are ``least``, ``above``, ``below`` or ``choices``.  In the text, {steps} names a
+    setting.
     """
     return dataclasses.field(default=default, metadata={"group": group, "text": text, **limits})
 
@@ -66,6 +69,17 @@ class Settings:
     lora: int | None = setting(
         "adapters", "Train adapters of this rank; the model is frozen.", least=1
     )
+    lora_alpha: float | None = setting(
+        "adapters", "Their scale is alpha / rank.  [default: 2 rank]", above=0
+    )
+    lora_dropout: float = setting(
+        "adapters", "Share of their inputs that is 0 in a step.", 0.0, least=0, below=1
+    )
+    lora_targets: str | Sequence[str] = setting(
+        "adapters", "all, attention, or names of layers, as q_proj,v_proj.", ALL
+    )
+    rslora: bool = setting("adapters", "Their scale is alpha / sqrt(rank).", False)
+    dora: bool = setting("adapters", "Train the norms of the weights' rows too.", False)
     base: str | Path | None = setting(  # noqa: RUF009 -- a field
         "adapters", "Base model of the adapter that goes on to learn, if it has moved."
     )
@@ -153,6 +167,14 @@ class Settings:
         return CheckpointConfig(checkpoint_every=every, keep=keep, offload=self.offload)
 
     @property
+    def adapters(self) -> Lora | None:
+        """The new adapters to train, if any."""
+        if self.lora is None:
+            return None
+        scale = self.lora_alpha, self.lora_dropout
+        return Lora(self.lora, *scale, self.lora_targets, self.rslora, self.dora)
+
+    @property
     def precision(self) -> MixedPrecisionConfig:
         """The dtype of the computation, and the loss scale."""
         scale, dynamic = self.loss_scale, self.dynamic_scaling
@@ -177,6 +199,11 @@ class Settings:
         existing = f"is for an existing model; name its {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
+        usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
+        changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
+        if self.lora is None and changed:
+            cure = f"add {named('lora')}, as in {named(lora=16)}"
+            raise ConfigError(f"{named(**changed)} is of new adapters; {cure}")
         if self.base is not None and source is None:
             raise ConfigError(f"{named('base')} {existing}")
         if self.train_weights and (self.quantize != "ternary" or source is not None):
@@ -225,9 +252,11 @@ def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
     if "least" in limits or "above" in limits:
         least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
         right = is_integer(value, least) if kind is int else is_number(value)
-        if not (right and least <= value < 2**63 and value > above):
+        below = limits.get("below", 2**63)
+        if not (right and least <= value < below and value > above):
             what = "a whole number" if kind is int else "a number"
             bound = f"of {least} or more" if "least" in limits else f"above {above}"
+            bound += f", below {below}" * ("below" in limits)
             raise ConfigError(f"{shown}: give {what} {bound}")
 
 

@@ -1,16 +1,21 @@
 """Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
 
-    run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16, out="runs/chat")).train()
-    run.model.generate(tokens, max_new_tokens=20)
+    run = Trainer("model", "chat.jsonl", Settings(epochs=2, out="runs/chat"), lora=Lora(16)).train()
+    run.losses, run.best, run.model.generate(tokens, max_new_tokens=20)
 
 A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 """
 
+import dataclasses
+import hashlib
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..errors import ConfigError
 from ..files import path_of
@@ -18,18 +23,19 @@ from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import load, on_device
 from ..models.objective import Objective, next_token
+from ..models.transformer import Transformer
+from ..ops.quantized.weight import held_arrays
+from ..placement import to_numpy
 from .interrupt import Stop
 from .listener import Listener, hearing
 from .loop import Loop
-from .preparation import prepare
+from .lora import Lora
+from .preparation import device_name, in_place, prepare
 from .ranks import start
 from .records import SUFFIX, Records, read_records
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
 from .text import Text, read_text
-
-if TYPE_CHECKING:
-    from ..models import Transformer
 
 
 class Run:
@@ -45,8 +51,15 @@ class Run:
         The training loop; None if an earlier run in this folder was finished.
     """
 
-    def __init__(self, name: str, files: RunFolder, loop: Loop | None, **place: Any) -> None:
-        self.name, self.files, self.loop, self.place = name, files, loop, place
+    def __init__(
+        self,
+        name: str,
+        files: RunFolder,
+        loop: Loop | None,
+        given: Transformer | None = None,
+        **place: Any,
+    ) -> None:
+        self.name, self.files, self.loop, self.given, self.place = name, files, loop, given, place
 
     @property
     def folder(self) -> Path:
@@ -54,9 +67,23 @@ class Run:
         return self.files.folder
 
     @cached_property
-    def model(self) -> "Transformer":
+    def model(self) -> Transformer:
         """The trained model; loaded from the folder if an earlier run was finished."""
-        return load(self.files.model, **self.place) if self.loop is None else self.loop.model
+        if self.loop is not None:
+            return self.loop.model
+        if self.given is not None:
+            return in_place(self.given, self.files.model)
+        return load(self.files.model, **self.place)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step in the log, in nats per token."""
+        return [line["loss"] for line in self.files.lines() if "loss" in line]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The line of the log with the lowest held-out loss; the first of equal ones."""
+        return self.files.best()
 
 
 class Trainer:
@@ -66,13 +93,16 @@ class Trainer:
 
     Parameters
     ----------
-    model : path, optional
-        The folder of a model, an adapter or a run; None: a new small Llama.
-    text : path, optional
-        A UTF-8 file, or a .jsonl file of texts, instructions or chats; None: Python's
-        documentation.
+    model : path or Transformer, optional
+        The folder of a model, an adapter or a run; or a model that ``models.load`` has read, which
+        is trained in place, in float32; None: a new small Llama.
+    text : path, Records or Text, optional
+        A UTF-8 file, or a .jsonl file of texts, instructions or chats, or what was read from one;
+        None: Python's documentation.
     settings : Settings, optional
         All other settings, with their defaults.
+    lora : Lora, optional
+        Train new adapters, in place of the fields of the settings that say so.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.
@@ -87,21 +117,31 @@ class Trainer:
 
     def __init__(
         self,
-        model: str | PathLike[str] | None = None,
-        text: str | PathLike[str] | None = None,
+        model: str | PathLike[str] | Transformer | None = None,
+        text: str | PathLike[str] | Records | Text | None = None,
         settings: Settings | None = None,
         *,
+        lora: Lora | None = None,
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
         given: Any = settings
         if not (given is None or isinstance(given, Settings)):
             raise ConfigError(f"Trainer(settings={given!r}): pass Settings(...), or None")
-        self.settings = each = Settings() if settings is None else settings
+        each = Settings() if settings is None else settings
+        if lora is not None:
+            each = _with_lora(each, lora)
+        self.given = model if isinstance(model, Transformer) else None
+        if self.given is not None:
+            each = dataclasses.replace(each, device=device_name(self.given))
+            model = _home(self.given)
+        self.settings = each
         self.objective, self.listener = objective, Listener() if listener is None else listener
-        self.text = None if text is None else path_of("Trainer: text", text)
+        known = text is None or isinstance(text, Records | Text)
+        self.text: Any = text if known else path_of("Trainer: text", text)
         folder = None if model is None else path_of("Trainer: model", model)
-        self.lines = self.text is not None and self.text.suffix.lower() == SUFFIX
+        suffix = self.text.suffix.lower() if isinstance(self.text, Path) else ""
+        self.lines = suffix == SUFFIX or isinstance(text, Records)
         self.files: RunFolder | None = None  # known when the text is read
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
@@ -112,6 +152,9 @@ class Trainer:
         with self.ranks.ending():
             self.source = None if folder is None else model_folder(folder)
             each.check(self.source, lines=self.lines)
+            if self.given is not None and not self.ranks.alone:
+                problem = "a model in memory is trained by one process"
+                raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
             self.base = None if self.source is None else base_of(self.source, each.base)
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
@@ -142,7 +185,7 @@ class Trainer:
         stop, ranks = Stop() if stop is None else stop, self.ranks
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
         with hearing(self.listener), ranks.ending():
-            text = read_records(self.text) if self.text and self.lines else read_text(self.text)
+            text = read(self.text)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
             with on_device("finetune", ranks.device), ExitStack() as stack:
@@ -152,10 +195,12 @@ class Trainer:
                 if ranks.broadcast(files.finished):
                     kind = None if self.settings.train_weights else self.settings.quantize
                     place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
-                    run = Run(name, files, None, quantize=kind, **place)
+                    run = Run(name, files, None, self.given, quantize=kind, **place)
                     self.listener.finished(run)
                     return run
-                loop = prepare(files, self.settings, text, self.source, ranks, self.objective)
+                loop = prepare(
+                    files, self.settings, text, self.source, ranks, self.objective, self.given
+                )
                 run = Run(name, files, loop)
                 stack.enter_context(blas_threads(loop.model.config.hidden))
                 self._train(run, loop, stop)
@@ -179,8 +224,47 @@ class Trainer:
         """Return the settings to keep, with digests of the base model's files if it is adapted."""
         adapted, base = self.settings.lora is not None, dict[str, Any]()
         folder = self.source if adapted else self.base
-        if folder is not None and self.files is not None:
+        if self.given is not None:
+            frozen = adapted or self.given.adapter is not None
+            base = {"the model": digest_of(self.given.parameters)} if frozen else {}
+        elif folder is not None and self.files is not None:
             path = self.files.settings
             known = read_settings(path) if path.is_file() else {}
             base = fingerprints(folder, known.get("base") or {})
         return kept(self.settings, text, self.source, base)
+
+
+def read(data: Any) -> Text | Records:
+    """Return the text of a file, or what was read before."""
+    if isinstance(data, Text | Records):
+        return data
+    lines = data is not None and data.suffix.lower() == SUFFIX
+    return read_records(data) if lines else read_text(data)
+
+
+def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprint of a model's weights in memory."""
+    digest = hashlib.sha256()
+    for name, array in held_arrays(parameters):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+    return {"sha256": digest.hexdigest()}
+
+
+def _with_lora(settings: Settings, lora: Any) -> Settings:
+    """Return settings with the fields of a Lora; raise if they have others already."""
+    if not isinstance(lora, Lora):
+        raise ConfigError(f"Trainer(lora={lora!r}): pass Lora(16), or None")
+    if settings.adapters not in (None, lora):
+        raise ConfigError(
+            f"Trainer: lora={lora} and the settings' {settings.adapters} differ; leave one out"
+        )
+    return dataclasses.replace(settings, **lora.settings())
+
+
+def _home(model: Transformer) -> Path:
+    """Return the folder of a model in memory, whose tokenizer a run needs."""
+    if model.folder is None:
+        cure = "save it beside its tokenizer.json, and pass that folder, or load it from there"
+        raise ConfigError(f"Trainer: the model has no folder, and no tokenizer; {cure}")
+    return model.folder

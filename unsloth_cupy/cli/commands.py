@@ -14,6 +14,7 @@ from ..finetune.naming import naming
 from ..finetune.ranks import prints_errors
 from .bench import bench
 from .check import check
+from .evaluate import evaluate
 from .explain import explain
 from .export import export
 from .finetune import finetune
@@ -77,5 +78,16 @@ def group() -> None:
     """Train transformers with NumPy and CUDA, generate text, plan memory in advance."""
 
 
-for command in (info, check, bench, finetune, generate, plan, precompile, explain, export):
+for command in (
+    info,
+    check,
+    bench,
+    finetune,
+    evaluate,
+    generate,
+    plan,
+    precompile,
+    explain,
+    export,
+):
     group.add_command(command)

@@ -136,6 +136,17 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return size
 
 
+class FileOrShare(click.Path):
+    """A file, or a share above 0 and below 1."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a number for a text that is one, else the path."""
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            return Path(os.fsdecode(super().convert(value, param, ctx)))
+
+
 class Choice(click.Choice):  # type: ignore[type-arg]
     """One of some texts or numbers."""
 
@@ -153,6 +164,8 @@ KINDS_BY_NAME: dict[str, Any] = {
     "limit_memory": Size(),
     "out": FILE,
     "base": FILE,
+    "eval": FileOrShare(),
+    "sample_prompt": Words(nonempty=True),
     "lora_targets": Words(nonempty=True),
 }  # of some settings
 METAVARS: dict[type, str] = {
@@ -162,6 +175,7 @@ METAVARS: dict[type, str] = {
     NewFile: "PATH",
     NewPicture: "PATH",
     ConfigFile: "PATH",
+    FileOrShare: "PATH or X",
     Device: "NAME",
     Words: "TEXT",
     Size: "SIZE",
@@ -212,10 +226,10 @@ def option(
 ) -> Callable[..., Any]:
     """Return a click option whose help shows its default, if it has one."""
     metavar = METAVARS.get(type(kind))
-    has_default = default is not None
+    has_default = default not in (None, ())
     return click.option(
         name, type=kind, default=default, show_default=has_default, metavar=metavar, help=text,
-        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group,
+        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group, multiple=default == (),
     )  # fmt: skip
 
 

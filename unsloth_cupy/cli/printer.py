@@ -103,6 +103,10 @@ class Printer(Listener):
             f" (unigram baseline {line['unigram_baseline']:.3f})"
         )
 
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Show the text that continues a prompt."""
+        self._print(f"step {step}/{self.steps}: {prompt!r} goes on: {text!r}")
+
     def ended(self, run: Run) -> None:
         """Leave the bar where it is, and draw the loss curve."""
         if self.bar is not None:

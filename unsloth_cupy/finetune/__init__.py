@@ -3,6 +3,8 @@
 run = Trainer("model", "chat.jsonl", Settings(epochs=2), lora=Lora(16)).train()
 """
 
+from .evaluation import Evaluation as Evaluation
+from .evaluation import evaluate as evaluate
 from .listener import Listener as Listener
 from .lora import Lora as Lora
 from .settings import Settings as Settings

@@ -20,6 +20,7 @@ from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES, compute_copies
 from .averages import scale_per_code, stored_form
+from .metrics import Counts, Watch
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -111,22 +112,29 @@ class Engine:
         sum_ranks = self.many.sums if self.states is None else self.states.sums
         return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
-    def held_out(self, batches: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Return the loss of each batch; data ranks compute different batches."""
-        losses, data = np.zeros(len(batches)), self.data
+    def held_out(self, batches: Sequence[Mapping[str, Any]]) -> list[tuple[float, Counts]]:
+        """Return the loss of each batch, and what its labels count to.
+
+        Data ranks compute different batches.
+        """
+        results, data = np.zeros((len(batches), 3)), self.data
         for first in range(0, len(batches), data.size):
             number = first + data.rank
             if number < len(batches):
-                losses[number] = self._loss(batches[number])
+                results[number] = self._held_out(batches[number])
             elif self.parts is not None:  # take part when others gather weights from this rank
-                self._loss(batches[first])
-        return [float(loss) for loss in self.alike.all_reduce(losses)]
+                self._held_out(batches[first])
+        return [(float(r[0]), Counts(*map(float, r[1:]))) for r in self.alike.all_reduce(results)]
 
-    def _loss(self, batch: Mapping[str, Any]) -> float:
-        """Return the loss of a batch, without a backward pass."""
-        if self.stages is None:
-            return float(self.objective(self.model, **batch))
-        return pipeline_loss(ModelStage(self.model, {}, TrainingStep(), self.objective), batch)
+    def _held_out(self, batch: Mapping[str, Any]) -> tuple[float, float, float]:
+        """Return the loss of a batch, without a backward pass, and its counts."""
+        if self.stages is not None:
+            stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
+            return pipeline_loss(stage, batch), *Counts()
+        watch = Watch(self.model)
+        loss = float(self.objective(watch.view, **batch))
+        # with a context, this rank has some of the tokens
+        return loss, *(watch.counts(batch) if self.model.context is None else Counts())
 
     def measured(
         self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import atomic_path, check_room, read_json
+from ..files import atomic_path, check_room, read_json, remove
 from ..machine import peak_memory
 from ..models.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
@@ -34,6 +34,7 @@ from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .listener import Listener
+from .metrics import Counts, measures
 from .naming import named
 from .ranks import Ranks
 from .run_folder import RunFolder
@@ -42,11 +43,20 @@ from .text import Batch, TrainingData
 
 if TYPE_CHECKING:
     from ..models import Transformer
+    from .chat import Chat
 
 BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
 LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
 WARMUP_SHARE = 0.05  # of the steps
+SAMPLE_TOKENS = 60  # that continue a prompt of the settings
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
+
+
+def _in_place_of(partial: Path, path: Path) -> None:
+    """Rename a folder to a path, from which an earlier folder is removed."""
+    if path.exists():
+        remove(path)
+    partial.replace(path)
 
 
 def undecayed(model: "Transformer") -> list[str]:
@@ -71,8 +81,9 @@ class Loop:
         memory: Memory,
         ranks: Ranks,
         objective: Objective = next_token,
+        chat: "Chat | None" = None,
     ) -> None:
-        self.memory, self.ranks = memory, ranks
+        self.memory, self.ranks, self.chat = memory, ranks, chat
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
@@ -114,7 +125,8 @@ class Loop:
         learned, states = self._learned(), self._own().state()
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
         parts = ranks.alike.size if ranks.zero else 1
-        needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
+        copies = 2 if self.plan.keeps_best else 1
+        needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, learned, states)
         held = [array for each in arrays for _, array in held_arrays(each)]
@@ -125,7 +137,7 @@ class Loop:
         ):
             try:
                 self._evaluate_if_due()
-                while self.step < steps:
+                while self.step < steps and not self._is_at_its_best():
                     ranks.agree(stop)
                     with self.around():
                         self._one_step()
@@ -134,6 +146,7 @@ class Loop:
                     self.seconds = time.perf_counter() - started
                     if self.step % self.plan.save_every == 0 or self.step == steps:
                         self.save()
+                self.save()
             except Interrupted:
                 if ranks.broadcast(bool(self.run.lines())):
                     self.save()
@@ -145,6 +158,21 @@ class Loop:
         if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
                 self._evaluate()
+
+    def _is_at_its_best(self) -> bool:
+        """Return whether the held-out loss has not improved for as long as the run has patience.
+
+        The log determines it: a run that goes on knows what it knew.
+        """
+        if self.plan.patience is None:
+            return False
+        best, waited = math.inf, 0
+        for line in self.run.lines() if self.ranks.first else ():
+            if "held_out_loss" in line:
+                loss = line["held_out_loss"]
+                waited = 0 if best - loss > self.plan.threshold else waited + 1
+                best = min(best, loss)
+        return bool(self.ranks.broadcast(waited >= self.plan.patience))
 
     def _one_step(self) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""
@@ -219,22 +247,76 @@ class Loop:
         """Log the loss on the held-out text, in nats per token."""
         batches = self.training_data.held_out
         placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
-        losses = self.engine.held_out(placed)
-        total, count = 0.0, 0
-        for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
+        results = self.engine.held_out(placed)
+        total, right, entropy, count = 0.0, 0.0, 0.0, 0
+        for number, (batch, (loss, counts)) in enumerate(zip(batches, results, strict=True)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
                     next(self.engine.gradients([placed[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total, count = total + loss * batch.label_count, count + batch.label_count
+            right, entropy = right + counts.right, entropy + counts.entropy
+        loss, usual = total / count, self.engine.objective is next_token
         line = {
             "step": self.step,
-            "held_out_loss": total / count,
+            "held_out_loss": loss,
             "held_out_tokens": count,
             "unigram_baseline": self.training_data.baseline,
+            **measures(loss, Counts(right, entropy), count, of_next_token=usual),
         }
+        if self.plan.keeps_best:
+            self._keep_if_best(loss)
         self._log(line)
         self.listener.evaluated(line)
+        self._generate_samples()
+
+    def _keep_if_best(self, loss: float) -> None:
+        """Save the model if no earlier held-out loss was as low; before the log has the loss.
+
+        A run that is killed in between evaluates again, in equal bits.
+        """
+        best = self.run.best() if self.ranks.first else None
+        if self.ranks.broadcast(best is None or loss < best["held_out_loss"]):
+            self.stop.uninterruptible(f"the model of step {self.step}")
+            self.save_result(self.run.best_model, self.plan.save_dtype)
+
+    def _generate_samples(self) -> None:
+        """Continue the prompts of the settings, greedily, and log the texts."""
+        for prompt in self.plan.sample_prompt if self.ranks.first else ():
+            tokens = self.prompt_tokens(prompt)
+            placed = to_device_of(np.array([tokens]), self.model.table)
+            room = min(SAMPLE_TOKENS, self.model.config.positions - len(tokens))
+            added = [int(token[0]) for token in self.model.stream(placed, max_new_tokens=room)]
+            ends = self.model.config.end_tokens
+            text = self.tokenizer.decode([token for token in added if token not in ends])
+            self.run.append_sample({"step": self.step, "prompt": prompt, "text": text})
+            self.listener.sampled(self.step, prompt, text)
+
+    def check_prompts(self) -> None:
+        """Raise a ConfigError for prompts of the settings that cannot be continued."""
+        if self.plan.sample_prompt and not self.ranks.whole:
+            problem = "is for a model that no ranks divide"
+            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+        for prompt in self.plan.sample_prompt:
+            self.prompt_tokens(prompt)
+
+    def prompt_tokens(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
+
+        Raises
+        ------
+        ConfigError
+            It leaves no position to go on.
+        """
+        if self.chat is None:
+            tokens = self.tokenizer.encode(prompt).ids
+        else:
+            text = self.chat.text([{"role": "user", "content": prompt}], answer=True)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not 0 < len(tokens) < self.model.config.positions:
+            has = f"{len(tokens)} tokens, and the model {self.model.config.positions} positions"
+            raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
+        return [*tokens]
 
     def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
         """Return what the objective takes: arrays on the model's device, and a number of labels."""
@@ -321,14 +403,14 @@ class Loop:
     def _beside(self, path: Path) -> Iterator[Path | None]:
         """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
         if self.ranks.first:
-            with atomic_path(path) as partial:
+            with atomic_path(path, commit=_in_place_of) as partial:
                 yield partial
         else:
             yield None
         self.ranks.comm.barrier()
 
     def save_result(self, path: Path, dtype: str) -> None:
-        """Write the final model of a run."""
+        """Write a model of a run, in place of an earlier one of this name."""
         with self._beside(path) as partial:
             self.save_model(partial, dtype)
 

@@ -81,24 +81,27 @@ def prepare(
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
-    model = new_or_loaded(folder, values, plan, ranks) if given is None else given
-    if given is not None:
-        in_place(given, checkpoint)
+    if given is None:
+        model = new_or_loaded(folder, values, plan, ranks)
+    else:
+        model = in_place(given, checkpoint)
     if new_adapter:
         add_adapters(model, plan)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
     files = chat.keep() if has_chats else chat.files
-    loop = Loop(run, model, tokenizer, training_data, plan, files, memory, ranks, objective)
+    loop = Loop(
+        run, model, tokenizer, training_data, plan, files, memory, ranks, objective,
+        chat if has_chats else None,
+    )  # fmt: skip
+    loop.check_prompts()
     if checkpoint is not None:
         loop.resume(checkpoint)
         announce(f"resuming from {checkpoint}")
     # shuffle now, before memory is measured
     training_data.batches.where(loop.step * plan.accumulate)
-    if training_data.note:
-        announce(training_data.note)
-    announce(summary(loop))
+    announce("\n".join(filter(None, [training_data.note, summary(loop)])))
     return loop
 
 

@@ -110,11 +110,16 @@ def read_records(path: Path) -> Records:
     if len(records) < 2:
         problem = "is empty" if not records else "holds one record"
         raise ConfigError(f"{named(text=path)} {problem}; write two lines or more: one is held out")
-    return Records(path, path.stem, digest.hexdigest(), size, *_split(path, records))
+    return Records(path, path.stem, digest.hexdigest(), size, *split(path, records))
 
 
-def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Return training and held-out records: a random tenth is held out, with its duplicates."""
+def split(
+    path: Path, records: list[Record], share: float | None = None
+) -> tuple[list[Record], list[Record]]:
+    """Return training and held-out records: a random share is held out, with its duplicates.
+
+    None: a tenth, but not more than a loss needs that is exact to 0.02 nats.
+    """
     first, digests, sizes = dict[bytes, int](), list[bytes](), list[int]()
     for index, record in enumerate(records):
         content = repr(record[1:])
@@ -123,8 +128,8 @@ def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record
         first.setdefault(digests[-1], index)
     order = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
     held, characters = set[bytes](), 0
-    for index in order[: max(1, int(len(order) * HELD_OUT_SHARE))]:
-        if held and characters > HELD_OUT_CHARACTERS:
+    for index in order[: max(1, int(len(order) * (share or HELD_OUT_SHARE)))]:
+        if held and share is None and characters > HELD_OUT_CHARACTERS:
             break
         held.add(digests[index])
         characters += sizes[index]

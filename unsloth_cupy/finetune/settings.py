@@ -31,6 +31,7 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
+    "keeps_best",
     *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
 )
 
@@ -110,6 +111,25 @@ class Settings:
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
 
+    eval: Any = setting(  # noqa: RUF009 -- a field
+        "evaluation", "File to evaluate on, or a share of the text as 0.05.  [default: a tenth]"
+    )
+    evaluate_every: int | None = setting(
+        "evaluation", "Steps between evaluations.  [default: a tenth of all steps]", least=1
+    )
+    patience: int | None = setting(
+        "evaluation", "Stop after so many evaluations without a lower loss.", least=1
+    )
+    threshold: float = setting(
+        "evaluation", "With {patience}: by how many nats it must be lower.", 0.0, least=0
+    )
+    keep_best: bool = setting(
+        "evaluation", "End with the model of the lowest loss; {patience} does too.", False
+    )
+    sample_prompt: Sequence[str] = setting(
+        "evaluation", "Text to continue at each evaluation; may be repeated.", ()
+    )
+
     checkpoint_every: int | None = setting(
         "memory", "Keep the input of one block in N: less memory.", least=1
     )
@@ -147,9 +167,6 @@ class Settings:
     save_dtype: str = setting(
         "output", "Of the weights saved at the end.", "float32", choices=DTYPES
     )
-    evaluate_every: int | None = setting(
-        "output", "Steps between held-out losses.  [default: a tenth of all steps]", least=1
-    )
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
     def __post_init__(self) -> None:
@@ -173,6 +190,11 @@ class Settings:
             return None
         scale = self.lora_alpha, self.lora_dropout
         return Lora(self.lora, *scale, self.lora_targets, self.rslora, self.dora)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the run ends with the model of its lowest held-out loss."""
+        return self.keep_best or self.patience is not None
 
     @property
     def precision(self) -> MixedPrecisionConfig:
@@ -199,6 +221,13 @@ class Settings:
         existing = f"is for an existing model; name its {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
+        if isinstance(self.eval, int | float) and not 0 < self.eval < 1:
+            raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
+        if self.threshold and self.patience is None:
+            raise ConfigError(f"{named('threshold')} is of {named('patience')}; give both")
+        if isinstance(self.sample_prompt, str):
+            cure = f"give a list of texts, as {named(sample_prompt=[self.sample_prompt])}"
+            raise ConfigError(f"{named(sample_prompt=self.sample_prompt)}: {cure}")
         usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
         changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
         if self.lora is None and changed:
@@ -252,7 +281,7 @@ def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
     if "least" in limits or "above" in limits:
         least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
         right = is_integer(value, least) if kind is int else is_number(value)
-        below = limits.get("below", 2**63)
+        below = limits.get("below", 2**63 if kind is int else math.inf)
         if not (right and least <= value < below and value > above):
             what = "a whole number" if kind is int else "a number"
             bound = f"of {least} or more" if "least" in limits else f"above {above}"

@@ -8,6 +8,7 @@ A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..files import path_of
+from ..files import atomic_path, path_of
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import load, on_device
@@ -26,16 +27,17 @@ from ..models.objective import Objective, next_token
 from ..models.transformer import Transformer
 from ..ops.quantized.weight import held_arrays
 from ..placement import to_numpy
+from .evaluation import held_out_of, read
 from .interrupt import Stop
 from .listener import Listener, hearing
 from .loop import Loop
 from .lora import Lora
 from .preparation import device_name, in_place, prepare
 from .ranks import start
-from .records import SUFFIX, Records, read_records
+from .records import SUFFIX, Records
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
-from .text import Text, read_text
+from .text import Text
 
 
 class Run:
@@ -103,6 +105,9 @@ class Trainer:
         All other settings, with their defaults.
     lora : Lora, optional
         Train new adapters, in place of the fields of the settings that say so.
+    evaluate : path, float, Records or Text, optional
+        A file to evaluate on, or the share of the text that is held out, in place of
+        ``settings.eval``; None: a tenth.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.
@@ -122,6 +127,7 @@ class Trainer:
         settings: Settings | None = None,
         *,
         lora: Lora | None = None,
+        evaluate: str | PathLike[str] | float | Records | Text | None = None,
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
@@ -131,6 +137,11 @@ class Trainer:
         each = Settings() if settings is None else settings
         if lora is not None:
             each = _with_lora(each, lora)
+        if evaluate is not None:
+            each = dataclasses.replace(each, eval=evaluate)
+        self.evaluate: Any = each.eval
+        if not isinstance(each.eval, int | float | Records | Text | None):
+            self.evaluate = path_of("Trainer: evaluate", each.eval)
         self.given = model if isinstance(model, Transformer) else None
         if self.given is not None:
             each = dataclasses.replace(each, device=device_name(self.given))
@@ -185,7 +196,7 @@ class Trainer:
         stop, ranks = Stop() if stop is None else stop, self.ranks
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
         with hearing(self.listener), ranks.ending():
-            text = read(self.text)
+            text, self.evaluated = held_out_of(read(self.text), self.evaluate)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
             with on_device("finetune", ranks.device), ExitStack() as stack:
@@ -214,10 +225,20 @@ class Trainer:
         finally:
             self.listener.ended(run)
         stop.uninterruptible("the saving of the model")
-        loop.save_result(run.files.model, self.settings.save_dtype)
+        if loop.plan.keeps_best:
+            if self.ranks.first:
+                with atomic_path(run.files.model) as partial:
+                    shutil.copytree(run.files.best_model, partial)
+            self.ranks.comm.barrier()
+        else:
+            loop.save_result(run.files.model, self.settings.save_dtype)
         newest = loop.save().name
         if self.ranks.first:
             run.files.drop_checkpoints(before=newest)
+        if loop.plan.keeps_best and self.ranks.whole:
+            in_place(loop.model, run.files.model)
+        if loop.model.adapter is None:
+            loop.model.folder = run.files.model
         self.listener.finished(run)
 
     def _kept(self, text: Text | Records) -> dict[str, Any]:
@@ -231,15 +252,7 @@ class Trainer:
             path = self.files.settings
             known = read_settings(path) if path.is_file() else {}
             base = fingerprints(folder, known.get("base") or {})
-        return kept(self.settings, text, self.source, base)
-
-
-def read(data: Any) -> Text | Records:
-    """Return the text of a file, or what was read before."""
-    if isinstance(data, Text | Records):
-        return data
-    lines = data is not None and data.suffix.lower() == SUFFIX
-    return read_records(data) if lines else read_text(data)
+        return kept(self.settings, text, self.source, base) | self.evaluated
 
 
 def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -59,9 +59,6 @@ def test_every_option_reaches_the_adapter(base: Path, text: Path, tmp_path: Path
         "use_rslora": True, "use_dora": True,
     }  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
-    second = [line for line in made.files.lines() if "loss" in line][1]
-    planned, measured = second["planned_bytes"], second["peak_bytes"]
-    assert abs(planned - measured) < 0.02 * measured, "dropout is planned too"
     Trainer(base, text, Settings(**SMALL, **LORA.settings(), out=tmp_path / "fields")).train()
     flags = ["--lora=4", "--lora-alpha=12", "--lora-dropout=.25", "--lora-targets=q_proj,up_proj"]
     given = [f"--{name}={value}" for name, value in SMALL.items()]

@@ -1,7 +1,7 @@
 """Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +10,17 @@ import numpy as np
 from ..models.gather import whole_parameters
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ..ops.elements.arithmetic import add
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel
 from ..parallel.ulysses import check_heads
 from ..parallel.zero import Zero1
 from ..parallel.zero3 import Zero3
-from ..placement import to_numpy
+from ..placement import to_device_of, to_numpy
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES, compute_copies
+from ..training.variable import Var
 from .averages import scale_per_code, stored_form
 from .metrics import Counts, Watch
 
@@ -82,19 +84,24 @@ class Engine:
         passes: Sequence[Mapping[str, Any]],
         step: TrainingStep,
         numbers: Sequence[int] | None = None,
+        noise: float = 0.0,
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield losses and gradients whose sums over passes and data ranks are those of a step.
 
         ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
-        what dropout leaves out.
+        what dropout leaves out, and what noise is added to embeddings.
         """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
             for place, batch in enumerate(passes):
                 function, seed = partial(self.objective, **batch), None
-                if numbers is not None and self.drops:
-                    words = [step.seed or 0, numbers[place], self.alike.rank]
-                    seed = int(np.random.default_rng(words).integers(2**63))
+                if numbers is not None and (self.drops or noise):
+                    random = np.random.default_rng(
+                        [step.seed or 0, numbers[place], self.alike.rank]
+                    )
+                    seed = int(random.integers(2**63)) if self.drops else None
+                    if noise:
+                        function = partial(noisy, function, noise, batch.get("offsets"), random)
                 yield trained.value_and_gradients(function, **step._replace(seed=seed)._asdict())
             return
         step = step._replace(seed=None)
@@ -198,6 +205,31 @@ class Engine:
             named = {name: division.own(name, array) for name, array in held}
         named = stored_form(named, narrow)
         return named if self.parts is None else self.parts.divided(named)
+
+
+def noisy(
+    function: Callable[[Any], Any],
+    size: float,
+    offsets: Any,
+    random: np.random.Generator,
+    model: "Transformer",
+) -> Any:
+    """Return function(model) of a model whose embeddings have noise added (NEFTune).
+
+    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden).  Source:
+    Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, 2023.
+    """
+
+    def add_noise(x: Any) -> Any:
+        lengths = np.full(x.shape[1], x.shape[1])
+        if offsets is not None:
+            each = np.diff(to_numpy(offsets))
+            lengths = np.repeat(each, each)
+        noise = random.uniform(-1, 1, x.shape) * (size / np.sqrt(lengths * x.shape[2]))[:, None]
+        return add(x, to_device_of(noise.astype(x.dtype), x.value if type(x) is Var else x))
+
+    model.noise = add_noise
+    return function(model)
 
 
 def squares(

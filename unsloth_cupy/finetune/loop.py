@@ -29,7 +29,6 @@ from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES
-from ..training.schedules import cosine_schedule
 from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
@@ -37,6 +36,7 @@ from .listener import Listener
 from .metrics import Counts, measures
 from .naming import named
 from .ranks import Ranks
+from .rates import rate_of
 from .run_folder import RunFolder
 from .settings import Plan
 from .text import Batch, TrainingData
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from .chat import Chat
 
 BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
-LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
-WARMUP_SHARE = 0.05  # of the steps
 SAMPLE_TOKENS = 60  # that continue a prompt of the settings
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
@@ -186,13 +184,7 @@ class Loop:
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
-        rate = cosine_schedule(
-            self.step + 1,  # step 0 of a schedule has the rate 0
-            lr=self.plan.lr,
-            warmup=math.ceil(self.plan.steps * WARMUP_SHARE),
-            steps=self.plan.steps,
-            minimum=LAST_RATE,
-        )
+        rate = rate_of(self.step + 1, self.plan)
         self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
         scaler.update(measure.finite)
         self.step += 1
@@ -212,7 +204,8 @@ class Loop:
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
         line |= self.memory.end_step()
-        self._log(line)
+        if self.step % self.plan.log_every == 0 or self.step == self.plan.steps:
+            self._log(line)
         self.listener.step(line)
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -229,7 +222,7 @@ class Loop:
 
         own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
-        pairs = self.engine.gradients(own, step, numbers)
+        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:
@@ -292,8 +285,11 @@ class Loop:
             self.run.append_sample({"step": self.step, "prompt": prompt, "text": text})
             self.listener.sampled(self.step, prompt, text)
 
-    def check_prompts(self) -> None:
-        """Raise a ConfigError for prompts of the settings that cannot be continued."""
+    def check(self) -> None:
+        """Raise a ConfigError for settings that do not fit the model or the ranks."""
+        if self.plan.neftune and (self.engine.stages or self.model.context):
+            problem = "is for ranks that hold all blocks and all tokens"
+            raise ConfigError(f"{named('neftune')} {problem}; leave it out")
         if self.plan.sample_prompt and not self.ranks.whole:
             problem = "is for a model that no ranks divide"
             raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")

@@ -75,7 +75,7 @@ def prepare(
         pad if pad is not None and pad < config.vocab else 0,
     )  # fmt: skip
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
-        training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
+        training_data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
         plan = with_steps(settings, plan, training_data, new=source is None)
     exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
@@ -88,14 +88,14 @@ def prepare(
     if new_adapter:
         add_adapters(model, plan)
     if isinstance(text, Text):
-        training_data = from_text(text, tokenizer, config, shape, plan.seed)
+        training_data = from_text(text, tokenizer, config, shape, plan.data_seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
     files = chat.keep() if has_chats else chat.files
     loop = Loop(
         run, model, tokenizer, training_data, plan, files, memory, ranks, objective,
         chat if has_chats else None,
     )  # fmt: skip
-    loop.check_prompts()
+    loop.check()
     if checkpoint is not None:
         loop.resume(checkpoint)
         announce(f"resuming from {checkpoint}")

@@ -18,6 +18,7 @@ from ..training.precision import MixedPrecisionConfig
 from .lora import ALL, Lora
 from .naming import named
 from .new_model import SIZES
+from .rates import DECAYS
 from .records import SUFFIX, Records
 from .text import Text
 
@@ -26,12 +27,13 @@ NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
+OPTIMIZERS = ("adamw", "adamw8bit")
 DTYPES = ("float32", "bfloat16", "float16")
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
-    "keeps_best",
+    *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
     *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
 )
 
@@ -93,6 +95,13 @@ class Settings:
         "training", "Passes through the text, in place of {steps}.", above=0
     )
     lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
+    warmup: float = setting(
+        "training", "Steps in which {lr} is reached, or a share of all, below 1.", 0.05, least=0
+    )
+    decay: str = setting("training", "How the rate then falls.", "cosine", choices=(*DECAYS,))
+    optimizer: str = setting(
+        "training", "adamw8bit: its averages have 8 bits.", "adamw", choices=OPTIMIZERS
+    )
     weight_decay: float = setting(
         "training", "Share of the weights removed per step, times lr.", 0.1, least=0
     )
@@ -106,6 +115,12 @@ class Settings:
     )
     seed: int = setting(
         "training", "Of new weights, the order of the text and the sample.", 0, least=0
+    )
+    data_seed: int | None = setting(
+        "training", "Of the order of the text.  [default: that of {seed}]", least=0
+    )
+    neftune: float = setting(
+        "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0
     )
     find_nan: bool = setting("training", "Name the first layer with a NaN; slower.", False)
     loss_scale: float = 65536.0
@@ -143,7 +158,7 @@ class Settings:
 
     tensor_parallel: int | None = setting("ranks", "Ranks that divide each weight.", least=1)
     pipeline_parallel: int | None = setting("ranks", "Ranks that divide the blocks.", least=1)
-    schedule: str | None = setting(
+    pipeline_schedule: str | None = setting(
         "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,)
     )
     chunks: int | None = setting(
@@ -167,6 +182,7 @@ class Settings:
     save_dtype: str = setting(
         "output", "Of the weights saved at the end.", "float32", choices=DTYPES
     )
+    log_every: int = setting("output", "Steps between lines of the log.", 1, least=1)
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
     def __post_init__(self) -> None:
@@ -221,6 +237,10 @@ class Settings:
         existing = f"is for an existing model; name its {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise ConfigError(
+                f"{named(warmup=self.warmup)}: give a whole number, or a share below 1"
+            )
         if isinstance(self.eval, int | float) and not 0 < self.eval < 1:
             raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
         if self.threshold and self.patience is None:
@@ -252,6 +272,8 @@ class Settings:
             "steps": ends,
             "lr": self.lr or rate,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
+            "state_bits": 8 if self.optimizer == "adamw8bit" else self.state_bits,
+            "data_seed": self.seed if self.data_seed is None else self.data_seed,
             "quantize": None if self.train_weights else self.quantize,  # of frozen weights
         }
         return Plan(**vars(self) | defaults)
@@ -263,6 +285,7 @@ class Plan(Settings):
 
     steps: int = dataclasses.field()
     lr: float = dataclasses.field()
+    data_seed: int = dataclasses.field()
     evaluate_every: int = dataclasses.field()
 
 

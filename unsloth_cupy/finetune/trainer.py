@@ -157,7 +157,7 @@ class Trainer:
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
             context=each.context_parallel, device=None if each.device == "cpu" else each.device,
-            zero=each.zero, schedule=each.schedule, chunks=each.chunks,
+            zero=each.zero, schedule=each.pipeline_schedule, chunks=each.chunks,
             context_attention=each.context_attention,
         )  # fmt: skip
         with self.ranks.ending():

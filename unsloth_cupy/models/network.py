@@ -67,6 +67,7 @@ class Network:
     texts: Mapping[str, Mapping[str, Any]]  # JSON files of its folder: config.json and others
     folder: Path | None = None  # where load read it
     step = TrainingStep()  # of the model on a tape
+    noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
     reached: Any = None  # hidden states that the stages of a pipeline have computed
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
@@ -211,6 +212,7 @@ class Network:
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(arguments.get("context"), rows)
         branch = embedded(self.config, parameters, own, self.division)
+        branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
         return join(call, "model.", "norm", branch, stream)[0]
 

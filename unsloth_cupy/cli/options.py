@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from ..finetune.reporters import REPORTERS
 from ..finetune.settings import Settings, kind_of
 from ..finetune.training_config import read_training_config
 from ..models.context import KINDS as CONTEXTS
@@ -166,6 +167,7 @@ KINDS_BY_NAME: dict[str, Any] = {
     "base": FILE,
     "eval": FileOrShare(),
     "sample_prompt": Words(nonempty=True),
+    "report_to": click.Choice([*REPORTERS]),
     "lora_targets": Words(nonempty=True),
 }  # of some settings
 METAVARS: dict[type, str] = {

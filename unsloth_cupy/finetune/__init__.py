@@ -3,6 +3,9 @@
 run = Trainer("model", "chat.jsonl", Settings(epochs=2), lora=Lora(16)).train()
 """
 
+from .callbacks import Callback as Callback
+from .callbacks import Control as Control
+from .callbacks import State as State
 from .evaluation import Evaluation as Evaluation
 from .evaluation import evaluate as evaluate
 from .listener import Listener as Listener

@@ -29,6 +29,7 @@ from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES
+from .callbacks import Callbacks
 from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
@@ -92,6 +93,7 @@ class Loop:
             state_bits=plan.state_bits,
             groups=[{"names": self.undecayed, "weight_decay": 0.0}] if self.undecayed else (),
         )  # fmt: skip
+        self.callbacks = Callbacks([], self, "")
         self.copies = self.engine.copies(plan.dtype)
         if model.adapter is None:
             optimizer.keep_copies(self.copies)
@@ -106,7 +108,7 @@ class Loop:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
 
-    def train(self, stop: Stop, listener: Listener) -> None:
+    def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:
         """Run the remaining steps, and write the log and the checkpoints.
 
         Raises
@@ -117,6 +119,8 @@ class Loop:
             The disk has no room for the checkpoints.
         """
         self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
+        self.callbacks = callbacks or self.callbacks
+        self.callbacks.call("on_init_end")
         if ranks.first:
             self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
@@ -130,34 +134,54 @@ class Loop:
         held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
+            self._heard(),
             self.memory.watched(held),
             np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
         ):
             try:
                 self._evaluate_if_due()
-                while self.step < steps and not self._is_at_its_best():
+                asked = self.callbacks.take()
+                while self.step < steps and not (
+                    asked.should_training_stop or self._is_past_best()
+                ):
                     ranks.agree(stop)
+                    epoch = self.callbacks.state.epoch
                     with self.around():
                         self._one_step()
                     self.seconds = time.perf_counter() - started
-                    self._evaluate_if_due()
+                    asked = self.callbacks.take()
+                    self._evaluate_if_due(asked=asked.should_evaluate)
                     self.seconds = time.perf_counter() - started
-                    if self.step % self.plan.save_every == 0 or self.step == steps:
+                    due = self.step % self.plan.save_every == 0 or self.step == steps
+                    if due or asked.should_save:
                         self.save()
+                    self.callbacks.epochs(epoch)
+                    ends, asked = asked.should_training_stop, self.callbacks.take()
+                    asked.should_training_stop |= ends
                 self.save()
             except Interrupted:
                 if ranks.broadcast(bool(self.run.lines())):
                     self.save()
                 raise
 
-    def _evaluate_if_due(self) -> None:
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Tell callbacks that training begins, and, however it does, ends."""
+        self.callbacks.call("on_train_begin")
+        self.callbacks.call("on_epoch_begin")
+        try:
+            yield
+        finally:
+            self.callbacks.call("on_train_end")
+
+    def _evaluate_if_due(self, *, asked: bool = False) -> None:
         """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
-        if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
+        if (due or asked) and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
                 self._evaluate()
 
-    def _is_at_its_best(self) -> bool:
+    def _is_past_best(self) -> bool:
         """Return whether the held-out loss has not improved for as long as the run has patience.
 
         The log determines it: a run that goes on knows what it knew.
@@ -176,6 +200,7 @@ class Loop:
         """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
         slowed = self.memory.begin_step(self.step)
+        self.callbacks.call("on_step_begin")
         with self.stop.interruptible_block(f"step {self.step + 1}"):
             loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
@@ -185,8 +210,10 @@ class Loop:
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
         rate = rate_of(self.step + 1, self.plan)
+        self.callbacks.call("on_pre_optimizer_step")
         self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
         scaler.update(measure.finite)
+        self.callbacks.call("on_optimizer_step")
         self.step += 1
         if self.unproven and self.ranks.first:  # its weights gave a finite loss
             self.run.drop_checkpoints(before=self.unproven)
@@ -204,8 +231,11 @@ class Loop:
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
         line |= self.memory.end_step()
-        if self.step % self.plan.log_every == 0 or self.step == self.plan.steps:
+        self.callbacks.call("on_step_end")
+        due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps
+        if due or self.callbacks.control.should_log:
             self._log(line)
+            self.callbacks.logged(line)
         self.listener.step(line)
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -232,6 +262,8 @@ class Loop:
                 if each is None:  # a pipeline runs all batches in its first pass
                     return
                 yield each
+                if number != numbers[-1]:
+                    self.callbacks.call("on_substep_end")
 
         loss, sums = self.engine.summed(passes(), len(batches))
         return loss, sum(batch.real for batch in batches), sums
@@ -260,6 +292,7 @@ class Loop:
         if self.plan.keeps_best:
             self._keep_if_best(loss)
         self._log(line)
+        self.callbacks.logged(line)
         self.listener.evaluated(line)
         self._generate_samples()
 
@@ -365,6 +398,7 @@ class Loop:
         if not self.ranks.broadcast(path.exists()):
             self._write(path)
             self.unproven = path.name  # until a step computes a loss from its weights
+            self.callbacks.call("on_save")
         return path
 
     def _write(self, path: Path) -> None:

@@ -20,6 +20,7 @@ from .naming import named
 from .new_model import SIZES
 from .rates import DECAYS
 from .records import SUFFIX, Records
+from .reporters import REPORTERS
 from .text import Text
 
 STEPS = 1200  # if neither steps nor epochs are given
@@ -182,6 +183,9 @@ class Settings:
     save_dtype: str = setting(
         "output", "Of the weights saved at the end.", "float32", choices=DTYPES
     )
+    report_to: Sequence[str] = setting(
+        "output", f"Log to {', '.join(REPORTERS)}; may be repeated.", ()
+    )
     log_every: int = setting("output", "Steps between lines of the log.", 1, least=1)
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
@@ -237,6 +241,17 @@ class Settings:
         existing = f"is for an existing model; name its {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
+        self._check_values()
+        if self.base is not None and source is None:
+            raise ConfigError(f"{named('base')} {existing}")
+        if self.train_weights and (self.quantize != "ternary" or source is not None):
+            problem = f"{named('train_weights')} is for a new model with"
+            raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")
+        if self.quantize is not None and source is None and not self.train_weights:
+            raise ConfigError(f"{named('quantize')} {existing}")
+
+    def _check_values(self) -> None:
+        """Raise a ConfigError for values that need others, or another form."""
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ConfigError(
                 f"{named(warmup=self.warmup)}: give a whole number, or a share below 1"
@@ -245,21 +260,15 @@ class Settings:
             raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
         if self.threshold and self.patience is None:
             raise ConfigError(f"{named('threshold')} is of {named('patience')}; give both")
-        if isinstance(self.sample_prompt, str):
-            cure = f"give a list of texts, as {named(sample_prompt=[self.sample_prompt])}"
-            raise ConfigError(f"{named(sample_prompt=self.sample_prompt)}: {cure}")
+        for name in ("sample_prompt", "report_to"):
+            if isinstance(text := getattr(self, name), str):
+                cure = f"give a list of texts, as {named(**{name: [text]})}"
+                raise ConfigError(f"{named(**{name: text})}: {cure}")
         usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
         changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
         if self.lora is None and changed:
             cure = f"add {named('lora')}, as in {named(lora=16)}"
             raise ConfigError(f"{named(**changed)} is of new adapters; {cure}")
-        if self.base is not None and source is None:
-            raise ConfigError(f"{named('base')} {existing}")
-        if self.train_weights and (self.quantize != "ternary" or source is not None):
-            problem = f"{named('train_weights')} is for a new model with"
-            raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")
-        if self.quantize is not None and source is None and not self.train_weights:
-            raise ConfigError(f"{named('quantize')} {existing}")
 
     def decided(self, *, new: bool, steps: int | None = None) -> "Plan":
         """Return the settings with the defaults of a new model or of an existing one.

@@ -61,6 +61,9 @@ class Source(Protocol):
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
 
+    def epoch(self, step: int) -> float:
+        """Return how often the text was passed through in the first ``step`` batches."""
+
     def largest(self, steps: int, accumulate: int) -> list[int]:
         """Return the steps that may need most memory."""
 
@@ -251,6 +254,10 @@ class Batches:
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
         return math.ceil(epochs * self.windows / self.batch)
+
+    def epoch(self, step: int) -> float:
+        """Return how often the text was passed through in the first ``step`` batches."""
+        return step * self.batch / self.windows
 
     def largest(self, steps: int, accumulate: int) -> list[int]:
         """Return the first step: all need the same memory."""

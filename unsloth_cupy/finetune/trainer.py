@@ -9,7 +9,7 @@ A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
@@ -27,6 +27,7 @@ from ..models.objective import Objective, next_token
 from ..models.transformer import Transformer
 from ..ops.quantized.weight import held_arrays
 from ..placement import to_numpy
+from .callbacks import Callbacks, checked
 from .evaluation import held_out_of, read
 from .interrupt import Stop
 from .listener import Listener, hearing
@@ -35,6 +36,7 @@ from .lora import Lora
 from .preparation import device_name, in_place, prepare
 from .ranks import start
 from .records import SUFFIX, Records
+from .reporters import reporters
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
 from .text import Text
@@ -108,6 +110,8 @@ class Trainer:
     evaluate : path, float, Records or Text, optional
         A file to evaluate on, or the share of the text that is held out, in place of
         ``settings.eval``; None: a tenth.
+    callbacks : sequence of Callback
+        Hear the events of the run, and may stop it: see ``Callback``.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.
@@ -128,6 +132,7 @@ class Trainer:
         *,
         lora: Lora | None = None,
         evaluate: str | PathLike[str] | float | Records | Text | None = None,
+        callbacks: Sequence[Any] = (),
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
@@ -147,6 +152,7 @@ class Trainer:
             each = dataclasses.replace(each, device=device_name(self.given))
             model = _home(self.given)
         self.settings = each
+        self.callbacks = checked(callbacks)
         self.objective, self.listener = objective, Listener() if listener is None else listener
         known = text is None or isinstance(text, Records | Text)
         self.text: Any = text if known else path_of("Trainer: text", text)
@@ -163,6 +169,7 @@ class Trainer:
         with self.ranks.ending():
             self.source = None if folder is None else model_folder(folder)
             each.check(self.source, lines=self.lines)
+            self.callbacks += reporters(each.report_to)
             if self.given is not None and not self.ranks.alone:
                 problem = "a model in memory is trained by one process"
                 raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
@@ -221,7 +228,7 @@ class Trainer:
         """Run the remaining steps, and save the model."""
         self.listener.prepared(run)
         try:
-            loop.train(stop, self.listener)
+            loop.train(stop, self.listener, Callbacks(self.callbacks, loop, run.name))
         finally:
             self.listener.ended(run)
         stop.uninterruptible("the saving of the model")

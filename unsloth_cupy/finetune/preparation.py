@@ -1,10 +1,11 @@
 """Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +31,14 @@ from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import load_tokenizer, train_tokenizer
-from .training_data import Shape, from_records, from_text
+from .training_data import Shape, encoded, from_records, from_text
+
+if TYPE_CHECKING:
+    from ..models.config import Config
+
+MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
+SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens
+COUNTED_ROWS = 2000  # of a large file
 
 
 def prepare(
@@ -68,12 +76,11 @@ def prepare(
             cure = f"leave {named('lora')} out"
             holder = source if given is None else "the model"
             raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+    if isinstance(text, Records):
+        settings = with_tokens(settings, text, tokenizer, chat, config)
+        plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
-    pad = config.pad_token
-    shape = Shape(
-        plan.batch, plan.tokens, isinstance(text, Records) and plan.pack is not False,
-        pad if pad is not None and pad < config.vocab else 0,
-    )  # fmt: skip
+    shape = shape_of(plan, text, config)
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
         training_data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
         plan = with_steps(settings, plan, training_data, new=source is None)
@@ -85,15 +92,13 @@ def prepare(
         model = new_or_loaded(folder, values, plan, ranks)
     else:
         model = in_place(given, checkpoint)
-    if new_adapter:
-        add_adapters(model, plan)
+    add_adapters(model, plan if new_adapter else None)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.data_seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
-    files = chat.keep() if has_chats else chat.files
     loop = Loop(
-        run, model, tokenizer, training_data, plan, files, memory, ranks, objective,
-        chat if has_chats else None,
+        run, model, tokenizer, training_data, plan, chat.keep() if has_chats else chat.files,
+        memory, ranks, objective, chat if has_chats else None,
     )  # fmt: skip
     loop.check()
     if checkpoint is not None:
@@ -156,9 +161,9 @@ def facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Fact
     return Facts(given.config, given.adapter, kind)
 
 
-def add_adapters(model: models.Transformer, plan: Plan) -> None:
-    """Add the adapters that a plan names, with its seed."""
-    if plan.adapters is None:
+def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
+    """Add the adapters that a plan names, if there is one, with its seed."""
+    if plan is None or plan.adapters is None:
         return
     if plan.lora_dropout and model.division is not None:
         cure = f"leave {named('lora_dropout')} out"
@@ -189,12 +194,51 @@ def device_name(model: models.Transformer) -> str:
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
-    """Return the plan with the number of steps in passes through the text, if epochs are set."""
-    if settings.epochs is None:
+    """Return the plan with the number of steps in passes through the text.
+
+    Without epochs and steps, a model that exists is trained for 3, 2 or 1: as many as have at most
+    1,000 steps.
+    """
+    epochs, count = settings.epochs, training_data.batches.count
+    chosen = epochs is None and settings.steps is None and not new
+    if epochs is None and not chosen:
         return plan
-    steps = max(1, math.ceil(training_data.batches.count(settings.epochs) / plan.accumulate))
-    announce(f"{settings.epochs:g} epochs are {steps} steps")
+
+    def steps_of(epochs: float) -> int:
+        return max(1, math.ceil(count(epochs) / plan.accumulate))
+
+    if epochs is None:
+        epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)
+    steps, others = steps_of(epochs), f"; {named('epochs')} or {named('steps')} give others"
+    announce(f"{epochs:g} epoch{'s' * (epochs != 1)} are {steps} steps{others * chosen}")
     return settings.decided(new=new, steps=steps)
+
+
+def shape_of(plan: Plan, text: Text | Records, config: "Config") -> Shape:
+    """Return the shape of a batch."""
+    pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
+    pad = pad if pad is not None and pad < config.vocab else 0
+    return Shape(plan.batch, plan.tokens, pack, pad)
+
+
+def with_tokens(
+    settings: Settings, records: Records, tokenizer: Any, chat: Chat, config: "Config"
+) -> Settings:
+    """Return settings with the tokens of a row that 99 % of the rows need, if none are given.
+
+    They are counted in a sample of a large file, and are not more than the model has positions.
+    """
+    if settings.tokens is not None:
+        return settings
+    ends = [token for token in config.end_tokens if token < config.vocab]
+    lengths = []
+    for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
+        text, spans = record.text(chat)
+        lengths.append(len(encoded(tokenizer, text, spans, bool(record.messages), ends, chat)[0]))
+    needed = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
+    tokens = max(2, min(needed, config.positions))
+    announce(f"{named(tokens=tokens)}: that many do for {SHARE_OF_ROWS:.0%} of the rows")
+    return dataclasses.replace(settings, tokens=tokens)
 
 
 def summary(loop: Loop) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..training.schedules import (
     constant_schedule,
@@ -13,9 +13,6 @@ from ..training.schedules import (
     polynomial_schedule,
     warmup_stable_decay_schedule,
 )
-
-if TYPE_CHECKING:
-    from .settings import Plan
 
 LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
 DECAY_SHARE = 0.2  # of the steps: the fall of wsd
@@ -29,7 +26,7 @@ DECAYS: Mapping[str, Callable[..., float]] = {
 }
 
 
-def rate_of(step: int, plan: "Plan") -> float:
+def rate_of(step: int, plan: Any) -> float:
     """Return the learning rate of a step, the first of which is 1: step 0 has the rate 0."""
     steps, warmup = plan.steps, plan.warmup
     first = math.ceil(steps * warmup) if warmup < 1 else int(warmup)

@@ -26,7 +26,7 @@ from ..core.call import is_integer, is_number
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
-from ..models.adapter_base import ADAPTER, base_of
+from ..models.adapter_base import ADAPTER, base_of, cached
 from .listener import reading
 from .naming import named
 from .settings import asks_for_more, differences, read_settings
@@ -248,7 +248,12 @@ def config_file(path: Path) -> Path:
 
 
 def model_folder(path: Path) -> Path:
-    """Return the folder of a model's files: the path, or the result of the run in it."""
+    """Return the folder of a model's files: the path, or the result of the run in it.
+
+    OWNER/MODEL is a model of huggingface.co in the local cache, where no folder has this name.
+    """
+    if not path.exists() and (known := cached(path.as_posix())):
+        return known[0]
     if not path.exists():
         cure = missing_folder_advice(path, "name a folder with config.json in it")
         raise ConfigError(f"{path} does not exist; {cure}")

@@ -23,7 +23,8 @@ from .records import SUFFIX, Records
 from .reporters import REPORTERS
 from .text import Text
 
-STEPS = 1200  # if neither steps nor epochs are given
+STEPS = 1200  # of a new model, if neither steps nor epochs are given
+TOKENS = 128  # in a row of running text
 NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
@@ -60,7 +61,9 @@ class Settings:
 
     pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]")
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
-    tokens: int = setting("data", "Tokens in a row.", 128, least=2)
+    tokens: int | None = setting(
+        "data", f"Tokens in a row.  [default: of lines what most need, else {TOKENS}]", least=2
+    )
 
     layers: int | None = setting("model", f"Of a new model.  [default: {SIZES['layers']}]", least=1)
     hidden: int | None = setting("model", f"Of a new model.  [default: {SIZES['hidden']}]", least=1)
@@ -91,7 +94,11 @@ class Settings:
         "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
     )
 
-    steps: int | None = setting("training", f"Updates of the weights.  [default: {STEPS}]", least=1)
+    steps: int | None = setting(
+        "training",
+        f"Updates of the weights.  [default: 1 to 3 epochs; {STEPS} of a new model]",
+        least=1,
+    )
     epochs: float | None = setting(
         "training", "Passes through the text, in place of {steps}.", above=0
     )
@@ -280,6 +287,7 @@ class Settings:
         defaults = {
             "steps": ends,
             "lr": self.lr or rate,
+            "tokens": self.tokens or TOKENS,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
             "state_bits": 8 if self.optimizer == "adamw8bit" else self.state_bits,
             "data_seed": self.seed if self.data_seed is None else self.data_seed,
@@ -295,6 +303,7 @@ class Plan(Settings):
     steps: int = dataclasses.field()
     lr: float = dataclasses.field()
     data_seed: int = dataclasses.field()
+    tokens: int = dataclasses.field()
     evaluate_every: int = dataclasses.field()
 
 
@@ -339,7 +348,9 @@ def kept(
         result["pack"] = settings.pack is not False
     if source is None:
         result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
-    if settings.epochs is not None:
+    if isinstance(text, Records):
+        result["tokens"] = settings.tokens  # None: the text determines them
+    if settings.steps is None and (settings.epochs is not None or source is not None):
         every = settings.evaluate_every
         result |= {"steps": None, "epochs": settings.epochs, "evaluate_every": every}
     return result | {"base": base}

@@ -94,7 +94,7 @@ OTHERS = {
     "--learning-rate": "--lr", "--learning_rate": "--lr", "--max-seq-length": "--tokens",
     "--num-epochs": "--epochs", "--batch-size": "--batch", "--warmup-ratio": "--warmup",
     "--evaluate": "--eval", "--schedule": "--pipeline-schedule", "--output-dir": "--out",
-    "--lora-r": "--lora", "--evaluate-ever": "--evaluate-every",
+    "--lora-r": "--lora",
 }  # fmt: skip
 
 

@@ -368,7 +368,7 @@ def test_a_path_that_looks_like_a_setting_stays_a_path(tmp_path: Path) -> None:
 def test_options_are_the_settings_in_their_groups() -> None:
     fields = {each.name: each for each in dataclasses.fields(Settings) if each.metadata}
     options = {each.name: each for each in finetune.params if isinstance(each, click.Option)}
-    assert options.keys() - fields.keys() == {"text", "config", "profile"}
+    assert options.keys() - fields.keys() == {"text", "config", "profile", "quiet", "as_json"}
     assert fields.keys() <= options.keys()
     for name, field in fields.items():
         assert options[name].default in (field.default, None), name

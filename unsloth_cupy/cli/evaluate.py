@@ -1,5 +1,7 @@
 """``unsloth-cupy evaluate``: loss, perplexity, accuracy and entropy of a model on texts."""
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import click
 
 from ..finetune.evaluation import Evaluation
 from ..finetune.evaluation import evaluate as evaluated
-from ..finetune.listener import hearing
-from ..machine import console
-from .options import BASE, FILE, QUANTIZE, Device, option
+from ..finetune.listener import Listener, hearing
+from ..machine import console, tables_as_json
+from .echo import echo
+from .options import BASE, FILE, QUANTIZE, Device, json_option, option
 from .printer import Printer
 
 
@@ -24,18 +27,23 @@ from .printer import Printer
 @option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Store the model in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
-def evaluate(folder: Path, data: tuple[Path, ...], **options: Any) -> None:
+@click.option("--quiet", is_flag=True, help="Print the results alone.")
+@json_option
+def evaluate(folder: Path, data: tuple[Path, ...], quiet: bool, **options: Any) -> None:
     """Measure how well the model in MODEL_FOLDER predicts texts that it has not learned.
 
     Of .jsonl lines only what would be learned counts: the answers of chats, not their questions.
     """
-    with hearing(Printer()):
+    with hearing(Listener() if quiet else Printer()):
         results = evaluated(folder, data, **options)
     print_table(results)
 
 
 def print_table(results: list[Evaluation]) -> None:
-    """Print a row for each source."""
+    """Print a row for each source; as JSON, with all digits."""
+    if tables_as_json.get():
+        echo(json.dumps([dataclasses.asdict(each) for each in results]))
+        return
     from rich.table import Table
 
     table = Table()

@@ -13,7 +13,7 @@ from ..finetune.run_folder import RunFolder
 from ..finetune.settings import Settings
 from ..finetune.trainer import Trainer
 from .echo import echo
-from .options import FILE, ConfigFile, Grouped, option, options_of
+from .options import FILE, ConfigFile, Grouped, Option, option, options_of
 from .printer import Printer
 
 
@@ -32,11 +32,18 @@ from .printer import Printer
     "--profile", click.IntRange(1), "Number of steps to time op by op; they are slower.",
     group="output",
 )  # fmt: skip
+@click.option("--quiet", is_flag=True, help="Print errors alone.", cls=Option, group="output")
+@click.option(
+    "--json", "as_json", is_flag=True, cls=Option, group="output",
+    help="Print the results as JSON, and no sample.",
+)  # fmt: skip
 def finetune(
     model: Path | None,
     text: Path | None,
     config: dict[str, Any] | None,
     profile: int | None,
+    quiet: bool,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Train the model in MODEL_FOLDER, or a new small Llama, on a text.
@@ -47,7 +54,7 @@ def finetune(
     different grid of ranks may resume a run.
     """
     settings = Settings(**(config or {}) | options)
-    printer = Printer(profile)
+    printer = Printer(profile, quiet=quiet, as_json=as_json)
     trainer = Trainer(model, text, settings, listener=printer)
     with stop_request(printer.announce) as stop:
         try:

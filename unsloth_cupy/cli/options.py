@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..finetune.reporters import REPORTERS
 from ..finetune.settings import Settings, kind_of
 from ..finetune.training_config import read_training_config
+from ..machine import tables_as_json
 from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS
 from ..parallel.schedule import KINDS as SCHEDULES
@@ -197,6 +198,15 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def _choose_json(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Let tables be printed as JSON in this command."""
+    tables_as_json.set(bool(value))
+
+
+json_option = click.option(
+    "--json", is_flag=True, expose_value=False, is_eager=True, callback=_choose_json,
+    help="Print tables as lines of JSON, and no other text.",
+)  # fmt: skip
 OTHERS = "other options"  # name of the last group
 
 

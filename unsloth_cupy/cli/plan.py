@@ -18,7 +18,17 @@ from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
 from ..profiling.scale import plan_ranks
-from .options import ATTENTION, FILE, QUANTIZE, SCHEDULE, ZERO, NewPicture, Number, option
+from .options import (
+    ATTENTION,
+    FILE,
+    QUANTIZE,
+    SCHEDULE,
+    ZERO,
+    NewPicture,
+    Number,
+    json_option,
+    option,
+)
 from .plan_ranks import Interconnect, rate_of, show
 from .plan_tables import cards, ledger, options_text, training_methods
 from .timeline import draw_timeline
@@ -53,6 +63,7 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--node", click.IntRange(1), "Ranks in a node.", 8)
 @option("--rate", Number(0, min_open=True), "TFLOP/s of a rank's products.  [default: by device]")
 @option("--plot", NewPicture(), "Draw the step's timeline: PNG, PDF or SVG.")
+@json_option
 def plan(
     config: Path,
     batch: int,

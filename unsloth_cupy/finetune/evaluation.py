@@ -26,9 +26,9 @@ from .naming import named
 from .records import SUFFIX, Records, read_records
 from .records import split as split_records
 from .run_folder import model_folder, words_folder
-from .text import Batch, Text, read_text, resplit
-from .tokenizer import load_tokenizer
-from .training_data import Shape, from_records, from_text
+from .text import Batch, Text, held_out_rows, read_text, resplit
+from .tokenizer import check_tokens, encode, load_tokenizer
+from .training_data import Shape, from_records
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -175,11 +175,18 @@ def evaluate(
                 if isinstance(held, Records):
                     of_source = from_records(held, tokenizer, config, shape, 0, chat).held_out
                 else:
-                    of_source = from_text(held, tokenizer, config, shape, 0).held_out
+                    of_source = rows_of(held.held_out, tokenizer, config, shape)
                 own = sum((_sums(model, each) for each in of_source), np.zeros(4))
                 result.append(_evaluation(str(path), own))
                 sums += own
     return [*result, _evaluation("all", sums)] if len(result) > 1 else result
+
+
+def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]:
+    """Return the batches of a text in which each token but the first is a label."""
+    encoded = encode(tokenizer, text)
+    check_tokens(tokenizer, [int(encoded.max(initial=0))], config.vocab)
+    return held_out_rows(encoded, batch=shape.batch, length=shape.length)
 
 
 def _sums(model: "Transformer", batch: Batch) -> Any:

@@ -110,7 +110,7 @@ def test_a_callback_asks_for_more(text: Path, tmp_path: Path) -> None:
 
 
 def test_callbacks_of_transformers_work(text: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="its callbacks are run")
 
     class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> Any:
@@ -144,7 +144,7 @@ def test_a_missing_logger_is_said_before_the_run(
 
 def reported(name: str, text: Path, folder: Path, **environment: str) -> Path:
     """Run with a logger in a process of its own, as they keep state."""
-    pytest.importorskip(name)
+    pytest.importorskip(name, reason="a logger that is reported to")
     flags = [word for key, value in TINY.items() for word in (f"--{key}", str(value))]
     command = [
         sys.executable, "-m", "unsloth_cupy", "finetune", "--text", str(text), "--out",

@@ -185,7 +185,10 @@ from .training.precision import TrainingConfig as TrainingConfig
 from .training.precision import compute_copies as compute_copies
 from .training.schedules import constant_schedule as constant_schedule
 from .training.schedules import cosine_schedule as cosine_schedule
+from .training.schedules import inverse_sqrt_schedule as inverse_sqrt_schedule
 from .training.schedules import linear_schedule as linear_schedule
+from .training.schedules import polynomial_schedule as polynomial_schedule
+from .training.schedules import warmup_stable_decay_schedule as warmup_stable_decay_schedule
 from .training.tape import Tape as Tape
 from .training.variable import Var as Var
 

@@ -1,5 +1,6 @@
 """The memory, cores and GPUs of this machine, what the process uses, and how sizes are written."""
 
+import json
 import math
 import os
 import platform
@@ -7,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from contextvars import ContextVar
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +38,8 @@ def console(*, markup: bool = True) -> Any:
 
     It escapes the control characters of texts, which may be names in other people's files.
     """
+    if tables_as_json.get():
+        return JsonLines()
     from rich.console import Console
 
     result: Any = Console(highlight=False, markup=markup)
@@ -44,6 +48,32 @@ def console(*, markup: bool = True) -> Any:
     if not result.is_terminal and "COLUMNS" not in os.environ:
         result.width = WIDE
     return result
+
+
+tables_as_json: ContextVar[bool] = ContextVar("tables_as_json", default=False)
+
+
+class JsonLines:
+    """A console that prints each table as a line of JSON, and no other text.
+
+    A table is ``{"title": ..., "rows": [{heading: cell, ...}, ...]}``; one without headings is an
+    object of its first two columns.
+    """
+
+    def print(self, part: Any, **_: Any) -> None:
+        """Print a table."""
+        from rich.table import Table
+        from rich.text import Text
+
+        if not isinstance(part, Table):
+            return
+        columns = [[Text.from_markup(str(cell)).plain for cell in c.cells] for c in part.columns]
+        names = [Text.from_markup(str(column.header)).plain for column in part.columns]
+        rows: Any = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        if not part.show_header:
+            rows = {name: cell for name, cell in zip(*columns, strict=True) if name}
+        title = None if part.title is None else Text.from_markup(str(part.title)).plain
+        print(json.dumps({"title": title, "rows": rows} if title else rows), flush=True)
 
 
 def format_bytes(count: float) -> str:

@@ -119,6 +119,8 @@ WORDS = {  # words of a command, made in a folder
     "explain, op": lambda _: ["explain", EVIL],
     "explain": lambda at: ["explain", changed(at / EVIL, "config.json", hidden_act=EVIL)],
     "explain, card": lambda at: ["explain", "relu2", "--device", written(at / f"{EVIL}.json", "[")],
+    "evaluate": lambda at: ["evaluate", at / EVIL, "--data", at / "a.txt"],
+    "evaluate, data": lambda at: ["evaluate", says(at / "m"), "--data", at / f"{EVIL}.txt"],
     "export": lambda at: ["export", changed(at / EVIL, "config.json", model_type=EVIL), at / "f"],
     "merge": lambda at: ["merge", changed(at / EVIL, "config.json", model_type=EVIL), at / "f"],
     "merge, adapter": lambda at: [

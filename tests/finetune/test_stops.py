@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy import cosine_schedule
 from unsloth_cupy.finetune import loop
 from unsloth_cupy.finetune.loop import Loop
 from unsloth_cupy.finetune.run_folder import RunFolder
@@ -43,10 +42,8 @@ def stopped(*arguments: Any) -> Any:
 
 def explode(patch: pytest.MonkeyPatch, at: int) -> None:
     """Let the rate of one step be far too large."""
-    rate = cosine_schedule
-    patch.setattr(
-        loop, "cosine_schedule", lambda step, **o: 1e25 if step == at else rate(step, **o)
-    )
+    rate = loop.rate_of
+    patch.setattr(loop, "rate_of", lambda step, plan: 1e25 if step == at else rate(step, plan))
 
 
 @pytest.mark.slow

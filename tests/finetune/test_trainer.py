@@ -13,12 +13,15 @@ import click
 import numpy as np
 import pytest
 
+from unsloth_cupy import cosine_schedule, linear_schedule
 from unsloth_cupy.cli.finetune import finetune
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
+from unsloth_cupy.finetune.engine import noisy
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import announce
 from unsloth_cupy.finetune.naming import named
+from unsloth_cupy.finetune.rates import rate_of
 from unsloth_cupy.models import Transformer
 from unsloth_cupy.models.objective import next_token
 
@@ -26,7 +29,7 @@ from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 
 TINY: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", value)]
-GROUPS = ["data", "model", "adapters", "training", "memory", "ranks", "output"]
+GROUPS = ["data", "model", "adapters", "training", "evaluation", "memory", "ranks", "output"]
 WITHOUT_CLICK = """
 import sys
 import numpy
@@ -188,6 +191,94 @@ def test_defaults_depend_on_the_model() -> None:
     assert (chosen.lr, chosen.steps, chosen.evaluate_every) == (0.5, 3, 7)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, cosine_schedule(3, lr=1.0, warmup=1, steps=20, minimum=0.1)),
+        ({"warmup": 0.25}, 3 / 5),
+        ({"warmup": 6}, 3 / 6),
+        ({"warmup": 0, "decay": "constant"}, 1.0),
+        ({"decay": "linear"}, linear_schedule(3, lr=1.0, warmup=1, steps=20, minimum=0.1)),
+        ({"decay": "polynomial"}, 0.1 + 0.9 * (17 / 19) ** 2),
+        ({"decay": "inverse_sqrt", "warmup": 2}, (2 / 3) ** 0.5),
+        ({"decay": "wsd"}, 1.0),
+    ],
+)
+def test_rates(settings: dict[str, Any], expected: float) -> None:
+    plan = Settings(steps=20, lr=1.0, **settings).decided(new=True)
+    assert rate_of(3, plan) == pytest.approx(expected)
+    ends = {"constant": 1.0, "inverse_sqrt": (2 / 20) ** 0.5}
+    assert rate_of(20, plan) == pytest.approx(ends.get(plan.decay, 0.1))
+
+
+def test_the_log_has_the_rates_of_the_settings(text: Path, tmp_path: Path) -> None:
+    made = train(text, tmp_path / "run", steps=4, lr=0.01, warmup=2, decay="linear", log_every=3)
+    lines = [line for line in made.files.lines() if "loss" in line]
+    assert [(line["step"], line["lr"]) for line in lines] == [
+        (3, pytest.approx(0.01 * 0.55)), (4, pytest.approx(0.001)),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"warmup=1.5: give a whole number, or a share below 1"):
+        train(text, tmp_path / "wrong", warmup=1.5)
+
+
+def test_the_data_has_a_seed_of_its_own(text: Path, tmp_path: Path) -> None:
+    runs = {}
+    for seeds in ((0, None), (0, 0), (0, 5), (5, 0)):
+        seed, data_seed = seeds
+        made = train(text, tmp_path / f"{seeds}", steps=2, seed=seed, data_seed=data_seed)
+        runs[seeds] = made.losses
+    assert runs[0, None] == runs[0, 0] != runs[0, 5]
+    first = train(text, tmp_path / "0-5", steps=1, data_seed=5, evaluate_every=1)
+    usual = train(text, tmp_path / "0-0", steps=1, evaluate_every=1)
+    untrained = [each.files.lines()[0]["held_out_loss"] for each in (first, usual)]
+    assert untrained[0] == untrained[1], "the weights are the same"
+    assert runs[5, 0] != runs[0, 0]
+
+
+def test_adamw8bit_is_adamw_with_narrow_averages(text: Path, tmp_path: Path) -> None:
+    for name, settings in (("one", {"optimizer": "adamw8bit"}), ("other", {"state_bits": 8})):
+        train(text, tmp_path / name, steps=2, hidden=64, **settings)
+    assert weights(tmp_path / "one") == weights(tmp_path / "other")
+
+
+def test_neftune_adds_noise_in_steps_alone_and_goes_on_in_equal_bits(
+    text: Path, tmp_path: Path
+) -> None:
+    usual = train(text, tmp_path / "usual", steps=3)
+    whole = train(text, tmp_path / "whole", steps=3, neftune=5.0)
+    first, other = (made.files.lines()[0] for made in (usual, whole))
+    assert first["held_out_loss"] == other["held_out_loss"]
+    assert usual.losses[0] != whole.losses[0]
+    stop = Stop()
+
+    class Stopping(Listener):
+        def step(self, line: dict[str, Any]) -> None:
+            stop.signal = 2 if line["step"] == 2 else None
+
+    settings = Settings(**TINY, steps=3, neftune=5.0, out=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        Trainer(None, text, settings, listener=Stopping()).train(stop)
+    Trainer(None, text, settings).train()
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_noise_of_neftune_has_its_size(packed: bool) -> None:
+    """Uniform, times alpha / sqrt(L hidden), L being the length of the token's own text."""
+    tokens, hidden = (1, 600) if packed else (3, 200), 50
+    x = np.zeros((*tokens, hidden), np.float32)
+    offsets = np.array([0, 100, 600]) if packed else None
+    model: Any = type("Model", (), {"noise": None})()
+    noise = noisy(lambda m: m.noise(x), 5.0, offsets, np.random.default_rng(0), model)
+    for part, length in (
+        [(noise[:, :100], 100), (noise[:, 100:], 500)] if packed else [(noise, 200)]
+    ):
+        limit = 5 / (length * hidden) ** 0.5
+        assert np.abs(part).max() <= limit
+        assert np.std(part) == pytest.approx(limit / 3**0.5, rel=0.03)  # of a uniform distribution
+        assert np.mean(part) == pytest.approx(0, abs=0.05 * limit)  # of many draws
+
+
 def test_a_run_is_named_after_model_and_text(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,8 +320,8 @@ def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: st
         ),
         (
             {"chunks": 2},
-            "chunks=2 is not for a stage that is whole; give schedule=interleaved too",
-            "--chunks 2 is not for a stage that is whole; give --schedule interleaved too",
+            "chunks=2 is not for a stage that is whole; give pipeline_schedule=interleaved too",
+            "--chunks 2 is not for a stage that is whole; give --pipeline-schedule interleaved too",
         ),
         ({"hidden": 33}, "hidden=33 is odd", "--hidden 33 is odd"),
         ({"tokens": 90_000}, "or a smaller tokens", "or a smaller --tokens"),
@@ -277,7 +368,8 @@ def test_a_path_that_looks_like_a_setting_stays_a_path(tmp_path: Path) -> None:
 def test_options_are_the_settings_in_their_groups() -> None:
     fields = {each.name: each for each in dataclasses.fields(Settings) if each.metadata}
     options = {each.name: each for each in finetune.params if isinstance(each, click.Option)}
-    assert options.keys() - fields.keys() == {"data", "ignore", "config", "profile"}
+    beside = {"data", "ignore", "config", "profile", "quiet", "as_json"}
+    assert options.keys() - fields.keys() == beside
     assert fields.keys() <= options.keys()
     for name, field in fields.items():
         assert options[name].default in (field.default, None), name

@@ -37,7 +37,12 @@ API = {
     "clip_gradients": "gradients, max_norm",
     "LossScaler": "scale=65536.0, *, dynamic=True, growth=2.0, backoff=0.5, interval=2000,"
     " minimum=1.0, maximum=2147483648.0",
-    "cosine_schedule": "step, *, lr, warmup, steps, minimum=0.0",
+    "cosine_schedule": "step, *, lr, warmup, steps, minimum=0.0, cycles=1",
+    "polynomial_schedule": "step, *, lr, warmup, steps, minimum=0.0, power=1.0",
+    "inverse_sqrt_schedule": "step, *, lr, warmup, steps, minimum=0.0, timescale=None",
+    "warmup_stable_decay_schedule": (
+        "step, *, lr, warmup, steps, minimum=0.0, decay, shape='cosine'"
+    ),
     "linear_schedule": "step, *, lr, warmup, steps, minimum=0.0",
     "constant_schedule": "step, *, lr, warmup, steps, minimum=0.0",
     "KVCache": "layers, batch, capacity, kv_heads, dim, *, dtype, like=None, window=None, sinks=0",

@@ -44,7 +44,7 @@ class Run(NamedTuple):
     base: str = ""
 
 
-INTERLEAVED = "--layers 4 --pipeline-parallel 2 --schedule interleaved"
+INTERLEAVED = "--layers 4 --pipeline-parallel 2 --pipeline-schedule interleaved"
 BITS = "--tensor-parallel 2 --state-bits 8"
 LORA = "--quantize nf4 --lora 8"
 RUNS = {
@@ -59,7 +59,9 @@ RUNS = {
     "ulysses": Run(2, "--context-parallel 2 --context-attention ulysses"),
     "on-one": Run(1, "", "stopped"),
     "on-three": Run(3, "--data-parallel 3 --zero 1", "stopped"),
-    "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2 --schedule gpipe", "stopped"),
+    "on-four": Run(
+        4, "--tensor-parallel 2 --pipeline-parallel 2 --pipeline-schedule gpipe", "stopped"
+    ),
     "on-3-contexts": Run(3, "--context-parallel 3", "stopped"),
     "on-contexts": Run(4, "--context-parallel 2 --pipeline-parallel 2 --zero 1", "stopped"),
     "deep-one": Run(1, "--layers 4"),

@@ -34,7 +34,7 @@ SIZES = (
 )  # fmt: skip
 WHOLE = "tests.parallel.commands"
 REFUSED = {  # before ranks have met, and after
-    "--schedule zigzag": "Invalid value for '--schedule'",
+    "--pipeline-schedule zigzag": "Invalid value for '--pipeline-schedule'",
     "--epochs 2": "--steps and --epochs both say when to end",
     "--tensor-parallel 3": "--tensor-parallel 3 --pipeline-parallel 1",
 }
@@ -109,7 +109,9 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     """
     out, wrong = tmp_path / "run", tmp_path / "full"
     words = ("generate", "--max-new-tokens", "8", "--temperature", "0", str(out))
-    staged = "--pipeline-parallel 2 --schedule interleaved --chunks 1 --accumulate 2 --steps 2"
+    staged = (
+        "--pipeline-parallel 2 --pipeline-schedule interleaved --chunks 1 --accumulate 2 --steps 2"
+    )
     first = asked(text, out, *staged.split())  # two chunks would take 4 layers
     last = asked(text, wrong, "--data-parallel", "2")
     ways = ("--tensor-parallel", "2", "7 and"), ("--pipeline-parallel", "2", "-")
@@ -133,7 +135,7 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
 GPU_GRIDS = (
     "--data-parallel 2", "--data-parallel 2 --zero 1", "--data-parallel 2 --zero 3",
     "--tensor-parallel 2", "--pipeline-parallel 2",
-    "--pipeline-parallel 2 --schedule interleaved --chunks 1",
+    "--pipeline-parallel 2 --pipeline-schedule interleaved --chunks 1",
     "--context-parallel 2", "--context-parallel 2 --context-attention ulysses",
 )  # fmt: skip
 
@@ -204,12 +206,17 @@ def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
     done = invoke(*asked(text, tmp_path / "run", "--zero", "1"))
     assert "--zero 1 is not for one data rank; start more ranks" in done.output
-    done = invoke(*asked(text, tmp_path / "run", "--schedule", "interleaved"))
-    assert "--schedule interleaved is not for one stage; give --pipeline-parallel" in done.output
+    done = invoke(*asked(text, tmp_path / "run", "--pipeline-schedule", "interleaved"))
+    assert (
+        "--pipeline-schedule interleaved is not for one stage; give --pipeline-parallel"
+        in done.output
+    )
     done = invoke(*asked(text, tmp_path / "run", "--context-attention", "ulysses"))
     assert "is not for tokens that are whole; give --context-parallel 2" in done.output
     done = invoke(*asked(text, tmp_path / "run", "--chunks", "3"))
-    assert "--chunks 3 is not for a stage that is whole; give --schedule inter" in done.output
+    assert (
+        "--chunks 3 is not for a stage that is whole; give --pipeline-schedule inter" in done.output
+    )
 
 
 def two_of(data: int) -> Ranks:

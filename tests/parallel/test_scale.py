@@ -286,7 +286,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     assert done.output.count("|") >= 8
     assert "<svg" in (tmp_path / "schedule.svg").read_text()
     command[-2:] = ["--lora", "4", "--quantize", "int8"]
-    command += ["--pipeline-parallel", "2", "--schedule", "interleaved"]
+    command += ["--pipeline-parallel", "2", "--pipeline-schedule", "interleaved"]
     done = click.testing.CliRunner().invoke(group, [*command, "--accumulate", "5"])
     assert "as interleaved asks; give --accumulate 6" in done.output, done.output
     done = click.testing.CliRunner().invoke(group, [*command, "--chunks", "3"])
@@ -296,6 +296,9 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     for said in ("lora 4, quantized to int8, interleaved", "replayed: 16 ranks", "as planned"):
         assert said in " ".join(done.output.split()), done.output
     done = click.testing.CliRunner().invoke(group, [*command, "--pipeline-parallel", "1"])
-    assert "--schedule interleaved is not for one stage; give --pipeline-parallel 2" in done.output
+    assert (
+        "--pipeline-schedule interleaved is not for one stage; give --pipeline-parallel 2"
+        in done.output
+    )
     done = click.testing.CliRunner().invoke(group, [*command, "--optimizer", "none"])
     assert "leave --optimizer out" in done.output

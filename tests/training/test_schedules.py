@@ -1,6 +1,13 @@
 import pytest
 
-from unsloth_cupy import constant_schedule, cosine_schedule, linear_schedule
+from unsloth_cupy import (
+    constant_schedule,
+    cosine_schedule,
+    inverse_sqrt_schedule,
+    linear_schedule,
+    polynomial_schedule,
+    warmup_stable_decay_schedule,
+)
 from unsloth_cupy.errors import ConfigError
 
 from ..conftest import FOLDER
@@ -28,6 +35,57 @@ def test_equals_transformers(peer: OpCase) -> None:
             minimum=peer.params.get("min_lr", 0.0) / lr,
         )
         assert rate == pytest.approx(peer.outputs["rate"][step], abs=1e-12)
+
+
+NEW = {
+    "constant_with_warmup": constant_schedule,
+    "inverse_sqrt": inverse_sqrt_schedule,
+    "cosine_with_restarts": cosine_schedule,
+    "polynomial": polynomial_schedule,
+    "warmup_stable_decay": warmup_stable_decay_schedule,
+}
+OPTIONS = {
+    "timescale": "timescale", "num_cycles": "cycles", "power": "power",
+    "num_decay_steps": "decay", "decay_type": "shape", "min_lr_ratio": "minimum",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "peer", [*op_cases(FOLDER / "schedules", "schedules")], ids=lambda peer: peer.name
+)
+def test_every_option_is_that_of_transformers(peer: OpCase) -> None:
+    name = next(n for n in NEW if peer.name.startswith(f"schedule_{n}"))
+    params = {n: peer.params[n] for n in ("lr", "warmup", "steps")}
+    params |= {own: peer.params[theirs] for theirs, own in OPTIONS.items() if theirs in peer.params}
+    if "lr_end" in peer.params:
+        params["minimum"] = peer.params["lr_end"] / params["lr"]
+    rates = peer.outputs["rate"]
+    assert len(rates) > params["steps"], "it goes on after the last step"
+    for step, expected in enumerate(rates):
+        assert NEW[name](step, **params) == pytest.approx(expected, abs=1e-9)
+
+
+def test_inverse_sqrt_has_a_floor_and_needs_no_warm_up() -> None:
+    options = {"lr": 2.0, "warmup": 0, "steps": 5}
+    assert inverse_sqrt_schedule(0, **options) == 2.0
+    assert inverse_sqrt_schedule(30_000, **options) == 1.0
+    assert inverse_sqrt_schedule(30_000, **options, minimum=0.75) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "said"),
+    [
+        (cosine_schedule, {"cycles": 0}, "cycles=0; pass a whole number, 1 or more"),
+        (cosine_schedule, {"cycles": 1.5}, "cycles"),
+        (polynomial_schedule, {"power": 0}, "power=0; pass a number above 0"),
+        (inverse_sqrt_schedule, {"timescale": 0}, "timescale=0; pass a number above 0"),
+        (warmup_stable_decay_schedule, {"decay": 17}, "decay=17; pass a whole number from 0 to 16"),
+        (warmup_stable_decay_schedule, {"decay": 4, "shape": "sine"}, "shape"),
+    ],
+)
+def test_wrong_options_are_named(schedule, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        schedule(5, lr=1.0, warmup=4, steps=20, **options)
 
 
 @pytest.mark.parametrize("schedule", [linear_schedule, cosine_schedule, constant_schedule])

@@ -5,10 +5,12 @@ import click
 from .. import machine
 from ..bench.cases import chosen, composed
 from ..bench.judge import judged
+from .options import json_option
 from .progress import progress
 
 
 @click.command()
+@json_option
 @click.argument("names", nargs=-1, metavar="[OP]...")
 @click.pass_context
 def check(ctx: click.Context, names: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check
 from .data import data
+from .evaluate import evaluate
 from .explain import explain
 from .export import export
 from .finetune import finetune
@@ -38,6 +39,37 @@ def _printable() -> Iterator[None]:
         raise
 
 
+OWN_NAMES: Mapping[str, Sequence[str]] = {  # of options, by the names that others give them
+    "learning-rate": ["lr"], "max-seq-length": ["tokens"], "max-length": ["tokens"],
+    "max-seq-len": ["tokens"], "dataset": ["data", "text"], "data": ["text"], "text": ["data"],
+    "train-file": ["data", "text"], "dataset-name": ["data", "text"], "num-epochs": ["epochs"],
+    "num-train-epochs": ["epochs"], "max-steps": ["steps"], "batch-size": ["batch"],
+    "per-device-train-batch-size": ["batch"], "gradient-accumulation-steps": ["accumulate"],
+    "warmup-ratio": ["warmup"], "warmup-steps": ["warmup"], "lr-scheduler-type": ["decay"],
+    "lr-scheduler": ["decay"], "schedule": ["pipeline-schedule"], "optim": ["optimizer"],
+    "evaluate": ["eval"], "eval-file": ["eval"], "validation-file": ["eval"],
+    "eval-steps": ["evaluate-every"], "save-steps": ["save-every"], "logging-steps": ["log-every"],
+    "output-dir": ["out"], "output": ["out"], "max-grad-norm": ["max-norm"], "lora-r": ["lora"],
+    "lora-rank": ["lora"], "use-rslora": ["rslora"], "use-dora": ["dora"],
+    "lora-target-modules": ["lora-targets"], "target-modules": ["lora-targets"],
+    "gradient-checkpointing": ["checkpoint-every"], "load-in-4bit": ["quantize"],
+    "neftune-noise-alpha": ["neftune"], "early-stopping-patience": ["patience"],
+    "early-stopping-threshold": ["threshold"], "load-best-model-at-end": ["keep-best"],
+    "packing": ["pack"], "bf16": ["dtype"], "fp16": ["dtype"], "max-tokens": ["max-new-tokens"],
+    "temp": ["temperature"],
+}  # fmt: skip
+
+
+def suggest(error: click.NoSuchOption) -> None:
+    """Name the option of the command that others call so, before those of similar letters."""
+    own = OWN_NAMES.get(error.option_name.lstrip("-").replace("_", "-").lower(), ())
+    command = None if error.ctx is None else error.ctx.command
+    known = {flag for each in (command.params if command else ()) for flag in each.opts}
+    spelled = "--" + error.option_name.lstrip("-").replace("_", "-")
+    better = [flag for flag in (spelled, *(f"--{name}" for name in own)) if flag in known]
+    vars(error)["possibilities"] = better[:1] or error.possibilities
+
+
 class Commands(click.Group):
     """Commands that end with one message, its cure and the exit status 1 if an error is raised."""
 
@@ -56,6 +88,8 @@ class Commands(click.Group):
             with naming(as_flags):
                 return super().invoke(ctx)
         except click.UsageError as error:
+            if isinstance(error, click.NoSuchOption):
+                suggest(error)
             if prints_errors(parallel=any("-parallel" in word for word in sys.argv)):
                 raise
             raise SystemExit(error.exit_code) from None
@@ -84,7 +118,8 @@ def group() -> None:
 
 
 COMMANDS = (
-    *(info, check, bench, data, finetune, generate, merge, export, plan, precompile, explain),
+    *(info, check, bench, data, finetune, evaluate, generate, merge, export, plan, precompile),
+    explain,
 )
 for command in COMMANDS:
     group.add_command(command)

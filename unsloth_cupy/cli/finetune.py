@@ -42,12 +42,19 @@ from .printer import Printer
     "--profile", click.IntRange(1), "Number of steps to time op by op; they are slower.",
     group="output",
 )  # fmt: skip
+@click.option("--quiet", is_flag=True, help="Print errors alone.", cls=Option, group="output")
+@click.option(
+    "--json", "as_json", is_flag=True, cls=Option, group="output",
+    help="Print the results as JSON, and no sample.",
+)  # fmt: skip
 def finetune(
     model: Path | None,
     data: tuple[str, ...],
     ignore: tuple[str, ...],
     config: dict[str, Any] | None,
     profile: int | None,
+    quiet: bool,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Train the model in MODEL_FOLDER, or a new small Llama, on a text.
@@ -59,7 +66,7 @@ def finetune(
     may resume a run.
     """
     settings = Settings(**(config or {}) | options)
-    printer = Printer(profile)
+    printer = Printer(profile, quiet=quiet, as_json=as_json)
     trainer = Trainer(model, data_of(data), settings, ignore=ignore, listener=printer)
     with stop_request(printer.announce) as stop:
         try:

@@ -10,6 +10,7 @@ from ..compiled.cache import kernel_cache
 from ..core import source
 from ..core.op import OPS
 from ..machine import format_bytes, machine_memory
+from .options import json_option
 
 LIBRARIES = {
     "cupy": machine.CUPY,
@@ -24,6 +25,7 @@ LIBRARIES = {
 
 
 @click.command()
+@json_option
 def info() -> None:
     """Show devices, versions, and where ops will run."""
     from rich.table import Table

@@ -12,8 +12,10 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from ..finetune.reporters import REPORTERS
 from ..finetune.settings import Settings, kind_of
 from ..finetune.training_config import read_training_config
+from ..machine import tables_as_json
 from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS
 from ..parallel.schedule import KINDS as SCHEDULES
@@ -137,6 +139,17 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return size
 
 
+class FileOrShare(click.Path):
+    """A file, or a share above 0 and below 1."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a number for a text that is one, else the path."""
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            return Path(os.fsdecode(super().convert(value, param, ctx)))
+
+
 class Choice(click.Choice):  # type: ignore[type-arg]
     """One of some texts or numbers."""
 
@@ -149,11 +162,15 @@ class Choice(click.Choice):  # type: ignore[type-arg]
         return self.values[super().convert(str(value), param, ctx)]
 
 
-KINDS_BY_NAME = {
+KINDS_BY_NAME: dict[str, Any] = {
     "device": Device(),
     "limit_memory": Size(),
     "out": FILE,
     "base": FILE,
+    "eval": FileOrShare(),
+    "sample_prompt": Words(nonempty=True),
+    "report_to": click.Choice([*REPORTERS]),
+    "lora_targets": Words(nonempty=True),
 }  # of some settings
 METAVARS: dict[type, str] = {
     click.IntRange: "N",
@@ -162,6 +179,7 @@ METAVARS: dict[type, str] = {
     NewFile: "PATH",
     NewPicture: "PATH",
     ConfigFile: "PATH",
+    FileOrShare: "PATH or X",
     Device: "NAME",
     Words: "TEXT",
     Size: "SIZE",
@@ -181,6 +199,15 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def _choose_json(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Let tables be printed as JSON in this command."""
+    tables_as_json.set(bool(value))
+
+
+json_option = click.option(
+    "--json", is_flag=True, expose_value=False, is_eager=True, callback=_choose_json,
+    help="Print tables as lines of JSON, and no other text.",
+)  # fmt: skip
 OTHERS = "other options"  # name of the last group
 
 
@@ -244,10 +271,10 @@ def option(
 ) -> Callable[..., Any]:
     """Return a click option whose help shows its default, if it has one."""
     metavar = METAVARS.get(type(kind))
-    has_default = default is not None
+    has_default = default not in (None, ())
     return click.option(
         name, type=kind, default=default, show_default=has_default, metavar=metavar, help=text,
-        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group,
+        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group, multiple=default == (),
     )  # fmt: skip
 
 

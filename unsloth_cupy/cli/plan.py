@@ -18,7 +18,17 @@ from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
 from ..profiling.scale import plan_ranks
-from .options import ATTENTION, FILE, QUANTIZE, SCHEDULE, ZERO, NewPicture, Number, option
+from .options import (
+    ATTENTION,
+    FILE,
+    QUANTIZE,
+    SCHEDULE,
+    ZERO,
+    NewPicture,
+    Number,
+    json_option,
+    option,
+)
 from .plan_ranks import Interconnect, rate_of, show
 from .plan_tables import cards, ledger, options_text, training_methods
 from .timeline import draw_timeline
@@ -46,13 +56,14 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--data-parallel", click.IntRange(1), "Ranks that process different rows.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
-@option("--schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
+@option("--pipeline-schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
 @option("--chunks", click.IntRange(1), "Parts of each stage, if interleaved.  [default: 2]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
 @option("--node", click.IntRange(1), "Ranks in a node.", 8)
 @option("--rate", Number(0, min_open=True), "TFLOP/s of a rank's products.  [default: by device]")
 @option("--plot", NewPicture(), "Draw the step's timeline: PNG, PDF or SVG.")
+@json_option
 def plan(
     config: Path,
     batch: int,
@@ -71,7 +82,7 @@ def plan(
     data_parallel: int | None,
     context_parallel: int | None,
     context_attention: str | None,
-    schedule: str | None,
+    pipeline_schedule: str | None,
     chunks: int | None,
     zero: str,
     interconnect: tuple[float, float],
@@ -113,7 +124,7 @@ def plan(
         length = tokens_of(tokens, positions)
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
     check_options(
-        pipeline_parallel or 1, context_parallel or 1, int(zero), schedule, chunks,
+        pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
         context_attention, accumulate,
     )  # fmt: skip
     if any(size is not None for size in sizes):
@@ -126,14 +137,16 @@ def plan(
         with _named(path):
             scale_plan = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
-                rate=speed, interconnect=interconnect, schedule=schedule or "1f1b",
-                chunks=chunks_of(schedule, chunks),
+                rate=speed, interconnect=interconnect, schedule=pipeline_schedule or "1f1b",
+                chunks=chunks_of(pipeline_schedule, chunks),
                 context_attention=context_attention or "ring", **options,
             )  # fmt: skip
         extra = options_text(options)
         settings = f"{accumulate} x {batch} x {length} tokens, {dtype}{extra}"
         parts = chunks and f"{chunks} chunks"
-        settings += "".join(f", {each}" for each in (schedule, parts, context_attention) if each)
+        settings += "".join(
+            f", {each}" for each in (pipeline_schedule, parts, context_attention) if each
+        )
         show(scale_plan, str(path), settings, rate_source, batch * length, plot)
         return
 

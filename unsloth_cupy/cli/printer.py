@@ -3,6 +3,7 @@
 Progress is a bar on a terminal, or a line from time to time elsewhere.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from ..finetune.trainer import Run
 from ..machine import format_bytes
 from .echo import echo
 from .profiled import Steps
-from .results import report, sample, what_follows
+from .results import report, results_of, sample, what_follows
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
@@ -25,12 +26,17 @@ NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
 class Printer(Listener):
-    """Prints what it hears, and profiles ``profile`` of the steps, if that is a number."""
+    """Prints what it hears, and profiles ``profile`` of the steps, if that is a number.
 
-    def __init__(self, profile: int | None = None) -> None:
-        self.profile = profile
+    If it is quiet, it prints only the results, and these only as JSON.
+    """
+
+    def __init__(
+        self, profile: int | None = None, *, quiet: bool = False, as_json: bool = False
+    ) -> None:
+        self.profile, self.quiet, self.as_json = profile, quiet, as_json
         self.profiled: Steps | None = None
-        self.terminal = sys.stderr.isatty()
+        self.terminal = sys.stderr.isatty() and not quiet
         self.bar: Any = None  # of training
         self.steps = 0
         self.loss: float | None = None
@@ -39,7 +45,8 @@ class Printer(Listener):
 
     def announce(self, text: str) -> None:
         """Print a message."""
-        echo(text, err=True)
+        if not self.quiet:
+            echo(text, err=True)
 
     @contextmanager
     def reading(self, what: str, size: int) -> Iterator[Callable[[int], None]]:
@@ -59,7 +66,7 @@ class Printer(Listener):
                 done += count
                 bar.update(count)
                 now = time.monotonic()
-                if not self.terminal and now - printed > SECONDS_BETWEEN_LINES:
+                if not (self.terminal or self.quiet) and now - printed > SECONDS_BETWEEN_LINES:
                     printed, speed = now, format_bytes(done / (now - began))
                     share = f"{format_bytes(done)} of {format_bytes(size)}"
                     echo(f"{what}: {share}, {speed}/s", err=True)
@@ -103,6 +110,10 @@ class Printer(Listener):
             f" (unigram baseline {line['unigram_baseline']:.3f})"
         )
 
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Show the text that continues a prompt."""
+        self._print(f"step {step}/{self.steps}: {prompt!r} goes on: {text!r}")
+
     def ended(self, run: Run) -> None:
         """Leave the bar where it is, and draw the loss curve."""
         if self.bar is not None:
@@ -113,6 +124,10 @@ class Printer(Listener):
 
     def finished(self, run: Run) -> None:
         """Print the results, and a sample of a model that was trained now."""
+        if self.as_json:
+            echo(json.dumps(results_of(run.files)))
+        if self.as_json or self.quiet:
+            return
         if run.loop is None:
             echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
             echo("and another --out starts a new run\n")
@@ -133,7 +148,7 @@ class Printer(Listener):
         if self.terminal:
             self.bar.write(text, file=sys.stderr)
         else:
-            echo(text, err=True)
+            self.announce(text)
 
 
 def _mean(mean: float | None, new: float) -> float:

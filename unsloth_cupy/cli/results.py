@@ -66,6 +66,21 @@ def what_follows(run: RunFolder) -> None:
     echo_next(*(["unsloth-cupy", *words] for words in follow))
 
 
+def results_of(run: RunFolder) -> dict[str, Any]:
+    """Return the results of a run as JSON has them: its last and best lines, and its files."""
+    lines = run.lines()
+    step: dict[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
+    last: dict[str, Any] = next((n for n in reversed(lines) if "held_out_loss" in n), {})
+    files = {"model": run.model, "log": run.log}
+    return {
+        **step,
+        **last,
+        "seconds": sum(line.get("seconds", 0.0) for line in lines),
+        "best": run.best(),
+        **{name: str(path) for name, path in files.items()},
+    }
+
+
 def is_timed(line: dict[str, Any]) -> bool:
     """Return whether a step has a speed: the first ones, slowed by counting arrays, have none."""
     return line["tokens_per_second"] is not None

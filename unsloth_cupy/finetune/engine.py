@@ -1,7 +1,7 @@
 """Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +10,19 @@ import numpy as np
 from ..models.gather import whole_parameters
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ..ops.elements.arithmetic import add
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel
 from ..parallel.ulysses import check_heads
 from ..parallel.zero import Zero1
 from ..parallel.zero3 import Zero3
-from ..placement import to_numpy
+from ..placement import to_device_of, to_numpy
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES, compute_copies
+from ..training.variable import Var
 from .averages import scale_per_code, stored_form
+from .metrics import Counts, Watch
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -53,6 +56,12 @@ class Engine:
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
 
+    @property
+    def drops(self) -> bool:
+        """Whether the adapter has dropout; a model that ranks divide trains without it."""
+        adapter = self.model.adapter
+        return adapter is not None and adapter.dropout > 0 and self.model.division is None
+
     def copies(self, dtype: str) -> dict[str, Any]:
         """Return copies in the dtype of the computation, used in place of float32 parameters."""
         if self.stages is not None:
@@ -71,15 +80,31 @@ class Engine:
         return divided
 
     def gradients(
-        self, passes: Sequence[Mapping[str, Any]], step: TrainingStep
+        self,
+        passes: Sequence[Mapping[str, Any]],
+        step: TrainingStep,
+        numbers: Sequence[int] | None = None,
+        noise: float = 0.0,
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield losses and gradients whose sums over passes and data ranks are those of a step."""
+        """Yield losses and gradients whose sums over passes and data ranks are those of a step.
+
+        ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
+        what dropout leaves out, and what noise is added to embeddings.
+        """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
-            for batch in passes:
-                function = partial(self.objective, **batch)
-                yield trained.value_and_gradients(function, **step._asdict())
+            for place, batch in enumerate(passes):
+                function, seed = partial(self.objective, **batch), None
+                if numbers is not None and (self.drops or noise):
+                    random = np.random.default_rng(
+                        [step.seed or 0, numbers[place], self.alike.rank]
+                    )
+                    seed = int(random.integers(2**63)) if self.drops else None
+                    if noise:
+                        function = partial(noisy, function, noise, batch.get("offsets"), random)
+                yield trained.value_and_gradients(function, **step._replace(seed=seed)._asdict())
             return
+        step = step._replace(seed=None)
         stage = ModelStage(self.model, self.model.trainable, step, self.objective)
         schedule = schedule_of(self.stages, len(passes), self.ranks.schedule or "1f1b")
         yield pipeline_gradients(stage, schedule, passes)
@@ -94,22 +119,29 @@ class Engine:
         sum_ranks = self.many.sums if self.states is None else self.states.sums
         return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
-    def held_out(self, batches: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Return the loss of each batch; data ranks compute different batches."""
-        losses, data = np.zeros(len(batches)), self.data
+    def held_out(self, batches: Sequence[Mapping[str, Any]]) -> list[tuple[float, Counts]]:
+        """Return the loss of each batch, and what its labels count to.
+
+        Data ranks compute different batches.
+        """
+        results, data = np.zeros((len(batches), 3)), self.data
         for first in range(0, len(batches), data.size):
             number = first + data.rank
             if number < len(batches):
-                losses[number] = self._loss(batches[number])
+                results[number] = self._held_out(batches[number])
             elif self.parts is not None:  # take part when others gather weights from this rank
-                self._loss(batches[first])
-        return [float(loss) for loss in self.alike.all_reduce(losses)]
+                self._held_out(batches[first])
+        return [(float(r[0]), Counts(*map(float, r[1:]))) for r in self.alike.all_reduce(results)]
 
-    def _loss(self, batch: Mapping[str, Any]) -> float:
-        """Return the loss of a batch, without a backward pass."""
-        if self.stages is None:
-            return float(self.objective(self.model, **batch))
-        return pipeline_loss(ModelStage(self.model, {}, TrainingStep(), self.objective), batch)
+    def _held_out(self, batch: Mapping[str, Any]) -> tuple[float, float, float]:
+        """Return the loss of a batch, without a backward pass, and its counts."""
+        if self.stages is not None:
+            stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
+            return pipeline_loss(stage, batch), *Counts()
+        watch = Watch(self.model)
+        loss = float(self.objective(watch.view, **batch))
+        # with a context, this rank has some of the tokens
+        return loss, *(watch.counts(batch) if self.model.context is None else Counts())
 
     def measured(
         self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
@@ -173,6 +205,31 @@ class Engine:
             named = {name: division.own(name, array) for name, array in held}
         named = stored_form(named, narrow)
         return named if self.parts is None else self.parts.divided(named)
+
+
+def noisy(
+    function: Callable[[Any], Any],
+    size: float,
+    offsets: Any,
+    random: np.random.Generator,
+    model: "Transformer",
+) -> Any:
+    """Return function(model) of a model whose embeddings have noise added (NEFTune).
+
+    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden).  Source:
+    Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, 2023.
+    """
+
+    def add_noise(x: Any) -> Any:
+        lengths = np.full(x.shape[1], x.shape[1])
+        if offsets is not None:
+            each = np.diff(to_numpy(offsets))
+            lengths = np.repeat(each, each)
+        noise = random.uniform(-1, 1, x.shape) * (size / np.sqrt(lengths * x.shape[2]))[:, None]
+        return add(x, to_device_of(noise.astype(x.dtype), x.value if type(x) is Var else x))
+
+    model.noise = add_noise
+    return function(model)
 
 
 def squares(

@@ -10,6 +10,7 @@ from ..errors import ConfigError, DeviceMemoryError
 from ..machine import device_memory, format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import plan_memory
+from ..memory.planned_model import new_adapter
 from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
 from .listener import announce
@@ -49,7 +50,6 @@ class Sizes(NamedTuple):
             "tokens": self.tokens,
             "dtype": plan.dtype,
             "state_bits": plan.state_bits,
-            "rank": None if self.adapter else plan.lora,
             "adapter": self.adapter,
             "quantization": self.quantized,
             "checkpoint_every": plan.checkpoint or plan.checkpoint_every,
@@ -59,6 +59,9 @@ class Sizes(NamedTuple):
             "objective": self.objective,
             "inputs": () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs,
         }
+        if self.adapter is None and plan.adapters is not None and "lora" not in changes:
+            planned = new_adapter(self.config, **plan.adapters.options(self.config))
+            options |= {"rank": None, "adapter": planned}
         options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
         return plan_memory(self.config, **options)
 

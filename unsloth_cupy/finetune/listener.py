@@ -39,7 +39,10 @@ class Listener:
         """Hear of a step: step, loss, lr, gradient_norm, tokens_per_second, memory_bytes, ..."""
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Hear of an evaluation: step, held_out_loss, held_out_tokens, unigram_baseline."""
+        """Hear of an evaluation: step, held_out_loss, perplexity, token_accuracy, entropy, ..."""
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Hear the text with which the model continues a prompt of the settings after a step."""
 
     def ended(self, run: Any) -> None:
         """Hear that training has ended, at its last step or by an error."""

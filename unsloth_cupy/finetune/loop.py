@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import atomic_path, check_room, read_json
+from ..files import atomic_path, check_room, read_json, remove
 from ..machine import peak_memory
 from ..models.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
@@ -29,24 +29,33 @@ from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES
-from ..training.schedules import cosine_schedule
+from .callbacks import Callbacks
 from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .listener import Listener
+from .metrics import Counts, measures
 from .naming import named
 from .ranks import Ranks
+from .rates import rate_of
 from .run_folder import RunFolder
 from .settings import Plan
 from .text import Batch, TrainingData
 
 if TYPE_CHECKING:
     from ..models import Transformer
+    from .chat import Chat
 
 BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
-LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
-WARMUP_SHARE = 0.05  # of the steps
+SAMPLE_TOKENS = 60  # that continue a prompt of the settings
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
+
+
+def _in_place_of(partial: Path, path: Path) -> None:
+    """Rename a folder to a path, from which an earlier folder is removed."""
+    if path.exists():
+        remove(path)
+    partial.replace(path)
 
 
 def undecayed(model: "Transformer") -> list[str]:
@@ -71,8 +80,9 @@ class Loop:
         memory: Memory,
         ranks: Ranks,
         objective: Objective = next_token,
+        chat: "Chat | None" = None,
     ) -> None:
-        self.memory, self.ranks = memory, ranks
+        self.memory, self.ranks, self.chat = memory, ranks, chat
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
@@ -83,6 +93,7 @@ class Loop:
             state_bits=plan.state_bits,
             groups=[{"names": self.undecayed, "weight_decay": 0.0}] if self.undecayed else (),
         )  # fmt: skip
+        self.callbacks = Callbacks([], self, "")
         self.copies = self.engine.copies(plan.dtype)
         if model.adapter is None:
             optimizer.keep_copies(self.copies)
@@ -97,7 +108,7 @@ class Loop:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
 
-    def train(self, stop: Stop, listener: Listener) -> None:
+    def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:
         """Run the remaining steps, and write the log and the checkpoints.
 
         Raises
@@ -108,48 +119,88 @@ class Loop:
             The disk has no room for the checkpoints.
         """
         self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
+        self.callbacks = callbacks or self.callbacks
+        self.callbacks.call("on_init_end")
         if ranks.first:
             self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
         learned, states = self._learned(), self._own().state()
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
         parts = ranks.alike.size if ranks.zero else 1
-        needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
+        copies = 2 if self.plan.keeps_best else 1
+        needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, learned, states)
         held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
+            self._heard(),
             self.memory.watched(held),
             np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
         ):
             try:
                 self._evaluate_if_due()
-                while self.step < steps:
+                asked = self.callbacks.take()
+                while self.step < steps and not (
+                    asked.should_training_stop or self._is_past_best()
+                ):
                     ranks.agree(stop)
+                    epoch = self.callbacks.state.epoch
                     with self.around():
                         self._one_step()
                     self.seconds = time.perf_counter() - started
-                    self._evaluate_if_due()
+                    asked = self.callbacks.take()
+                    self._evaluate_if_due(asked=asked.should_evaluate)
                     self.seconds = time.perf_counter() - started
-                    if self.step % self.plan.save_every == 0 or self.step == steps:
+                    due = self.step % self.plan.save_every == 0 or self.step == steps
+                    if due or asked.should_save:
                         self.save()
+                    self.callbacks.epochs(epoch)
+                    ends, asked = asked.should_training_stop, self.callbacks.take()
+                    asked.should_training_stop |= ends
+                self.save()
             except Interrupted:
                 if ranks.broadcast(bool(self.run.lines())):
                     self.save()
                 raise
 
-    def _evaluate_if_due(self) -> None:
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Tell callbacks that training begins, and, however it does, ends."""
+        self.callbacks.call("on_train_begin")
+        self.callbacks.call("on_epoch_begin")
+        try:
+            yield
+        finally:
+            self.callbacks.call("on_train_end")
+
+    def _evaluate_if_due(self, *, asked: bool = False) -> None:
         """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
-        if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
+        if (due or asked) and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
                 self._evaluate()
+
+    def _is_past_best(self) -> bool:
+        """Return whether the held-out loss has not improved for as long as the run has patience.
+
+        The log determines it: a run that goes on knows what it knew.
+        """
+        if self.plan.patience is None:
+            return False
+        best, waited = math.inf, 0
+        for line in self.run.lines() if self.ranks.first else ():
+            if "held_out_loss" in line:
+                loss = line["held_out_loss"]
+                waited = 0 if best - loss > self.plan.threshold else waited + 1
+                best = min(best, loss)
+        return bool(self.ranks.broadcast(waited >= self.plan.patience))
 
     def _one_step(self) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
         slowed = self.memory.begin_step(self.step)
+        self.callbacks.call("on_step_begin")
         with self.stop.interruptible_block(f"step {self.step + 1}"):
             loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
@@ -158,15 +209,11 @@ class Loop:
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
-        rate = cosine_schedule(
-            self.step + 1,  # step 0 of a schedule has the rate 0
-            lr=self.plan.lr,
-            warmup=math.ceil(self.plan.steps * WARMUP_SHARE),
-            steps=self.plan.steps,
-            minimum=LAST_RATE,
-        )
+        rate = rate_of(self.step + 1, self.plan)
+        self.callbacks.call("on_pre_optimizer_step")
         self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
         scaler.update(measure.finite)
+        self.callbacks.call("on_optimizer_step")
         self.step += 1
         if self.unproven and self.ranks.first:  # its weights gave a finite loss
             self.run.drop_checkpoints(before=self.unproven)
@@ -184,7 +231,11 @@ class Loop:
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
         line |= self.memory.end_step()
-        self._log(line)
+        self.callbacks.call("on_step_end")
+        due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps
+        if due or self.callbacks.control.should_log:
+            self._log(line)
+            self.callbacks.logged(line)
         self.listener.step(line)
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -200,7 +251,8 @@ class Loop:
         count = max(1, sum(batch.label_count for batch in batches))
 
         own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
-        pairs = self.engine.gradients(own, TrainingStep(self.plan.checkpoint, self.scaler))
+        step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
+        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:
@@ -210,6 +262,8 @@ class Loop:
                 if each is None:  # a pipeline runs all batches in its first pass
                     return
                 yield each
+                if number != numbers[-1]:
+                    self.callbacks.call("on_substep_end")
 
         loss, sums = self.engine.summed(passes(), len(batches))
         return loss, sum(batch.real for batch in batches), sums
@@ -218,22 +272,80 @@ class Loop:
         """Log the loss on the held-out text, in nats per token."""
         batches = self.training_data.held_out
         placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
-        losses = self.engine.held_out(placed)
-        total, count = 0.0, 0
-        for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
+        results = self.engine.held_out(placed)
+        total, right, entropy, count = 0.0, 0.0, 0.0, 0
+        for number, (batch, (loss, counts)) in enumerate(zip(batches, results, strict=True)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
                     next(self.engine.gradients([placed[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total, count = total + loss * batch.label_count, count + batch.label_count
+            right, entropy = right + counts.right, entropy + counts.entropy
+        loss, usual = total / count, self.engine.objective is next_token
         line = {
             "step": self.step,
-            "held_out_loss": total / count,
+            "held_out_loss": loss,
             "held_out_tokens": count,
             "unigram_baseline": self.training_data.baseline,
+            **measures(loss, Counts(right, entropy), count, of_next_token=usual),
         }
+        if self.plan.keeps_best:
+            self._keep_if_best(loss)
         self._log(line)
+        self.callbacks.logged(line)
         self.listener.evaluated(line)
+        self._generate_samples()
+
+    def _keep_if_best(self, loss: float) -> None:
+        """Save the model if no earlier held-out loss was as low; before the log has the loss.
+
+        A run that is killed in between evaluates again, in equal bits.
+        """
+        best = self.run.best() if self.ranks.first else None
+        if self.ranks.broadcast(best is None or loss < best["held_out_loss"]):
+            self.stop.uninterruptible(f"the model of step {self.step}")
+            self.save_result(self.run.best_model, self.plan.save_dtype)
+
+    def _generate_samples(self) -> None:
+        """Continue the prompts of the settings, greedily, and log the texts."""
+        for prompt in self.plan.sample_prompt if self.ranks.first else ():
+            tokens = self.prompt_tokens(prompt)
+            placed = to_device_of(np.array([tokens]), self.model.table)
+            room = min(SAMPLE_TOKENS, self.model.config.positions - len(tokens))
+            added = [int(token[0]) for token in self.model.stream(placed, max_new_tokens=room)]
+            ends = self.model.config.end_tokens
+            text = self.tokenizer.decode([token for token in added if token not in ends])
+            self.run.append_sample({"step": self.step, "prompt": prompt, "text": text})
+            self.listener.sampled(self.step, prompt, text)
+
+    def check(self) -> None:
+        """Raise a ConfigError for settings that do not fit the model or the ranks."""
+        if self.plan.neftune and (self.engine.stages or self.model.context):
+            problem = "is for ranks that hold all blocks and all tokens"
+            raise ConfigError(f"{named('neftune')} {problem}; leave it out")
+        if self.plan.sample_prompt and not self.ranks.whole:
+            problem = "is for a model that no ranks divide"
+            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+        for prompt in self.plan.sample_prompt:
+            self.prompt_tokens(prompt)
+
+    def prompt_tokens(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
+
+        Raises
+        ------
+        ConfigError
+            It leaves no position to go on.
+        """
+        if self.chat is None:
+            tokens = self.tokenizer.encode(prompt).ids
+        else:
+            text = self.chat.text([{"role": "user", "content": prompt}], answer=True)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not 0 < len(tokens) < self.model.config.positions:
+            has = f"{len(tokens)} tokens, and the model {self.model.config.positions} positions"
+            raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
+        return [*tokens]
 
     def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
         """Return what the objective takes: arrays on the model's device, and a number of labels."""
@@ -286,6 +398,7 @@ class Loop:
         if not self.ranks.broadcast(path.exists()):
             self._write(path)
             self.unproven = path.name  # until a step computes a loss from its weights
+            self.callbacks.call("on_save")
         return path
 
     def _write(self, path: Path) -> None:
@@ -320,14 +433,14 @@ class Loop:
     def _beside(self, path: Path) -> Iterator[Path | None]:
         """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
         if self.ranks.first:
-            with atomic_path(path) as partial:
+            with atomic_path(path, commit=_in_place_of) as partial:
                 yield partial
         else:
             yield None
         self.ranks.comm.barrier()
 
     def save_result(self, path: Path, dtype: str) -> None:
-        """Write the final model of a run."""
+        """Write a model of a run, in place of an earlier one of this name."""
         with self._beside(path) as partial:
             self.save_model(partial, dtype)
 

@@ -1,22 +1,28 @@
 """Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
+import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import models
+from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..models.adapter_base import BASE, base_name, base_of
+from ..models.adapter_base import ADAPTER, BASE, base_name, base_of
+from ..models.adapter_folder import read_adapter
 from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
 from ..models.folder import GENERATION
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from ..models.tokenizer import Tokenizer, load_tokenizer
+from ..ops.quantized.weight import Quantized
+from ..placement import to_device_of
 from .chat import Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
@@ -25,12 +31,19 @@ from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .ranks import Ranks
 from .records import Records
-from .run_folder import RunFolder, model_without_weights, words_folder
+from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import train_tokenizer
-from .training_data import Shape, from_records, from_text
+from .training_data import Shape, encoded, from_records, from_text
 from .turns import ending
+
+if TYPE_CHECKING:
+    from ..models.config import Config
+
+MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
+SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens
+COUNTED_ROWS = 2000  # of a large file
 
 
 def prepare(
@@ -40,8 +53,12 @@ def prepare(
     source: Path | None,
     ranks: Ranks,
     objective: Objective = next_token,
+    given: models.Transformer | None = None,
 ) -> Loop:
-    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any."""
+    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any.
+
+    ``given`` is the model itself, if it is in memory; ``source`` is then the folder it came from.
+    """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
     folder = checkpoint or source
     words = None if folder is None else words_folder(folder, plan.base)
@@ -58,35 +75,36 @@ def prepare(
         config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(words)
-        config, adapter, kind = model_without_weights(folder, plan.base)
-        # sizes that no weights have take no memory
-        find_tensors(base_of(folder, plan.base) or folder, config)
+        config, adapter, kind = facts_of(folder, plan, given)
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if new_adapter and adapter is not None:
             cure = f"leave {named('lora')} out"
-            raise ConfigError(f"{source} holds adapters, which are trained further; {cure}")
+            holder = source if given is None else "the model"
+            raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+    if isinstance(text, Records):
+        settings = with_tokens(settings, text, tokenizer, chat, config)
+        plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
-    pad = config.pad_token
-    shape = Shape(
-        plan.batch, plan.tokens, isinstance(text, Records) and plan.pack is not False,
-        pad if pad is not None and pad < config.vocab else 0,
-    )  # fmt: skip
+    shape = shape_of(plan, text, config)
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
-        training_data = from_records(text, tokenizer, config, shape, plan.seed, chat)
+        training_data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
         plan = with_steps(settings, plan, training_data, new=source is None)
     exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
-    model = new_or_loaded(folder, values, plan, ranks)
+    model = in_place(given, checkpoint) if given else new_or_loaded(folder, values, plan, ranks)
     model.tokenizer = Tokenizer.of(tokenizer, chat)
-    if new_adapter and folder is not None and plan.lora is not None:
-        model.add_adapter(plan.lora, seed=plan.seed)
+    add_adapters(model, plan if new_adapter else None)
     if isinstance(text, Text):
-        training_data = from_text(text, tokenizer, config, shape, plan.seed)
+        training_data = from_text(text, tokenizer, config, shape, plan.data_seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
-    files = chat.keep() | ends_file(model, chat, tokenizer) if has_chats else chat.files
-    loop = Loop(run, model, tokenizer, training_data, plan, files, memory, ranks, objective)
+    loop = Loop(
+        run, model, tokenizer, training_data, plan,
+        chat.keep() | ends_file(model, chat, tokenizer) if has_chats else chat.files,
+        memory, ranks, objective, chat if has_chats else None,
+    )  # fmt: skip
+    loop.check()
     if checkpoint is not None:
         loop.resume(checkpoint)
         announce(f"resuming from {checkpoint}")
@@ -133,13 +151,70 @@ def new_or_loaded(
     return model
 
 
+def facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Facts:
+    """Return the properties of the model in a folder, or of one in memory."""
+    if given is None:
+        facts = model_without_weights(folder, plan.base)
+        # sizes that no weights have take no memory
+        find_tensors(base_of(folder, plan.base) or folder, facts.config)
+        return facts
+    values: Iterable[Any] = given.parameters.values()
+    weight = next((value for value in values if isinstance(value, Quantized)), None)
+    kind: Any = None if weight is None else getattr(weight, "kind", weight.KIND)
+    kind = f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
+    return Facts(given.config, given.adapter, kind)
+
+
+def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
+    """Add the adapters that a plan names, if there is one, with its seed."""
+    if plan is None or plan.adapters is None:
+        return
+    if plan.lora_dropout and model.division is not None:
+        cure = f"leave {named('lora_dropout')} out"
+        raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
+    model.add_adapter(**plan.adapters.options(model.config), seed=plan.seed)
+
+
+def in_place(model: models.Transformer, folder: Path | None) -> models.Transformer:
+    """Change a model to what a run trains: in float32, with what a folder of it has learned."""
+    if folder is not None and (folder / ADAPTER).exists():
+        base = None if model.adapter is None else model.adapter.base
+        own = partial(to_device_of, like=model.table)
+        model.adapter = read_adapter(folder, model.config, FLOAT32, own)
+        model.adapter.base = base or model.folder
+    elif folder is not None:
+        model.parameters = models.load(folder, device=device_name(model)).parameters
+    values: dict[str, Any] = model.parameters
+    for name, value in values.items():
+        if not isinstance(value, Quantized) and value.dtype != FLOAT32:
+            values[name] = value.astype(FLOAT32)
+    return model
+
+
+def device_name(model: models.Transformer) -> str:
+    """Return the device of a model as ``models.load`` names it."""
+    table: Any = model.table
+    return "cpu" if isinstance(table, np.ndarray) else f"cuda:{table.device.id}"
+
+
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
-    """Say what is learned; return the plan with the steps of its epochs, if those are set."""
+    """Say what is learned; return the plan with the steps of its epochs.
+
+    Without epochs and steps, a model that exists is trained for 3, 2 or 1: as many as have at most
+    1,000 steps.
+    """
     said = [training_data.note] if training_data.note else []
-    if settings.epochs is not None:
-        batches = training_data.batches.count(settings.epochs)
-        steps = max(1, math.ceil(batches / plan.accumulate))
-        said.append(f"{float(settings.epochs)} epochs are {steps:,} steps")
+    epochs, count = settings.epochs, training_data.batches.count
+    chosen = epochs is None and settings.steps is None and not new
+
+    def steps_of(epochs: float) -> int:
+        return max(1, math.ceil(count(epochs) / plan.accumulate))
+
+    if chosen:
+        epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)
+    if epochs is not None:
+        steps, others = steps_of(epochs), f"; {named('epochs')} or {named('steps')} give others"
+        said.append(f"{float(epochs)} epochs are {steps:,} steps{others * chosen}")
         plan = settings.decided(new=new, steps=steps)
     if said:
         announce("; ".join(said))
@@ -157,6 +232,36 @@ def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str
     ends = [*dict.fromkeys((*model.config.end_tokens, end))]
     values = {**model.texts.get(GENERATION, {}), "eos_token_id": ends if len(ends) > 1 else end}
     return {GENERATION: json.dumps(values, indent=2) + "\n"}
+
+
+def shape_of(plan: Plan, text: Text | Records, config: "Config") -> Shape:
+    """Return the shape of a batch."""
+    pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
+    pad = pad if pad is not None and pad < config.vocab else 0
+    return Shape(plan.batch, plan.tokens, pack, pad)
+
+
+def with_tokens(
+    settings: Settings, records: Records, tokenizer: Any, chat: Chat, config: "Config"
+) -> Settings:
+    """Return settings with the tokens of a row that 99 % of the rows need, if none are given.
+
+    They are counted in a sample of a large file, and are not more than the model has positions.
+    """
+    if settings.tokens is not None:
+        return settings
+    ends = [token for token in config.end_tokens if token < config.vocab]
+    lengths = []
+    for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
+        is_chat = bool(record.messages)
+        lengths += [
+            len(encoded(tokenizer, text, spans, is_chat, ends, chat)[0])
+            for text, spans, _ in record.texts(chat)
+        ]
+    needed = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
+    tokens = max(2, min(needed, config.positions))
+    announce(f"{named(tokens=tokens)}: that many do for {SHARE_OF_ROWS:.0%} of the rows")
+    return dataclasses.replace(settings, tokens=tokens)
 
 
 def summary(loop: Loop) -> str:

@@ -259,9 +259,9 @@ def check_options(
     """Raise a ConfigError for options of a command that its ranks do not support."""
     if schedule is not None and stages == 1:
         cure = f"give {named(pipeline_parallel=2)} or more"
-        raise ConfigError(f"{named(schedule=schedule)} is not for one stage; {cure}")
+        raise ConfigError(f"{named(pipeline_schedule=schedule)} is not for one stage; {cure}")
     if chunks is not None and schedule != "interleaved":
-        cure = f"give {named(schedule='interleaved')} too"
+        cure = f"give {named(pipeline_schedule='interleaved')} too"
         raise ConfigError(f"{named(chunks=chunks)} is not for a stage that is whole; {cure}")
     if schedule == "interleaved" and accumulate % stages:
         cure = f"give {named(accumulate=-(-accumulate // stages) * stages)}"

@@ -252,10 +252,24 @@ def _account(
     return text + f"; {more}" * bool(more)
 
 
+def split(records: Records, share: float) -> Records:
+    """Return records of which another random share is held out, with its duplicates."""
+    times = Counter(record.line for record in records.train)
+    every = {record.line: record for part in (records.train, records.held_out) for record in part}
+    collected = _Collected()
+    for line in sorted(every):
+        collected.append(every[line])
+    weights = np.array([max(times[line], 1) for line in sorted(every)], float)
+    train, held_out = _split(records.where, collected, weights, share)
+    return records._replace(train=train, held_out=held_out)
+
+
 def _split(
-    where: str, collected: _Collected, weights: Array
+    where: str, collected: _Collected, weights: Array, share: float | None = None
 ) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Return training and held-out records: a random tenth is held out, with its duplicates.
+    """Return training and held-out records: a random share is held out, with its duplicates.
+
+    None: a tenth, but not more than a loss needs that is exact to 0.02 nats.
 
     A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
     """
@@ -263,8 +277,8 @@ def _split(
     _, first, group = np.unique(digests, return_index=True, return_inverse=True)
     order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
     held, characters = list[int](), 0
-    for index in order[: max(1, int(len(order) * HELD_OUT_SHARE))]:
-        if held and characters > HELD_OUT_CHARACTERS:
+    for index in order[: max(1, int(len(order) * (share or HELD_OUT_SHARE)))]:
+        if held and share is None and characters > HELD_OUT_CHARACTERS:
             break
         held.append(index)
         characters += collected.sizes[index]

@@ -6,6 +6,8 @@
                          the previous one is kept until a step from the newest has succeeded
     model/               the result; its presence says that the run is finished.  The last
                          checkpoint is kept too: a run of more steps continues from it
+    best/                the model of the lowest held-out loss, if the run keeps it
+    samples.jsonl        the texts with which the model continued the prompts of the settings
     curve.png
     profile.txt, trace.json, if steps were profiled
 
@@ -16,7 +18,7 @@ always complete.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +26,7 @@ from ..core.call import is_integer, is_number
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
-from ..models.adapter_base import ADAPTER, base_of
+from ..models.adapter_base import ADAPTER, base_of, cached
 from ..models.tokenizer import FILE as TOKENIZER
 from .listener import reading
 from .naming import named
@@ -49,6 +51,7 @@ class RunFolder:
         self.folder = folder
         self.model, self.curve = folder / "model", folder / "curve.png"
         self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
+        self.best_model, self.samples = folder / "best", folder / "samples.jsonl"
 
     @contextmanager
     def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
@@ -82,8 +85,10 @@ class RunFolder:
 
     def _leave(self, created: list[Path]) -> None:
         """Remove the files and folders created for a run that never began."""
-        self.settings.unlink(missing_ok=True)
-        self.log.unlink(missing_ok=True)
+        for path in (self.settings, self.log, self.samples):
+            path.unlink(missing_ok=True)
+        if self.best_model.is_dir():
+            remove(self.best_model)
         for folder in created:
             if any(folder.iterdir()):
                 return
@@ -137,8 +142,11 @@ class RunFolder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one line to the log, in one write."""
-        with self.log.open("ab", buffering=0) as file:
-            file.write((json.dumps(line) + "\n").encode())
+        _append(self.log, line)
+
+    def append_sample(self, line: dict[str, Any]) -> None:
+        """Add a text that the model wrote: its step, its prompt, and the text."""
+        _append(self.samples, line)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the log, without one that a crash left incomplete."""
@@ -158,18 +166,37 @@ class RunFolder:
             lines.append(line)
         return lines
 
+    def best(self) -> dict[str, Any] | None:
+        """Return the line with the lowest held-out loss, the first of equal ones; None: no line."""
+        held_out = (line for line in self.lines() if "held_out_loss" in line)
+        return min(held_out, key=lambda line: line["held_out_loss"], default=None)
+
     def evaluated(self, step: int) -> bool:
         """Return whether the log holds the held-out loss after a step."""
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines())
 
     def trim(self, step: int) -> None:
         """Remove the lines of later steps from the log: these steps will run again."""
-        if not self.log.exists():
-            return
-        kept = [line for line in self.lines() if line["step"] <= step]
-        with atomic_path(self.log) as partial:
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            partial.write_text(text, encoding="utf-8")
+        for path, lines in ((self.log, self.lines), (self.samples, self._samples)):
+            if path.exists():
+                kept = [line for line in lines() if line["step"] <= step]
+                with atomic_path(path) as partial:
+                    text = "".join(json.dumps(line) + "\n" for line in kept)
+                    partial.write_text(text, encoding="utf-8")
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the samples, without one that a crash left incomplete."""
+        for text in regular(self.samples).read_bytes().split(b"\n")[:-1]:
+            with suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                if isinstance(line, dict) and is_integer(line.get("step")):
+                    yield line
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    """Add one line to a file of JSON lines, in one write."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(line) + "\n").encode())
 
 
 def _is_line(line: Any) -> bool:
@@ -221,7 +248,12 @@ def config_file(path: Path) -> Path:
 
 
 def model_folder(path: Path) -> Path:
-    """Return the folder of a model's files: the path, or the result of the run in it."""
+    """Return the folder of a model's files: the path, or the result of the run in it.
+
+    OWNER/MODEL is a model of huggingface.co in the local cache, where no folder has this name.
+    """
+    if not path.exists() and (known := cached(path.as_posix())):
+        return known[0]
     if not path.exists():
         cure = missing_folder_advice(path, "name a folder with config.json in it")
         raise ConfigError(f"{path} does not exist; {cure}")

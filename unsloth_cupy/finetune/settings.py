@@ -15,29 +15,37 @@ from ..models.quantized import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
+from .lora import ALL, Lora
 from .naming import named
 from .new_model import SIZES
+from .rates import DECAYS
 from .records import Records
+from .reporters import REPORTERS
 from .text import Text
 
-STEPS = 1200  # if neither steps nor epochs are given
+STEPS = 1200  # of a new model, if neither steps nor epochs are given
+TOKENS = 128  # in a row of running text
 NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
 PYTHON = "Python's documentation"
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
+OPTIMIZERS = ("adamw", "adamw8bit")
 DTYPES = ("float32", "bfloat16", "float16")
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
+    *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
+    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
 )
 
 
 def setting(group: str, text: str, default: Any = None, **limits: Any) -> Any:
     """Return a field with its group and its meaning; a command makes an option of it.
 
-    ``limits`` are ``least``, ``above`` or ``choices``.  In the text, {steps} names a setting.
+    ``limits`` are ``least``, ``above``, ``below`` or ``choices``.  In the text, {steps} names a
+    setting.
     """
     return dataclasses.field(default=default, metadata={"group": group, "text": text, **limits})
 
@@ -54,7 +62,9 @@ class Settings:
 
     pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]")
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
-    tokens: int = setting("data", "Tokens in a row.", 128, least=2)
+    tokens: int | None = setting(
+        "data", f"Tokens in a row.  [default: of lines what most need, else {TOKENS}]", least=2
+    )
 
     layers: int | None = setting("model", f"Of a new model.  [default: {SIZES['layers']}]", least=1)
     hidden: int | None = setting("model", f"Of a new model.  [default: {SIZES['hidden']}]", least=1)
@@ -67,6 +77,17 @@ class Settings:
     lora: int | None = setting(
         "adapters", "Train adapters of this rank; the model is frozen.", least=1
     )
+    lora_alpha: float | None = setting(
+        "adapters", "Their scale is alpha / rank.  [default: 2 rank]", above=0
+    )
+    lora_dropout: float = setting(
+        "adapters", "Share of their inputs that is 0 in a step.", 0.0, least=0, below=1
+    )
+    lora_targets: str | Sequence[str] = setting(
+        "adapters", "all, attention, or names of layers, as q_proj,v_proj.", ALL
+    )
+    rslora: bool = setting("adapters", "Their scale is alpha / sqrt(rank).", False)
+    dora: bool = setting("adapters", "Train the norms of the weights' rows too.", False)
     base: str | Path | None = setting(  # noqa: RUF009 -- a field
         "adapters", "Base model of the adapter that goes on to learn, if it has moved."
     )
@@ -74,11 +95,22 @@ class Settings:
         "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
     )
 
-    steps: int | None = setting("training", f"Updates of the weights.  [default: {STEPS}]", least=1)
+    steps: int | None = setting(
+        "training",
+        f"Updates of the weights.  [default: 1 to 3 epochs; {STEPS} of a new model]",
+        least=1,
+    )
     epochs: float | None = setting(
         "training", "Passes through the text, in place of {steps}.", above=0
     )
     lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
+    warmup: float = setting(
+        "training", "Steps in which {lr} is reached, or a share of all, below 1.", 0.05, least=0
+    )
+    decay: str = setting("training", "How the rate then falls.", "cosine", choices=(*DECAYS,))
+    optimizer: str = setting(
+        "training", "adamw8bit: its averages have 8 bits.", "adamw", choices=OPTIMIZERS
+    )
     weight_decay: float = setting(
         "training", "Share of the weights removed per step, times lr.", 0.1, least=0
     )
@@ -93,9 +125,34 @@ class Settings:
     seed: int = setting(
         "training", "Of new weights, the order of the text and the sample.", 0, least=0
     )
+    data_seed: int | None = setting(
+        "training", "Of the order of the text.  [default: that of {seed}]", least=0
+    )
+    neftune: float = setting(
+        "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0
+    )
     find_nan: bool = setting("training", "Name the first layer with a NaN; slower.", False)
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
+
+    eval: Any = setting(  # noqa: RUF009 -- a field
+        "evaluation", "File to evaluate on, or a share of the text as 0.05.  [default: a tenth]"
+    )
+    evaluate_every: int | None = setting(
+        "evaluation", "Steps between evaluations.  [default: a tenth of all steps]", least=1
+    )
+    patience: int | None = setting(
+        "evaluation", "Stop after so many evaluations without a lower loss.", least=1
+    )
+    threshold: float = setting(
+        "evaluation", "With {patience}: by how many nats it must be lower.", 0.0, least=0
+    )
+    keep_best: bool = setting(
+        "evaluation", "End with the model of the lowest loss; {patience} does too.", False
+    )
+    sample_prompt: Sequence[str] = setting(
+        "evaluation", "Text to continue at each evaluation; may be repeated.", ()
+    )
 
     checkpoint_every: int | None = setting(
         "memory", "Keep the input of one block in N: less memory.", least=1
@@ -110,7 +167,7 @@ class Settings:
 
     tensor_parallel: int | None = setting("ranks", "Ranks that divide each weight.", least=1)
     pipeline_parallel: int | None = setting("ranks", "Ranks that divide the blocks.", least=1)
-    schedule: str | None = setting(
+    pipeline_schedule: str | None = setting(
         "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,)
     )
     chunks: int | None = setting(
@@ -134,9 +191,10 @@ class Settings:
     save_dtype: str = setting(
         "output", "Of the weights saved at the end.", "float32", choices=DTYPES
     )
-    evaluate_every: int | None = setting(
-        "output", "Steps between held-out losses.  [default: a tenth of all steps]", least=1
+    report_to: Sequence[str] = setting(
+        "output", f"Log to {', '.join(REPORTERS)}; may be repeated.", ()
     )
+    log_every: int = setting("output", "Steps between lines of the log.", 1, least=1)
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
     def __post_init__(self) -> None:
@@ -152,6 +210,19 @@ class Settings:
             return None
         every, keep = self.checkpoint_every, tuple(self.keep)
         return CheckpointConfig(checkpoint_every=every, keep=keep, offload=self.offload)
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The new adapters to train, if any."""
+        if self.lora is None:
+            return None
+        scale = self.lora_alpha, self.lora_dropout
+        return Lora(self.lora, *scale, self.lora_targets, self.rslora, self.dora)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the run ends with the model of its lowest held-out loss."""
+        return self.keep_best or self.patience is not None
 
     @property
     def precision(self) -> MixedPrecisionConfig:
@@ -179,6 +250,7 @@ class Settings:
         existing = f"is for an existing model; name its {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
+        self._check_values()
         if self.base is not None and source is None:
             raise ConfigError(f"{named('base')} {existing}")
         if self.train_weights and (self.quantize != "ternary" or source is not None):
@@ -186,6 +258,26 @@ class Settings:
             raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")
         if self.quantize is not None and source is None and not self.train_weights:
             raise ConfigError(f"{named('quantize')} {existing}")
+
+    def _check_values(self) -> None:
+        """Raise a ConfigError for values that need others, or another form."""
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise ConfigError(
+                f"{named(warmup=self.warmup)}: give a whole number, or a share below 1"
+            )
+        if isinstance(self.eval, int | float) and not 0 < self.eval < 1:
+            raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
+        if self.threshold and self.patience is None:
+            raise ConfigError(f"{named('threshold')} is of {named('patience')}; give both")
+        for name in ("sample_prompt", "report_to"):
+            if isinstance(text := getattr(self, name), str):
+                cure = f"give a list of texts, as {named(**{name: [text]})}"
+                raise ConfigError(f"{named(**{name: text})}: {cure}")
+        usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
+        changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
+        if self.lora is None and changed:
+            cure = f"add {named('lora')}, as in {named(lora=16)}"
+            raise ConfigError(f"{named(**changed)} is of new adapters; {cure}")
 
     def decided(self, *, new: bool, steps: int | None = None) -> "Plan":
         """Return the settings with the defaults of a new model or of an existing one.
@@ -197,7 +289,10 @@ class Settings:
         defaults = {
             "steps": ends,
             "lr": self.lr or rate,
+            "tokens": self.tokens or TOKENS,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
+            "state_bits": 8 if self.optimizer == "adamw8bit" else self.state_bits,
+            "data_seed": self.seed if self.data_seed is None else self.data_seed,
             "quantize": None if self.train_weights else self.quantize,  # of frozen weights
         }
         return Plan(**vars(self) | defaults)
@@ -209,6 +304,8 @@ class Plan(Settings):
 
     steps: int = dataclasses.field()
     lr: float = dataclasses.field()
+    data_seed: int = dataclasses.field()
+    tokens: int = dataclasses.field()
     evaluate_every: int = dataclasses.field()
 
 
@@ -227,10 +324,11 @@ def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
     if "least" in limits or "above" in limits:
         least, above = limits.get("least", -math.inf), limits.get("above", -math.inf)
         right = is_integer(value, least) if kind is int else is_number(value)
-        most = 2**63 if kind is int else math.inf
-        if not (right and least <= value < most and value > above):
+        below = limits.get("below", 2**63 if kind is int else math.inf)
+        if not (right and least <= value < below and value > above):
             what = "a whole number" if kind is int else "a number"
             bound = f"of {least} or more" if "least" in limits else f"above {above}"
+            bound += f", below {below}" * ("below" in limits)
             raise ConfigError(f"{shown}: give {what} {bound}")
 
 
@@ -252,7 +350,9 @@ def kept(
         result["pack"] = settings.pack is not False
     if source is None:
         result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
-    if settings.epochs is not None:
+    if isinstance(text, Records):
+        result["tokens"] = settings.tokens  # None: the text determines them
+    if settings.steps is None and (settings.epochs is not None or source is not None):
         every = settings.evaluate_every
         result |= {"steps": None, "epochs": settings.epochs, "evaluate_every": every}
     return result | {"base": base}

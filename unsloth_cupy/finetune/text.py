@@ -61,6 +61,9 @@ class Source(Protocol):
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
 
+    def epoch(self, step: int) -> float:
+        """Return how often the text was passed through in the first ``step`` batches."""
+
     def largest(self, steps: int, accumulate: int) -> list[int]:
         """Return the steps that may need most memory."""
 
@@ -153,7 +156,14 @@ def split(name: str, text: str) -> Text:
     return _split(name, None, lambda: io.BytesIO(data))
 
 
-def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text:
+def resplit(text: Text, share: float) -> Text:
+    """Return a text of which this share is held out."""
+    return _split(text.name, text.path, text.opened, share)
+
+
+def _split(
+    name: str, path: Path | None, opened: Callable[[], BinaryIO], share: float | None = None
+) -> Text:
     """Hold out the end of a text, without the paragraphs that the training part holds too.
 
     The Python documentation repeats a fifth of its paragraphs, and a held-out loss on them would
@@ -164,7 +174,8 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
         characters, blank = _counted(file, size, path)
         if blank:
             raise ConfigError(f"{named(text=path or name)} is empty; name a file with text in it")
-        end = _last(file, size, int(min(characters * HELD_OUT_SHARE, HELD_OUT_CHARACTERS)))
+        most = math.inf if share else HELD_OUT_CHARACTERS
+        end = _last(file, size, int(min(characters * (share or HELD_OUT_SHARE), most)))
         least = max(size // 2, end - FARTHEST)
         file.seek(least)
         last = re.match(b"(?s:.*)" + BREAK.encode(), file.read(end - least))
@@ -246,6 +257,10 @@ class Batches:
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
         return math.ceil(epochs * self.windows / self.batch)
+
+    def epoch(self, step: int) -> float:
+        """Return how often the text was passed through in the first ``step`` batches."""
+        return step * self.batch / self.windows
 
     def largest(self, steps: int, accumulate: int) -> list[int]:
         """Return the first step: all need the same memory."""

@@ -1,37 +1,46 @@
 """Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
 
-    run = Trainer("model", "chat.jsonl", Settings(steps=200, lora=16, out="runs/chat")).train()
-    run.model.generate(tokens, max_new_tokens=20)
+    run = Trainer("model", "chat.jsonl", Settings(epochs=2, out="runs/chat"), lora=Lora(16)).train()
+    run.losses, run.best, run.model.generate(tokens, max_new_tokens=20)
 
 A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 """
 
-from collections.abc import Collection
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..errors import ConfigError
-from ..files import path_of
+from ..files import atomic_path, path_of
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import load, on_device
 from ..models.objective import Objective, next_token
+from ..models.transformer import Transformer
+from ..ops.quantized.weight import held_arrays
+from ..placement import to_numpy
+from .callbacks import Callbacks, checked
 from .data import DataFiles, found
+from .evaluation import held_out_of
 from .interrupt import Stop
 from .listener import Listener, announce, hearing
 from .loop import Loop
-from .preparation import prepare
+from .lora import Lora
+from .preparation import device_name, in_place, prepare
 from .ranks import start
 from .records import Records
+from .reporters import reporters
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
 from .text import Text
-
-if TYPE_CHECKING:
-    from ..models import Transformer
 
 
 class Run:
@@ -47,8 +56,15 @@ class Run:
         The training loop; None if an earlier run in this folder was finished.
     """
 
-    def __init__(self, name: str, files: RunFolder, loop: Loop | None, **place: Any) -> None:
-        self.name, self.files, self.loop, self.place = name, files, loop, place
+    def __init__(
+        self,
+        name: str,
+        files: RunFolder,
+        loop: Loop | None,
+        given: Transformer | None = None,
+        **place: Any,
+    ) -> None:
+        self.name, self.files, self.loop, self.given, self.place = name, files, loop, given, place
 
     @property
     def folder(self) -> Path:
@@ -56,9 +72,23 @@ class Run:
         return self.files.folder
 
     @cached_property
-    def model(self) -> "Transformer":
+    def model(self) -> Transformer:
         """The trained model; loaded from the folder if an earlier run was finished."""
-        return load(self.files.model, **self.place) if self.loop is None else self.loop.model
+        if self.loop is not None:
+            return self.loop.model
+        if self.given is not None:
+            return in_place(self.given, self.files.model)
+        return load(self.files.model, **self.place)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step in the log, in nats per token."""
+        return [line["loss"] for line in self.files.lines() if "loss" in line]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The line of the log with the lowest held-out loss; the first of equal ones."""
+        return self.files.best()
 
 
 class Trainer:
@@ -68,14 +98,22 @@ class Trainer:
 
     Parameters
     ----------
-    model : path, optional
-        The folder of a model, an adapter or a run; None: a new small Llama.
+    model : path or Transformer, optional
+        The folder of a model, an adapter or a run; or a model that ``models.load`` has read, which
+        is trained in place, in float32; None: a new small Llama.
     text : path, list of paths, or what read_data returns, optional
         Texts, instructions or chats: see ``read_data``; None: Python's documentation.
     settings : Settings, optional
         All other settings, with their defaults.
     ignore : collection of str, optional
         Columns of the data that are not read.
+    lora : Lora, optional
+        Train new adapters, in place of the fields of the settings that say so.
+    evaluate : path, float, Records or Text, optional
+        A file to evaluate on, or the share of the text that is held out, in place of
+        ``settings.eval``; None: a tenth.
+    callbacks : sequence of Callback
+        Hear the events of the run, and may stop it: see ``Callback``.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.
@@ -90,25 +128,41 @@ class Trainer:
 
     def __init__(
         self,
-        model: str | PathLike[str] | None = None,
+        model: str | PathLike[str] | Transformer | None = None,
         text: Any = None,
         settings: Settings | None = None,
         *,
         ignore: Collection[str] = (),
+        lora: Lora | None = None,
+        evaluate: str | PathLike[str] | float | Records | Text | None = None,
+        callbacks: Sequence[Any] = (),
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
         given: Any = settings
         if not (given is None or isinstance(given, Settings)):
             raise ConfigError(f"Trainer(settings={given!r}): pass Settings(...), or None")
-        self.settings = each = Settings() if settings is None else settings
+        each = Settings() if settings is None else settings
+        if lora is not None:
+            each = _with_lora(each, lora)
+        if evaluate is not None:
+            each = dataclasses.replace(each, eval=evaluate)
+        self.evaluate: Any = each.eval
+        if not isinstance(each.eval, int | float | Records | Text | None):
+            self.evaluate = path_of("Trainer: evaluate", each.eval)
+        self.given = model if isinstance(model, Transformer) else None
+        if self.given is not None:
+            each = dataclasses.replace(each, device=device_name(self.given))
+            model = _home(self.given)
+        self.settings = each
+        self.callbacks = checked(callbacks)
         self.objective, self.listener = objective, Listener() if listener is None else listener
         folder = None if model is None else path_of("Trainer: model", model)
         self.files: RunFolder | None = None  # known when the text is read
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
             context=each.context_parallel, device=None if each.device == "cpu" else each.device,
-            zero=each.zero, schedule=each.schedule, chunks=each.chunks,
+            zero=each.zero, schedule=each.pipeline_schedule, chunks=each.chunks,
             context_attention=each.context_attention,
         )  # fmt: skip
         with self.ranks.ending():
@@ -123,6 +177,10 @@ class Trainer:
                 isinstance(self.text, DataFiles) and self.text.lines
             )
             each.check(self.source, lines=self.lines)
+            self.callbacks += reporters(each.report_to)
+            if self.given is not None and not self.ranks.alone:
+                problem = "a model in memory is trained by one process"
+                raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
             self.base = None if self.source is None else base_of(self.source, each.base)
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
@@ -156,6 +214,7 @@ class Trainer:
             text = self.text.read() if isinstance(self.text, DataFiles) else self.text
             if isinstance(text, Records) and text.note:
                 announce(text.note)
+            text, self.evaluated = held_out_of(text, self.evaluate)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
             with on_device("finetune", ranks.device), ExitStack() as stack:
@@ -165,10 +224,12 @@ class Trainer:
                 if ranks.broadcast(files.finished):
                     kind = None if self.settings.train_weights else self.settings.quantize
                     place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
-                    run = Run(name, files, None, quantize=kind, **place)
+                    run = Run(name, files, None, self.given, quantize=kind, **place)
                     self.listener.finished(run)
                     return run
-                loop = prepare(files, self.settings, text, self.source, ranks, self.objective)
+                loop = prepare(
+                    files, self.settings, text, self.source, ranks, self.objective, self.given
+                )
                 run = Run(name, files, loop)
                 stack.enter_context(blas_threads(loop.model.config.hidden))
                 self._train(run, loop, stop)
@@ -178,22 +239,63 @@ class Trainer:
         """Run the remaining steps, and save the model."""
         self.listener.prepared(run)
         try:
-            loop.train(stop, self.listener)
+            loop.train(stop, self.listener, Callbacks(self.callbacks, loop, run.name))
         finally:
             self.listener.ended(run)
         stop.uninterruptible("the saving of the model")
-        loop.save_result(run.files.model, self.settings.save_dtype)
+        if loop.plan.keeps_best:
+            if self.ranks.first:
+                with atomic_path(run.files.model) as partial:
+                    shutil.copytree(run.files.best_model, partial)
+            self.ranks.comm.barrier()
+        else:
+            loop.save_result(run.files.model, self.settings.save_dtype)
         newest = loop.save().name
         if self.ranks.first:
             run.files.drop_checkpoints(before=newest)
+        if loop.plan.keeps_best and self.ranks.whole:
+            in_place(loop.model, run.files.model)
+        if loop.model.adapter is None:
+            loop.model.folder = run.files.model
         self.listener.finished(run)
 
     def _kept(self, text: Text | Records) -> dict[str, Any]:
         """Return the settings to keep, with digests of the base model's files if it is adapted."""
         adapted, base = self.settings.lora is not None, dict[str, Any]()
         folder = self.source if adapted else self.base
-        if folder is not None and self.files is not None:
+        if self.given is not None:
+            frozen = adapted or self.given.adapter is not None
+            base = {"the model": digest_of(self.given.parameters)} if frozen else {}
+        elif folder is not None and self.files is not None:
             path = self.files.settings
             known = read_settings(path) if path.is_file() else {}
             base = fingerprints(folder, known.get("base") or {})
-        return kept(self.settings, text, self.source, base)
+        return kept(self.settings, text, self.source, base) | self.evaluated
+
+
+def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprint of a model's weights in memory."""
+    digest = hashlib.sha256()
+    for name, array in held_arrays(parameters):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+    return {"sha256": digest.hexdigest()}
+
+
+def _with_lora(settings: Settings, lora: Any) -> Settings:
+    """Return settings with the fields of a Lora; raise if they have others already."""
+    if not isinstance(lora, Lora):
+        raise ConfigError(f"Trainer(lora={lora!r}): pass Lora(16), or None")
+    if settings.adapters not in (None, lora):
+        raise ConfigError(
+            f"Trainer: lora={lora} and the settings' {settings.adapters} differ; leave one out"
+        )
+    return dataclasses.replace(settings, **lora.settings())
+
+
+def _home(model: Transformer) -> Path:
+    """Return the folder of a model in memory, whose tokenizer a run needs."""
+    if model.folder is None:
+        cure = "save it beside its tokenizer.json, and pass that folder, or load it from there"
+        raise ConfigError(f"Trainer: the model has no folder, and no tokenizer; {cure}")
+    return model.folder

@@ -159,6 +159,11 @@ class Packed:
             step += 1
         return step
 
+    def epoch(self, step: int) -> float:
+        """Return how often the examples were passed through in the first ``step`` batches."""
+        self._find_batches(step)
+        return self.starts[step] / len(self.examples)
+
     def _examples(self, step: int) -> list[Example]:
         """Return the examples of a batch."""
         self._find_batches(step + 1)

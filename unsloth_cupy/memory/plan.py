@@ -158,7 +158,9 @@ def plan_memory(
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
             for batch_of_pass in batches:
                 loss, gradients = model.value_and_gradients(
-                    partial(objective or next_token, **batch_of_pass, count=1), checkpoint=parts
+                    partial(objective or next_token, **batch_of_pass, count=1),
+                    checkpoint=parts,
+                    seed=0 if adapter is not None and adapter.dropout else None,
                 )
                 ledger.enter(GRADIENTS, gradients)
                 yield loss, gradients

@@ -73,6 +73,17 @@ def _joined(new: New, arrays: Sequence[Any], axis: int = 0) -> Any:
     return new(sizes, np.result_type(*(array.dtype for array in arrays)))
 
 
+def _each_broadcast(_: New, *arrays: Any) -> Any:
+    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    return [array._view(np.broadcast_to(array.form, shape)) for array in arrays]
+
+
+def _stacked(new: New, arrays: Sequence[Any], axis: int = 0) -> Any:
+    sizes = list(arrays[0].shape)
+    sizes.insert(axis % (len(sizes) + 1), len(arrays))
+    return new(sizes, np.result_type(*(array.dtype for array in arrays)))
+
+
 def _where(new: New, *arrays: Any) -> Any:
     dtypes = [np.empty(0, a.dtype) if hasattr(a, "dtype") else a for a in arrays[1:]]
     return new(np.broadcast_shapes(*(np.shape(a) for a in arrays)), np.result_type(*dtypes))
@@ -93,6 +104,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "argsort": lambda new, x, **_: new(x.shape, np.int64),
     "asarray": lambda new, x, dtype=None: new(np.shape(x), dtype or np.asarray(x).dtype),
     "bincount": lambda new, x, minlength: new(minlength, np.int64),
+    "broadcast_arrays": _each_broadcast,
     "broadcast_to": lambda new, x, shape: x._view(np.broadcast_to(x.form, shape)),
     "concatenate": _joined,
     "copyto": lambda new, *_, **__: None,
@@ -103,6 +115,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "searchsorted": lambda new, x, values, **_: new(values.shape, np.int64),
     "shape": lambda new, x: x.shape,
     "shares_memory": lambda new, a, b: False,  # there are no elements
+    "stack": _stacked,
     "take_along_axis": lambda new, x, index, axis: new(index.shape, x.dtype),
     "where": _where,
 }

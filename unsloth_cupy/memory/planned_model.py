@@ -1,6 +1,6 @@
 """Creates a model and its optimizer of planned arrays, as they are before a step of training."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.dtypes import FLOAT32
@@ -18,16 +18,31 @@ if TYPE_CHECKING:
 DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
 
 
-def new_adapter(config: "Config", rank: int) -> "Adapter":
-    """Return adapters of all linear layers, which are not counted in the plan."""
-    from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
+def new_adapter(
+    config: "Config",
+    rank: int,
+    *,
+    targets: Collection[str] | None = None,
+    dora: bool = False,
+    dropout: float = 0.0,
+    **unsized: Any,
+) -> "Adapter":
+    """Return adapters of linear layers, which are not counted in the plan.
+
+    The options are those of ``models.create_adapter``; ``unsized`` are those that change no size.
+    """
+    from ..models.adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
 
     parameters = {}
     with recording_in(Ledger(1)):
         for name, (outputs, inputs) in linear_layers(config).items():
+            if targets is not None and name.rpartition(".")[2] not in targets:
+                continue
             parameters[f"{PREFIX}{name}.{DOWN}"] = Planned.of((rank, inputs), FLOAT32)
             parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
-    return Adapter({"r": rank}, parameters)
+            if dora:
+                parameters[f"{PREFIX}{name}.{MAGNITUDE}"] = Planned.of((outputs,), FLOAT32)
+    return Adapter({"r": rank, "lora_dropout": dropout}, parameters)
 
 
 def planned_training(

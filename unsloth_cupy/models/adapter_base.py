@@ -67,15 +67,18 @@ def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
             places += [Path(json.loads(said))] if said else []
         except (ConfigError, ValueError, TypeError):
             pass  # the adapter is read later, with its errors
-        places += _cached(name, revision if isinstance(revision, str) else "main")
+        places += cached(name, revision if isinstance(revision, str) else "main")
     return places
 
 
-def _cached(name: str, revision: str) -> list[Path]:
+def cached(name: str, revision: str = "main") -> list[Path]:
     """Return the folder of a revision of a model in the cache of huggingface_hub, if it is there.
 
-    A model is models--OWNER--MODEL there: refs/main holds the name of a folder in snapshots.
+    ``name`` is OWNER/MODEL; others have no folder.  A model is models--OWNER--MODEL there:
+    refs/main holds the name of a folder in snapshots.
     """
+    if not NAME.fullmatch(name):
+        return []
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     hub = Path(os.environ.get("HF_HOME") or home) / "hub"
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or hub

@@ -69,6 +69,7 @@ class Network(Summary):
     folder: Path | None = None  # where load read it
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
+    noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
     reached: Any = None  # hidden states that the stages of a pipeline have computed
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
@@ -213,6 +214,7 @@ class Network(Summary):
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(arguments.get("context"), rows)
         branch = embedded(self.config, parameters, own, self.division)
+        branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
         return join(call, "model.", "norm", branch, stream)[0]
 

@@ -1,0 +1,140 @@
+"""What a run chooses where nothing is asked for, and names that people bring from elsewhere."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
+from unsloth_cupy.finetune.listener import Listener
+from unsloth_cupy.models.adapter_base import cached
+
+from ..cli.test_cli import assert_one_clear_error, run
+
+
+class Words(Listener):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def announce(self, text: str) -> None:
+        self.said.append(text)
+
+
+def rows(path: Path, lengths: list[int]) -> Path:
+    each = [{"prompt": f"{n}", "completion": "x" * length} for n, length in enumerate(lengths)]
+    lines = [json.dumps(row) for row in each]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    text = folder / "sums.txt"
+    text.write_text("\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(200)))
+    size = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
+    return Trainer(None, text, Settings(**size, steps=1, out=folder / "run")).train().files.model
+
+
+def heard(base: Path | None, data: Path, out: Path, **settings: Any) -> tuple[Run, str]:
+    words = Words()
+    made = Trainer(base, data, Settings(out=out, **settings), listener=words).train()
+    return made, "\n".join(words.said)
+
+
+def test_rows_are_as_long_as_most_lines_need(base: Path, tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", [*range(1, 200), 3000])
+    made, said = heard(base, data, tmp_path / "run", steps=1)
+    assert made.loop is not None
+    lengths = [int(n) for n in made.loop.training_data.batches.lengths]
+    tokens = made.loop.plan.tokens
+    assert f"tokens={tokens}: that many do for 99% of the rows" in said
+    assert np.mean([length < tokens for length in lengths]) > 0.97
+    assert tokens < 2048 == made.model.config.positions
+    again, said = heard(base, data, tmp_path / "run", steps=1)
+    assert again.loop is None
+    long, said = heard(base, data, tmp_path / "long", steps=1, tokens=2000, batch=1)
+    assert long.loop is not None
+    assert long.loop.plan.tokens == 2000
+    assert "99%" not in said
+
+
+def test_rows_are_not_longer_than_the_model(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20}))
+    made, _ = heard(folder, rows(tmp_path / "rows.jsonl", [90] * 9), tmp_path / "run", steps=1)
+    assert made.loop is not None
+    assert made.loop.plan.tokens == 20
+
+
+@pytest.mark.parametrize(("most", "epochs"), [(1000, 3), (20, 2), (5, 1)])
+def test_steps_are_one_to_three_epochs_by_size(
+    most: int, epochs: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unsloth_cupy.finetune import preparation
+
+    monkeypatch.setattr(preparation, "MOST_STEPS", most)
+    data = rows(tmp_path / "rows.jsonl", [10] * 40)
+    made, said = heard(base, data, tmp_path / "run", batch=4, tokens=16, pack=False)
+    assert made.loop is not None
+    assert made.loop.plan.steps == -(-36 * epochs // 4)
+    assert made.loop.plan.evaluate_every == -(-made.loop.plan.steps // 10)
+    assert f"{epochs}.0 epochs are {made.loop.plan.steps} steps; epochs or steps give" in said
+    again, _ = heard(base, data, tmp_path / "run", batch=4, tokens=16, pack=False)
+    assert again.loop is None, "the same run"
+
+
+OTHERS = {
+    "--learning-rate": "--lr", "--learning_rate": "--lr", "--max-seq-length": "--tokens",
+    "--num-epochs": "--epochs", "--batch-size": "--batch", "--warmup-ratio": "--warmup",
+    "--evaluate": "--eval", "--schedule": "--pipeline-schedule", "--output-dir": "--out",
+    "--lora-r": "--lora",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "own"), OTHERS.items(), ids=OTHERS)
+def test_names_of_others_get_the_right_suggestion(theirs: str, own: str) -> None:
+    result = run("finetune", theirs, "1")
+    assert result.exit_code == 2
+    assert f"No such option: {theirs}" in result.output or f"No such option '{theirs}'" in (
+        result.output
+    )
+    assert f"Did you mean {own}?" in result.output or f"Did you mean '{own}'?" in result.output
+
+
+def test_a_file_of_data_by_another_name_is_suggested_as_the_command_has_it() -> None:
+    from unsloth_cupy.cli.finetune import finetune
+
+    known = {flag for each in finetune.params for flag in each.opts}
+    own = "--data" if "--data" in known else "--text"
+    assert own in run("finetune", "--dataset", "x.jsonl").output
+    assert "--data" in run("evaluate", "x", "--text", "x.jsonl").output
+
+
+def test_a_model_is_found_in_the_local_cache(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "hub" / "models--some-owner--some-model"
+    shutil.copytree(base, home / "snapshots" / "abc123")
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc123")
+    assert cached("some-owner/some-model") == [home / "snapshots" / "abc123"]
+    data = rows(tmp_path / "rows.jsonl", [10] * 9)
+    done = run("finetune", "some-owner/some-model", "--text", data, "--steps", 1, "--lora", 2)
+    assert done.exit_code == 0, done.output
+    settings = json.loads(Path("runs/some-model-rows/model/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "some-owner/some-model"
+    (result,) = evaluate("some-owner/some-model", data)
+    assert result.tokens
+    other = run("finetune", "some-owner/other-model", "--text", data)
+    assert_one_clear_error(other, "hf download some-owner/other-model")
+    assert cached("../some-owner") == cached("some-model") == []
+    made = Trainer("some-owner/some-model", data, Settings(steps=1), lora=Lora(2)).train()
+    assert made.loop is None, "the run of the command"

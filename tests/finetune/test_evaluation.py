@@ -1,0 +1,320 @@
+"""Evaluations: a file or share of one's own, metrics, early stopping, and the best model."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate, metrics
+from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.models import Transformer, load
+
+from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
+from ..conftest import FOLDER
+from .test_lora import StopsAfter
+
+SIZE: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
+FALLS_AND_RISES = {"steps": 12, "lr": 0.02, "evaluate_every": 2}  # on ``other``: at step 2
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "sums.txt"
+    path.write_text("\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(200)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "sums.jsonl"
+    rows = [{"prompt": f"{i} and {i + 1}", "completion": f" make {2 * i + 1}"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words that the model at first finds likelier with every step, and then less likely."""
+    path = tmp_path_factory.mktemp("text") / "other.txt"
+    path.write_text("dna 7 ekam 9.\n\n" * 9)
+    return path
+
+
+@pytest.fixture(scope="session")
+def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("base")
+    return Trainer(None, text, Settings(**SIZE, steps=20, out=out)).train().files.model
+
+
+def trained(data: Path, out: Path, evaluate: Any = None, model: Any = None, **settings: Any) -> Run:
+    size = SIZE if model is None else {"batch": 2, "tokens": 16}
+    return Trainer(
+        model, data, Settings(**size | {"out": out} | settings), evaluate=evaluate
+    ).train()
+
+
+def held_out(made: Run) -> list[float]:
+    return [line["held_out_loss"] for line in made.files.lines() if "held_out_loss" in line]
+
+
+@pytest.mark.parametrize("folder", ["llama", "gemma2", "qwen3"])
+def test_metrics_are_those_of_whole_logits(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, with logits that are capped, and labels that do not count."""
+    model = load(FOLDER / "models" / folder, dtype="float32")
+    monkeypatch.setattr(metrics, "CHUNK", 3 * model.config.vocab)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, model.config.vocab, (2, 9))
+    labels = np.where(random.random(tokens.shape) < 0.3, -100, tokens)
+    watch = metrics.Watch(model)
+    loss = watch.view.loss(tokens, labels, count=1)
+    actual = watch.counts({"tokens": tokens, "labels": labels})
+    logits = model.logits(tokens).astype(np.float64)[:, :-1]
+    chosen, kept = labels[:, 1:], labels[:, 1:] != -100
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    entropy = -(p * np.log(p)).sum(-1)[kept].sum()
+    expected = -np.log(np.take_along_axis(p, chosen.clip(0)[..., None], -1)[..., 0])[kept].sum()
+    assert actual.right == (logits.argmax(-1) == chosen)[kept].sum()
+    assert abs(actual.entropy - entropy) < 1e-5 * entropy
+    assert abs(loss - expected) < 1e-5 * expected
+
+
+def test_a_packed_text_is_counted_as_it_is_alone(base: Path) -> None:
+    model = load(base)
+    texts = [np.arange(3, 3 + n) for n in (4, 1, 6)]
+    watch = metrics.Watch(model)
+    packed = np.concatenate(texts)[None]
+    watch.view.loss(packed, packed, offsets=np.cumsum([0, *map(len, texts)]), count=1)
+    offsets = np.cumsum([0, *map(len, texts)])
+    actual = watch.counts({"tokens": packed, "labels": packed, "offsets": offsets})
+    expected = np.zeros(2)
+    for alone in texts:
+        watch.view.loss(alone[None], alone[None], count=1)
+        expected += watch.counts({"tokens": alone[None], "labels": alone[None]})
+    assert actual.right == expected[0]
+    assert abs(actual.entropy - expected[1]) < 1e-5 * expected[1]
+
+
+def test_the_log_holds_the_metrics(text: Path, tmp_path: Path) -> None:
+    made = trained(text, tmp_path / "run", steps=2, evaluate_every=1)
+    for line in made.files.lines():
+        if "held_out_loss" in line:
+            assert line["perplexity"] == math.exp(line["held_out_loss"])
+            assert 0 <= line["token_accuracy"] <= 1
+            assert 0 < line["entropy"] <= math.log(300)
+
+    def other(model: Transformer, **batch: Any) -> Any:
+        return model.loss(**batch) * 2
+
+    settings = Settings(**SIZE, steps=1, out=tmp_path / "other")
+    done = Trainer(None, text, settings, objective=other).train()
+    first, usual = done.files.lines()[0], made.files.lines()[0]
+    assert "perplexity" not in first, "the loss is another"
+    assert first["token_accuracy"] == usual["token_accuracy"]
+
+
+@pytest.mark.parametrize("kind", ["text", "lines"])
+def test_a_file_of_ones_own_is_evaluated_and_all_of_the_data_is_learned(
+    kind: str, text: Path, lines: Path, tmp_path: Path
+) -> None:
+    data = text if kind == "text" else lines
+    held = tmp_path / f"held{data.suffix}"
+    row = json.dumps({"prompt": "7 and 8", "completion": " make 15"})
+    held.write_text("7 and 8 make 15." * 9 if kind == "text" else f'{row}\n{row}\n{row[:-2]}!"}}\n')
+    usual = trained(data, tmp_path / "usual", steps=1)
+    made = trained(data, tmp_path / "own", held, steps=1)
+    assert usual.loop is not None
+    assert made.loop is not None
+    assert made.loop.training_data.learned > usual.loop.training_data.learned
+    tokens = made.files.lines()[0]["held_out_tokens"]
+    (alone,) = evaluate(made.model, held, tokens=16, batch=2)
+    assert alone.tokens == tokens
+    assert alone.loss == held_out(made)[-1]
+    settings = json.loads(made.files.settings.read_text())
+    assert settings["eval"] == str(held)
+    held.write_text(held.read_text().replace("7", "9"))
+    with pytest.raises(ConfigError, match="holds a run with eval_sha256"):
+        trained(data, tmp_path / "own", held, steps=1)
+
+
+@pytest.mark.parametrize("kind", ["text", "lines"])
+def test_a_share_is_held_out(kind: str, text: Path, lines: Path, tmp_path: Path) -> None:
+    data = text if kind == "text" else lines
+    counts = []
+    for share in (0.1, 0.5):
+        made = trained(data, tmp_path / f"{share}", share, steps=1)
+        assert made.loop is not None
+        learned = made.loop.training_data.learned
+        counts.append(made.loop.training_data.held_out_tokens / learned)
+    assert counts[0] < 0.2
+    assert 0.7 < counts[1] < 1.3
+
+
+def test_files_that_do_not_fit_each_other(text: Path, lines: Path, tmp_path: Path) -> None:
+    for data, held in ((text, lines), (lines, text)):
+        with pytest.raises(ConfigError) as error:
+            trained(data, tmp_path / "run", held)
+        assert f"{lines} has lines, and {text} is running text" in str(error.value)
+    for wrong in (0.0, 1.0, 2, -0.5):
+        with pytest.raises(ConfigError, match=r"eval=.*: give a file, or a share above 0, below 1"):
+            trained(text, tmp_path / "run", wrong)
+    with pytest.raises(ConfigError, match=r"nothing\.txt: No such file"):
+        trained(text, tmp_path / "run", "nothing.txt")
+    result = run("finetune", "--text", text, "--out", tmp_path / "run", "--eval", "1.5")
+    assert_one_clear_error(result, "--eval 1.5: give a file, or a share above 0, below 1")
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(
+    text: Path, other: Path, tmp_path: Path
+) -> None:
+    made = trained(text, tmp_path / "run", other, keep_best=True, **FALLS_AND_RISES)
+    losses = held_out(made)
+    assert made.best is not None
+    assert made.best["held_out_loss"] == min(losses) < losses[-1]
+    (alone,) = evaluate(made.model, other, tokens=16, batch=2)
+    assert alone.loss == min(losses)
+    assert weights(tmp_path / "run") == (made.files.best_model / "model.safetensors").read_bytes()
+    again = trained(text, tmp_path / "run", other, keep_best=True, **FALLS_AND_RISES)
+    assert again.best == made.best
+    tokens = np.array([[1, 2, 3]])
+    assert (again.model.logits(tokens) == made.model.logits(tokens)).all()
+    last = trained(text, tmp_path / "last", other, **FALLS_AND_RISES)
+    assert weights(tmp_path / "last") != weights(tmp_path / "run"), "without it the last is kept"
+    assert not last.files.best_model.exists()
+
+
+def test_early_stopping(text: Path, other: Path, tmp_path: Path) -> None:
+    made = trained(text, tmp_path / "run", other, patience=2, **FALLS_AND_RISES)
+    losses = held_out(made)
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 2 < 7
+    assert made.best is not None
+    assert made.best["step"] == 2 * best
+    assert made.loop is not None
+    assert made.loop.step == 2 * (best + 2)
+    assert made.files.finished
+    all_of_it = trained(
+        text, tmp_path / "large", other, patience=2, threshold=1e9, **FALLS_AND_RISES
+    )
+    assert len(held_out(all_of_it)) == 1 + 2, "no loss is so much lower"
+
+
+@pytest.mark.parametrize("after", [3, 5, 8])
+def test_a_stopped_run_with_patience_goes_on_in_equal_bits(
+    after: int, text: Path, other: Path, tmp_path: Path
+) -> None:
+    """Its best model and metric too, which later steps do not improve."""
+    settings = {"patience": 2, "save_every": 3, **FALLS_AND_RISES}
+    whole = trained(text, tmp_path / "whole", other, **settings)
+    stop = Stop()
+    trainer = Trainer(
+        None, text, Settings(**SIZE, **settings, out=tmp_path / "run"),
+        evaluate=other, listener=StopsAfter(stop, after),
+    )  # fmt: skip
+    last = whole.files.lines()[-1]["step"]
+    if after < last:
+        with pytest.raises(Interrupted):
+            trainer.train(stop)
+    ended = trained(text, tmp_path / "run", other, **settings)
+    assert ended.best == whole.best
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("broken", ["save_result", "_log"])
+def test_a_run_that_dies_while_it_keeps_the_best_goes_on_in_equal_bits(
+    broken: str, text: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"keep_best": True, "save_every": 3, **FALLS_AND_RISES}
+    whole = trained(text, tmp_path / "whole", other, **settings)
+    method = getattr(Loop, broken)
+
+    def dies(self: Loop, *arguments: Any) -> None:
+        if self.step == 2 and (broken == "save_result" or "held_out_loss" in arguments[0]):
+            raise OSError("died")
+        method(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, broken, dies)
+        with pytest.raises(OSError, match="died"):
+            trained(text, tmp_path / "run", other, **settings)
+    ended = trained(text, tmp_path / "run", other, **settings)
+    assert ended.best == whole.best
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_adapters_end_with_their_best_too(
+    base: Path, text: Path, other: Path, tmp_path: Path
+) -> None:
+    settings = {"keep_best": True, **FALLS_AND_RISES, "lr": 0.2}
+    model = load(base)
+    each = Settings(batch=2, tokens=16, **settings, out=tmp_path / "run")
+    made = Trainer(model, text, each, lora=Lora(4), evaluate=other).train()
+    losses = held_out(made)
+    assert made.best is not None
+    assert min(losses) < losses[-1]
+    (alone,) = evaluate(made.model, other, tokens=16, batch=2)
+    (saved,) = evaluate(made.folder, other, tokens=16, batch=2)
+    assert made.model is model
+    assert alone.loss == saved.loss == min(losses)
+
+
+def test_prompts_are_continued_at_each_evaluation(
+    base: Path, text: Path, lines: Path, tmp_path: Path
+) -> None:
+    prompts = ["7 and 8", "1"]
+    out = tmp_path / "run"
+    result = run(
+        "finetune", base, "--text", text, "--out", out, "--steps", 2, "--batch", 2, "--tokens", 16,
+        "--evaluate-every", 1, "--sample-prompt", prompts[0], "--sample-prompt", prompts[1],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["prompt"]) for s in samples] == [
+        (step, prompt) for step in range(3) for prompt in prompts
+    ]
+    assert "'7 and 8' goes on: " in result.stderr
+    model = load(out / "model")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(out / "model" / "tokenizer.json"))
+    tokens = tokenizer.encode(prompts[0]).ids
+    more = model.generate(np.array([tokens]), max_new_tokens=60)[0][len(tokens) :]
+    ends = model.config.end_tokens
+    assert samples[-2]["text"] == tokenizer.decode([t for t in more.tolist() if t not in ends])
+    with pytest.raises(ConfigError, match=r"sample_prompt=.* positions; give another one"):
+        trained(text, tmp_path / "long", sample_prompt=["7 " * 40_000], steps=1)
+    with pytest.raises(ConfigError, match=r"give a list of texts, as sample_prompt=\['7'\]"):
+        trained(text, tmp_path / "long", sample_prompt="7", steps=1)
+
+
+def test_the_command_evaluates_each_source(
+    base: Path, text: Path, lines: Path, tmp_path: Path
+) -> None:
+    first, second, both = evaluate(base, [text, lines], tokens=16)
+    assert both.source == "all"
+    assert both.tokens == first.tokens + second.tokens
+    total = first.loss * first.tokens + second.loss * second.tokens
+    assert abs(both.loss - total / both.tokens) < 1e-12
+    assert both.perplexity == math.exp(both.loss)
+    result = run("evaluate", base, "--data", text, "--data", lines, "--tokens", 16)
+    assert result.exit_code == 0, result.output
+    for each in (first, second, both):
+        assert f"{each.loss:.4f}" in result.output
+        assert f"{each.token_accuracy:.2%}" in result.output
+    other = run("evaluate", base, "--data", tmp_path / "none.txt")
+    assert_one_clear_error(other, "none.txt: No such file")
+    copied = tmp_path / "no-tokenizer"
+    shutil.copytree(base, copied)
+    (copied / "tokenizer.json").unlink()
+    assert_one_clear_error(run("evaluate", copied, "--data", text), "tokenizer.json")
+    with pytest.raises(ConfigError, match="name at least one file"):
+        evaluate(base, [])

@@ -1,0 +1,207 @@
+"""``Trainer(lora=Lora(...))``, and models in memory that a run trains in place."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer
+from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.listener import Listener
+from unsloth_cupy.models import Transformer, create, load, quantize
+
+from ..cli.test_cli import run, weights
+
+SMALL: dict[str, Any] = {"batch": 2, "tokens": 16, "steps": 3, "lr": 0.01}
+LORA = Lora(4, alpha=12, dropout=0.25, targets=("q_proj", "up_proj"), rslora=True, dora=True)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "sums.txt"
+    path.write_text("\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(200)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    size = {"layers": 1, "hidden": 32, "vocabulary": 300}
+    out = tmp_path_factory.mktemp("base")
+    return Trainer(None, text, Settings(**SMALL | size, out=out)).train().files.model
+
+
+class StopsAfter(Listener):
+    def __init__(self, stop: Stop, step: int) -> None:
+        self.request, self.last = stop, step
+
+    def step(self, line: dict[str, Any]) -> None:
+        self.request.signal = 2 if line["step"] == self.last else None
+
+
+def trained(model: Any, text: Path, out: Path, lora: Lora | None = None, **settings: Any) -> Run:
+    return Trainer(model, text, Settings(**SMALL | {"out": out} | settings), lora=lora).train()
+
+
+def adapter(folder: Path) -> bytes:
+    return (folder / "model" / "adapter_model.safetensors").read_bytes()
+
+
+def test_every_option_reaches_the_adapter(base: Path, text: Path, tmp_path: Path) -> None:
+    """In the names of peft; the fields of the settings and the command's flags say the same."""
+    made = trained(base, text, tmp_path / "lora", LORA)
+    settings = json.loads((made.files.model / "adapter_config.json").read_text())
+    expected = {
+        "r": 4, "lora_alpha": 12, "lora_dropout": 0.25, "target_modules": ["q_proj", "up_proj"],
+        "use_rslora": True, "use_dora": True,
+    }  # fmt: skip
+    assert {name: settings[name] for name in expected} == expected
+    Trainer(base, text, Settings(**SMALL, **LORA.settings(), out=tmp_path / "fields")).train()
+    flags = ["--lora=4", "--lora-alpha=12", "--lora-dropout=.25", "--lora-targets=q_proj,up_proj"]
+    given = [f"--{name}={value}" for name, value in SMALL.items()]
+    done = run(
+        "finetune", base, "--text", text, "--out", tmp_path / "command", *given, *flags,
+        "--rslora", "--dora",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert adapter(tmp_path / "lora") == adapter(tmp_path / "fields")
+    assert adapter(tmp_path / "lora") == adapter(tmp_path / "command")
+
+
+def test_dropout_changes_what_is_learned_and_goes_on_in_equal_bits(
+    base: Path, text: Path, tmp_path: Path
+) -> None:
+    dropping = dataclasses.replace(LORA, dora=False)
+    whole = trained(base, text, tmp_path / "whole", dropping)
+    without = trained(base, text, tmp_path / "without", dataclasses.replace(dropping, dropout=0.0))
+    assert whole.losses[0] == without.losses[0], "B is 0 at first"
+    assert whole.losses[2] != without.losses[2]
+    stop, settings = Stop(), Settings(**SMALL, out=tmp_path / "run")
+    listener = StopsAfter(stop, 2)
+    with pytest.raises(Interrupted):
+        Trainer(base, text, settings, lora=dropping, listener=listener).train(stop)
+    Trainer(base, text, settings, lora=dropping).train()
+    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+
+
+def test_passes_of_a_step_drop_different_elements(base: Path, text: Path, tmp_path: Path) -> None:
+    seeds: list[int | None] = []
+
+    def objective(model: Any, **batch: Any) -> Any:
+        seeds.append(model.step.seed)
+        return model.loss(**batch)
+
+    settings = Settings(**SMALL | {"steps": 2}, accumulate=2, out=tmp_path / "run")
+    Trainer(base, text, settings, lora=LORA, objective=objective).train()
+    used = [seed for seed in seeds if seed]
+    assert len(used) == len({*used}) == 4
+    assert None in seeds, "an evaluation drops nothing"
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("all", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("attention", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("q_proj, down_proj", {"q_proj", "down_proj"}),
+        (["o_proj"], {"o_proj"}),
+    ],
+)
+def test_targets(targets: Any, names: set[str], base: Path) -> None:
+    model = load(base)
+    model.add_adapter(**Lora(2, targets=targets).options(model.config))
+    assert model.adapter is not None
+    assert {module.rpartition(".")[2] for module in model.adapter.scales} == names
+
+
+@pytest.mark.parametrize(
+    ("lora", "settings", "said"),
+    [
+        (Lora(0), {}, "lora=0: give a whole number of 1 or more"),
+        (Lora(4, alpha=0), {}, "lora_alpha=0: give a number above 0"),
+        (Lora(4, dropout=1), {}, "lora_dropout=1: give a number of 0 or more, below 1"),
+        (Lora(4, targets="mlp"), {}, "lora_targets=mlp: give all, attention, or some of down_proj"),
+        (Lora(4, targets=()), {}, "lora_targets=(): give all, attention, or some of down_proj"),
+        (None, {"lora_dropout": 0.1}, "lora_dropout=0.1 is of new adapters; add lora"),
+        (Lora(4), {"lora": 8}, "differ; leave one out"),
+        (16, {}, "Trainer(lora=16): pass Lora(16), or None"),
+    ],
+)
+def test_wrong_options_are_named(
+    lora: Any, settings: dict[str, Any], said: str, base: Path, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Trainer(
+            base, text, Settings(**SMALL | settings, out=tmp_path / "run"), lora=lora
+        ).train()  # fmt: skip
+    assert said in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["whole", "adapters"])
+def test_a_model_in_memory_is_trained_as_its_folder_is(
+    lora: Lora | None, dtype: str, base: Path, text: Path, tmp_path: Path
+) -> None:
+    source = base
+    if dtype != "float32":
+        source = tmp_path / "narrow"
+        narrow = load(base, dtype=dtype)
+        narrow.save(source)
+        (source / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    model = load(source)
+    made = trained(model, text, tmp_path / "memory", lora)
+    other = trained(source, text, tmp_path / "folder", lora)
+    assert made.model is model
+    assert made.losses == other.losses
+    bits = weights if lora is None else adapter
+    assert bits(tmp_path / "memory") == bits(tmp_path / "folder")
+    again = trained(load(source), text, tmp_path / "memory", lora)
+    tokens = np.array([[1, 2, 3]])
+    assert (again.model.logits(tokens) == model.logits(tokens)).all()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["whole", "adapters"])
+def test_a_model_in_memory_goes_on_in_equal_bits(
+    lora: Lora | None, base: Path, text: Path, tmp_path: Path
+) -> None:
+    whole = trained(load(base), text, tmp_path / "whole", lora)
+    stop, settings = Stop(), Settings(**SMALL, out=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        Trainer(
+            load(base), text, settings, lora=lora, listener=StopsAfter(stop, 2)
+        ).train(stop)  # fmt: skip
+    ended = Trainer(load(base), text, settings, lora=lora).train()
+    assert ended.losses == whole.losses
+    bits = weights if lora is None else adapter
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+def test_a_model_in_memory_may_be_quantized(base: Path, text: Path, tmp_path: Path) -> None:
+    model = load(base)
+    quantize(model, "nf4", least=0)
+    made = trained(model, text, tmp_path / "run", Lora(4))
+    assert made.model.adapter is not None
+    assert made.best == made.files.lines()[-1]
+    again = load(base)
+    quantize(again, "nf4", least=0)
+    with pytest.raises(ConfigError, match="is quantized, which freezes the weights: add lora"):
+        trained(again, text, tmp_path / "frozen")
+
+
+def test_models_in_memory_that_cannot_be_trained(base: Path, text: Path, tmp_path: Path) -> None:
+    new: Transformer = create(json.loads((base / "config.json").read_text()), seed=0)
+    with pytest.raises(ConfigError, match="the model has no folder, and no tokenizer; save it"):
+        trained(new, text, tmp_path / "run")
+    adapted = load(base)
+    adapted.add_adapter(2)
+    with pytest.raises(ConfigError, match="the model holds adapters, which are trained further"):
+        trained(adapted, text, tmp_path / "run", Lora(4))
+    trained(load(base), text, tmp_path / "run", Lora(4))
+    changed = load(base)
+    changed.parameters["model.norm.weight"] += 1
+    with pytest.raises(ConfigError, match="another base model: the model has changed since"):
+        trained(changed, text, tmp_path / "run", Lora(4))

@@ -1,0 +1,58 @@
+"""``unsloth-cupy evaluate``: loss, perplexity, accuracy and entropy of a model on texts."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..finetune.evaluation import Evaluation
+from ..finetune.evaluation import evaluate as evaluated
+from ..finetune.listener import Listener, hearing
+from ..machine import console, tables_as_json
+from .echo import echo
+from .options import BASE, FILE, QUANTIZE, Device, json_option, option
+from .printer import Printer
+
+
+@click.command()
+@click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
+@click.option(
+    "--data", type=FILE, multiple=True, required=True, metavar="PATH",
+    help="UTF-8 file, or .jsonl lines; may be repeated.",
+)  # fmt: skip
+@option("--tokens", click.IntRange(2), "Tokens in a row.  [default: 2048, or all positions]")
+@option("--batch", click.IntRange(1), "Rows computed at a time.", 4)
+@option("--base", FILE, BASE)
+@option("--quantize", QUANTIZE, "Store the model in fewer bits, as nf4.")
+@option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@click.option("--quiet", is_flag=True, help="Print the results alone.")
+@json_option
+def evaluate(folder: Path, data: tuple[Path, ...], quiet: bool, **options: Any) -> None:
+    """Measure how well the model in MODEL_FOLDER predicts texts that it has not learned.
+
+    Of .jsonl lines only what would be learned counts: the answers of chats, not their questions.
+    """
+    with hearing(Listener() if quiet else Printer()):
+        results = evaluated(folder, data, **options)
+    print_table(results)
+
+
+def print_table(results: list[Evaluation]) -> None:
+    """Print a row for each source; as JSON, with all digits."""
+    if tables_as_json.get():
+        echo(json.dumps([dataclasses.asdict(each) for each in results]))
+        return
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("source", overflow="fold")
+    for name in ("tokens", "loss", "perplexity", "accuracy", "entropy"):
+        table.add_column(name, justify="right")
+    for each in results:
+        table.add_row(
+            each.source, f"{each.tokens:,}", f"{each.loss:.4f}", f"{each.perplexity:.3f}",
+            f"{each.token_accuracy:.2%}", f"{each.entropy:.4f}",
+        )  # fmt: skip
+    console(markup=False).print(table)

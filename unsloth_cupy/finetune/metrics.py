@@ -40,11 +40,16 @@ class Watch:
     def __init__(self, model: "Transformer") -> None:
         self.model: Any = model
         self.hidden: Any = None
-        self.view: Any = object.__new__(type(model))
-        self.view.__dict__ |= model.__dict__ | {"hidden": self._hidden}
+
+    @property
+    def view(self) -> Any:
+        """The model to compute with; this keeps no view, so that no cycle keeps hidden states."""
+        view = object.__new__(type(self.model))
+        view.__dict__ |= self.model.__dict__ | {"hidden": self._hidden}
+        return view
 
     def _hidden(self, *arguments: Any, **options: Any) -> Any:
-        self.hidden = type(self.model).hidden(self.view, *arguments, **options)
+        self.hidden = self.model.hidden(*arguments, **options)
         return self.hidden
 
     def counts(self, batch: Mapping[str, Any]) -> Counts:

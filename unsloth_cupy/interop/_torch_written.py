@@ -220,7 +220,8 @@ def _adopted(operand: Operand) -> str:
     if may_be_number(operand):
         return f"{name} if {name} is None or {name}.__class__ is int else array_of({name})"
     if is_weight(operand):
-        return f"{name} if {_not_tensor(operand)} else array_of({name})"
+        absent = f"{name} is None or " * operand.optional
+        return f"{name} if {absent}{_not_tensor(operand)} else array_of({name})"
     return f"None if {name} is None else " * operand.optional + f"array_of({name})"
 
 
@@ -242,7 +243,8 @@ def _needs_gradient(operand: Operand) -> str:
     """Return the condition that an operand requires a gradient."""
     name, requires = operand.name, f"{operand.name}.requires_grad"
     if is_weight(operand):
-        return f"(not {_not_tensor(operand)} and {requires})"
+        present = f"{name} is not None and " * operand.optional
+        return f"({present}not {_not_tensor(operand)} and {requires})"
     return f"({name} is not None and {requires})" if operand.optional else requires
 
 

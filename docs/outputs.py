@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 COMMAND = "unsloth-cupy "  # begins the lines of blocks of bash, which are run by the tests alone
+WALKS = {"your-chats"}
 WALKED = re.compile(r"^```(?:python|bash)\n(.*?)^```", re.M | re.S)
 INCLUDED = re.compile(r"^```\{literalinclude\} \.\./examples/(\w+\.py)\n.*?^```\n", re.M | re.S)
 EMULATOR = "cuda_on_cpu"  # pages that use it need a C++ compiler and the tests
@@ -33,9 +34,9 @@ def blocks(text: str, pattern: re.Pattern[str] = CODE) -> list[str]:
     return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in pattern.finditer(text)]
 
 
-def walked(text: str) -> bool:
-    """Return whether a page has commands that run between its blocks of Python."""
-    return f"```bash\n{COMMAND}" in text
+def walked(page: Path) -> bool:
+    """Return whether the commands of a page run between its blocks of Python."""
+    return page.stem in WALKS
 
 
 def run_blocks(
@@ -81,7 +82,7 @@ def shown(text: str, page: Path) -> str:
             names = INCLUDED.findall(text)
             said = dict(zip(names, pool.map(_of_example, names), strict=True))
         text = INCLUDED.sub(lambda hit: hit[0] + said[hit[1]], text)
-        if not CODE.search(text) or EMULATOR in text or walked(text):
+        if not CODE.search(text) or EMULATOR in text or walked(page):
             return text
         printed = json.loads(_checked(_run(Path(__file__), str(page)), page.name))
     outputs = iter(printed)

@@ -171,6 +171,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
     "kv_append_": _slots,
+    "rope_append_": _slots,
     "kv_append_paged_": _rows_of_pages,
     "kv_append_int8_": _pages_or_rows,
     "ternary_linear_forward": _planes,

@@ -76,8 +76,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             pytest.importorskip(package, reason=f"needs the extra `peers` ({package})")
         return package in LARGE
 
-    text = page.read_text(encoding="utf-8")
-    outputs.run_blocks(page, left_out, walk=walk if outputs.walked(text) else None)
+    outputs.run_blocks(page, left_out, walk=walk if outputs.walked(page) else None)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)

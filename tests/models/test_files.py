@@ -115,6 +115,9 @@ def test_several_files(folder, tmp_path):
 def test_index_names_no_file_elsewhere(folder):
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="of two saves; remove the one that you do not mean"):
+        load(folder)
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="file in this folder"):
         load(folder)
 

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.chat import CHATML_TOKENS, Chat
+from unsloth_cupy.models.chat import CHATML_TOKENS
 from unsloth_cupy.models.generate import Options, _draw
 
 from .peers import CONFIGS, batch, make

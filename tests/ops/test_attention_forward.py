@@ -251,7 +251,7 @@ def test_every_row_of_the_tables_is_taken() -> None:
                     taken.add((itemsize, width, tiles))
     rows = {(key[1], key[2], tiles) for key, several in FORWARD.items() for tiles in several}
     assert rows <= taken
-    assert OWN.keys() <= budgets.keys()
+    assert OWN.keys() - {121} <= budgets.keys()  # 121 has the tables of 120
     assert {key[0] for key in FORWARD} <= {80, *itertools.chain(*OWN.values())}
 
 

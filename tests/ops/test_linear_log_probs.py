@@ -29,6 +29,7 @@ EVERYTHING = {"temperature": 0.7, "scale": 1.3, "softcap": 2.0}
 class TestLinearLogProbs(KernelParity):
     op = "linear_log_probs_forward"
     sizes = ({"hidden": 8}, {"hidden": 8, "vocab": 50257})
+    options = ({}, {"softcap": 30.0})
     cases = (
         Case("one chunk", **SIZES),
         Case("chunks of one row", **SIZES, max_bytes=1, given=["bias"]),

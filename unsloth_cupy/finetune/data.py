@@ -42,7 +42,8 @@ class DataFiles(NamedTuple):
 
 def found(data: Any, ignore: Collection[str] = (), call: str = "read_data") -> DataFiles:
     """Return the files of training data that ``read_data`` reads."""
-    if isinstance(ignore, str):
+    every: Any = ignore
+    if isinstance(every, str) or not isinstance(every, Collection):
         raise ConfigError(f"{call}(ignore={ignore!r}): give a list of columns")
     files, note = ([], "") if data is None else located(data, call)
     several = isinstance(data, list | tuple)

@@ -124,9 +124,8 @@ def away(actual: Any, expected: Any) -> float:
     """
     actual, expected = (a.reshape(-1, a.shape[-1]).astype(np.float32) for a in (actual, expected))
     norms = np.linalg.norm(expected, axis=1)
-    return float(
-        (np.linalg.norm(actual - expected, axis=1) / np.maximum(norms, np.median(norms) / 8)).max()
-    )
+    least = max(float(np.median(norms)) / 8, float(np.finfo(np.float32).tiny))  # all may be 0
+    return float((np.linalg.norm(actual - expected, axis=1) / np.maximum(norms, least)).max())
 
 
 def bits(here: Here, way: str, dim: int, mask: str) -> Rows:

@@ -1,8 +1,10 @@
 """Evaluations: a file or share of one's own, metrics, early stopping, and the best model."""
 
+import gc
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,21 @@ def test_metrics_are_those_of_whole_logits(
     assert actual.right == (logits.argmax(-1) == chosen)[kept].sum()
     assert abs(actual.entropy - entropy) < 1e-5 * entropy
     assert abs(loss - expected) < 1e-5 * expected
+
+
+def test_hidden_states_live_no_longer_than_what_counts_them(base: Path) -> None:
+    """A cycle would keep them until the garbage collector runs: the next step would hold them."""
+    watch = metrics.Watch(load(base))
+    tokens = np.arange(3, 9)[None]
+    gc.disable()
+    try:
+        watch.view.loss(tokens, tokens, count=1)
+        hidden = weakref.ref(watch.hidden)
+        assert hidden() is not None
+        del watch
+        assert hidden() is None
+    finally:
+        gc.enable()
 
 
 def test_a_packed_text_is_counted_as_it_is_alone(base: Path) -> None:

@@ -51,8 +51,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "models.create_adapter": {"config": None, "weights": {}, "rank": 2},
     **{
         f"{kind}_schedule": {"step": 1, "lr": 1e-3, "warmup": 1, "steps": 4}
-        for kind in ("cosine", "linear", "constant")
+        for kind in ("cosine", "linear", "constant", "inverse_sqrt", "polynomial")
     },
+    "warmup_stable_decay_schedule": {"step": 1, "lr": 1e-3, "warmup": 1, "steps": 4, "decay": 1},
 }
 # Sizes of a formula: any whole number from 1 on, 7e9 too.
 FORMULAS = ("estimate_", "format_bytes")

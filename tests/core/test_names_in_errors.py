@@ -107,6 +107,7 @@ COMPOSED: Calls = {
 WITHOUT_ARRAYS = {  # or they take functions
     *("check_errors", "checkpoint", "explain", "find_nan", "format_bytes", "memory_pool"),
     *("constant_schedule", "cosine_schedule", "linear_schedule", "plan_memory", "profile", "shape"),
+    *("inverse_sqrt_schedule", "polynomial_schedule", "warmup_stable_decay_schedule"),
     *("estimate_attention_memory", "estimate_flash_attention_memory", "estimate_forward_memory"),
     "estimate_training_memory",
 }

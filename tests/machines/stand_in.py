@@ -610,7 +610,8 @@ def gpu(
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     products = Cublas(machine)
-    cublas, gemm.cublas = gemm.cublas, lambda: products
+    cublas = gemm.cublas
+    gemm.cublas = functools.wraps(cublas)(functools.cache(lambda: products))
     encoder = tensor_map.encoder
     tensor_map.encoder = functools.wraps(encoder)(functools.cache(lambda: machine.maps))
     tensor_map._maps.clear()

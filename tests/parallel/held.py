@@ -98,6 +98,7 @@ def peak(
     weights = model.parameters | (model.adapter.parameters if rank else {})
     held = [*(array for _, array in held_arrays(weights)), *states.state().values()]
     with memory_pool(held=held) as pool:
+        step()  # ops make the routes of calls that are watched: objects, which the next step keeps
         pool.reset_peak()
         step()
         return place.pipeline.rank, pool.peak

@@ -39,7 +39,9 @@ def check_pairs(call: str, rows: int) -> None:
     if rows % 2:
         raise ShapeError(
             f"{call}: {rows} rows are no pairs; the first half are the chosen texts, the second"
-            " half their rejected ones, in the same order"
+            " half their rejected ones, in the same order",
+            expected="an even number of rows",
+            actual=rows,
         )
 
 

@@ -43,6 +43,7 @@ LIBRARY = {
     "attention": ("log2f", "tanhf"),  # of a row's sums, of capped scores
     "cross_entropy": ("logf", "tanhf"),
     "linear_cross_entropy": ("logf", "tanhf"),
+    "linear_log_probs": ("logf", "tanhf"),
     "geglu": ("erfcf", "expf"),
     "swiglu": ("expf",),
     "apply_rotary_embedding": ("sincospif",),

@@ -31,7 +31,7 @@ REPORTER = faults.reporter(
 
 
 class LogProbs(NamedTuple):
-    """What ``linear_log_probs`` returns, each (*rows).
+    """What ``linear_log_probs`` returns, each ``(*rows)``.
 
     Attributes
     ----------

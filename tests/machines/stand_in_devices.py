@@ -162,6 +162,8 @@ class Event:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
+    def synchronize(self) -> None: ...
+
 
 class Graph:
     """A graph captured on a GPU."""
@@ -232,10 +234,8 @@ def cuda_names(gpus: Gpus) -> dict[str, Any]:
 
         def free_postprocess(self, **told: Any) -> None: ...
 
-    class Pinned:
+    class Pinned(bytearray):
         ptr = 0
-
-        def __init__(self, size: int) -> None: ...
 
     class Allocated:
         def __init__(self, size: int) -> None:

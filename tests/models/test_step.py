@@ -6,6 +6,7 @@ import pytest
 from unsloth_cupy import KVCache
 from unsloth_cupy.models import create, next_logits
 from unsloth_cupy.models.step import Step
+from unsloth_cupy.training.find_nan import NonFiniteError
 
 from ..machines.stand_in import HostReadError, gpu
 from .peers import CONFIGS, SIZES
@@ -30,6 +31,34 @@ def test_generates_what_the_cache_generates(kind, padded, monkeypatch):
     expected = model.generate(PROMPT, **options)
     monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: True)
     np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
+
+
+@pytest.mark.parametrize("more", [{}, {"min_new_tokens": 4}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_step_goes_on_before_the_host_has_its_tokens(more, monkeypatch):
+    """Rows end at different tokens: the same tokens as where the host chooses each."""
+    model = create(config("llama"), seed=0)
+    free = model.generate(PROMPT, max_new_tokens=8, stop=(), **more)
+    options = {"max_new_tokens": 12, "stop": [int(free[0, 9]), int(free[1, 13])], **more}
+    expected = model.generate(PROMPT, **options)
+    begun = []
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: True)
+    placed = lambda step, n: begun.append(np.shape(n)) or np.asarray(n, np.int64)  # noqa: E731
+    monkeypatch.setattr(Step, "_placed", placed)
+    np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
+    if not more:
+        assert expected.shape[1] < free.shape[1] + 4, "all rows end early"
+        assert begun.count((2, 1)) == 4, "zeros, positions, rows, and the tokens after the prompt"
+
+
+def test_nan_ends_it_on_a_device_too(monkeypatch):
+    model = create(config("llama"), seed=0)
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: True)
+    tokens = model.stream(PROMPT, max_new_tokens=8, stop=())
+    next(tokens), next(tokens)
+    model.parameters["model.norm.weight"][0] = np.nan
+    next(tokens)  # it was chosen before
+    with pytest.raises(NonFiniteError, match="logits of new token 3 hold NaN"):
+        next(tokens)
 
 
 def test_an_adapter_takes_part(monkeypatch):

@@ -135,10 +135,11 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
         )
     if cache is None:
         sizes = len(prompt), prompt.shape[1] + most
-        next_logits: NextLogits = CachedLogits(model, tokens, *sizes, options.cache_dtype)
-        return _steps(model, tokens, prompt, real, ends, options, next_logits)
+        greedy = options.temperature == 0 and options.repetition_penalty is None
+        cached = CachedLogits(model, tokens, *sizes, options.cache_dtype, greedy)
+        return _steps(model, tokens, prompt, real, ends, options, cached, cached.most_likely)
     if sequences is not None:
-        next_logits = PagedLogits(model, tokens, cache, sequences)
+        next_logits: NextLogits = PagedLogits(model, tokens, cache, sequences)
         return _steps(model, tokens, prompt, real, ends, options, next_logits)
     # keys and values of the last new token are not stored
     capacities = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]
@@ -159,6 +160,7 @@ def _steps(
     ends: Array,
     options: Options,
     next_logits: NextLogits,
+    most_likely: Callable[[Array, Array, bool], Array | None] = lambda *_: None,
 ) -> Iterator[Array]:
     """Yield the new tokens, (batch,) each, on the device of ``like``."""
     config, most = model.config, options.max_new_tokens
@@ -172,18 +174,24 @@ def _steps(
     for step in range(most):
         if finished.all():
             return
-        logits = to_numpy(next_logits(past, seen)).astype(np.float64)
-        if np.isnan(logits).any():
+        allowed = step >= options.min_new_tokens
+        chosen = most_likely(past, seen, step + 1 == most) if allowed else None
+        if chosen is None:
+            logits = to_numpy(next_logits(past, seen)).astype(np.float64)
+            nan = np.isnan(logits).any()
+            if options.repetition_penalty is not None:
+                _penalise(logits, past, seen, options.repetition_penalty)
+            if not allowed:
+                logits[:, ends] = -np.inf
+            chosen = _choose(logits, options, draws)
+        else:
+            nan = (chosen < 0).any()
+        if nan:
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"
                 " a new copy of the model mends a broken weight",
                 "generate", "logits", None,
             )  # fmt: skip
-        if options.repetition_penalty is not None:
-            _penalise(logits, past, seen, options.repetition_penalty)
-        if step < options.min_new_tokens:
-            logits[:, ends] = -np.inf
-        chosen = _choose(logits, options, draws)
         shown_tokens = np.where(finished, pad, chosen).astype(like.dtype)
         yield on_device_of(shown_tokens, like)
         # Rows that ended go on with their chosen token: the pad token may exceed the vocabulary.

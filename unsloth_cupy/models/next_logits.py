@@ -21,7 +21,7 @@ from .config import Config
 from .network import Network
 from .pipeline_stages import Stages
 from .stages import pipeline_logits
-from .step import Step
+from .step import Arriving, Step
 
 
 @on_gpu_of_attribute("model.table")
@@ -29,9 +29,15 @@ class CachedLogits:
     """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens."""
 
     def __init__(
-        self, model: Network, like: Array, batch: int, most: int, dtype: Any = None
+        self,
+        model: Network,
+        like: Array,
+        batch: int,
+        most: int,
+        dtype: Any = None,
+        greedy: bool = False,
     ) -> None:
-        self.model, self.like, self.most = model, like, most
+        self.model, self.like, self.most, self.greedy = model, like, most, greedy
         config, stages = model.config, stages_of(model)
         in_rank = [stages is None or stages.holds(layer) for layer in range(config.layers)]
         self.cache = KVCache(
@@ -46,6 +52,7 @@ class CachedLogits:
         )
         self.switch = _switch(config)
         self.step: Step | None = None
+        self.arriving: Arriving | None = None  # the tokens of a step that has begun
 
     def __call__(self, tokens: Array, real: Array) -> Array:
         """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
@@ -55,12 +62,34 @@ class CachedLogits:
         if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
             self.cache.reset()  # every rotary angle changes: the cached keys are invalid
         new = tokens[:, -1:] if self.cache.length else tokens
-        if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
-            self.step = Step(self.model, self.cache, real[:, :-1], self.most)
-        if self.step is not None:
-            return self.step(new)
+        if (step := self._step(real)) is not None:
+            return step(new)
         mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
         return last_logits(self.model, on_device_of(new, self.like), mask=mask, cache=self.cache)
+
+    def most_likely(self, tokens: Array, real: Array, last: bool) -> Array | None:
+        """Return the most likely next tokens, (batch,) on the host; -1 for logits with a NaN.
+
+        None where only the logits say it.  Unless these tokens are the last, the GPU begins the
+        step after them before the host has them.
+        """
+        step = self._step(real) if self.greedy else None
+        if step is None:
+            return None
+        if self.arriving is None:
+            step(tokens[:, -1:])
+            self.arriving = step.arriving()
+        now, self.arriving = self.arriving, None
+        if not last:
+            step(None)
+            self.arriving = step.arriving()
+        return now.wait()
+
+    def _step(self, real: Array) -> Step | None:
+        """Return the step on the device, which follows the prompts; None without one."""
+        if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
+            self.step = Step(self.model, self.cache, real[:, :-1], self.most, self.greedy)
+        return self.step
 
 
 @on_gpu_of_attribute("model.table")

@@ -35,13 +35,21 @@ class Step:
     ----------
     graph : cupy.cuda.Graph or None
         The captured graph, launched from the third step on; None where nothing was captured.
+    chosen : (batch,) int64
+        The most likely next tokens, with which the next step begins; -1 for logits with a NaN.
+        Only of a ``greedy`` step.
     """
 
-    def __init__(self, model: Network, cache: KVCache, real: Array, most: int) -> None:
+    def __init__(
+        self, model: Network, cache: KVCache, real: Array, most: int, greedy: bool = False
+    ) -> None:
         """Start after the cached tokens; real (batch, tokens) is False at padding of these.
 
-        ``most`` is the largest number of tokens that a row will have.
+        ``most`` is the largest number of tokens that a row will have; a ``greedy`` step ends with a
+        choice of tokens.
         """
+        self.greedy = greedy
+        self.chosen: Any = None
         self.model, self.cache = model, cache
         start, sinks = real.shape[1], cache.sinks
         self.tokens = self._placed(np.zeros((len(real), 1)))
@@ -69,10 +77,14 @@ class Step:
         array: Array = to_device_of(np.asarray(numbers, np.int64), self.model.table)
         return array
 
-    def __call__(self, tokens: Array) -> Array:
-        """Return the logits after tokens, which are (batch, 1) on the host: (batch, vocab)."""
+    def __call__(self, tokens: Array | None) -> Array:
+        """Return the logits after tokens, which are (batch, 1) on the host: (batch, vocab).
+
+        None: the tokens that a greedy step has chosen, which the host need not have read.
+        """
         self.cache.check_room(1)
-        self.tokens[...] = self._placed(tokens)
+        if tokens is not None:
+            self.tokens[...] = self._placed(tokens)
         on_host = type(self.tokens) is np.ndarray
         logits = self.run() if on_host else self._played()
         self.cache.filled = [filled + 1 for filled in self.cache.filled]
@@ -102,9 +114,18 @@ class Step:
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]
         logits: Array = model.head(model.parameters, x)[:, 0]
+        if self.greedy:
+            wide = logits.astype(np.float32)
+            top = wide.max(axis=-1)  # NaN if there is one
+            self.chosen = np.where(top == top, wide.argmax(axis=-1), -1)  # noqa: PLR0124
+            self.tokens[...] = np.maximum(self.chosen, 0)[:, None]
         self.positions += 1
         self.starts += 1
         return logits
+
+    def arriving(self) -> "Arriving":
+        """Return the chosen tokens on their way to the host."""
+        return Arriving(self.chosen)
 
     def turn(
         self, layer: int, q: Array, k: Array, v: Array, *angles: Array
@@ -184,3 +205,28 @@ class Step:
             self.captures = not isinstance(error, RuntimeError)
             if self.captures:
                 raise
+
+
+class Arriving:
+    """Values that are copied to the host, behind the work of the current stream so far."""
+
+    def __init__(self, array: Any) -> None:
+        self.values, self.end = np.empty(array.shape, array.dtype), None
+        if isinstance(array, np.ndarray):
+            self.values[...] = array
+            return
+        cuda = gpu.cupy().cuda
+        memory = cuda.alloc_pinned_memory(array.nbytes)  # into other memory the host would wait
+        self.values = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+        array.get(out=self.values, blocking=False)
+        self.end = cuda.get_current_stream().record()
+
+    def wait(self) -> Array:
+        """Return the values once they are here."""
+        if self.end is not None:
+            self.end.synchronize()
+        return self.values
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # else the memory could be used again too early
+            self.wait()

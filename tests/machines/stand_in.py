@@ -55,6 +55,7 @@ LARGE = 1 << 17  # bytes
 GRAIN = 512  # bytes: CuPy's pool rounds sizes up to a multiple of it
 # Functions whose result has a size that depends on values, for which the host waits.
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}
+WIDENS = {"where"}  # functions of CuPy that take bfloat16 as float32, and return that
 METHODS = {
     *(
         "all",
@@ -245,7 +246,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     __bool__, __complex__ = map(_reads, ("__bool__", "__complex__"))
     __float__, __index__, __int__ = map(_reads, ("__float__", "__index__", "__int__"))
     __contains__, __str__ = map(_reads, ("__contains__", "__str__"))
-    get, item, tobytes, tolist = map(_reads, ("copy", "item", "tobytes", "tolist"))
+    item, tobytes, tolist = map(_reads, ("item", "tobytes", "tolist"))
     __hash__ = None  # type: ignore[assignment]
     base: "Array | None" = None
 
@@ -325,6 +326,14 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return self._view(selected)
         return self._wrapped(selected, "getitem")
 
+    def get(self, out: Any = None, *, blocking: bool = True) -> Any:
+        """Return the values on the host, which waits for them unless ``blocking`` is False."""
+        if blocking:
+            return _reads("copy")(self)
+        self._worked("get", (self,))
+        out[...] = self.values
+        return out
+
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         self.memory.written = self._worked("setitem", (self, value, *parts))
@@ -348,6 +357,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")  # as CuPy does
         with np.errstate(all="ignore"):
             result = function(*self._inside(args), **self._inside(more))
+        if function.__name__ in WIDENS and getattr(result, "dtype", None) == BFLOAT16:
+            result = result.astype(np.float32)
         operands = [self, *args, *more.values(), *more.get("out", ())]
         if not isinstance(result, np.ndarray) or not np.may_share_memory(result, self.values):
             self._worked(function.__name__, operands)

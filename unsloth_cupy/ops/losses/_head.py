@@ -60,6 +60,13 @@ def _row_bytes(vocab: int, dtype: np.dtype[Any], kernels: bool) -> int:
     return vocab * (np.promote_types(dtype, FLOAT32).itemsize + narrow * dtype.itemsize)
 
 
+def zeroed(rows: Array, kept: Array) -> Array:
+    """Return rows, with zeros for those that are not kept; CuPy would widen bfloat16, not bits."""
+    bits = rows.view(f"u{rows.itemsize}")
+    where = kept.reshape(-1, *[1] * (rows.ndim - 1))
+    return np.where(where, bits, bits.dtype.type(0)).view(rows.dtype)
+
+
 def chunks(x: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[slice, Array]]:
     """Yield slices of the rows of x and their logits, at least float32, in one reused buffer."""
     rows, vocab = flat(x), len(weight)

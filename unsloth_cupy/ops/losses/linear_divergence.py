@@ -16,7 +16,7 @@ from ..activations.softmax import finite
 from ..common.checks import check_wanted
 from ..common.gemm import gemm
 from ..linear.linear import flat
-from ._head import check_max_bytes, chunks, gradients
+from ._head import check_max_bytes, chunks, gradients, zeroed
 from ._rows import parts
 from .divergence import Options, beta_of, check_options, log_softmax, measured
 from .linear_log_probs import LEAST, logits_to_z
@@ -358,7 +358,7 @@ def _rows_of(array: Array, mask: Array | None) -> Array:
     kept = contiguous(mask).reshape(-1)
     if isinstance(kept, np.ndarray):
         return rows[kept]
-    return np.where(kept[:, None], rows, rows.dtype.type(0))
+    return zeroed(rows, kept)
 
 
 def _spread(rows: Array, mask: Array | None) -> Array:
@@ -367,7 +367,7 @@ def _spread(rows: Array, mask: Array | None) -> Array:
         return rows
     kept = contiguous(mask).reshape(-1)
     if not isinstance(kept, np.ndarray):
-        return np.where(kept.reshape(-1, *[1] * (rows.ndim - 1)), rows, rows.dtype.type(0))
+        return zeroed(rows, kept)
     whole = np.zeros_like(rows, shape=(kept.size, *rows.shape[1:]))
     whole[kept] = rows
     return whole

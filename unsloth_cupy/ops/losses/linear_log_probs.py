@@ -20,7 +20,7 @@ from ..activations.softmax import finite
 from ..common import faults
 from ..common.checks import check_wanted, refuse_number
 from ..linear.linear import flat
-from ._head import check_max_bytes, chunks, gradients
+from ._head import check_max_bytes, chunks, gradients, zeroed
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
@@ -61,7 +61,7 @@ class Options(NamedTuple):
     scale: float
     softcap: float | None
     ignore: int
-    keep_all: bool = False  # rows without a label are computed too, as zeros
+    keep_all: bool = False  # rows without a label are computed too
 
 
 def linear_log_probs(
@@ -238,13 +238,12 @@ def _forward(
 def _kept(x: Array, labels: Array, options: Options) -> tuple[Array, Array, Array | None]:
     """Return the rows of x that have a label, their labels, and their numbers; None for all.
 
-    Kernels and GPUs keep all rows, as the host does not read labels there; ignored ones are 0.
+    Kernels and GPUs keep all rows, as the host does not read labels there.
     """
     rows, wanted = flat(x), contiguous(labels).reshape(-1)
-    has_label = wanted != options.ignore
     if options.keep_all or not isinstance(rows, np.ndarray):
-        return np.where(has_label[:, None], rows, x.dtype.type(0)), wanted, None
-    kept = np.flatnonzero(has_label)
+        return rows, wanted, None
+    kept = np.flatnonzero(wanted != options.ignore)
     return rows[kept], wanted[kept], kept
 
 
@@ -328,7 +327,9 @@ def _backward(
     own_buffer: bool,
 ) -> tuple[Array | None, Array | None, None, Array | None]:
     """Return dx, dweight, None and dbias; ``write(logits, arrays, out)`` is of a chunk."""
-    rows, _, kept = _kept(x, arrays[2], options)
+    rows, labels, kept = _kept(x, arrays[2], options)
+    if kept is None:  # NaN in a row without a label would reach dweight
+        rows = zeroed(rows, labels != options.ignore)
     each = [None if a is None else contiguous(a).reshape(-1) for a in arrays]
     each = each if kept is None else [None if a is None else a[kept] for a in each]
     sums = None

@@ -12,6 +12,7 @@
 //               WARPS      warps of a block, which divide up the columns
 //               RESIDENT   blocks that an SM must hold
 //               WIDE       units of the weight can be read in one access
+//               SIDE_BY_SIDE  so can the absmax of the units that a warp takes at a time
 //               X_WIDE     rows of x can be read 16 bytes at a time
 //               FP4        the levels are those of FP4
 //               DOUBLE     absmax is stored in 8 bits
@@ -32,8 +33,7 @@ constexpr int THREADS = 32 * WARPS, OUTPUTS = 16 * TILES;
 constexpr int OWN = 2 * TILES;                        // rows of the weight that a lane reads
 constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that a lane reads of a unit of a row
 constexpr int GROUPS = EXACT ? 1 : ROWS / 8;
-constexpr int PITCH = OUTPUTS + 4;  // of sums: lanes write to different banks
-constexpr int TABLE_WORDS = EXACT ? 16 : 256 * 32, SUMS = WARPS * ROWS * PITCH;
+constexpr int PITCH = 16 + 4;  // of sums: lanes write to different banks
 
 // The values of a unit that a lane has loaded or is loading.
 struct Part {
@@ -49,6 +49,39 @@ struct Reader {
     const unsigned char *codes;
     unsigned first[OWN];  // units before each row
     int shift;            // block = unit >> shift
+
+    // Take the rows of the weight from output `top` on.
+    DEVICE void take(int top, int outputs, unsigned units) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            first[i] = min(top + 8 * i + (int)(threadIdx.x % 32 / 4), outputs - 1) * units;
+    }
+
+    // Read units from `unit` on; they are at most `units`.
+    DEVICE void read(Part (&parts)[UNITS], unsigned unit, unsigned units) const {
+#pragma unroll
+        for (int u = 0; u < UNITS; u++)
+            if (SIDE_BY_SIDE ? unit < units : unit + u < units) read(parts[u], unit + u);
+        if (SIDE_BY_SIDE && unit < units) read_sizes(parts, unit);
+    }
+
+    // Read the absmax of all units of a row in one access.
+    DEVICE void read_sizes(Part (&parts)[UNITS], unsigned unit) const {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const unsigned number = first[i] + unit;
+            Vector<float, UNITS> sizes;
+            Vector<unsigned char, UNITS> bytes;
+            if constexpr (DOUBLE) fetch(bytes, codes + number);
+            else fetch(sizes, absmax + number);
+            const float scale = DOUBLE ? absmax[SCALES + number / 256] : 0;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                parts[u].size[i] = DOUBLE ? scale : sizes.at[u];
+                if constexpr (DOUBLE) parts[u].code[i] = bytes.at[u];
+            }
+        }
+    }
 
     DEVICE void read(Part &part, unsigned unit) const {
 #pragma unroll
@@ -66,9 +99,11 @@ struct Reader {
                     part.codes[i][j] = from[4 * j] | from[4 * j + 1] << 8 | from[4 * j + 2] << 16 |
                                        (unsigned)from[4 * j + 3] << 24;
             }
-            const unsigned block = number >> shift;
-            part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
-            if constexpr (DOUBLE) part.code[i] = codes[block];
+            if constexpr (!SIDE_BY_SIDE) {
+                const unsigned block = number >> shift;
+                part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
+                if constexpr (DOUBLE) part.code[i] = codes[block];
+            }
         }
     }
 };
@@ -98,30 +133,19 @@ KERNEL(32 * WARPS, RESIDENT)
 nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
              const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
              int outputs, int inputs, int shift, unsigned x_pitch, long long pitch) {
-    __shared__ __align__(16) unsigned memory[TABLE_WORDS > SUMS ? TABLE_WORDS : SUMS];
+    __shared__ __align__(16) unsigned table[EXACT ? 16 : 256 * 32];
+    __shared__ float partials[WARPS][ROWS][PITCH];
     __shared__ float levels[16], values[DOUBLE ? TABLE : 1];
     const int lane = threadIdx.x % 32, high = lane / 4, low = lane % 4;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all
-    const int parts = (rows + ROWS - 1) / ROWS, top = blockIdx.x % parts * ROWS;
-    const int first = blockIdx.x / parts * OUTPUTS;
-    rows = min(ROWS, rows - top);
-    x += (unsigned long long)top * x_pitch;
-    out += top * pitch;
-    const unsigned units = inputs / UNIT;
+    const int parts = (rows + ROWS - 1) / ROWS, tasks = (outputs + OUTPUTS - 1) / OUTPUTS * parts;
+    const unsigned units = inputs / UNIT, first = warp * UNITS;
 
+    int task = blockIdx.x;
     Reader weight = {packed + low * (VALUES / 2), absmax, codes, {}, shift};
-#pragma unroll
-    for (int i = 0; i < OWN; i++) weight.first[i] = min(first + 8 * i + high, outputs - 1) * units;
-    unsigned x_offset[GROUPS];  // offset of the lane's values of x; 16 rows are below 2^32
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++)
-        x_offset[i] = opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_pitch) + low * VALUES);
-
+    weight.take(task / parts * OUTPUTS, outputs, units);
     Part now[UNITS], next[UNITS];
-    unsigned unit = warp * UNITS;
-#pragma unroll
-    for (int u = 0; u < UNITS; u++)
-        if (unit + u < units) weight.read(now[u], unit + u);
+    weight.read(now, first, units);
 
     // the tables: 16 levels; for each byte a pair of them, in 32 copies
     if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
@@ -135,122 +159,139 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
             pair.at[0] = T(levels[i / 8 / 16]);
             pair.at[1] = T(levels[i / 8 % 16]);
             const unsigned word = reinterpret_cast<const unsigned &>(pair);
-            reinterpret_cast<uint4 *>(memory)[i] = make_uint4(word, word, word, word);
+            reinterpret_cast<uint4 *>(table)[i] = make_uint4(word, word, word, word);
         }
         __syncthreads();
     }
     const unsigned own_bank = opaque(lane * 4);
     const float offset = DOUBLE ? absmax[OFFSET] : 0;
 
-    float sums[EXACT ? 1 : TILES][GROUPS][4] = {}, exact[EXACT ? OWN : 1][EXACT ? ROWS : 1] = {};
-    for (; unit < units; unit += WARPS * UNITS) {
+    // A block takes every gridDim.x-th task.  A warp reads the codes of its next units, which may be
+    // those of the next task, while it multiplies.
+    while (task < tasks) {
+        const int top = task % parts * ROWS, own_rows = min(ROWS, rows - top);
+        const int own_outputs = task / parts * OUTPUTS;
+        const T *const own_x = x + (unsigned long long)top * x_pitch;
+        unsigned x_offset[GROUPS];  // offset of the lane's values of x; 16 rows are below 2^32
 #pragma unroll
-        for (int u = 0; u < UNITS; u++)
-            if (unit + WARPS * UNITS + u < units) weight.read(next[u], unit + WARPS * UNITS + u);
-        Vector<T, VALUES> xs[EXACT ? 1 : UNITS][GROUPS];
+        for (int i = 0; i < GROUPS; i++)
+            x_offset[i] =
+                opaque((EXACT ? 0 : min(8 * i + high, own_rows - 1) * x_pitch) + low * VALUES);
+        task += gridDim.x;
+
+        float sums[EXACT ? 1 : TILES][GROUPS][4] = {};
+        float exact[EXACT ? OWN : 1][EXACT ? ROWS : 1] = {};
+        unsigned unit = first;
+        do {
+            const bool more = unit + WARPS * UNITS < units;
+            if (!more && task < tasks) weight.take(task / parts * OUTPUTS, outputs, units);
+            if (more || task < tasks)
+                weight.read(next, more ? unit + WARPS * UNITS : first, units);
+            Vector<T, VALUES> xs[EXACT ? 1 : UNITS][GROUPS];
 #pragma unroll
-        for (int u = 0; u < (EXACT ? 0 : UNITS); u++)
+            for (int u = 0; u < (EXACT ? 0 : UNITS); u++)
 #pragma unroll
-            for (int i = 0; i < GROUPS; i++)
-                if (unit + u < units) read(xs[u][i], x + (x_offset[i] + (unit + u) * UNIT));
+                for (int i = 0; i < GROUPS; i++)
+                    if (unit + u < units) read(xs[u][i], own_x + (x_offset[i] + (unit + u) * UNIT));
 #pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-            if (unit + u >= units) continue;
-            const Part &part = now[u];
-            float size[OWN];
+            for (int u = 0; u < UNITS; u++) {
+                if (unit + u >= units) continue;
+                const Part &part = now[u];
+                float size[OWN];
 #pragma unroll
-            for (int i = 0; i < OWN; i++)
-                size[i] =
-                    DOUBLE ? decoded(values[part.code[i]], part.size[i], offset) : part.size[i];
-            if constexpr (EXACT) {
+                for (int i = 0; i < OWN; i++)
+                    size[i] =
+                        DOUBLE ? decoded(values[part.code[i]], part.size[i], offset) : part.size[i];
+                if constexpr (EXACT) {
 #pragma unroll
-                for (int c = 0; c < VALUES / 4; c++) {
-                    float w[OWN][4];
-#pragma unroll
-                    for (int i = 0; i < OWN; i++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            const int bit = c % 2 * 16 + j / 2 * 8 + (1 - j % 2) * 4;
-                            w[i][j] = levels[part.codes[i][c / 2] >> bit & 15] * size[i];
-                        }
-#pragma unroll
-                    for (int r = 0; r < ROWS; r++) {
-                        Vector<T, 4> v;
-                        read(v, x + (x_offset[0] + min(r, rows - 1) * x_pitch + (unit + u) * UNIT +
-                                     c * 4));
+                    for (int c = 0; c < VALUES / 4; c++) {
+                        float w[OWN][4];
 #pragma unroll
                         for (int i = 0; i < OWN; i++)
 #pragma unroll
+                            for (int j = 0; j < 4; j++) {
+                                const int bit = c % 2 * 16 + j / 2 * 8 + (1 - j % 2) * 4;
+                                w[i][j] = levels[part.codes[i][c / 2] >> bit & 15] * size[i];
+                            }
+#pragma unroll
+                        for (int r = 0; r < ROWS; r++) {
+                            Vector<T, 4> v;
+                            read(v, own_x + (x_offset[0] + min(r, own_rows - 1) * x_pitch + (unit + u) * UNIT +
+                                         c * 4));
+#pragma unroll
+                            for (int i = 0; i < OWN; i++)
+#pragma unroll
+                                for (int j = 0; j < 4; j++)
+                                    exact[i][r] = fmaf(w[i][j], (float)v.at[j], exact[i][r]);
+                        }
+                    }
+                } else {
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) {
+                        float partial[GROUPS][4] = {};
+#pragma unroll
+                        for (int c = 0; c < VALUES / 4; c++) {
+                            Weights a;
+#pragma unroll
+                            for (int j = 0; j < 4; j++) {  // rows high and high + 8, of two bytes
+                                const unsigned word = part.codes[2 * tile + j % 2][c / 2];
+                                const int bit = c % 2 * 16 + j / 2 * 8;
+                                const unsigned at = bit ? word >> (bit - 7) : word << 7;
+                                a[j] = *reinterpret_cast<const unsigned *>(
+                                    reinterpret_cast<const char *>(table) + (at & 0x7f80 | own_bank));
+                            }
+#pragma unroll
+                            for (int i = 0; i < GROUPS; i++) {
+                                const unsigned *of_x = reinterpret_cast<const unsigned *>(&xs[u][i]);
+                                const Rows b = {of_x[2 * c], of_x[2 * c + 1]};
+                                multiply(partial[i], a, b, T());
+                            }
+                        }
+#pragma unroll
+                        for (int i = 0; i < GROUPS; i++)
+#pragma unroll
                             for (int j = 0; j < 4; j++)
-                                exact[i][r] = fmaf(w[i][j], (float)v.at[j], exact[i][r]);
+                                sums[tile][i][j] =
+                                    fmaf(partial[i][j], size[2 * tile + j / 2], sums[tile][i][j]);
                     }
                 }
+            }
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) now[u] = next[u];
+            unit += WARPS * UNITS;
+        } while (unit < units);
+
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            __syncthreads();  // all warps are done with the last sums
+            if constexpr (EXACT) {
+#pragma unroll
+                for (int i = 0; i < OWN; i++)
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++) {
+                        float sum = exact[i][r];
+                        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                        if (low == r % 4) partials[warp][r][8 * i + high] = sum;
+                    }
             } else {
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    float partial[GROUPS][4] = {};
+                for (int i = 0; i < GROUPS; i++)
 #pragma unroll
-                    for (int c = 0; c < VALUES / 4; c++) {
-                        Weights a;
+                    for (int j = 0; j < 4; j++)
+                        partials[warp][8 * i + 2 * low + j % 2][8 * (j / 2) + high] =
+                            sums[tile][i][j];
+            }
+            __syncthreads();
+            for (int i = threadIdx.x; i < own_rows * 16; i += THREADS) {
+                const int row = i / 16, output = own_outputs + tile * 16 + i % 16;
+                if (output >= outputs) continue;
+                O *const to = out + (top + row) * pitch + output;
+                float sum = ADD ? (float)*to : 0.0f;
 #pragma unroll
-                        for (int j = 0; j < 4; j++) {  // rows high and high + 8, of two bytes
-                            const unsigned word = part.codes[2 * tile + j % 2][c / 2];
-                            const int bit = c % 2 * 16 + j / 2 * 8;
-                            const unsigned at = bit ? word >> (bit - 7) : word << 7;
-                            a[j] = *reinterpret_cast<const unsigned *>(
-                                reinterpret_cast<const char *>(memory) + (at & 0x7f80 | own_bank));
-                        }
-#pragma unroll
-                        for (int i = 0; i < GROUPS; i++) {
-                            const unsigned *of_x = reinterpret_cast<const unsigned *>(&xs[u][i]);
-                            const Rows b = {of_x[2 * c], of_x[2 * c + 1]};
-                            multiply(partial[i], a, b, T());
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < GROUPS; i++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            sums[tile][i][j] =
-                                fmaf(partial[i][j], size[2 * tile + j / 2], sums[tile][i][j]);
-                }
+                for (int w = 0; w < WARPS; w++) sum += partials[w][row][i % 16];
+                *to = (O)sum;
             }
         }
-#pragma unroll
-        for (int u = 0; u < UNITS; u++) now[u] = next[u];
-    }
-
-    __syncthreads();  // all warps are done with the table
-    float *const partials = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
-    if constexpr (EXACT) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++)
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                float sum = exact[i][r];
-                sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-                if (low == r % 4) partials[r * PITCH + 8 * i + high] = sum;
-            }
-    } else {
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-            for (int i = 0; i < GROUPS; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    partials[(8 * i + 2 * low + j % 2) * PITCH + 16 * tile + 8 * (j / 2) + high] =
-                        sums[tile][i][j];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * OUTPUTS; i += THREADS) {
-        const int row = i / OUTPUTS, output = i % OUTPUTS;
-        if (first + output >= outputs) continue;
-        O *const to = out + row * pitch + first + output;
-        float sum = ADD ? (float)*to : 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            sum += reinterpret_cast<float *>(memory)[(w * ROWS + row) * PITCH + output];
-        *to = (O)sum;
     }
 }

@@ -11,6 +11,7 @@ from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...core.target import limits
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.strides import spanned
@@ -20,7 +21,7 @@ from .nf4_dequantize import check_held, sizes_of
 FEW = 16  # most rows; for more, cuBLAS multiplies chunks that are decoded once for all rows
 MANY_OUTPUTS = 2048  # from here on, blocks of 32 outputs keep all SMs busy
 UNITS = (64, 32)  # aligned columns that always share an absmax
-WARPS = 8
+WARPS, RESIDENT = 8, 2  # of a block; blocks of an SM
 
 
 @op(
@@ -92,8 +93,8 @@ def _launch(
         return no_kernel("codes or absmax are not contiguous")
     if not has_kernel(x, out):
         sizes = f"{len(x)} rows of {x.shape[1]} in {x.dtype}"
-        limits = f"takes up to {FEW} contiguous rows of a multiple of {UNITS[-1]} columns"
-        return no_kernel(f"{sizes}, to {out.dtype}: the kernel {limits}")
+        takes = f"takes up to {FEW} contiguous rows of a multiple of {UNITS[-1]} columns"
+        return no_kernel(f"{sizes}, to {out.dtype}: the kernel {takes}")
     size = x.dtype.itemsize
     if x.strides[1] != size or not 0 < x.strides[0] < 2**28:  # the kernel counts in 32 bits
         x = contiguous(x)
@@ -102,12 +103,16 @@ def _launch(
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
     wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_stride, x) * size == 16
     double = absmax_codes is not None
+    sizes = absmax if absmax_codes is None else absmax_codes
+    side = lanes(inputs // unit, sizes) if block == unit else 1  # absmax that lie side by side
     chosen = _constants(
-        x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, x_wide, fp4, double, add
+        *(x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, side, x_wide, fp4),
+        *(double, add),
     )
     kernel = load("nf4_product.cu", "nf4_product_", x, chosen)
     out_stride = out.strides[0] // out.dtype.itemsize
-    blocks = -(-outputs // (16 * chosen["TILES"])) * -(-rows // chosen["ROWS"])
+    tasks = -(-outputs // (16 * chosen["TILES"])) * -(-rows // chosen["ROWS"])
+    blocks = min(tasks, limits(x).processors * RESIDENT)  # each builds its table once
     kernel[blocks, 32 * WARPS](
         *(spanned(out), spanned(x), packed, absmax, absmax_codes, rows, outputs, inputs),
         *((block // unit).bit_length() - 1, x_stride, out_stride),
@@ -123,6 +128,7 @@ def _constants(
     rows: int,
     many: bool,
     wide: bool,
+    side: int,
     x_wide: bool,
     fp4: bool,
     double: bool,
@@ -138,20 +144,22 @@ def _constants(
         float32    1, 1           levels are decoded one by one, and each is multiplied by all rows;
                                   the sums of 4 rows fill the registers
 
-    Eight warps share the columns: the 256 blocks of 4096 outputs keep all SMs busy.
+    Eight warps share the columns: the 256 tasks of 4096 outputs keep all SMs busy.
     """
     exact = dtype == FLOAT32
     tiles = 2 if rows > 4 and many and not exact else 1
+    units = 1 if exact or rows > 8 else 2 if rows > 4 else 4
     return Constants(
         T=dtype,
         O=out,
         UNIT=unit,
-        UNITS=1 if exact or rows > 8 else 2 if rows > 4 else 4,
+        UNITS=units,
         ROWS=4 if exact else 8 if rows <= 8 else 16,
         TILES=tiles,
         WARPS=WARPS,
-        RESIDENT=2,
+        RESIDENT=RESIDENT,
         WIDE=wide,
+        SIDE_BY_SIDE=units > 1 and side % units == 0,
         X_WIDE=x_wide,
         FP4=fp4,
         DOUBLE=double,

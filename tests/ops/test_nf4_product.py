@@ -199,7 +199,7 @@ def test_random_schedules(seed: int) -> None:
 
 
 def test_a_weight_moves_once_and_no_bank_waits() -> None:
-    """Each of four tasks of 16 outputs reads x too; of absmax and x an access takes half a sector."""
+    """Each of four tasks reads x too; an access to absmax or x takes half a sector."""
     rng = np.random.default_rng(0)
     x, out = rng.standard_normal((1, 1024)).astype(np.float16), np.zeros((1, 64), np.float16)
     packed, absmax = rng.integers(0, 256, 32768, np.uint8), np.ones(1024, np.float32)

@@ -103,8 +103,8 @@ def _launch(
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
     wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_stride, x) * size == 16
     double = absmax_codes is not None
-    sizes = absmax if absmax_codes is None else absmax_codes
-    side = lanes(inputs // unit, sizes) if block == unit else 1  # absmax that lie side by side
+    held = absmax if absmax_codes is None else absmax_codes
+    side = lanes(inputs // unit, held) if block == unit else 1  # absmax that lie side by side
     chosen = _constants(
         *(x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, side, x_wide, fp4),
         *(double, add),

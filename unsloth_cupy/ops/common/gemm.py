@@ -103,7 +103,7 @@ def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
         if out.dtype == b.dtype:
             _wide(rows, b, out[part], add)
             continue
-        product = rows @ b
+        product = _times(rows, b)
         if add:
             product += out[part]
         with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
@@ -114,12 +114,19 @@ def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
 def _wide(a: Array, b: Array, out: Array, add: bool) -> None:
     """Write or add a product to out, all three of one dtype, float32 or float64."""
     if not add:
-        np.matmul(a, b, out=out)
+        _times(a, b, out)
         return
     step = max(BLOCK, SUM_BYTES // (out.shape[1] * out.itemsize))
     for top in representative_steps(a, range(0, len(a), step)):
         part = slice(top, top + step)
-        out[part] += a[part] @ b  # NumPy's matmul cannot accumulate: few rows, a small temporary
+        out[part] += _times(a[part], b)  # matmul cannot accumulate: few rows, a small temporary
+
+
+def _times(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return ``a @ b``; a BLAS may set the flag of an invalid operation where no value is NaN."""
+    with np.errstate(invalid="ignore"):
+        product: Array = np.matmul(a, b, out=out)
+        return product
 
 
 def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:

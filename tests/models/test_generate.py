@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
-from unsloth_cupy.models import create
+from unsloth_cupy.models import create, generate
 from unsloth_cupy.models.generate import Options
 
 from .peers import SIZES
@@ -122,6 +122,24 @@ def test_top_p_keeps_the_fewest_that_reach_it(model):
         np.repeat(PROMPT[:1], 500, axis=0), max_new_tokens=1, temperature=1.0, top_p=top_p, seed=1
     )[:, -1]
     assert set(made) == set(np.argsort(-logits)[:3])
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.4}, {"top_p": 0.9}, {"top_p": 1.0}])
+def test_a_vocabulary_that_is_sorted_in_part_gives_the_same_draws(cut, monkeypatch):
+    """Equal logits too, of which the lowest token comes first."""
+    rng = np.random.default_rng(0)
+    options = Options(1, temperature=0.8, seed=0, **cut)
+    rows = [np.round(rng.standard_normal(97) * scale) for scale in (0.4, 1, 4) for _ in range(40)]
+    sort = lambda row, count: np.argsort(-row, kind="stable")[:count]  # noqa: E731
+
+    def draws():
+        return [generate._draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
+
+    monkeypatch.setattr(generate, "FEW", 3)
+    actual = draws()
+    monkeypatch.setattr(generate, "_likeliest", sort)
+    monkeypatch.setattr(generate, "FEW", 97)
+    assert actual == draws()
 
 
 def test_stop_pads_and_ends_early(model):

@@ -23,6 +23,8 @@ from .network import Network
 from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
 from .positions import check
 
+FEW = 1024  # tokens among which top_p looks first
+
 # (tokens, True where not padding) on the host -> logits
 NextLogits = Callable[[Array, Array], Array]
 
@@ -218,17 +220,31 @@ def _choose(logits: Array, options: Options, draws: list[np.random.Generator]) -
 def _draw(logits: Array, options: Options, uniform: float) -> int:
     """Return the token at which the cumulative sum of the kept probabilities passes uniform."""
     order = np.arange(logits.size)
-    if options.top_k is not None or options.top_p is not None:
-        order = np.argsort(-logits, kind="stable")[: options.top_k]
+    if options.top_k is not None:
+        order = _likeliest(logits, options.top_k)
     kept = logits[order]
     with np.errstate(over="ignore"):  # temperatures near 0
         weights = np.exp((kept - kept.max()) / options.temperature)
     if options.top_p is not None:
-        cumulative = weights.cumsum()
-        weights = weights[: np.searchsorted(cumulative, options.top_p * cumulative[-1]) + 1]
+        share = options.top_p * weights.sum()
+        for count in (FEW, order.size):
+            first = _likeliest(kept, count)
+            cumulative = weights[first].cumsum()
+            if cumulative[-1] > share or count >= order.size:
+                break
+        first = first[: np.searchsorted(cumulative, share) + 1]
+        order, weights = order[first], weights[first]
     if options.min_p is not None:
         weights = np.where(weights < options.min_p, 0, weights)
     cumulative = weights.cumsum()
     index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
     last = np.searchsorted(cumulative, cumulative[-1])  # tokens after it have probability 0
     return int(order[min(index, last)])
+
+
+def _likeliest(logits: Array, count: int) -> Array:
+    """Return the most likely tokens in order, of equal ones the lowest first."""
+    tokens = np.arange(logits.size)
+    if count < logits.size:  # a vocabulary takes much longer to sort than to divide
+        tokens = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    return tokens[np.argsort(-logits[tokens], kind="stable")][:count]

@@ -452,6 +452,16 @@ class KVCache:
                 scales[:, :, :filled] = scales[:, index, :filled]
         self.real[...] = self.real[index]
 
+    def repeat(self, other: "KVCache", times: int) -> None:
+        """Make ``times`` rows in succession continue from each row of a cache with fewer rows."""
+        for mine, its in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            mine[...] = np.repeat(its, times, axis=0)
+        for mine, its in zip(self.scales, other.scales, strict=True):
+            if mine is not None:
+                mine[...] = np.repeat(its, times, axis=1)
+        self.real[...] = np.repeat(other.real[:, : self.real.shape[1]], times, axis=0)
+        self.filled, self.padded = [*other.filled], other.padded
+
     def check_append(self, call: str, layer: int, k: Any, v: Any) -> None:
         """Raise unless there is such a layer, and it has room for these keys and values."""
         self._check_layer(call, layer)

@@ -154,6 +154,30 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     return freed_at_the_end()
 
 
+def sample(
+    model: Network, prompt: Array, real: Array, ends: Array, options: Options, samples: int
+) -> Iterator[tuple[Array, Array]]:
+    """Yield the new tokens of rollouts, (batch * samples,), and their log-probabilities.
+
+    The prompts, padded on the left where real is False, go through the model once.  Rows that ended
+    go on until all have.
+    """
+    like, kind = on_device_of(prompt, model.table), options.cache_dtype
+    sizes = len(prompt) * samples, prompt.shape[1] + options.max_new_tokens
+    cached = CachedLogits(model, like, *sizes, kind, samples=samples)
+    drawn: list[Array] = []
+
+    def note(logits: Array, chosen: Array) -> None:
+        z = logits / options.temperature
+        top = z.max(axis=-1, keepdims=True)
+        of_chosen = np.take_along_axis(z - top, chosen[:, None], axis=-1)[:, 0]
+        drawn.append(of_chosen - np.log(np.exp(z - top).sum(axis=-1)))
+
+    prompt, real = (np.repeat(array, samples, axis=0) for array in (prompt, real))
+    for tokens in _steps(model, like, prompt, real, ends, options, cached, note=note):
+        yield tokens, drawn.pop()
+
+
 def _steps(
     model: Network,
     like: Array,
@@ -163,6 +187,7 @@ def _steps(
     options: Options,
     next_logits: NextLogits,
     most_likely: Callable[[Array, Array, bool], Array | None] = lambda *_: None,
+    note: Callable[[Array, Array], None] = lambda *_: None,
 ) -> Iterator[Array]:
     """Yield the new tokens, (batch,) each, on the device of ``like``."""
     config, most = model.config, options.max_new_tokens
@@ -186,6 +211,7 @@ def _steps(
             if not allowed:
                 logits[:, ends] = -np.inf
             chosen = _choose(logits, options, draws)
+            note(logits, chosen)
         else:
             nan = (chosen < 0).any()
         if nan:

@@ -7,6 +7,7 @@ logits = next_logits(tokens, real)              after the prompts and one more t
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,10 @@ from .step import Arriving, Step
 
 @on_gpu_of_attribute("model.table")
 class CachedLogits:
-    """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens."""
+    """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens.
+
+    The rows of a batch are ``samples`` copies of each prompt, which goes through the model once.
+    """
 
     def __init__(
         self,
@@ -36,20 +40,19 @@ class CachedLogits:
         most: int,
         dtype: Any = None,
         greedy: bool = False,
+        samples: int = 1,
     ) -> None:
         self.model, self.like, self.most, self.greedy = model, like, most, greedy
         config, stages = model.config, stages_of(model)
         in_rank = [stages is None or stages.holds(layer) for layer in range(config.layers)]
-        self.cache = KVCache(
-            config.layers,
-            batch,
-            most,
-            config.kv_heads,
-            config.dim,
+        self.new_cache = partial(
+            KVCache,
             dtype=model.dtype if dtype is None else dtype,
             like=model.table,
             window=[config.window_of(i) if here else 1 for i, here in enumerate(in_rank)],
         )
+        self.samples, self.sizes = samples, (most, config.kv_heads, config.dim)
+        self.cache = self.new_cache(config.layers, batch, *self.sizes)
         self.switch = _switch(config)
         self.step: Step | None = None
         self.arriving: Arriving | None = None  # the tokens of a step that has begun
@@ -65,7 +68,19 @@ class CachedLogits:
         if (step := self._step(real)) is not None:
             return step(new)
         mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
-        return last_logits(self.model, on_device_of(new, self.like), mask=mask, cache=self.cache)
+        tokens = on_device_of(new, self.like)
+        if self.cache.length or self.samples == 1:
+            return last_logits(self.model, tokens, mask=mask, cache=self.cache)
+        return self._once(tokens, mask)
+
+    def _once(self, tokens: Array, mask: Array | None) -> Array:
+        """Return the logits after the prompts, each of which ``samples`` rows repeat."""
+        mask = None if mask is None else mask[:: self.samples]
+        count = len(tokens) // self.samples
+        own = self.new_cache(self.model.config.layers, count, *self.sizes)
+        logits = last_logits(self.model, tokens[:: self.samples], mask=mask, cache=own)
+        self.cache.repeat(own, self.samples)
+        return np.repeat(logits, self.samples, axis=0)
 
     def most_likely(self, tokens: Array, real: Array, last: bool) -> Array | None:
         """Return the most likely next tokens, (batch,) on the host; -1 for logits with a NaN.

@@ -34,6 +34,8 @@ from .loss import label_log_probs, mean_loss
 from .network import Network
 from .objective import next_token
 from .quantized_weights import saved_config
+from .rollouts import Rollouts
+from .rollouts import rollouts as sampled
 from .streaming import Continuation
 from .tokenizer import Tokenizer
 
@@ -323,6 +325,50 @@ class Transformer(Network):
         )  # fmt: skip
         added = generation.stream(self, tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
+
+    def rollouts(
+        self,
+        prompts: Sequence[Any],
+        *,
+        samples: int = 8,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int,
+        stop: int | Sequence[int] | None = None,
+        cache_dtype: str | None = None,
+    ) -> Rollouts:
+        """Return samples of prompts, with the log-probabilities by which they were drawn.
+
+        Parameters
+        ----------
+        prompts : sequence of (tokens,) int
+            Lists or arrays of tokens, of any lengths; each goes through the model once.
+        samples : int
+            How many continuations of each prompt.
+        max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, cache_dtype
+            As in ``generate``; temperature must be above 0.
+
+        Returns
+        -------
+        result : Rollouts
+            ``tokens``, ``real``, ``mask`` and ``log_probs``, (len(prompts) * samples, width) each,
+            for ``log_probs`` and ``losses.policy``.
+
+        Raises
+        ------
+        ConfigError
+            An option or a prompt is invalid.
+        """
+        if temperature == 0:
+            raise ConfigError("rollouts: temperature=0 draws nothing; pass one above 0")
+        options = generation.Options(
+            max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, None, None,
+            cache_dtype,
+        )  # fmt: skip
+        return sampled(self, prompts, samples, options)
 
     @from_any_library
     def stream(

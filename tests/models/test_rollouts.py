@@ -1,0 +1,93 @@
+"""Rollouts: the tokens of generate, with the log-probabilities that training computes."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models import create, next_logits
+
+from .peers import SIZES
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
+OPTIONS = {"samples": 3, "max_new_tokens": 6, "seed": 4}
+
+
+def padded():
+    """Return the prompts of all rows, padded on the left, and where they are real."""
+    tokens = np.array([[0] * (7 - len(row)) + row for row in PROMPTS for _ in range(3)])
+    return tokens, tokens > 0
+
+
+@pytest.fixture(scope="module", params=["llama", "windows"])
+def model(request):
+    kind = {"model_type": "llama"}
+    if request.param == "windows":
+        kind = {"model_type": "mistral", "sliding_window": 4}
+    return create({**SIZES, **kind}, seed=0)
+
+
+@pytest.mark.parametrize("where", ["host", "steps"])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_tokens_are_those_of_generate(model, where, dtype, monkeypatch):
+    """Each prompt goes through the model once, in one call for all."""
+    if dtype == "int8":
+        model = create({**SIZES, "model_type": "mistral", "sliding_window": 4}, seed=0)
+    options = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 40, "cache_dtype": dtype}
+    tokens, real = padded()
+    expected = model.generate(tokens, mask=real, seed=4, stop=(), **options)
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: where == "steps")
+    seen, hidden = [], type(model).hidden
+    monkeypatch.setattr(
+        type(model), "hidden", lambda m, p, t, **o: seen.append(t.shape) or hidden(m, p, t, **o)
+    )
+    actual = model.rollouts(PROMPTS, samples=3, seed=4, stop=(), **options)
+    np.testing.assert_array_equal(actual.tokens, expected)
+    assert seen[0] == (3, 7)
+
+
+def test_log_probs_are_those_of_training(model):
+    actual = model.rollouts(PROMPTS, **OPTIONS, temperature=0.7, top_p=0.9, stop=())
+    of_training = model.log_probs(actual.tokens, actual.tokens, mask=actual.real, temperature=0.7)
+    expected = np.where(actual.mask, of_training.log_probs, 0)
+    np.testing.assert_allclose(actual.log_probs, expected, atol=1e-5)
+    assert actual.log_probs.dtype == np.float32
+    np.testing.assert_array_equal(actual.mask.sum(axis=1), 6)
+    np.testing.assert_array_equal(actual.real[:, :7], padded()[1])
+
+
+def test_a_row_ends_with_its_end_token(model):
+    free = model.rollouts(PROMPTS, **OPTIONS, stop=())
+    ends = [int(free.tokens[0, 9]), int(free.tokens[4, 7])]
+    actual = model.rollouts(PROMPTS, **OPTIONS, stop=ends)
+    rows = zip(actual.completions(), free.completions(), strict=True)
+    for place, (row, whole) in enumerate(rows):
+        length = next((n + 1 for n, token in enumerate(whole) if token in ends), len(whole))
+        assert row == whole[:length]
+        assert actual.mask[place].sum() == length
+        assert not actual.log_probs[place][~actual.mask[place]].any()
+        assert actual.real[place].sum() == len(PROMPTS[place // 3]) + length
+        assert not actual.tokens[place][~actual.real[place]].any()
+    assert len(actual.completions()[4]) == 1
+    assert all(type(token) is int for token in actual.completions()[0])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "problem"),
+    [
+        ([], {}, "there is no prompt"),
+        ([[3], []], {}, "prompt 1 is float64 (0,)"),
+        ([3, 4], {}, "prompt 0 is int64 ()"),
+        ([[3.5]], {}, "prompt 0 is float64"),
+        ([[3], [97]], {}, "prompt 1 has a token outside the vocabulary of 97"),
+        ([[3], [-1]], {}, "prompt 1 has a token outside"),
+        ([[3]], {"samples": 0}, "samples=0 must be 1 or more"),
+        ([[3]], {"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
+        ([[3]], {"temperature": 0}, "temperature=0 draws nothing"),
+        ([[3]], {"seed": None}, "seed=None"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_error(model, prompts, options, problem):
+    with pytest.raises(ConfigError) as caught:
+        model.rollouts(prompts, **{**OPTIONS, **options})
+    assert problem in str(caught.value)

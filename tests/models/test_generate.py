@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
-from unsloth_cupy.models import create, generate
+from unsloth_cupy.models import create, drawing
 from unsloth_cupy.models.generate import Options
 
 from .peers import SIZES
@@ -124,8 +124,11 @@ def test_top_p_keeps_the_fewest_that_reach_it(model):
     assert set(made) == set(np.argsort(-logits)[:3])
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.4}, {"top_p": 0.9}, {"top_p": 1.0}])
-def test_a_vocabulary_that_is_sorted_in_part_gives_the_same_draws(cut, monkeypatch):
+CUTS = [{}, {"top_k": 5}, {"top_p": 0.4}, {"top_k": 9, "top_p": 0.9}, {"top_p": 1.0, "min_p": 0.3}]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_draws_of_part_of_a_vocabulary_and_of_all_rows_are_the_same(cut, monkeypatch):
     """Equal logits too, of which the lowest token comes first."""
     rng = np.random.default_rng(0)
     options = Options(1, temperature=0.8, seed=0, **cut)
@@ -133,13 +136,15 @@ def test_a_vocabulary_that_is_sorted_in_part_gives_the_same_draws(cut, monkeypat
     sort = lambda row, count: np.argsort(-row, kind="stable")[:count]  # noqa: E731
 
     def draws():
-        return [generate._draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
+        return [drawing._draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
 
-    monkeypatch.setattr(generate, "FEW", 3)
+    monkeypatch.setattr(drawing, "FEW", 3)
     actual = draws()
-    monkeypatch.setattr(generate, "_likeliest", sort)
-    monkeypatch.setattr(generate, "FEW", 97)
+    monkeypatch.setattr(drawing, "_likeliest", sort)
+    monkeypatch.setattr(drawing, "FEW", 97)
     assert actual == draws()
+    uniform = 0.05 + np.arange(len(rows))[:, None] / 130
+    assert drawing._draw_all(np.array(rows), options, uniform).tolist() == actual
 
 
 def test_stop_pads_and_ends_early(model):
@@ -381,3 +386,14 @@ def test_loss_where_no_label_counts(model):
     loss, gradients = model.loss_and_gradients(PROMPT, np.full_like(PROMPT, -100))
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_draws_on_a_gpu_are_those_of_the_host(cut):
+    there = create(CONFIG, seed=0, device="cuda")
+    options = {"samples": 4, "max_new_tokens": 6, "temperature": 0.8, "seed": 3, "stop": (), **cut}
+    actual = there.rollouts([[5, 6, 7], [8]], **options)
+    expected = create(CONFIG, seed=0).rollouts([[5, 6, 7], [8]], **options)
+    np.testing.assert_array_equal(actual.tokens.get(), expected.tokens)
+    np.testing.assert_allclose(actual.log_probs.get(), expected.log_probs, atol=1e-4)

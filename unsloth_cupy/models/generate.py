@@ -19,11 +19,10 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..placement import to_numpy
 from ..training.find_nan import NonFiniteError
 from .config import Config
+from .drawing import choose, log_probs_of, penalise, wide
 from .network import Network
 from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
 from .positions import check
-
-FEW = 1024  # tokens among which top_p looks first
 
 # (tokens, True where not padding) on the host -> logits
 NextLogits = Callable[[Array, Array], Array]
@@ -168,10 +167,7 @@ def sample(
     drawn: list[Array] = []
 
     def note(logits: Array, chosen: Array) -> None:
-        z = logits / options.temperature
-        top = z.max(axis=-1, keepdims=True)
-        of_chosen = np.take_along_axis(z - top, chosen[:, None], axis=-1)[:, 0]
-        drawn.append(of_chosen - np.log(np.exp(z - top).sum(axis=-1)))
+        drawn.append(log_probs_of(logits / options.temperature, chosen))
 
     prompt, real = (np.repeat(array, samples, axis=0) for array in (prompt, real))
     for tokens in _steps(model, like, prompt, real, ends, options, cached, note=note):
@@ -204,17 +200,18 @@ def _steps(
         allowed = step >= options.min_new_tokens
         chosen = most_likely(past, seen, step + 1 == most) if allowed else None
         if chosen is None:
-            logits = to_numpy(next_logits(past, seen)).astype(np.float64)
-            nan = np.isnan(logits).any()
+            logits = next_logits(past, seen)
+            if options.repetition_penalty is not None or not allowed:
+                logits = to_numpy(logits)  # what changes them is on the host
+            logits = wide(logits)
             if options.repetition_penalty is not None:
-                _penalise(logits, past, seen, options.repetition_penalty)
+                penalise(logits, past, seen, options.repetition_penalty)
             if not allowed:
                 logits[:, ends] = -np.inf
-            chosen = _choose(logits, options, draws)
-            note(logits, chosen)
-        else:
-            nan = (chosen < 0).any()
-        if nan:
+            drawn = choose(logits, options, draws)
+            note(logits, drawn)
+            chosen = to_numpy(drawn)
+        if (chosen < 0).any():
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"
                 " a new copy of the model mends a broken weight",
@@ -226,51 +223,3 @@ def _steps(
         past = np.concatenate([past, chosen[:, None].astype(like.dtype)], axis=1)
         seen = np.concatenate([seen, np.ones((batch, 1), bool)], axis=1)
         finished |= np.isin(chosen, ends)
-
-
-def _penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
-    """Make the tokens of each row less likely, in place; padding does not count."""
-    for row, tokens, mask in zip(logits, past, real, strict=True):
-        used = np.unique(tokens[mask])
-        row[used] = np.where(row[used] < 0, row[used] * penalty, row[used] / penalty)
-
-
-def _choose(logits: Array, options: Options, draws: list[np.random.Generator]) -> Array:
-    """Return one token per row of (batch, vocab) logits."""
-    if options.temperature == 0:
-        return logits.argmax(axis=-1)
-    rows = zip(logits, draws, strict=True)
-    return np.array([_draw(row, options, draw.random()) for row, draw in rows], int)
-
-
-def _draw(logits: Array, options: Options, uniform: float) -> int:
-    """Return the token at which the cumulative sum of the kept probabilities passes uniform."""
-    order = np.arange(logits.size)
-    if options.top_k is not None:
-        order = _likeliest(logits, options.top_k)
-    kept = logits[order]
-    with np.errstate(over="ignore"):  # temperatures near 0
-        weights = np.exp((kept - kept.max()) / options.temperature)
-    if options.top_p is not None:
-        share = options.top_p * weights.sum()
-        for count in (FEW, order.size):
-            first = _likeliest(kept, count)
-            cumulative = weights[first].cumsum()
-            if cumulative[-1] > share or count >= order.size:
-                break
-        first = first[: np.searchsorted(cumulative, share) + 1]
-        order, weights = order[first], weights[first]
-    if options.min_p is not None:
-        weights = np.where(weights < options.min_p, 0, weights)
-    cumulative = weights.cumsum()
-    index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
-    last = np.searchsorted(cumulative, cumulative[-1])  # tokens after it have probability 0
-    return int(order[min(index, last)])
-
-
-def _likeliest(logits: Array, count: int) -> Array:
-    """Return the most likely tokens in order, of equal ones the lowest first."""
-    tokens = np.arange(logits.size)
-    if count < logits.size:  # a vocabulary takes much longer to sort than to divide
-        tokens = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
-    return tokens[np.argsort(-logits[tokens], kind="stable")][:count]

@@ -57,7 +57,7 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     ends = options.end_tokens(model.config)
     made = list(sample(model, tokens, real, ends, options, samples))
     new = np.stack([to_numpy(token) for token, _ in made], axis=1)
-    log_probs = np.stack([each for _, each in made], axis=1)
+    log_probs = np.stack([to_numpy(each) for _, each in made], axis=1)
     ended = np.isin(new, ends).cumsum(axis=1)
     sampled = ended - np.isin(new, ends) == 0  # up to the token that ends the row
     new[~sampled] = log_probs[~sampled] = 0

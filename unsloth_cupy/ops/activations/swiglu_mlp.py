@@ -234,7 +234,11 @@ swiglu_mlp_backward.require(check_wanted)
 
 
 swiglu_mlp_backward.facts["operations"] = lambda a: (  # recompute gate and up, then the gradients
-    2 * a["x"].size * a["gate_weight"].shape[0] * 2
-    + 2 * a["dy"].size * a["down_weight"].shape[1]
-    + 4 * a["x"].size * a["gate_weight"].shape[0] * (a.get("dx") is not None)
+    2
+    * (a["x"].size // a["x"].shape[-1])
+    * (
+        (2 + 2 * (a.get("dx") is not None)) * a["gate_weight"].size
+        + a["down_weight"].size
+        + sum(d.size for n in ("gate", "up", "down") if (d := a.get(f"d{n}_weight")) is not None)
+    )
 )

@@ -238,7 +238,8 @@ def do(step: str, folder: Path) -> str:
     if what == "repeat":
         return repeat(of)
     if what == "ncu":
-        options = ("--set", "full", "--profile-from-start", "off", "-f", "-o", str(folder / "ten"))
+        options = ("--set", "full", "--clock-control", "none", "--profile-from-start", "off")
+        options = (*options, "-f", "-o", str(folder / "ten"))
         return under("ncu", "--ten", folder / "ncu.txt", *options)
     options = ("--tool", what, "--error-exitcode", "9")
     return under("compute-sanitizer", "--small", folder / f"{what}.txt", *options)

@@ -1,11 +1,12 @@
 // The two products of a gradient dy with the low-rank matrices of an adapter, in one pass over dy.
 //
-//   up = dy @ b      db = dy.T @ low
+//   up = scale * dy @ b      db = scale * dy.T @ low
 //
 //   traffic     dy once; low once per slab of columns, b once per group of rows, both from L2; with
 //               several slabs or groups, float32 sums that are written here and read by column_sum:
 //               slabs * rows * rank and groups * outputs * rank of them
-//   constants   T       dtype of dy, b and low
+//   constants   T       dtype of dy and low
+//               B       dtype of b, which is rounded to T
 //               U, W    dtypes of up and db: float where they are sums of one slab, of one group
 //               RANK    16, 32 or 64: the rank, rounded up
 //               LANES   values of dy that are copied at a time: 16 bytes of them, or 1
@@ -28,15 +29,17 @@ using Slab = Tile<T, COLUMNS>;
 using Low = Tile<T, RANK>;
 constexpr int STAGE = ROWS * (Slab::PITCH + Low::PITCH);
 
-// Copy rows first .. first + COUNT - 1 of a matrix of `rank` columns, with 0 past either end.
-template <int COUNT>
-DEVICE void put_low(const Low &to, const T *from, long long first, long long stop, int rank) {
+// Copy rows first .. first + COUNT - 1 of a matrix of `rank` columns, with 0 past either end; its
+// rows are `pitch` elements apart.
+template <int COUNT, class From>
+DEVICE void put_low(const Low &to, const From *from, long long first, long long stop, int rank,
+                    int pitch) {
 #pragma unroll 2
     for (int i = threadIdx.x; i < COUNT * RANK; i += THREADS) {
         const int row = i / RANK, column = i % RANK;
         const bool inside = first + row < stop && column < rank;
         to.at(row, column / Low::CHUNK)[column % Low::CHUNK] =
-            inside ? from[(first + row) * rank + column] : T(0.0f);
+            inside ? T((float)from[(first + row) * pitch + column]) : T(0.0f);
     }
 }
 
@@ -108,9 +111,9 @@ DEVICE void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy, const Til
 }
 
 KERNEL(32 * WARPS, RESIDENT)
-lora_gradients(const T *__restrict__ dy, const T *__restrict__ b, const T *__restrict__ low,
+lora_gradients(const T *__restrict__ dy, const B *__restrict__ b, const T *__restrict__ low,
                U *__restrict__ up, W *__restrict__ db, long long rows, int outputs, int rank,
-               int slabs, int tiles) {
+               int low_pitch, int slabs, int tiles, float scale) {
     DYNAMIC_SHARED(T, memory);
     const Low own_b{memory};
     T *const ring = memory + COLUMNS * Low::PITCH;
@@ -136,10 +139,10 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ b, const T *__res
             else *target = inside ? *from : T(0.0f);
         }
         cp_async_commit();
-        put_low<ROWS>(Low{to.start + ROWS * Slab::PITCH}, low, top, rows, rank);
+        put_low<ROWS>(Low{to.start + ROWS * Slab::PITCH}, low, top, rows, rank, low_pitch);
     };
     load(0);
-    put_low<COLUMNS>(own_b, b, first_column, outputs, rank);
+    put_low<COLUMNS>(own_b, b, first_column, outputs, rank, rank);
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = warp % (ROWS / 16) * 16, part = warp / (ROWS / 16) % PARTS;
@@ -176,7 +179,7 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ b, const T *__res
             float sum = sums[here * PITCH + column];
 #pragma unroll
             for (int s = 1; s < SPLITS; s++) sum += sums[(s * ROWS + here) * PITCH + column];
-            if (top + here < rows && column < rank) up[(top + here) * rank + column] = (U)sum;
+            if (top + here < rows && column < rank) up[(top + here) * rank + column] = (U)(scale * sum);
         }
     }
 
@@ -191,6 +194,6 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ b, const T *__res
                 const int column = first_column + warp * WARP_COLUMNS + beside;
                 const int at = n * 8 + (narrow ? lane % 4 * 2 + i % 2 : lane % 2 * 4 + i);
                 if (column < outputs && at < rank)
-                    db[(long long)column * rank + at] = (W)held[m][n][i];
+                    db[(long long)column * rank + at] = (W)(scale * held[m][n][i]);
             }
 }

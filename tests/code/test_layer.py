@@ -50,6 +50,13 @@ def backward(machine: Machine, model: Transformer) -> Callable[[], Any]:
     return run
 
 
+def adapted(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    """A step of training an adapter."""
+    model.add_adapter(16)
+    tokens = machine.place(np.zeros((ROWS, TOKENS), np.int64))
+    return lambda: model.loss_and_gradients(tokens, tokens)
+
+
 def decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
     config = model.config
     sizes = config.layers, ROWS, SLOTS, config.kv_heads, config.dim
@@ -84,7 +91,9 @@ def of_a_layer(what: Any, capability: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])
-@pytest.mark.parametrize(("what", "expected"), [(forward, 9), (backward, 19), (decode, 9)])
+@pytest.mark.parametrize(
+    ("what", "expected"), [(forward, 9), (backward, 19), (decode, 9), (adapted, 90)]
+)
 def test_launches_of_a_llama_layer(
     what: Any, expected: int, capability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,6 @@ def test_sums_fit_into_l2() -> None:
             machine.products.clear()
             shapes = (rows, 4096), (4096, 64), (rows, 64)
             _lora_gradients.rank_gradients(
-                *(machine.array(shape, np.float16) for shape in shapes), np.dtype("float16")
+                *(machine.array(shape, np.float16) for shape in shapes), np.dtype("float16"), 1.0
             )
             assert len(machine.products) == products

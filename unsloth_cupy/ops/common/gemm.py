@@ -40,9 +40,15 @@ WORKSPACE = {False: 4 * 2**20, True: 32 * 2**20}  # bytes that NVIDIA recommends
 
 
 def gemm(
-    a: Array, b: Array, *, out: Array | None = None, dtype: Any = None, add: bool = False
+    a: Array,
+    b: Array,
+    *,
+    out: Array | None = None,
+    dtype: Any = None,
+    add: bool = False,
+    factor: float = 1.0,
 ) -> Array:
-    """Return ``a @ b``, or add it to out.
+    """Return ``factor * (a @ b)``, or add it to out.
 
     Parameters
     ----------
@@ -55,6 +61,8 @@ def gemm(
         The dtype of a new array; None for the operands'.
     add : bool
         Add the product to what out holds, in float32, and round once.
+    factor : float
+        Of the product; 1 for a quantized weight.
     """
     lead: Any = a
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
@@ -73,7 +81,11 @@ def gemm(
     elif isinstance(b, Stored):
         b.product(a, out, add)
     elif not isinstance(lead, np.ndarray):
-        _by_cublas(a, b, out, add)
+        _by_cublas(a, b, out, add, factor)
+    elif factor != 1:
+        wide = np.promote_types(np.promote_types(a.dtype, b.dtype), FLOAT32)
+        scaled = min(a, b, key=lambda each: each.size).astype(wide) * wide.type(factor)
+        return gemm(*((scaled, b) if a.size <= b.size else (a, scaled)), out=out, add=add)
     elif batch:
         for i, part in enumerate(out):
             _by_numpy(a[i] if a.ndim == 3 else a, b[i] if b.ndim == 3 else b, part, add)
@@ -157,7 +169,7 @@ Shaped = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]  # shape, stride
 
 @functools.lru_cache(KEPT)
 def _product(
-    a: Shaped, b: Shaped, out: Shaped, add: bool, library: Any
+    a: Shaped, b: Shaped, out: Shaped, add: bool, factor: float, library: Any
 ) -> Callable[..., None] | None:
     """Return a function that starts a product, called as a kernel is; None if it needs a copy."""
     if a[2] != b[2]:
@@ -172,8 +184,8 @@ def _product(
         (DTYPES[x[2]], strides[1], *[ctypes.c_longlong(strides[2])] * strided)
         for x, strides in ((b, left), (a, right), (out, target))
     )
-    head = left[0], right[0], *sizes, ctypes.byref(scalar(1))
-    factor = ctypes.byref(scalar(add))  # of what out holds
+    head = left[0], right[0], *sizes, ctypes.byref(scalar(factor))
+    before = ctypes.byref(scalar(add))  # the factor of what out holds
     tail = *of_out, *[out[0][0]] * strided, compute, ANY_ALGORITHM
     name = "cublasGemmStridedBatchedEx" if strided else "cublasGemmEx"
     function, handle_of, at = getattr(library, name, None), _handle, ctypes.c_void_p
@@ -182,7 +194,7 @@ def _product(
         b, a, out = arrays
         status = function(  # type: ignore[misc]
             *(handle_of(library), *head, at(b.data.ptr), *of_b, at(a.data.ptr), *of_a),
-            *(factor, at(out.data.ptr), *tail),
+            *(before, at(out.data.ptr), *tail),
         )
         if status:
             raise KernelError(f"gemm: cuBLAS gave status {status} for {a.shape} @ {b.shape}")
@@ -190,12 +202,13 @@ def _product(
     return start
 
 
-def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
+def _by_cublas(a: Any, b: Any, out: Any, add: bool, factor: float) -> None:
     """Write or add a product, single or batched, to out by cuBLAS."""
     library = None if is_planned(out) else cublas()
-    start = _product(*((x.shape, x.strides, x.dtype) for x in (a, b, out)), add, library)
+    forms = ((x.shape, x.strides, x.dtype) for x in (a, b, out))
+    start = _product(*forms, add, float(factor), library)
     if start is None:
-        _by_copies(a, b, out, add)
+        _by_copies(a, b, out, add, factor)
     elif type(out) is Recorded:
         out.recording.calling(start, b, a, out)
     elif library is not None:
@@ -203,15 +216,15 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
             start((), (), (b, a, out), 0)
 
 
-def _by_copies(a: Any, b: Any, out: Any, add: bool) -> None:
+def _by_copies(a: Any, b: Any, out: Any, add: bool, factor: float) -> None:
     """Write or add a product to out, with copies of the arrays whose strides cuBLAS rejects."""
     target = _strides(out.shape, out.strides, out.itemsize)
     if target is None or target[0] == TRANSPOSE:
-        product = gemm(a, b, dtype=out.dtype)
+        product = gemm(a, b, dtype=out.dtype, factor=factor)
         out[...] = out + product if add else product
         return
     a, b = (x if _strides(x.shape, x.strides, x.itemsize) else x.copy() for x in (a, b))
-    _by_cublas(a, b, out, add)
+    _by_cublas(a, b, out, add, factor)
 
 
 class Handle:

@@ -3,7 +3,8 @@
 y = x rounded to a dtype        total = total + x
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import Op, op
+from ...core.target import target_of
 from ...errors import ConfigError, naming
 from ..common.elementwise import constants
 from ..common.in_place import all_contiguous, check_overlap, check_writable
@@ -91,6 +93,31 @@ def _cast(x: Array, dtype: Any) -> Array:
     y = empty(x.shape, dtype, like=x)
     _launch("cast", x, y)
     return y
+
+
+def in_dtype(x: Array, dtype: Any) -> Array:
+    """Return x rounded to a dtype, or itself; by the kernel, whose launch can be recorded."""
+    if x.dtype == dtype:
+        return x
+    kinds = {x.dtype, np.dtype(dtype)} <= {*KERNEL_DTYPES}
+    if not kinds or target_of(x) is None or not x.size or not x.flags.c_contiguous:
+        return x.astype(dtype, copy=False)
+    return _cast(x, dtype)
+
+
+def stacked(matrices: Sequence[Array], dtype: Any) -> Array:
+    """Return the rows of all matrices as one matrix of a dtype."""
+    lead, dense = matrices[0], all(m.flags.c_contiguous and m.size for m in matrices)
+    if len(matrices) == 1:
+        return in_dtype(lead, dtype)
+    kinds = {np.dtype(dtype), *(m.dtype for m in matrices)} <= {*KERNEL_DTYPES}
+    if not (kinds and dense) or target_of(lead) is None:
+        return np.concatenate([m.astype(dtype, copy=False) for m in matrices])
+    rows = [*itertools.accumulate(len(m) for m in matrices)]
+    whole = empty((rows[-1], lead.shape[1]), dtype, like=lead)
+    for matrix, stop in zip(matrices, rows, strict=True):
+        _launch("cast", matrix, whole[stop - len(matrix) : stop])
+    return whole
 
 
 def _launch(name: str, x: Array, result: Array) -> None:

@@ -1,4 +1,4 @@
-"""The two products of dy with an adapter's low rank: up = dy b and db = dy^T low."""
+"""The products of dy with an adapter's low rank: up = scale dy b and db = scale dy^T low."""
 
 from functools import cache
 from typing import Any
@@ -8,8 +8,11 @@ from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits, target_of
-from ..common.columns import row_sum
+from ..common.columns import column_sums
 from ..common.gemm import gemm
+from ..common.strides import spanned
+from ..elements.cast import in_dtype
+from .linear import flat
 
 RANKS = 16, 32, 64  # at more, the float32 sums of up have more bytes than a second pass over dy
 SUMS = 2**25  # bytes of these sums at most: what exceeds L2 costs traffic, and memory
@@ -20,41 +23,70 @@ GROUPS = 32  # groups of rows at most, so that the sums of db stay a fraction of
 SHARED_PITCH = 8  # floats of padding per row of sums: no two rows of a warp share a bank
 
 
-def rank_gradients(dy: Array, b: Array, low: Array, dtype: Any) -> tuple[Array, Array | None]:
-    """Return ``dy @ b``, and ``dy.T @ low`` in ``dtype``, or None if dtype is None."""
-    rank, slabs = b.shape[1], -(-dy.shape[1] * dy.itemsize // SLAB)
+def rank_gradients(
+    dy: Array, b: Array, low: Array, dtype: Any, scale: float
+) -> tuple[Array, Array | None]:
+    """Return ``scale * dy @ b``, and ``scale * dy.T @ low`` in ``dtype``, or None for None.
+
+    dy and low may have several leading axes, and up has those of dy.
+    """
+    outputs, rank = b.shape
+    rows = dy.size // outputs if outputs else 0
+    slabs = -(-outputs * dy.itemsize // SLAB)
     separate = dtype is None or not 0 < rank <= RANKS[-1] or not dy.size
-    separate = separate or dy.dtype not in KERNEL_DTYPES or not dy.dtype == b.dtype == low.dtype
-    separate = separate or max(dy.shape) * rank >= 2**30  # kernels count elements by int
-    separate = separate or (slabs > 1 and slabs * len(dy) * rank * FLOAT32.itemsize > SUMS)
+    separate = separate or not {dy.dtype, b.dtype, low.dtype} <= {*KERNEL_DTYPES}
+    separate = separate or dy.dtype != low.dtype
+    separate = separate or max(rows, outputs) * rank >= 2**30  # kernels count elements by int
+    separate = separate or (slabs > 1 and slabs * rows * rank * FLOAT32.itemsize > SUMS)
     if separate or target_of(dy) is None:
-        return gemm(dy, b), None if dtype is None else gemm(dy.T, low, dtype=dtype)
-    return _one_pass(contiguous(dy), contiguous(b), contiguous(low), slabs, dtype)
+        up = empty((*dy.shape[:-1], rank), dy.dtype, like=dy)
+        gemm(flat(dy), in_dtype(b, dy.dtype), out=flat(up), factor=scale)
+        if dtype is None:
+            return up, None
+        return up, gemm(flat(dy).T, flat(low), dtype=dtype, factor=scale)
+    low = low if pitch_of(low) else contiguous(low)
+    return _one_pass(contiguous(dy), contiguous(b), low, slabs, dtype, scale)
 
 
-def _one_pass(dy: Array, b: Array, low: Array, slabs: int, dtype: Any) -> tuple[Array, Array]:
+def pitch_of(array: Array) -> int:
+    """Return how many elements the rows of an array are apart; 0 if they have no one distance."""
+    *lead, right = array.strides
+    size, step = array.itemsize, lead[-1] if lead else array.shape[-1] * array.itemsize
+    uniform = all(lead[i] == array.shape[i + 1] * lead[i + 1] for i in range(len(lead) - 1))
+    return step // size if uniform and right == size and step % size == 0 else 0
+
+
+def _one_pass(
+    dy: Array, b: Array, low: Array, slabs: int, dtype: Any, scale: float
+) -> tuple[Array, Array]:
     """Return both products from one launch, which reads dy once; then add its blocks' sums."""
-    (rows, outputs), rank = dy.shape, b.shape[1]
+    outputs, rank = b.shape
+    rows = dy.size // outputs
     tiles = -(-rows // ROWS)
     groups = min(tiles, GROUPS, -(-BLOCKS * limits(dy).processors // slabs))
     group_tiles = -(-tiles // groups)
     groups = -(-tiles // group_tiles)
-    dtypes = FLOAT32 if slabs > 1 else dy.dtype, FLOAT32 if groups > 1 else dtype
-    ups = empty((slabs, rows * rank), dtypes[0], like=dy)
-    dbs = empty((groups, outputs * rank), dtypes[1], like=dy)
+    up = empty((*dy.shape[:-1], rank), dy.dtype, like=dy)
+    db = empty((outputs, rank), dtype, like=dy)
+    ups = up if slabs == 1 else empty((1, slabs, rows * rank), FLOAT32, like=dy)
+    dbs = db if groups == 1 else empty((1, groups, outputs * rank), FLOAT32, like=dy)
     vectors = lanes(outputs, dy) * dy.itemsize == 16
-    chosen, shared = _constants(dy.dtype, *dtypes, rank, vectors)
+    chosen, shared = _constants(dy.dtype, b.dtype, ups.dtype, dbs.dtype, rank, vectors)
     kernel = load("lora_gradients.cu", "lora_gradients", dy, chosen)
     kernel[slabs * groups, THREADS, shared](
-        dy, b, low, ups, dbs, rows, outputs, rank, slabs, group_tiles
+        *(dy, b, spanned(low), ups, dbs),
+        *(rows, outputs, rank, pitch_of(low), slabs, group_tiles, scale),
     )
-    up = row_sum(ups, dy.dtype) if slabs > 1 else ups
-    db = row_sum(dbs, dtype) if groups > 1 else dbs
-    return up.reshape(rows, rank), db.reshape(outputs, rank)
+    for sums, total in ((ups, up), (dbs, db)):
+        if sums is not total:
+            column_sums(sums, total, None)
+    return up, db
 
 
 @cache
-def _constants(dtype: Any, up: Any, db: Any, rank: int, vectors: bool) -> tuple[Constants, int]:
+def _constants(
+    dtype: Any, b: Any, up: Any, db: Any, rank: int, vectors: bool
+) -> tuple[Constants, int]:
     """Return the constants, and the bytes of shared memory: b, a ring of two tiles, sums of up.
 
     ``vectors``: rows of dy can be copied 16 bytes at a time.
@@ -66,4 +98,5 @@ def _constants(dtype: Any, up: Any, db: Any, rank: int, vectors: bool) -> tuple[
     splits = 4 * 16 // padded
     sums = splits * ROWS * (padded + SHARED_PITCH) * 4
     shared = SLAB // size * pitch + 2 * stage + sums
-    return Constants(T=dtype, U=up, W=db, RANK=padded, LANES=16 // size if vectors else 1), shared
+    chosen = Constants(T=dtype, B=b, U=up, W=db, RANK=padded, LANES=16 // size if vectors else 1)
+    return chosen, shared

@@ -114,7 +114,7 @@ def linears_backward(
     moved, spared = 2 * spans[-1].stop, 3 * (len(weights) - 1) * x.shape[-1]  # values of a row
     if joined is None and matrix is not None and moved <= spared:
         joined = empty((*x.shape[:-1], spans[-1].stop), x.dtype, like=x)
-        _concatenate(dys, joined)
+        concatenate(dys, joined)
     if "x" in needed:
         dx = empty(x.shape, x.dtype, like=x)
         one = joined is not None and matrix is not None
@@ -131,7 +131,7 @@ def linears_backward(
     return dx, *dweights.values()
 
 
-def _concatenate(arrays: Sequence[Any], out: Any) -> None:
+def concatenate(arrays: Sequence[Any], out: Any) -> None:
     """Copy arrays side by side into out; CuPy copies a value at a time, the kernel 16 bytes."""
     if isinstance(out, np.ndarray) or out.dtype not in KERNEL_DTYPES:
         np.concatenate(arrays, axis=-1, out=out)

@@ -11,6 +11,7 @@ from collections.abc import Set
 
 import numpy as np
 
+from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import naming
@@ -18,6 +19,7 @@ from ..common import philox
 from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
+from ..elements.cast import in_dtype
 from ._lora_gradients import rank_gradients
 from .linear import flat
 from .lora_merge import FACTOR, factor_of, sum_dtype, times
@@ -121,9 +123,9 @@ def lora_linear_forward(
     """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op."""
     rows = flat(x)
     dropped = _dropout(rows, dropout, seed)
-    low = gemm(dropped, a.astype(x.dtype, copy=False).T)
-    y = adapted(rows, dropped, weight, low, b, bias, factor, scale)
-    return y.reshape(*x.shape[:-1], len(weight)), low.reshape(*x.shape[:-1], len(a))
+    low = empty((*x.shape[:-1], len(a)), x.dtype, like=x)
+    gemm(dropped, in_dtype(a, x.dtype).T, out=flat(low))
+    return adapted(x, rows, dropped, weight, flat(low), b, bias, factor, scale), low
 
 
 lora_linear_forward.require(philox.check)
@@ -151,20 +153,23 @@ def lora_linear_backward(
     dropped = _dropout(rows, dropout, seed)
     operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_linear_backward", wanted, **operands)
-    dproduct, up, db, dbias, dfactor = adapted_gradients(
-        dy_rows, dropped, weight, flat(low), b, bias, factor, scale, needed
+    dproduct, dlows, db, dbias, dfactor = adapted_gradients(
+        dy, dropped, weight, low, b, bias, factor, scale, needed
     )
+    up = flat(dlows)
     if dlow is not None:
         up += flat(dlow)
     whole = factor is None or dropped is rows  # weight multiplies rows without dropout only
     dx = dweight = da = None
     if "x" in needed:
-        dx = gemm(up, a.astype(x.dtype, copy=False))
+        dx = empty(x.shape, x.dtype, like=x)
+        to = flat(dx)
+        gemm(up, in_dtype(a, x.dtype), out=to)
         if not whole:
-            gemm(dproduct - dy_rows, weight, out=dx, add=True)
-        dx = _dropout(dx, dropout, seed)
-        gemm(dproduct if whole else dy_rows, weight, out=dx, add=True)
-        dx = dx.reshape(x.shape)
+            gemm(dproduct - dy_rows, weight, out=to, add=True)
+        if dropout:
+            to[...] = _dropout(to, dropout, seed)
+        gemm(dproduct if whole else dy_rows, weight, out=to, add=True)
     if "weight" in needed:
         dweight = gemm(dproduct.T, rows if whole else dropped)
         if not whole:
@@ -175,6 +180,7 @@ def lora_linear_backward(
 
 
 def adapted(
+    x: Array,
     rows: Array,
     dropped: Array,
     weight: Array,
@@ -184,20 +190,24 @@ def adapted(
     factor: Array | None,
     scale: float,
 ) -> Array:
-    """Return y of rows; ``dropped`` are the rows after dropout, and ``low = dropped @ a.T``."""
-    y = gemm(rows if factor is None else dropped, weight.T)
-    gemm(low, times(b, scale, rows.dtype).T, out=y, add=True)
+    """Return y of x and its rows; ``dropped`` are these after dropout, ``low = dropped @ a.T``."""
+    y = empty((*x.shape[:-1], len(weight)), x.dtype, like=x)
+    to, first = flat(y), bias is not None and factor is None
+    if first:
+        y[...] = bias  # the products are added to it, in float32
+    gemm(rows if factor is None else dropped, weight.T, out=to, add=first)
+    gemm(low, in_dtype(b, x.dtype).T, out=to, add=True, factor=scale)
     if factor is not None:
-        y = times(y, factor)
+        to[...] = times(to, factor)
         if dropped is not rows:
-            gemm(rows - dropped, weight.T, out=y, add=True)
-    if bias is not None:
-        y = (y + bias.astype(sum_dtype(y))).astype(y.dtype, copy=False)
+            gemm(rows - dropped, weight.T, out=to, add=True)
+        if bias is not None:
+            y[...] = y + bias.astype(sum_dtype(y))
     return y
 
 
 def adapted_gradients(
-    dy_rows: Array,
+    dy: Array,
     dropped: Array,
     weight: Array,
     low: Array,
@@ -207,22 +217,23 @@ def adapted_gradients(
     scale: float,
     needed: Set[str],
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
-    """Return the gradients of the product that factor scales, and of low, b, bias and factor."""
-    dproduct = dy_rows if factor is None else times(dy_rows, factor)
+    """Return the gradients of the product that factor scales, and of low, b, bias and factor.
+
+    That of the product is a matrix, that of low has the leading axes of dy.
+    """
+    dy_rows = flat(dy)
     dbias = dfactor = None
-    up, db = rank_gradients(
-        dproduct, times(b, scale, dropped.dtype), low, b.dtype if "b" in needed else None
-    )
-    if db is not None:
-        db = times(db, scale)
+    if factor is not None:
+        dy = times(dy, factor)
+    up, db = rank_gradients(dy, b, low, b.dtype if "b" in needed else None, scale)
     if bias is not None and "bias" in needed:
         dbias = row_sum(dy_rows, bias.dtype)
     if factor is not None and "factor" in needed:
         y = gemm(dropped, weight.T, dtype=sum_dtype(dropped))
-        gemm(low, times(b, scale, dropped.dtype).T, out=y, add=True)
+        gemm(flat(low), in_dtype(b, dropped.dtype).T, out=y, add=True, factor=scale)
         y *= dy_rows
         dfactor = row_sum(y, factor.dtype)
-    return dproduct, up, db, dbias, dfactor
+    return flat(dy), up, db, dbias, dfactor
 
 
 def _dropout(rows: Array, dropout: float, seed: int | None) -> Array:
@@ -238,6 +249,7 @@ def _dropout(rows: Array, dropout: float, seed: int | None) -> Array:
 
 lora_linear_backward.require(philox.check)
 lora_linear_backward.require(check_wanted)
+lora_linear_forward.facts["products"] = lora_linear_backward.facts["products"] = True
 lora_linear_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

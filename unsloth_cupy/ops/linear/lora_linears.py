@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, naming
 from ..common.checks import requested_gradients
 from ..common.gemm import gemm
+from ..elements.cast import in_dtype, stacked
 from .linear import flat
+from .linears import concatenate
 from .lora import adapted, adapted_gradients
 from .lora_merge import FACTOR, factor_of, sum_dtype
 
@@ -98,9 +101,10 @@ def lora_down(
     x: Array, a: Array, a2: Array | None = None, a3: Array | None = None
 ) -> tuple[Array | None, ...]:
     """Return ``x @ a.T`` for each a, as parts of one product; None for an absent a."""
-    low = gemm(flat(x), _stacked([a, a2, a3], x.dtype).T)
-    parts = _split(low.reshape(*x.shape[:-1], low.shape[1]), [a, a2, a3])
-    return tuple(parts)
+    whole = stacked([each for each in (a, a2, a3) if each is not None], x.dtype)
+    low = empty((*x.shape[:-1], len(whole)), x.dtype, like=x)
+    gemm(flat(x), whole.T, out=flat(low))
+    return tuple(None if part is None else low[..., part] for part in _spans([a, a2, a3]))
 
 
 @lora_down.gradient(widen=False)
@@ -116,22 +120,31 @@ def lora_down_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of x and of each a; None for those that are not ``wanted``."""
-    rows, factors = flat(x), [a, a2, a3]
+    factors = [a, a2, a3]
+    present, spans = [each for each in factors if each is not None], _spans(factors)
     needed = {"x", "a", "a2", "a3"} if wanted is None else wanted
     dlows = [
-        np.zeros_like(x, shape=(len(rows), len(factor))) if columns is None else flat(columns)
-        for columns, factor in zip((dlow, dlow2, dlow3), factors, strict=True)
+        np.zeros_like(x, shape=(*x.shape[:-1], len(factor))) if given is None else given
+        for given, factor in zip((dlow, dlow2, dlow3), factors, strict=True)
         if factor is not None
     ]
-    columns = dlows[0] if len(dlows) == 1 else np.concatenate(dlows, axis=1)
-    dx, das = None, [None] * TOGETHER
+    columns, ranks = dlows[0], sum(map(len, present))
+    if len(dlows) > 1:
+        columns = empty((*x.shape[:-1], ranks), x.dtype, like=x)
+        concatenate(dlows, columns)
+    dx: Any = None
+    das: list[Any] = [None] * TOGETHER
     if "x" in needed:
-        dx = gemm(columns, _stacked(factors, x.dtype)).reshape(x.shape)
+        dx = empty(x.shape, x.dtype, like=x)
+        gemm(flat(columns), stacked(present, x.dtype), out=flat(dx))
     if needed & {"a", "a2", "a3"}:
-        parts = _split(gemm(columns.T, rows, dtype=sum_dtype(x)).T, factors)
+        whole = empty((ranks, x.shape[-1]), sum_dtype(x), like=x)
+        gemm(flat(columns).T, flat(x), out=whole)
         das = [
-            None if each is None or name not in needed else part.T.astype(each.dtype, copy=False)
-            for part, each, name in zip(parts, factors, ("a", "a2", "a3"), strict=True)
+            None
+            if part is None or each is None or name not in needed
+            else in_dtype(whole[part], each.dtype)
+            for part, each, name in zip(spans, factors, ("a", "a2", "a3"), strict=True)
         ]
     return dx, *das
 
@@ -154,8 +167,7 @@ def lora_up(
 ) -> Array:
     """Return y of one layer of lora_linear, from its low and DoRA's factor."""
     rows = flat(x)
-    y = adapted(rows, rows, weight, flat(low), b, bias, factor, scale)
-    return y.reshape(*x.shape[:-1], len(weight))
+    return adapted(x, rows, rows, weight, flat(low), b, bias, factor, scale)
 
 
 @lora_up.gradient(widen=False)
@@ -174,32 +186,28 @@ def lora_up_backward(
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     operands = {"x": x, "weight": weight, "low": low, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_up_backward", wanted, **operands)
-    rows, dy_rows = flat(x), flat(dy)
-    dproduct, up, db, dbias, dfactor = adapted_gradients(
-        dy_rows, rows, weight, flat(low), b, bias, factor, scale, needed
+    dproduct, dlow, db, dbias, dfactor = adapted_gradients(
+        dy, flat(x), weight, low, b, bias, factor, scale, needed
     )
-    dx = gemm(dproduct, weight).reshape(x.shape) if "x" in needed else None
-    dweight = gemm(dproduct.T, rows) if "weight" in needed else None
-    return dx, dweight, up.reshape(low.shape), db, dbias, dfactor
+    dx = empty(x.shape, x.dtype, like=x) if "x" in needed else None
+    if dx is not None:
+        gemm(dproduct, weight, out=flat(dx))
+    dweight = gemm(dproduct.T, flat(x)) if "weight" in needed else None
+    return dx, dweight, dlow, db, dbias, dfactor
 
 
-def _stacked(factors: Sequence[Array | None], dtype: Any) -> Array:
-    """Return the rows of all factors that are present as one matrix."""
-    present = [each.astype(dtype, copy=False) for each in factors if each is not None]
-    return present[0] if len(present) == 1 else np.concatenate(present)
-
-
-def _split(columns: Array, factors: Sequence[Array | None]) -> list[Any]:
-    """Return a view of the columns of each factor; None for a factor that is absent."""
-    parts: list[Any] = []
-    start = 0
+def _spans(factors: Sequence[Array | None]) -> list[slice | None]:
+    """Return where the columns of each factor are; None for a factor that is absent."""
+    spans: list[slice | None] = []
+    stop = 0
     for each in factors:
-        stop = start + (0 if each is None else len(each))
-        parts.append(None if each is None else columns[..., start:stop])
-        start = stop
-    return parts
+        start, stop = stop, stop + (0 if each is None else len(each))
+        spans.append(None if each is None else slice(start, stop))
+    return spans
 
 
+for each in (lora_down, lora_down_backward, lora_up, lora_up_backward):
+    each.facts["products"] = True
 lora_up_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

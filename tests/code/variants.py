@@ -180,10 +180,16 @@ def bias_gradient(machine: Machine, dtype: Any, bias: Any) -> None:
 
 
 def adapter_gradients(machine: Machine, dtype: Any, rank: int, shift: int, small: bool) -> None:
-    """Compute the gradient of an adapter's b; lora_linear itself calls cuBLAS and has no kernel."""
+    """Compute the gradient of an adapter's b; lora_linear itself calls cuBLAS and has no kernel.
+
+    The adapter is in float32, and in the dtype of x where that is off alignment.
+    """
+    own = dtype if shift else np.float32
     rows, outputs = (32, 64) if small else (4096, 4096)  # one block; sums over several blocks
     shapes = (rows, outputs), (rows, 8), (outputs, 8), (rank, 8), (outputs, rank), (rows, rank)
-    dy, x, weight, a, b, low = (machine.array(shape, dtype, shift) for shape in shapes)
+    kinds = dtype, dtype, dtype, own, own, dtype
+    arrays = (machine.array(*each, shift) for each in zip(shapes, kinds, strict=True))
+    dy, x, weight, a, b, low = arrays
     lora_linear_backward(dy, None, x, weight, a, b, None, None, low, wanted={"b"})
 
 

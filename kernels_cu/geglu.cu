@@ -17,28 +17,11 @@
 //   The trick: neither form of s suffers from cancellation where x is far below 0, and the second
 //   costs one exp.  All loads come before the first store, so that dgate may overwrite gate and dup
 //   overwrite up.  Slices are read without a copy: gate and up may be halves of one array.
-#include <common/math.cuh>
+#include <common/gelu.cuh>
 #include <common/rows.cuh>
 
-constexpr float STEEPNESS = 0.7978845608028654f, CUBIC = 0.044715f;  // sqrt(2 / pi)
-constexpr float SATURATION = 10;  // beyond it s is 0 or 1; clamping keeps x^3 from overflowing
 // Blocks that an SM must hold, in backward; 0 leaves it to the compiler.
 constexpr int RESIDENT = STRIDED && APPROXIMATE && sizeof(T) == 2 ? 6 : 0;
-
-DEVICE float cdf(float x) {
-    if constexpr (APPROXIMATE) return sigmoid(2 * STEEPNESS * x * (1 + CUBIC * x * x));
-    else return 0.5f * erfcf(-0.7071067811865476f * x);
-}
-
-// x * s'
-DEVICE float rise(float x, float s) {
-    if constexpr (APPROXIMATE) {
-        x = fminf(fmaxf(x, -SATURATION), SATURATION);
-        return 2 * STEEPNESS * x * (1 + 3 * CUBIC * x * x) * s * (1 - s);
-    } else {
-        return 0.3989422804014327f * x * expf(-0.5f * x * x);
-    }
-}
 
 KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);
@@ -46,7 +29,7 @@ KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, const __grid_constant__ 
     at.load(g, gate, 0);
     at.load(u, up, 1);
 #pragma unroll
-    for (int j = 0; j < LANES; j++) u[j] *= g[j] * cdf(g[j]);
+    for (int j = 0; j < LANES; j++) u[j] *= g[j] * cdf<APPROXIMATE>(g[j]);
     at.store(y, 2, u);
 }
 
@@ -60,8 +43,8 @@ geglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
     at.load(u, up, 2);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
-        const float s = cdf(g[j]), gelu = g[j] * s;
-        g[j] = (s + rise(g[j], s)) * u[j] * d[j];
+        const float s = cdf<APPROXIMATE>(g[j]), gelu = g[j] * s;
+        g[j] = (s + rise<APPROXIMATE>(g[j], s)) * u[j] * d[j];
         u[j] = gelu * d[j];
     }
     at.store(dgate, 3, g);

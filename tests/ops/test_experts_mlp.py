@@ -168,5 +168,5 @@ def test_bad_calls() -> None:
         uc.experts_mlp(x, gate_up, down, routes, limit=7.0)
     with pytest.raises(ConfigError, match="limit must be above 0"):
         uc.experts_mlp(x, gate_up, down, routes, activation="swiglu_clamped", limit=0.0)
-    with pytest.raises(ShapeError, match="gate_up has 8 rows for each expert; .* needs 10"):
+    with pytest.raises(ShapeError, match=r"gate_up has 8 rows for each expert; .* needs 10"):
         uc.experts_mlp(x, gate_up[:, :8], down, routes)

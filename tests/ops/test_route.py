@@ -16,8 +16,8 @@ from .golden_cases import agree, both_dtypes
 
 # The public names, as other people's programs call them.
 PUBLIC = (
-    'route(logits, *, k, scores="softmax", bias=None, normalize=True, groups=None, top_groups=None, '
-    "scale=1.0)",
+    'route(logits, *, k, scores="softmax", bias=None, normalize=True, groups=None, '
+    "top_groups=None, scale=1.0)",
 )
 
 ROUTERS = [c for c in op_cases(FOLDER / "ops_next", "router") if c.name != "sparsemixer"]

@@ -15,7 +15,6 @@ from ...core.arrays import empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.source import Constants
-from ...core.target import limits
 
 FORWARD, ROWS, WEIGHTS = 0, 1, 2  # FORM of groups.cuh: y, dx and dweight
 MOST = 1023  # groups of the kernel that lists tiles
@@ -39,9 +38,8 @@ class Groups(NamedTuple):
 def tile_height(dtype: Any, rows: int, experts: int) -> int:
     """Return the rows of a tile: about as many as a group has, so that few are padding.
 
-    16 bits    from 64 rows on, 128: four times as many products as reads from shared memory;
-               from 24 on, 64; below, 16: a group reads its matrix once in any case
-    float32    64
+    In 16 bits groups of 64 rows and more have tiles of 128, which read least from shared memory;
+    of fewer than 24, tiles of 16, as such a group reads its matrix once in any case.
     """
     if dtype == FLOAT32:
         return SMALL
@@ -72,9 +70,9 @@ def multiply(
     a_in_order: bool = True,
     b_in_order: bool = True,
 ) -> None:
-    """Write a grouped product to out; rows of an operand that is not in order are those of x.
+    """Write a grouped product to out: one of the forms of groups.cuh.
 
-    FORWARD    y = x weight^T + bias      ROWS    dx = dy weight      WEIGHTS    dweight = dy^T x
+    Rows of an operand that is not ``in_order`` are read where the assignments say they are.
     """
     a_top, b_top = (0 if in_order else groups.top for in_order in (a_in_order, b_in_order))
     narrow = a.dtype != FLOAT32
@@ -92,7 +90,7 @@ def multiply(
     sizes |= {"m": m, "n": n, "k": k, "across": across, "down": down}
     name = "grouped_linear" if narrow else "grouped_float32"
     kernel = load(f"{name}.cu", name, a, chosen)
-    kernel[tiles * across, THREADS, _shared_bytes(form, rows) if narrow else 0](
+    kernel[tiles * across, THREADS, _shared_bytes(rows) if narrow else 0](
         *(a, b, bias, groups.order if groups.top else None),
         *(None if form == WEIGHTS else groups.tiles, groups.offsets, out, sizes),
     )
@@ -113,11 +111,9 @@ def add_rows(
     )
 
 
-def _shared_bytes(form: int, rows: int) -> int:
+def _shared_bytes(rows: int) -> int:
     """Return the bytes of the ring, or of the result if that is larger."""
-    pitch = lambda columns: columns if columns % 64 == 0 else (columns // 8 | 1) * 8  # noqa: E731
-    left = DEPTH * pitch(rows) if form == WEIGHTS else rows * DEPTH
-    return 2 * max(STAGES * (left + COLUMNS * DEPTH), rows * COLUMNS)
+    return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS)
 
 
 @cache

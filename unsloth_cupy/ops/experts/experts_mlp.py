@@ -142,8 +142,8 @@ def experts_mlp(
 
 
 @op(
-    "x(*rows, hidden), gate_up(experts, both, hidden): weight, down(experts, hidden, inner): weight,"
-    " experts(*rows, k): int < experts, weights(*rows, k): param,"
+    "x(*rows, hidden), gate_up(experts, both, hidden): weight,"
+    " down(experts, hidden, inner): weight, experts(*rows, k): int < experts, weights(*rows, k): param,"
     " gate_up_bias?(experts, both): param, down_bias?(experts, hidden): param"
     " -> y(*rows, hidden), order(*rows, k): int, offsets(experts+1): int, places(*rows, k): int",
     widen=False,  # products take 16-bit operands as they are
@@ -231,15 +231,14 @@ def experts_mlp_backward(
     alpha: float | None = None,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of all float operands, 0 for experts without rows; None if not wanted."""
+    """Return all gradients, 0 for experts without rows; None for those not ``wanted``."""
     how, wide = _activation(activation, limit, alpha), np.promote_types(x.dtype, FLOAT32)
     needed = _needed(wanted, x, gate_up, down, weights, gate_up_bias, down_bias)
     k, order, rows, drows = experts.shape[-1], order.reshape(-1), flat(x), flat(dy)
     factors = weights.reshape(-1).astype(wide)
     dweights = np.zeros_like(factors)
     moved = empty((len(order), x.shape[-1]), wide, like=x) if "x" in needed else None
-    stacks = {"gate_up": gate_up, "down": down}
-    stacks |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    stacks = _stacks(gate_up, down, gate_up_bias, down_bias)
     sums = {n: np.zeros_like(a, shape=a.shape) for n, a in stacks.items() if n in needed}
     for expert, part in _experts(offsets, order):
         those = order[part]
@@ -316,8 +315,7 @@ def _launch_backward(
         *(how.limit, how.alpha),
     )
     results: dict[str, Any] = {}
-    stacks = {"gate_up": gate_up, "down": down}
-    stacks |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    stacks = _stacks(gate_up, down, gate_up_bias, down_bias)
     for name, stack in stacks.items():
         if name in needed:
             results[name] = empty(stack.shape, stack.dtype, like=x)
@@ -383,7 +381,7 @@ experts_mlp_backward.facts["operations"] = lambda a: _operations(
 
 def _operations(a: Any, gate_up: int, down: int) -> int:
     """Return the operations of so many products with each stack."""
-    (count, both, hidden), inner = a["gate_up"].shape, a["down"].shape[2]
+    (_, both, hidden), inner = a["gate_up"].shape, a["down"].shape[2]
     per_assignment = gate_up * both * hidden + down * hidden * inner
     operations: int = 2 * a["experts"].size * per_assignment
     return operations
@@ -394,6 +392,11 @@ def _needed(wanted: Set[str] | None, *arrays: Any) -> set[str]:
     names = "x", "gate_up", "down", "weights", "gate_up_bias", "down_bias"
     operands = dict(zip(names, arrays, strict=True))
     return requested_gradients("experts_mlp_backward", wanted, **operands)
+
+
+def _stacks(*arrays: Any) -> dict[str, Any]:
+    """Return what each expert has, by name."""
+    return dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), arrays, strict=True))
 
 
 def _activation(name: str, limit: float | None, alpha: float | None) -> Activation:

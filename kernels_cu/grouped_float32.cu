@@ -39,7 +39,7 @@ template <int COUNT, bool ALONG> struct Stage {
     }
 };
 
-KERNEL(THREADS)
+KERNEL(THREADS, 2)
 grouped_float32(const T *__restrict__ a, const T *__restrict__ b, const B *__restrict__ bias,
                 const int *__restrict__ order, const int *__restrict__ tiles,
                 const I *__restrict__ offsets, T *__restrict__ c,

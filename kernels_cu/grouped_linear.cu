@@ -100,6 +100,19 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
     };
 
     float sum[M][N][4] = {};
+    if constexpr (BIAS) {
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int at = part.column + right + n * 8 + lane % 4 * 2 + e;
+                const bool inside = !none && at < s.n;
+                const float value =
+                    inside ? (float)bias[(long long)part.group * s.n + at] : 0.0f;
+#pragma unroll
+                for (int m = 0; m < M; m++) sum[m][n][e] = sum[m][n][2 + e] = value;
+            }
+    }
     for (int step = 0; step < STAGES - 1; step++) load(step);
     for (int step = 0; step < steps; step++) {
         cp_async_wait<STAGES - 2>();
@@ -137,16 +150,8 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const int column = right + n * 8 + lane % 4 * 2;
-            float both[2] = {sum[m][n][half * 2], sum[m][n][half * 2 + 1]};
-            if constexpr (BIAS) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int at = part.column + column + e;
-                    if (!none && at < s.n) both[e] += (float)bias[(long long)part.group * s.n + at];
-                }
-            }
             *reinterpret_cast<uint32_t *>(result.at(row, column / 8) + column % 8) =
-                pair(both[0], both[1], T());
+                pair(sum[m][n][half * 2], sum[m][n][half * 2 + 1], T());
         }
     });
     __syncthreads();

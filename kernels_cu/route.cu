@@ -98,7 +98,7 @@ DEVICE void read(float (&x)[HELD], const T *logits, int lane) {
     }
 }
 
-KERNEL(THREADS)
+KERNEL(THREADS, 4)
 route_forward(const T *__restrict__ logits, const B *__restrict__ bias, int *__restrict__ experts,
               T *__restrict__ weights, long long rows, float scale) {
     __shared__ float shared[GROUPS > 1 ? ROWS : 1][GROUPS > 1 ? EXPERTS + GROUPS : 1];
@@ -149,11 +149,15 @@ route_forward(const T *__restrict__ logits, const B *__restrict__ bias, int *__r
 #pragma unroll
     for (int k = 0; k < TOP; k++) {
         unsigned long long best = 0;
+        float value = 0;
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             const int expert = i * ROW_THREADS + lane;
             const unsigned long long key = key_of(choice[i], expert);
-            if (expert < EXPERTS && key < last && key > best) best = key;
+            if (expert < EXPERTS && key < last && key > best) {
+                best = key;
+                value = SHIFTED ? choice[i] : x[i];
+            }
         }
 #pragma unroll
         for (int d = ROW_THREADS / 2; d > 0; d /= 2) {
@@ -162,10 +166,6 @@ route_forward(const T *__restrict__ logits, const B *__restrict__ bias, int *__r
         }
         last = best;
         number[k] = EXPERTS - (int)(unsigned)best;
-        float value = 0;
-#pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (i == number[k] / ROW_THREADS) value = SHIFTED ? choice[i] : x[i];
         chosen[k] = __shfl_sync(0xffffffffu, value, number[k] % ROW_THREADS, ROW_THREADS);
     }
     if constexpr (LOCAL) {

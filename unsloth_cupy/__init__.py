@@ -85,6 +85,12 @@ from .ops.experts.route import Routes as Routes
 from .ops.experts.route import route as route
 from .ops.experts.route import route_backward as route_backward
 from .ops.experts.route import route_forward as route_forward
+from .ops.experts.router_losses import balance_loss as balance_loss
+from .ops.experts.router_losses import balance_loss_backward as balance_loss_backward
+from .ops.experts.router_losses import balance_loss_forward as balance_loss_forward
+from .ops.experts.router_losses import router_z_loss as router_z_loss
+from .ops.experts.router_losses import router_z_loss_backward as router_z_loss_backward
+from .ops.experts.router_losses import router_z_loss_forward as router_z_loss_forward
 from .ops.experts.sort_by_expert import sort_by_expert as sort_by_expert
 
 # Quantized

@@ -15,6 +15,7 @@ from ...core.arrays import empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.source import Constants
+from ...core.target import limits
 
 FORWARD, ROWS, WEIGHTS = 0, 1, 2  # FORM of groups.cuh: y, dx and dweight
 MOST = 1023  # groups of the kernel that lists tiles
@@ -82,6 +83,7 @@ def multiply(
     chosen = _constants(
         *(a.dtype, None if bias is None else bias.dtype, groups.offsets.dtype),
         *(form, a_top, b_top, groups.height, wide if narrow else True),
+        2 if wide and limits(a).architecture < 100 else 1,
     )
     rows, columns = chosen["ROWS"], chosen["COLUMNS"]
     across, down = -(-n // columns), -(-m // rows)
@@ -126,11 +128,13 @@ def _constants(
     b_top: int,
     height: int,
     wide: bool,
+    resident: int,
 ) -> Constants:
     """Return the constants of grouped_linear.cu, or in float32 those of grouped_float32.cu.
 
     In 16 bits eight warps take 64 x 32 results each of 128 rows, 32 x 32 of 64, 16 x 16 of 16;
-    dweight has as many rows as the weight has, whatever the groups are.
+    dweight has as many rows as the weight has, whatever the groups are.  Up to sm_90 two blocks
+    share an SM, with 128 registers of a thread; from sm_100 on these do not suffice.
     """
     narrow = dtype != FLOAT32
     rows = (128 if form == WEIGHTS else height) if narrow else SMALL
@@ -144,7 +148,7 @@ def _constants(
         DEPTH=DEPTH,
         STAGES=STAGES,
         DOWN=1 if rows == 16 else 2,
-        RESIDENT=1,
+        RESIDENT=resident,
         WIDE=wide,
     )
 

@@ -143,7 +143,8 @@ def experts_mlp(
 
 @op(
     "x(*rows, hidden), gate_up(experts, both, hidden): weight,"
-    " down(experts, hidden, inner): weight, experts(*rows, k): int < experts, weights(*rows, k): param,"
+    " down(experts, hidden, inner): weight, experts(*rows, k): int < experts,"
+    " weights(*rows, k): param,"
     " gate_up_bias?(experts, both): param, down_bias?(experts, hidden): param"
     " -> y(*rows, hidden), order(*rows, k): int, offsets(experts+1): int, places(*rows, k): int",
     widen=False,  # products take 16-bit operands as they are
@@ -458,9 +459,10 @@ def _dense(bias: Array | None) -> Array | None:
 def _launch_activation(both: Array, act: Array, how: Activation) -> None:
     """Write the activations of both halves to act."""
     assignments, inner = act.shape
+    width = lanes(inner, both, act)
     chosen = _constants(
-        *(act.dtype, act.dtype, act.dtype, np.dtype(np.int32), inner, 1, 1, 1),
-        *(lanes(inner, both, act), how.name, False, False),
+        *(act.dtype, act.dtype, act.dtype, np.dtype(np.int32), inner, width, 1, 1),
+        *(width, how.name, False, False),
     )
     kernel = load("experts_mlp.cu", "experts_activation", act, chosen)
     blocks = -(-act.size // (chosen["LANES"] * THREADS))
@@ -471,9 +473,10 @@ def _combine(out: Array, places: Array, weights: Array | None, y: Array, k: int)
     """Write to y the sum of each row's results, in the order of k."""
     hidden = out.shape[-1]
     dtype = y.dtype if weights is None else weights.dtype
+    width = lanes(hidden, out, y)
     chosen = _constants(
-        *(y.dtype, dtype, y.dtype, np.dtype(np.int32), 1, hidden, k, 1),
-        *(lanes(hidden, out, y), "swiglu", False, weights is not None),
+        *(y.dtype, dtype, y.dtype, np.dtype(np.int32), width, hidden, k, 1),
+        *(width, "swiglu", False, weights is not None),
     )
     kernel = load("experts_mlp.cu", "experts_combine", y, chosen)
     blocks = -(-y.size // (chosen["LANES"] * THREADS))

@@ -145,12 +145,13 @@ def route_forward(
 ) -> tuple[Array, Array]:
     """Return the fields of ``route``."""
     choice = logits  # scores of one logit have the order of the logits, without their roundings
-    if scores != "softmax_of_k" and (bias is not None or groups is not None):
+    grouped = groups is not None and groups > 1
+    if scores != "softmax_of_k" and (bias is not None or grouped):
         choice = _softmax(logits) if scores == "softmax" else _score(logits, scores)
     choice = choice if bias is None else choice + bias
     choice = np.where(np.isnan(choice), -np.inf, choice)
-    if groups is not None:
-        choice = _of_best_groups(choice, groups, top_groups or groups, _counted(scores))
+    if grouped:
+        choice = _of_best_groups(choice, groups, top_groups, 1 if scores == "softmax" else 2)
     order = np.argsort(-choice, axis=-1, kind="stable")[..., :k]
     weights, total = _weights(logits, bias, order, scores, normalize)
     return order.astype(np.int32), weights * (scale / total)
@@ -336,13 +337,8 @@ def _is_local(scores: str, normalize: bool) -> bool:
     return scores == "softmax_of_k" or (scores == "softmax" and normalize)
 
 
-def _counted(scores: str) -> int:
-    """Return of how many of its scores the sum tells how good a group is."""
-    return 1 if scores == "softmax" else 2
-
-
-def _of_best_groups(choice: Array, groups: int, top_groups: int, counted: int) -> Array:
-    """Return the choice with -inf for experts that are not in one of the best groups."""
+def _of_best_groups(choice: Array, groups: Any, top_groups: Any, counted: int) -> Array:
+    """Return the choice with -inf outside of the groups whose ``counted`` largest are largest."""
     parts = choice.reshape(*choice.shape[:-1], groups, -1)
     sums = np.sort(parts, axis=-1)[..., -counted:].sum(axis=-1)
     best = np.argsort(-sums, axis=-1, kind="stable")[..., :top_groups]

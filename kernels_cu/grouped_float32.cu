@@ -1,4 +1,7 @@
-// Products of sorted rows with the matrices of their groups, in float32: see common/groups.cuh.
+// Products of sorted rows with the matrices of their groups, in float32.
+//
+//   FORM 0, 1 and 2: y = x weight[e]^T + bias[e], dx = dy weight[e], dweight[e] = dy^T x, where e
+//   is the group of a row: see common/groups.cuh
 //
 //   traffic     as in grouped_linear.cu
 //   constants   T, B, I     float; dtypes of bias and of offsets

@@ -1,4 +1,7 @@
-// Products of sorted rows with the matrices of their groups, in 16 bits: see common/groups.cuh.
+// Products of sorted rows with the matrices of their groups, in 16 bits.
+//
+//   FORM 0, 1 and 2: y = x weight[e]^T + bias[e], dx = dy weight[e], dweight[e] = dy^T x, where e
+//   is the group of a row: see common/groups.cuh
 //
 //   traffic     rows and matrices once each, where the tiles of a group run at the same time: then
 //               others come from L2; c once

@@ -113,6 +113,8 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "top_groups": 1,
         **{"experts": EXPERTS, "k": CHOSEN, "count": EXPERTS, "both": 2 * scale.inner},
         "assignments": CHOSEN * tokens,
+        "assigned": (tokens, CHOSEN),
+        "masked": (tokens,),
         "int8": True,  # a kernel multiplies many rows only as integers
         "key": np.s_[1:],
         "exponent": 2.0,

@@ -87,7 +87,7 @@ def multiply(
     )
     rows, columns = chosen["ROWS"], chosen["COLUMNS"]
     across, down = -(-n // columns), -(-m // rows)
-    tiles = groups.experts * down if form == WEIGHTS else len(groups.tiles)
+    tiles = groups.experts * down if form == WEIGHTS else groups.tiles.shape[0]
     sizes = {"experts": groups.experts, "rows": groups.rows}
     sizes |= {"m": m, "n": n, "k": k, "across": across, "down": down}
     name = "grouped_linear" if narrow else "grouped_float32"

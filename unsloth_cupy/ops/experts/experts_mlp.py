@@ -9,6 +9,7 @@ Shazeer et al., Outrageously Large Neural Networks, 2017.  Guo et al., SonicMoE,
 of a weight is the dot of act with down^T dy.
 """
 
+import math
 from collections.abc import Iterator, Set
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ConfigError, ShapeError
+from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..activations.geglu import geglu, geglu_backward
 from ..activations.swiglu import sigmoid, swiglu, swiglu_backward
 from ..common import faults
@@ -124,7 +125,11 @@ def experts_mlp(
     ... )
     >>> np.testing.assert_allclose(dweights[:, 0], y.sum(axis=1), rtol=1e-4, atol=1e-4)
     """
-    experts, weights = routes
+    pair: Any = routes
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        problem = f"routes is {type(routes).__name__}; pass what route returned"
+        raise DTypeError(f"experts_mlp: {problem}, a pair of experts and weights")
+    experts, weights = pair
     results: Any = experts_mlp_forward(
         x,
         gate_up,
@@ -169,7 +174,7 @@ def experts_mlp_forward(
     k, wide = experts.shape[-1], np.promote_types(x.dtype, FLOAT32)
     rows, factors = flat(x), weights.reshape(-1).astype(wide)
     results = empty((len(order), x.shape[-1]), wide, like=x)
-    for expert, part in _experts(offsets, order):
+    for expert, part in _experts("experts_mlp", offsets, order):
         gate, up = _gate_and_up(rows[order[part] // k], gate_up, gate_up_bias, expert, wide)
         out = gemm(_activated(gate, up, how), down[expert].T, dtype=wide)
         if down_bias is not None:
@@ -241,7 +246,7 @@ def experts_mlp_backward(
     moved = empty((len(order), x.shape[-1]), wide, like=x) if "x" in needed else None
     stacks = _stacks(gate_up, down, gate_up_bias, down_bias)
     sums = {n: np.zeros_like(a, shape=a.shape) for n, a in stacks.items() if n in needed}
-    for expert, part in _experts(offsets, order):
+    for expert, part in _experts("experts_mlp_backward", offsets, order):
         those = order[part]
         own, dout, factor = rows[those // k], drows[those // k], factors[those][:, None]
         gate, up = _gate_and_up(own, gate_up, gate_up_bias, expert, wide)
@@ -364,11 +369,11 @@ def _check(
         raise ConfigError(f"{call}(limit={limit}, alpha={alpha}): {problem}")
     if limit is not None and not limit > 0:
         raise ConfigError(f"{call}(limit={limit}): limit must be above 0")
-    if experts.size >= 2**31:
+    if (assignments := math.prod(experts.shape)) >= 2**31:
         raise ShapeError(
-            f"{call}: {experts.size} assignments; the most is 2**31 - 1: pass fewer rows",
+            f"{call}: {assignments} assignments; the most is 2**31 - 1: pass fewer rows",
             expected="fewer rows",
-            actual=experts.size,
+            actual=assignments,
         )
 
 
@@ -405,9 +410,16 @@ def _activation(name: str, limit: float | None, alpha: float | None) -> Activati
 
 
 # ---- by NumPy -----------------------------------------------------------------------------------
-def _experts(offsets: Array, order: Array) -> Iterator[tuple[int, slice]]:
+def _experts(call: str, offsets: Array, order: Any) -> Iterator[tuple[int, slice]]:
     """Yield each expert that has rows, and where its assignments are in order."""
-    each = parts("experts_mlp", offsets, len(order))
+    if (
+        isinstance(order, np.ndarray)
+        and order.size
+        and (order.min() < 0 or order.max() >= order.size)
+    ):
+        problem = "order is not that of the forward call; pass what experts_mlp_forward returned"
+        raise RangeError(f"{call}: {problem}", expected=range(order.size), actual=int(order.max()))
+    each = parts(call, offsets, len(order))
     return ((expert, part) for expert, part in each if part.stop > part.start)
 
 

@@ -79,8 +79,8 @@ def _launch(x: Array, weight: Array, offsets: Array, bias: Array | None) -> Any:
     if (reason := without_kernel(weight)) is not None:
         return no_kernel(reason)
     x, weight, offsets = (contiguous(a) for a in (x, weight, offsets))
-    y = empty((len(x), weight.shape[1]), x.dtype, like=x)
-    groups = groups_of(x.dtype, offsets, len(weight), len(x))
+    y = empty((x.shape[0], weight.shape[1]), x.dtype, like=x)
+    groups = groups_of(x.dtype, offsets, weight.shape[0], x.shape[0])
     multiply(FORWARD, x, weight, y, groups, bias=bias)
     return y
 
@@ -125,7 +125,7 @@ def _launch_backward(
         return no_kernel(reason)
     dy, x, weight, offsets = (contiguous(a) for a in (dy, x, weight, offsets))
     needed = requested_gradients("grouped_linear_backward", wanted, x=x, weight=weight, bias=bias)
-    groups = groups_of(x.dtype, offsets, len(weight), len(x))
+    groups = groups_of(x.dtype, offsets, weight.shape[0], x.shape[0])
     dx = dweight = dbias = None
     if "x" in needed:
         dx = empty(x.shape, x.dtype, like=x)
@@ -143,8 +143,8 @@ def without_kernel(*weights: Any) -> str | None:
     """Return why no kernel multiplies by these stacks; None if one does."""
     if any(isinstance(weight, Stored) for weight in weights):
         return "a quantized stack is multiplied expert by expert"
-    if len(weights[0]) > MOST:
-        return f"{len(weights[0])} experts: the kernel lists the tiles of up to {MOST}"
+    if weights[0].shape[0] > MOST:
+        return f"{weights[0].shape[0]} experts: the kernel lists the tiles of up to {MOST}"
     return None
 
 

@@ -109,7 +109,7 @@ def route(
     >>> routes = route(logits, k=2)
     >>> assert isinstance(routes, Routes) and routes.experts.tolist() == [[1, 2]]
     >>> np.testing.assert_allclose(routes.weights, [[4 / 7, 3 / 7]], rtol=1e-6)
-    >>> experts, weights = route_forward(logits, k=2, normalize=False)
+    >>> weights, experts = route_forward(logits, k=2, normalize=False)
     >>> np.testing.assert_allclose(weights, [[0.4, 0.3]], rtol=1e-6)
     >>> dlogits, _ = route_backward(np.ones_like(weights), logits, None, experts, k=2)
     >>> np.testing.assert_allclose(dlogits, 0, atol=1e-6)  # the sum of weights is always 1
@@ -124,11 +124,12 @@ def route(
         top_groups=top_groups,
         scale=scale,
     )
-    return Routes(*results)
+    return Routes(results[1], results[0])
 
 
 @op(
-    "logits(*rows, experts), bias?(experts): param -> experts(*rows, k): int, weights(*rows, k)",
+    "logits(*rows, experts), bias?(experts): param"
+    " -> weights(*rows, k), experts(*rows, k): int < experts",
     sizes=lambda shape, k, **_: {"k": k},
     autocast="float32",
 )
@@ -143,7 +144,7 @@ def route_forward(
     top_groups: int | None = None,
     scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the fields of ``route``."""
+    """Return the fields of ``route``, in the order of gradients: weights, then experts."""
     choice = logits  # scores of one logit have the order of the logits, without their roundings
     grouped = groups is not None and groups > 1
     if scores != "softmax_of_k" and (bias is not None or grouped):
@@ -154,7 +155,7 @@ def route_forward(
         choice = _of_best_groups(choice, groups, top_groups, 1 if scores == "softmax" else 2)
     order = np.argsort(-choice, axis=-1, kind="stable")[..., :k]
     weights, total = _weights(logits, bias, order, scores, normalize)
-    return order.astype(np.int32), weights * (scale / total)
+    return weights * (scale / total), order.astype(np.int32)
 
 
 @route_forward.kernel
@@ -168,7 +169,7 @@ def _launch(
     top_groups: int | None,
     scale: float,
 ) -> Any:
-    """Return experts and weights from the kernel."""
+    """Return weights and experts from the kernel."""
     known = logits.shape[-1]
     if known > MOST_EXPERTS or k > MOST_CHOSEN:
         return no_kernel(f"{k} of {known} experts: a kernel chooses up to 32 of 1024")
@@ -183,7 +184,7 @@ def _launch(
     kernel = load("route.cu", "route_forward", logits, chosen)
     blocks = -(-rows * chosen["ROW_THREADS"] // THREADS)
     kernel[blocks, THREADS](logits, bias, experts, weights, rows, scale)
-    return experts, weights
+    return weights, experts
 
 
 @route_forward.gradient

@@ -190,9 +190,14 @@ def as_bool(mask: Any) -> Any:
 def _check(call: str, logits: Any, mask: Any) -> None:
     """Raise ShapeError unless mask covers the rows, or those of each layer."""
     rows = math.prod(logits.shape[:-1])
-    if mask is not None and (rows % mask.size if mask.size else rows):
-        problem = f"{call}: mask has {mask.size} rows and logits {rows}, which is no multiple"
-        raise ShapeError(problem, expected=rows, actual=mask.size)
+    if not logits.shape[-1]:
+        raise ShapeError(f"{call}: logits has no experts", expected="1 or more", actual=0)
+    if mask is None:
+        return
+    masked = math.prod(mask.shape)
+    if rows % masked if masked else rows:
+        problem = f"{call}: mask has {masked} rows and logits {rows}, which is no multiple"
+        raise ShapeError(problem, expected=rows, actual=masked)
 
 
 balance_loss_forward.require(_check)
@@ -204,7 +209,7 @@ router_z_loss_backward.require(_check)
 def _measured(logits: Array, mask: Array | None) -> tuple[Array, Array, Array, Any]:
     """Return of each row lse, probabilities and weight: 1 if it counts, else 0; and how many do."""
     x = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
-    weights = np.ones_like(x, shape=len(x))
+    weights = np.ones_like(x, shape=(len(x),))
     if mask is not None and mask.size:
         counted = np.tile(mask.reshape(-1), len(x) // mask.size)
         weights = counted.astype(x.dtype)

@@ -37,7 +37,7 @@ def sort_by_expert(experts: Array, count: int) -> tuple[Array, Array]:
 
     Parameters
     ----------
-    experts : (*rows) int32 or int64
+    experts : (*assigned) int32 or int64
         The expert of each assignment, in 0 .. count - 1: usually (rows, k).
     count : int
         The number of experts.
@@ -73,7 +73,7 @@ def sort_by_expert(experts: Array, count: int) -> tuple[Array, Array]:
 
 
 @op(
-    "experts(*rows): int -> order(assignments): int, offsets(count+1): int",
+    "experts(*assigned): int -> order(assignments): int, offsets(count+1): int",
     no_gradient="an order is a choice",
     widen=False,
     sizes=lambda shape, count: {"assignments": math.prod(shape), "count": count},

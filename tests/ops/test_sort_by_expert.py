@@ -24,7 +24,7 @@ def drawn(rows: int, k: int, count: int) -> Any:
 
 class TestSortByExpert(KernelParity):
     op = "sort_by_expert_forward"
-    sizes = ({"rows": (512, 4), "count": 8}, {"rows": (4096, 8), "count": 128})
+    sizes = ({"assigned": (512, 4), "count": 8}, {"assigned": (4096, 8), "count": 128})
     test_gradient_matches_finite_differences = None
     cases = (
         Case("a part of a warp", arrays={"experts": drawn(3, 2, 5)}, count=5),

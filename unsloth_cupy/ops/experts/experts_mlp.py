@@ -175,6 +175,8 @@ def experts_mlp_forward(
     rows, factors = flat(x), weights.reshape(-1).astype(wide)
     results = empty((len(order), x.shape[-1]), wide, like=x)
     for expert, part in _experts("experts_mlp", offsets, order):
+        if part.start == part.stop:
+            continue
         gate, up = _gate_and_up(rows[order[part] // k], gate_up, gate_up_bias, expert, wide)
         out = gemm(_activated(gate, up, how), down[expert].T, dtype=wide)
         if down_bias is not None:
@@ -245,8 +247,12 @@ def experts_mlp_backward(
     dweights = np.zeros_like(factors)
     moved = empty((len(order), x.shape[-1]), wide, like=x) if "x" in needed else None
     stacks = _stacks(gate_up, down, gate_up_bias, down_bias)
-    sums = {n: np.zeros_like(a, shape=a.shape) for n, a in stacks.items() if n in needed}
+    sums = {n: empty(a.shape, a.dtype, like=x) for n, a in stacks.items() if n in needed}
     for expert, part in _experts("experts_mlp_backward", offsets, order):
+        if part.start == part.stop:
+            for each in sums.values():
+                each[expert] = 0
+            continue
         those = order[part]
         own, dout, factor = rows[those // k], drows[those // k], factors[those][:, None]
         gate, up = _gate_and_up(own, gate_up, gate_up_bias, expert, wide)
@@ -411,7 +417,7 @@ def _activation(name: str, limit: float | None, alpha: float | None) -> Activati
 
 # ---- by NumPy -----------------------------------------------------------------------------------
 def _experts(call: str, offsets: Array, order: Any) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and where its assignments are in order."""
+    """Yield each expert, and where its assignments are in order."""
     if (
         isinstance(order, np.ndarray)
         and order.size
@@ -419,8 +425,7 @@ def _experts(call: str, offsets: Array, order: Any) -> Iterator[tuple[int, slice
     ):
         problem = "order is not that of the forward call; pass what experts_mlp_forward returned"
         raise RangeError(f"{call}: {problem}", expected=range(order.size), actual=int(order.max()))
-    each = parts(call, offsets, len(order))
-    return ((expert, part) for expert, part in each if part.stop > part.start)
+    return parts(call, offsets, len(order))
 
 
 def _gate_and_up(

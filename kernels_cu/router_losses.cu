@@ -47,7 +47,7 @@ DEVICE float softmax(float (&p)[HELD], const T *logits, int lane) {
     return top + logf(sum);
 }
 
-KERNEL(THREADS)
+KERNEL(THREADS, 4)
 router_sums(const T *__restrict__ logits, const I *__restrict__ experts,
             const bool *__restrict__ mask, float *__restrict__ partial, long long rows,
             long long masked) {

@@ -299,6 +299,7 @@ def _array(operand: Operand, known: dict[str, Any], rng: Any) -> Any:
     if operand.kind == "int":
         return rng.integers(0, known[operand.below or ""], shape)
     array = rng.standard_normal(shape, np.float32)
-    if operand.name.endswith("weight") and len(shape) == 2:
-        array *= shape[1] ** -0.5  # as in a new layer, whose results are near 1
+    matrix = operand.name.endswith(("weight", "gate_up", "down"))
+    if matrix and len(shape) in (2, 3):
+        array *= shape[-1] ** -0.5  # as in a new layer, whose results are near 1
     return array

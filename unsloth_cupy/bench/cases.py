@@ -140,6 +140,11 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "q_offsets": lambda: offsets,
         "k_offsets": lambda: offsets,
         "offsets": lambda: np.linspace(0, CHOSEN * tokens, EXPERTS + 1).astype(int),
+        **dict.fromkeys(
+            ("order", "places"),
+            lambda: rng.permutation(CHOSEN * tokens).reshape(tokens, CHOSEN).astype(np.int32),
+        ),
+        "route_backward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN), np.int32),
         "sort_by_expert_forward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN)),
         "positions": lambda: np.arange(tokens)[None],
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],

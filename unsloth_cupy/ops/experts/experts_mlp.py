@@ -311,6 +311,7 @@ def _launch_backward(
         contiguous, (dy, x, gate_up, down, experts, weights)
     )
     order, offsets, places = map(contiguous, (order, offsets, places))
+    order, places = (a if a.dtype == np.int32 else a.astype(np.int32) for a in (order, places))
     count, hidden, inner = down.shape
     rows, k = x.size // hidden, experts.shape[-1]
     groups = groups_of(x.dtype, offsets, count, rows * k, order, k)

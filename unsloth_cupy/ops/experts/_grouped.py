@@ -90,8 +90,8 @@ def multiply(
     tiles = groups.experts * down if form == WEIGHTS else groups.tiles.shape[0]
     sizes = {"experts": groups.experts, "rows": groups.rows}
     sizes |= {"m": m, "n": n, "k": k, "across": across, "down": down}
-    name = "grouped_linear" if narrow else "grouped_float32"
-    kernel = load(f"{name}.cu", name, a, chosen)
+    file = "grouped_linear.cu" if narrow else "grouped_float32.cu"
+    kernel = load(file, file.removesuffix(".cu"), a, chosen)
     kernel[tiles * across, THREADS, _shared_bytes(rows) if narrow else 0](
         *(a, b, bias, groups.order if groups.top else None),
         *(None if form == WEIGHTS else groups.tiles, groups.offsets, out, sizes),

@@ -75,6 +75,24 @@ from .ops.linear.lora_merge import lora_merge as lora_merge
 from .ops.linear.lora_linears import LoraLayer as LoraLayer
 from .ops.linear.lora_linears import lora_linears as lora_linears
 
+# Experts
+from .ops.experts.experts_mlp import experts_mlp as experts_mlp
+from .ops.experts.experts_mlp import experts_mlp_backward as experts_mlp_backward
+from .ops.experts.experts_mlp import experts_mlp_forward as experts_mlp_forward
+from .ops.experts.grouped_linear import grouped_linear as grouped_linear
+from .ops.experts.grouped_linear import grouped_linear_backward as grouped_linear_backward
+from .ops.experts.route import Routes as Routes
+from .ops.experts.route import route as route
+from .ops.experts.route import route_backward as route_backward
+from .ops.experts.route import route_forward as route_forward
+from .ops.experts.router_losses import balance_loss as balance_loss
+from .ops.experts.router_losses import balance_loss_backward as balance_loss_backward
+from .ops.experts.router_losses import balance_loss_forward as balance_loss_forward
+from .ops.experts.router_losses import router_z_loss as router_z_loss
+from .ops.experts.router_losses import router_z_loss_backward as router_z_loss_backward
+from .ops.experts.router_losses import router_z_loss_forward as router_z_loss_forward
+from .ops.experts.sort_by_expert import sort_by_expert as sort_by_expert
+
 # Quantized
 from .ops.quantized.int8 import Int8 as Int8
 from .ops.quantized.int8 import int8_weight as int8_weight

@@ -221,6 +221,8 @@ FIXED = {  # switches that never change, and why
     ("attention_dq_sm90.cu", "T"): "tensor cores multiply no float32",
     ("attention_forward_sm90.cu", "DROPOUT"): "random words would spill its sums",
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
+    ("grouped_float32.cu", "T"): "16 bits have grouped_linear.cu",
+    ("grouped_linear.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
     ("log_probs.cu", "T"): "logits are in float32, whatever the weights are",
     ("rope_append.cu", "INTERLEAVED"): "neighbouring pairs rotate apart from the append",
 }

@@ -81,6 +81,17 @@ OTHERS = {
     "nf4_quantize": (READ,),  # codes take a quarter or an eighth
     "nf4_dequantize_": (WRITE,),
     "nf4_product_": (READ, PRODUCT),
+    "grouped_linear": (COPY, PRODUCT, WRITE),
+    "grouped_float32": (),  # a warp reads neighbouring values, into registers
+    "group_tiles": (),  # three numbers for each tile
+    "group_sums": (),  # a warp reads 32 neighbouring columns
+    "route_forward": (),  # a lane holds every 32nd expert, as neighbours hold the next
+    "route_backward": (),
+    "router_sums": (),
+    "router_loss": (),
+    "router_loss_backward": (),
+    "sort_counts": (),  # a lane reads one number, as its neighbours read the next
+    "sort_by_expert": (),
     "ternary_dense_": (WRITE,),  # two bits make a value
     "ternary_linear": (READ,),  # and a product: see wanted
     "ternary_scores": ("POPC",),

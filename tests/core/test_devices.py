@@ -334,7 +334,7 @@ NO_ARRAYS = {
     *("constant_schedule", "cosine_schedule", "linear_schedule", "format_bytes", "plan_memory"),
     *("inverse_sqrt_schedule", "polynomial_schedule", "warmup_stable_decay_schedule"),
     *("estimate_attention_memory", "estimate_flash_attention_memory", "estimate_forward_memory"),
-    *("estimate_training_memory", "DeviceMemoryError", "LogProbs", "NonFiniteError"),
+    *("estimate_training_memory", "DeviceMemoryError", "LogProbs", "NonFiniteError", "Routes"),
     *("explain", "profile", "shape"),
 }
 

@@ -23,6 +23,8 @@ SCALE = cases.Scale(tokens=32, hidden=64, inner=24, vocab=20, heads=4, kv_heads=
 X, W, BIAS = (np.ones(shape, np.float32) for shape in ((3, 64), (8, 64), (8,)))
 HEADS, SQUARE = np.ones((1, 4, 2, 8), np.float32), np.ones((16, 16), np.float32)
 LABELS, TOKENS = np.array([0, 1, 2]), np.array([[1, 2, 3]])
+STACK = np.ones((2, 8, 64), np.float32)  # of two experts
+ROUTES = uc.Routes(np.zeros((3, 1), int), np.ones((3, 1), np.float32))
 LORA = {"x": X, "weight": W, "a": W[:2], "b": W[:, :2], "bias": BIAS, "magnitude": BIAS}
 LORA |= {"scale": 1.0}
 LAYER: dict[str, Any] = {"x": np.ones((1, 4, 16), np.float32), "heads": 2, "causal": True}
@@ -57,6 +59,11 @@ COMPOSED: Calls = {
     "nf4_quantize": (uc.nf4_quantize, {"w": W, "block": 64, "double": False}),
     "int8_weight": (uc.int8_weight, {"w": W}),
     "int8_quantize": (uc.int8_quantize, {"x": W}),
+    "experts_mlp": (
+        uc.experts_mlp,
+        {"x": X, "gate_up": STACK, "down": STACK[:, ::2].swapaxes(1, 2), "routes": ROUTES}
+        | {"activation": "swiglu_clamped", "limit": 7.0, "alpha": None},
+    ),
     "to_device": (uc.to_device, {"array": X, "device": "cpu"}),
     "to_host": (uc.to_host, {"array": X}),
     "cast": (uc.cast, {"x": X, "dtype": "float16"}),

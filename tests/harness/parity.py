@@ -42,7 +42,7 @@ EPS = {
     "float32": 2.0**-23,
     "float64": 2.0**-52,
 }
-EPS |= {"int8": 0.0, "uint8": 0.0}  # quantized codes must equal those of the plain definition
+EPS |= {"int8": 0.0, "uint8": 0.0, "int32": 0.0}  # codes and numbers must equal the definition's
 Arrays = dict[str, np.ndarray | None]
 
 

@@ -46,6 +46,7 @@ LENGTHS: Mapping[str, Sequence[int]] = {  # axes whose sizes are not arbitrary
     "outputs": (0, 1, 3, 32),
     "vocab": (1, 2, 7, 64),
     "groups": (1,),
+    "experts": (1, 2, 5, 33),
     "blocks": (1,),
     "scales": (1,),
 }
@@ -167,6 +168,19 @@ def _pairs(draw: Draw, sizes: Sizes) -> None:
     sizes["rows"] = 2 * sizes["pairs"]
 
 
+def _groups_of_rows(draw: Draw, sizes: Sizes) -> None:
+    if not sizes["experts"]:
+        sizes["assignments"] = 0
+
+
+def _halves(draw: Draw, sizes: Sizes) -> None:
+    sizes["both"] = 2 * sizes["inner"]
+
+
+def _rows_of_a_layer(draw: Draw, sizes: Sizes) -> None:
+    sizes["masked"] = sizes["rows"][draw(st.integers(0, len(sizes["rows"]))) :]
+
+
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
@@ -185,6 +199,10 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "wpo_weights_forward": _pairs,
     "linear_top_k_divergence_forward": _no_more_than("few", "vocab"),
     "contrastive_forward": _no_more_than("rows", "candidates"),
+    "grouped_linear": _groups_of_rows,
+    "experts_mlp_forward": _halves,
+    "balance_loss_forward": _rows_of_a_layer,
+    "router_z_loss_forward": _rows_of_a_layer,
 }
 
 
@@ -200,6 +218,11 @@ def _offsets(tokens: str, most: str) -> Callable[..., Any]:
         return offsets
 
     return offsets_of
+
+
+def _ends(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    inner = rng.integers(0, sizes["assignments"] + 1, max(shape[0] - 2, 0))
+    return np.sort(np.concatenate([[0], inner, [sizes["assignments"]]]))[: shape[0]]
 
 
 def _pages(rng: Any, shape: Any, sizes: Sizes) -> Any:
@@ -243,6 +266,8 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     ),
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
+    "grouped_linear.offsets": _ends,
+    "sort_by_expert_forward.experts": lambda rng, shape, sizes: rng.integers(0, 3, shape),
     "page_table": _pages,
     "lengths": _lengths,
     "starts": _starts,
@@ -426,6 +451,11 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
         st.integers(0, sizes["slots"] - sizes["tokens"])
     ),
     "sinks": _some(0),
+    "k": lambda draw, sizes, arrays: draw(st.integers(1, arrays["logits"].shape[-1])),
+    "scores": _some("softmax", "softmax_of_k", "sigmoid", "sqrt_softplus"),
+    **dict.fromkeys(("groups", "top_groups", "limit", "experts_mlp_forward.alpha"), _some(None)),
+    "activation": _some("swiglu", "geglu", "geglu_tanh"),
+    "sort_by_expert_forward.count": _some(3, 70),
     "max_queries": _most("max_queries"),
     "max_keys": _most("max_keys"),
     "wanted": _some(None),

@@ -74,6 +74,8 @@ def test_products_share_an_axis_that_they_sum_over():
         "attention_varlen_forward",
         "bit_linear_forward",
         "contrastive_forward",
+        "experts_mlp_forward",
+        "grouped_linear",
         "linear",
         "linear_cross_entropy_forward",
         "linear_divergence_forward",

@@ -18,6 +18,7 @@ from ..core.signature import Operand, shape_of
 from ..errors import ConfigError
 
 SEQUENCES, PAGE = 2, 16  # sequences packed in one row; tokens of a page of a cache
+EXPERTS, CHOSEN = 8, 2  # of a mixture; those of a row
 
 
 class Scale(NamedTuple):
@@ -109,6 +110,11 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "signs": 2,
         **dict.fromkeys(("q_rows", "k_rows"), tokens),
         "groups": 1,
+        "top_groups": 1,
+        **{"experts": EXPERTS, "k": CHOSEN, "count": EXPERTS, "both": 2 * scale.inner},
+        "assignments": CHOSEN * tokens,
+        "assigned": (tokens, CHOSEN),
+        "masked": (tokens,),
         "int8": True,  # a kernel multiplies many rows only as integers
         "key": np.s_[1:],
         "exponent": 2.0,
@@ -133,6 +139,13 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "labels": lambda: rng.integers(0, scale.vocab, tokens),
         "q_offsets": lambda: offsets,
         "k_offsets": lambda: offsets,
+        "offsets": lambda: np.linspace(0, CHOSEN * tokens, EXPERTS + 1).astype(int),
+        **dict.fromkeys(
+            ("order", "places"),
+            lambda: rng.permutation(CHOSEN * tokens).reshape(tokens, CHOSEN).astype(np.int32),
+        ),
+        "route_backward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN), np.int32),
+        "sort_by_expert_forward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN)),
         "positions": lambda: np.arange(tokens)[None],
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],
         "lengths": lambda: np.array([tokens]),
@@ -291,6 +304,7 @@ def _array(operand: Operand, known: dict[str, Any], rng: Any) -> Any:
     if operand.kind == "int":
         return rng.integers(0, known[operand.below or ""], shape)
     array = rng.standard_normal(shape, np.float32)
-    if operand.name.endswith("weight") and len(shape) == 2:
-        array *= shape[1] ** -0.5  # as in a new layer, whose results are near 1
+    matrix = operand.name.endswith(("weight", "gate_up", "down"))
+    if matrix and len(shape) in (2, 3):
+        array *= shape[-1] ** -0.5  # as in a new layer, whose results are near 1
     return array

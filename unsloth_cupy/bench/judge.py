@@ -19,6 +19,7 @@ EPS = {
     "float32": 2.0**-23,
     "int8": 0.0,
     "uint8": 0.0,
+    "int32": 0.0,
 }
 DEFINITION = "NumPy definition"
 

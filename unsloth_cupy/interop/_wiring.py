@@ -110,7 +110,12 @@ def check_places(op: Op[..., Any], arrays: Sequence[Any], place: str) -> None:
 
 
 def is_product(op: Op[..., Any]) -> bool:
-    """Return whether an op sums over an axis that two operands share, as matrix products do."""
+    """Return whether an op sums over an axis that two operands share, as matrix products do.
+
+    An op that declares a dtype for autocast is none: a router's bias shares an axis with logits.
+    """
+    if op.facts.get("autocast"):
+        return False
     inputs = [o for o in op.contract.inputs if o.kind in (*LEADING, "param")]
     output_axes = {axis for o in op.contract.outputs for axis in o.axes}
     shared = [{*one.axes} & {*other.axes} for one in inputs for other in inputs if one is not other]

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers and their losses, sorted rows, grouped products, whole layers."""

@@ -1,0 +1,169 @@
+"""A linear layer for each group of rows.
+
+y[p] = x[p] weight[e]^T + bias[e]        e is the group of p: offsets[e] <= p < offsets[e + 1]
+"""
+
+from collections.abc import Iterator, Set
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import contiguous, empty
+from ...core.dtypes import Array, Stored
+from ...core.op import op
+from ...core.stand_in import is_planned
+from ...errors import RangeError
+from ..common.checks import check_wanted, requested_gradients
+from ..common.gemm import gemm
+from ..common.no_kernel import no_kernel
+from ._grouped import FORWARD, MOST, ROWS, WEIGHTS, add_rows, groups_of, multiply
+
+
+@op(
+    "x(assignments, inputs), weight(experts, outputs, inputs): weight, offsets(experts+1): int,"
+    " bias?(experts, outputs): param -> y(assignments, outputs)",
+    widen=False,  # products take 16-bit operands as they are
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[1],
+)
+def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None = None) -> Array:
+    """Multiply each group of rows by its own weight: ``y[p] = x[p] @ weight[e].T + bias[e]``.
+
+    Parameters
+    ----------
+    x : (assignments, inputs) float
+        Rows, sorted by group: those of group e are ``x[offsets[e]:offsets[e + 1]]``.
+    weight : (experts, outputs, inputs) float
+        A matrix for each group.
+    offsets : (experts + 1,) int32 or int64
+        From 0 to the number of rows, as ``sort_by_expert`` returns them; groups may be empty.
+    bias : (experts, outputs) dtype of x or float32, optional
+
+    Returns
+    -------
+    y : (assignments, outputs) float
+        Accumulated in float32 (float64 for float64 arrays) and rounded once.
+
+    Raises
+    ------
+    RangeError
+        offsets do not rise from 0 to the number of rows.  On a GPU the host does not read them:
+        rows of no group give 0.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import grouped_linear, grouped_linear_backward
+    >>> x, weight = np.ones((3, 4), np.float32), np.ones((2, 5, 4), np.float32)
+    >>> weight[1] = 2
+    >>> offsets = np.array([0, 1, 3])  # a row of the first group, two of the second
+    >>> y = grouped_linear(x, weight, offsets)
+    >>> np.testing.assert_array_equal(y[:, 0], [4, 8, 8])
+    >>> dx, dweight, _, _ = grouped_linear_backward(np.ones_like(y), x, weight, offsets, None)
+    >>> np.testing.assert_array_equal(dweight[:, 0, 0], [1, 2])
+    """
+    outputs = weight.shape[1]
+    dtype = x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype)
+    y = empty((len(x), outputs), dtype, like=x)
+    for expert, part in parts("grouped_linear", offsets, len(x)):
+        if bias is not None:
+            y[part] = bias[expert]  # the product is added to it, in float32
+        gemm(x[part], weight[expert].T, out=y[part], add=bias is not None)
+    return y if y.dtype == x.dtype else y.astype(x.dtype)
+
+
+@grouped_linear.kernel
+def _launch(x: Array, weight: Array, offsets: Array, bias: Array | None) -> Any:
+    """Return y from two kernels: one lists the tiles of the groups, one multiplies."""
+    if (reason := without_kernel(weight)) is not None:
+        return no_kernel(reason)
+    x, weight, offsets = (contiguous(a) for a in (x, weight, offsets))
+    y = empty((x.shape[0], weight.shape[1]), x.dtype, like=x)
+    groups = groups_of(x.dtype, offsets, weight.shape[0], x.shape[0])
+    multiply(FORWARD, x, weight, y, groups, bias=bias)
+    return y
+
+
+@grouped_linear.gradient(widen=False)
+def grouped_linear_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    offsets: Array,
+    bias: Array | None,
+    *,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, None, Array | None]:
+    """Return the gradients of x, weight and bias, 0 for groups without rows; None if not wanted."""
+    call = "grouped_linear_backward"
+    needed = requested_gradients(call, wanted, x=x, weight=weight, bias=bias)
+    dx = empty(x.shape, dy.dtype, like=x) if "x" in needed else None
+    dweight = empty(weight.shape, dy.dtype, like=x) if "weight" in needed else None
+    dbias = bias if bias is None or "bias" not in needed else np.empty_like(bias)
+    for expert, part in parts(call, offsets, len(x)):
+        if dx is not None:
+            gemm(dy[part], weight[expert], out=dx[part])
+        if dweight is not None:
+            gemm(dy[part].T, x[part], out=dweight[expert])
+        if dbias is not None:
+            wide = np.promote_types(dy.dtype, np.float32)
+            dbias[expert] = dy[part].sum(axis=0, dtype=wide)
+    return dx, dweight, None, dbias if "bias" in needed else None
+
+
+@grouped_linear_backward.kernel
+def _launch_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    offsets: Array,
+    bias: Array | None,
+    wanted: Set[str] | None,
+) -> Any:
+    if (reason := without_kernel(weight)) is not None:
+        return no_kernel(reason)
+    dy, x, weight, offsets = (contiguous(a) for a in (dy, x, weight, offsets))
+    needed = requested_gradients("grouped_linear_backward", wanted, x=x, weight=weight, bias=bias)
+    groups = groups_of(x.dtype, offsets, weight.shape[0], x.shape[0])
+    dx = dweight = dbias = None
+    if "x" in needed:
+        dx = empty(x.shape, x.dtype, like=x)
+        multiply(ROWS, dy, weight, dx, groups)
+    if "weight" in needed:
+        dweight = empty(weight.shape, weight.dtype, like=x)
+        multiply(WEIGHTS, dy, x, dweight, groups)
+    if bias is not None and "bias" in needed:
+        dbias = empty(bias.shape, bias.dtype, like=x)
+        add_rows(dy, dbias, groups)
+    return dx, dweight, None, dbias
+
+
+def without_kernel(*weights: Any) -> str | None:
+    """Return why no kernel multiplies by these stacks; None if one does."""
+    if any(isinstance(weight, Stored) for weight in weights):
+        return "a quantized stack is multiplied expert by expert"
+    if weights[0].shape[0] > MOST:
+        return f"{weights[0].shape[0]} experts: the kernel lists the tiles of up to {MOST}"
+    return None
+
+
+def parts(call: str, offsets: Array, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the number and the rows of each group; raise RangeError if they are not all rows."""
+    if is_planned(offsets):
+        ends = [rows, *[rows] * (offsets.size - 2)]  # memory is the same in any case
+    else:
+        first, *ends = offsets.tolist()
+        if first != 0 or [0, *ends] != sorted([0, *ends]) or ends[-1:] != [rows][: len(ends)]:
+            problem = f"{call}: offsets are {[first, *ends]}; they must rise from 0 to {rows}"
+            raise RangeError(problem, expected=rows, actual=ends[-1] if ends else first)
+    start = 0
+    for expert, end in enumerate(ends):
+        yield expert, slice(start, end)
+        start = end
+
+
+grouped_linear_backward.require(check_wanted)
+grouped_linear_backward.facts["operations"] = lambda a: (
+    2 * a["x"].size * a["weight"].shape[1] * sum(a.get(n) is not None for n in ("dx", "dweight"))
+)

@@ -12,16 +12,25 @@ import threading
 import tracemalloc
 import types
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from unsloth_cupy import linear, linear_backward
+from unsloth_cupy.core import replay
 from unsloth_cupy.core.dtypes import BFLOAT16, FLOATS
 from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
 from unsloth_cupy.ops.common import gemm as common_gemm
 from unsloth_cupy.ops.common.gemm import gemm
 from unsloth_cupy.ops.linear.linears import linears, linears_backward
+from unsloth_cupy.ops.linear.lora import lora_linear_backward, lora_linear_forward
+from unsloth_cupy.ops.linear.lora_linears import (
+    lora_down,
+    lora_down_backward,
+    lora_up,
+    lora_up_backward,
+)
 
 from ..harness.parity import EPS, on_gpu
 from ..machines.stand_in import Machine, gpu
@@ -147,7 +156,8 @@ class Cublas:
         scalar = {68: ctypes.c_float, 70: ctypes.c_double}[compute]
         sums = np.dtype({68: np.float32, 70: np.float64}[compute])
         old = scalar.from_address(beta).value
-        assert (scalar.from_address(alpha).value, old in (0, 1)) == (1, True)
+        factor = scalar.from_address(alpha).value
+        assert old in (0, 1)
         assert a[1] == b[1], "cuBLAS takes operands of one dtype"
         assert a[2] >= (k if flag_a else m)
         assert b[2] >= (n if flag_b else k)
@@ -164,7 +174,7 @@ class Cublas:
                 operands.append((matrix.T if flag else matrix).astype(sums))
             dtype = NAMES[c[1]]
             out = by_columns(c[0] + i * c[3] * dtype.itemsize, dtype, m, n, c[2])
-            made = operands[0] @ operands[1]
+            made = factor * (operands[0] @ operands[1])
             out[...] = made + out.astype(sums) if old else made
         return self.status
 
@@ -450,6 +460,59 @@ def test_replayed_products_take_the_arrays_of_their_call(
             close(one.values, ys[0].values)
             close(back[1].values, dweights[0].values)
             assert back[0] is back[2] is None
+
+
+@pytest.mark.parametrize("rank", [3, 65], ids=["one pass over dy", "two products"])
+def test_an_adapter_is_replayed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the stand-in write nothing: up and db of one pass over dy stay zero."""
+    shapes = {"x": (2, 4, 8), "weight": (6, 8), "a": (rank, 8), "b": (6, rank), "dy": (2, 4, 6)}
+    with gpu("90") as machine:
+        machine.strict = False
+        library = Cublas()
+        monkeypatch.setattr(common_gemm, "cublas", lambda: library)
+        monkeypatch.setattr(replay, "_recorded", recorded := mock.Mock(wraps=replay._recorded))
+        for seed in range(4):
+            values = [
+                draw(*each, dtype=np.dtype(np.float32), seed=seed) for each in shapes.values()
+            ]
+            x, weight, a, b, dy = values
+            placed = [machine.place(value) for value in values]
+            recorded.side_effect = None if seed < 2 else AssertionError("recorded again")
+            y, low = lora_linear_forward(*placed[:4], scale=0.5)
+            (down,) = lora_down(placed[0], placed[2])[:1]
+            up = lora_up(placed[0], placed[1], down, placed[3], scale=0.5)
+            expected = x @ weight.T + 0.5 * (x @ a.T) @ b.T
+            for actual in (y, up):
+                close(actual.values, expected)
+            close(down.values, low.values)
+            dx, _, da, db, *_ = lora_linear_backward(
+                placed[4],
+                None,
+                *placed[:4],
+                None,
+                None,
+                low,
+                scale=0.5,
+                wanted=frozenset({"x", "a", "b"}),
+            )
+            *_, dlow, _, _, _ = lora_up_backward(
+                placed[4],
+                placed[0],
+                placed[1],
+                down,
+                placed[3],
+                None,
+                None,
+                scale=0.5,
+                wanted=frozenset({"low", "b"}),
+            )
+            of_low = np.zeros((2, 4, rank)) if rank == 3 else 0.5 * dy @ b
+            close(dlow.values, of_low)
+            close(dx.values, dy @ weight + of_low @ a)
+            close(da.values, of_low.reshape(8, -1).T @ x.reshape(8, 8))
+            close(db.values, 0.5 * dy.reshape(8, -1).T @ low.values.reshape(8, -1) * (rank > 3))
+            da_of_down = lora_down_backward(dlow, None, None, placed[0], placed[2])[1]
+            close(da_of_down.values, da.values)
 
 
 def close(actual: np.ndarray, expected: Any) -> None:

@@ -47,7 +47,7 @@ def constants(
                            from shared memory to registers
         hidden <= 8192     one block per row, 16 values per thread; two or more blocks per SM,
                            backward if the sums of so many fit into its shared memory; up to 2048
-                           then 6 of 128 threads, as more of them write more partial sums
+                           then 6 of 128 threads, up to 1024 8 of 64: more write more partial sums
         above, sm_90       2, 4 or 8 such blocks in a cluster, then 8 of 1024 threads, up to 131,072
         ..., backward      8 of 512 threads that hold 32 values instead; with a bias 512 threads per
                            SM, as 64 registers are too few for both sums
@@ -66,8 +66,8 @@ def constants(
         room = 1280
     if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
         room = 512
-    if backward and row_threads == 128:
-        room = 768
+    if backward:
+        room = min(room, {64: 512, 128: 768}.get(row_threads, room))
     row_threads = min(room, row_threads)
     threads = row_threads if row_threads > 32 else 256
     values = -(-hidden // (cluster * row_threads * lanes)) * lanes

@@ -17,8 +17,8 @@ from ..parallel.ulysses import check_heads
 from ..parallel.zero import Zero1
 from ..parallel.zero3 import Zero3
 from ..placement import to_device_of, to_numpy
+from ..training.adamw import AdamW
 from ..training.gradients import measure_gradients, sum_gradients
-from ..training.optimizer import AdamW
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
 from .averages import scale_per_code, stored_form

@@ -26,8 +26,8 @@ from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import STATES, Zero1
 from ..placement import to_device_of, to_numpy
+from ..training.adamw import AdamW
 from ..training.find_nan import NonFiniteError, find_nan, fine
-from ..training.optimizer import AdamW
 from ..training.precision import DTYPES
 from .callbacks import Callbacks
 from .engine import Engine

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.dtypes import FLOAT32
-from ..training.optimizer import AdamW
+from ..training.adamw import AdamW
 from ..training.precision import compute_copies
 from .ledger import MASTER, OPTIMIZER, WEIGHTS, Ledger
 from .planned import Planned, PlannedOnHost, recording_in

@@ -16,8 +16,8 @@ from ..core.arrays import empty
 from ..errors import ConfigError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.optimizers.gradients import GradientMeasure
+from ..training.adamw import AdamW
 from ..training.gradients import check_mapping
-from ..training.optimizer import AdamW
 from ._pieces import Piece, divided, length, turns
 from ._shards import by_dtype, measured_parts
 from .communicator import Communicator, check_communicator

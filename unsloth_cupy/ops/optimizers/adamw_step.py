@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.arrays import contiguous
-from ...core.dtypes import KERNEL_DTYPES, Array, allowed
+from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.gpu import device_of
 from ...core.kernel import load
 from ...core.stand_in import representative_steps
@@ -23,6 +23,7 @@ from ...placement import full_like, stream, synchronize_stream, to_device_of
 from ..common import many
 from ..common.dynamic_codes import BLOCK, decode, encode, tables
 from .adamw import adamw_
+from .host import gradient_dtypes
 
 PART = 1 << 16  # values decoded at a time on the host, so that they stay in its cache
 KEPT_TABLES = 8  # tables kept, by stream and addresses of the gradients, which seldom change
@@ -38,18 +39,12 @@ class Tensor(NamedTuple):
     mean_scale: Any | None  # the scale of each block of codes
     square_scale: Any | None
 
-    @property
-    def dtypes(self) -> tuple[Any, Any]:
-        """The dtypes that a gradient may have: the one that the model computes in, or float32."""
-        model = self.parameter if self.copy is None else self.copy
-        return model.dtype, allowed("param", model.dtype)[-1]
-
 
 def host_step(tensor: Tensor, gradient: Array, *, factor: float, **options: Any) -> None:
     """Perform a step of one tensor with NumPy's definition."""
     parameter: Any = tensor.parameter
     if factor != 1 or tensor.copy is not None:
-        gradient = gradient.astype(tensor.dtypes[1]) * np.float32(factor)
+        gradient = gradient.astype(gradient_dtypes(tensor)[1]) * np.float32(factor)
     if tensor.mean_scale is None:
         adamw_(parameter, gradient, tensor.mean, tensor.square, **options)
     else:
@@ -87,9 +82,9 @@ class Launcher:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], betas: tuple[float, float], steps: int
+        self, tensors: Mapping[str, Tensor], betas: tuple[float, float], eps: float, steps: int
     ) -> None:
-        self.tensors, self.betas = dict(tensors), betas
+        self.tensors, self.betas, self.eps = dict(tensors), betas, eps
         self.lead = next(iter(tensors.values())).parameter
         self.tables: dict[Any, many.Table] = {}
         self.maps = None
@@ -112,18 +107,16 @@ class Launcher:
         self.tensors = {name: tensors[name] for name in self.tensors}
         self.tables.clear()  # they have the addresses of the old copies
 
-    @property
-    def steps(self) -> int:
-        """The number of steps that were not skipped; reading it waits for the device."""
+    def numbers(self) -> dict[str, float]:
+        """Return the number of steps that were not skipped; reading it waits for the device."""
         with device_of(self.counts):
-            return int(self.counts[0])
+            return {"steps": int(self.counts[0])}
 
     def __call__(
         self,
         gradients: Sequence[Array],
         *,
         lr: float,
-        eps: float,
         weight_decay: float,
         finite: Any,
         factor: Any,
@@ -154,7 +147,7 @@ class Launcher:
             beta2,
             1 - beta2,
             lr,
-            eps,
+            self.eps,
             1 - lr * weight_decay,
         )
 
@@ -184,7 +177,7 @@ class Kind(enum.IntFlag):
 
 def _kind(tensor: Tensor, gradient: Any) -> int:
     """Return the dtype's number and the flags of a tensor, in one integer."""
-    model = tensor.dtypes[0]
+    model = gradient_dtypes(tensor)[0]
     copied, coded = tensor.copy is not None, tensor.mean_scale is not None
     flags = Kind.COPIED * copied | Kind.WIDE * (gradient.dtype != model) | Kind.CODED * coded
     return KERNEL_DTYPES.index(model) | flags

@@ -210,6 +210,7 @@ def test_averages_come_and_go_without_a_trace(fails: bool) -> None:
     for seed in range(3):
         optimizer.step(drawn(seed=seed))
     before, points = all_bytes(optimizer, copies), {n: a.copy() for n, a in masters.items()}
+    other = ScheduleFreeAdamW(drawn(), betas=(0.8, 0.9), lr=0.1)
     with contextlib.suppress(KeyError), optimizer.averages():
         for name, actual in masters.items():
             base = optimizer.state()[f"base.{name}"]
@@ -223,10 +224,14 @@ def test_averages_come_and_go_without_a_trace(fails: bool) -> None:
         for call, given in (("step", drawn()), ("load_state", optimizer.state())):
             with pytest.raises(ConfigError, match=f"{call}: the parameters are the averages now"):
                 getattr(optimizer, call)(given)
+        other.load_state(optimizer.state())  # goes on from the points
+        with pytest.raises(ConfigError, match=r"names differ in \['point.tall'\]"):
+            other.load_state({n: a for n, a in optimizer.state().items() if n != "point.tall"})
         if fails:
             raise KeyError
     assert all_bytes(optimizer, copies) == before
     assert inside != before
+    assert all_bytes(other) == all_bytes(optimizer)
 
 
 def test_the_average_is_that_of_all_bases() -> None:

@@ -165,28 +165,10 @@ class Optimizer:
         ShapeError, DTypeError, FrameworkError
             A gradient does not fit its parameter.  Nothing has been changed then.
         """
-        rate, call = self.lr if lr is None else lr, f"{self.call}.step"
-        if not is_number(rate) or not 0 <= rate < math.inf:
-            raise ConfigError(f"{call}: lr={rate}; pass a finite number, 0 or more")
-        kind = getattr(getattr(factor, "dtype", None), "kind", "O")
-        if not is_number(factor) and not (kind in "iuf" and factor.shape == ()):
-            raise ConfigError(f"{call}: factor={factor!r}; pass a number, or one in an array")
-        if getattr(finite, "shape", ()) != ():
-            raise ConfigError(f"{call}: finite={finite!r}; pass True or False for all of them")
-        check_mapping(call, gradients)
-        if gradients.keys() != self.parameters.keys():
-            missing = sorted(self.parameters.keys() - gradients.keys())
-            unknown = sorted(map(str, gradients.keys() - self.parameters.keys()))
-            raise ConfigError(
-                f"{call}: missing {missing}, unknown {unknown};"
-                " pass one gradient for every parameter, by its name"
-            )
-        for name, tensor in self.tensors.items():
-            what = f"{call}: gradient of {name}"
-            _check(what, gradients[name], tensor.parameter, gradient_dtypes(tensor))
+        rate = self.check(gradients, lr, finite=finite, factor=factor)
         rates = [self._rates(group, rate) for group in self.groups if group["names"]]
         ordered = [[gradients[name] for name in names] for names in self._names()]
-        with span(call, self.home, lambda: self._traffic([*gradients.values()])):
+        with span(f"{self.call}.step", self.home, lambda: self._traffic([*gradients.values()])):
             if self.launchers:
                 for launcher, own, options in zip(self.launchers, ordered, rates, strict=True):
                     launcher(own, finite=finite, factor=factor, **options)
@@ -196,6 +178,24 @@ class Optimizer:
                 for names, own, options in zip(self._names(), ordered, rates, strict=True):
                     for name, gradient in zip(names, own, strict=True):
                         self._update(name, gradient, **options, **shared)
+
+    def check(
+        self, gradients: Mapping[str, Array], lr: float | None, *, finite: Any, factor: Any
+    ) -> float:
+        """Return the rate of a step with these arguments; raise what it would raise."""
+        rate, call = self.lr if lr is None else lr, f"{self.call}.step"
+        if not is_number(rate) or not 0 <= rate < math.inf:
+            raise ConfigError(f"{call}: lr={rate}; pass a finite number, 0 or more")
+        kind = getattr(getattr(factor, "dtype", None), "kind", "O")
+        if not is_number(factor) and not (kind in "iuf" and factor.shape == ()):
+            raise ConfigError(f"{call}: factor={factor!r}; pass a number, or one in an array")
+        if getattr(finite, "shape", ()) != ():
+            raise ConfigError(f"{call}: finite={finite!r}; pass True or False for all of them")
+        check_names(call, gradients, self.parameters)
+        for name, tensor in self.tensors.items():
+            what = f"{call}: gradient of {name}"
+            _check(what, gradients[name], tensor.parameter, gradient_dtypes(tensor))
+        return rate
 
     def _rates(self, group: Mapping[str, Any], rate: float) -> dict[str, Any]:
         """Return the rate and the decay of a group in a step of this rate."""
@@ -272,8 +272,7 @@ class Optimizer:
                 f"{self.call}.load_state: names differ in {different}, {told};"
                 " pass what state() returned for the same parameters"
             )
-        for name, array in own.items():
-            _check(f"{self.call}.load_state: {name}", state[name], array, (array.dtype,))
+        check_states(self.call, own, state)
         for name, array in own.items():
             array[...] = state[name]
         for group, own_rates in zip(self.groups, rates.tolist(), strict=True):
@@ -317,6 +316,27 @@ def _groups(
             del rest[name]
         result.append({**group, "names": [*own]})
     return [*result, {"names": [*rest]}]
+
+
+def check_states(call: str, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise unless a state has arrays like each of an optimizer's own."""
+    if missing := sorted(own.keys() - state.keys()):
+        cure = "pass what state() returned for the same parameters"
+        raise ConfigError(f"{call}.load_state: names differ in {missing}; {cure}")
+    for name, array in own.items():
+        _check(f"{call}.load_state: {name}", state[name], array, (array.dtype,))
+
+
+def check_names(call: str, gradients: Mapping[str, Array], parameters: Mapping[str, Array]) -> None:
+    """Raise unless there is one gradient for every parameter."""
+    check_mapping(call, gradients)
+    if gradients.keys() != parameters.keys():
+        missing = sorted(parameters.keys() - gradients.keys())
+        unknown = sorted(map(str, gradients.keys() - parameters.keys()))
+        raise ConfigError(
+            f"{call}: missing {missing}, unknown {unknown};"
+            " pass one gradient for every parameter, by its name"
+        )
 
 
 def checked_betas(call: str, betas: Any) -> tuple[float, float]:

@@ -12,7 +12,10 @@ from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..ops.optimizers.host import host_step
 from ..ops.optimizers.schedule_free import Tensor, average, schedule_free, weighted
-from .optimizer import Optimizer, checked_betas
+from .gradients import check_mapping
+from .optimizer import Optimizer, check_states, checked_betas
+
+POINT = "point."  # before the name of a parameter, in a state
 
 
 @check_options
@@ -40,8 +43,8 @@ class ScheduleFreeAdamW(Optimizer):
 
     Attributes
     ----------
-    averaged : bool
-        Whether the parameters are the averages now.
+    points : dict of str to array
+        What the parameters will be after ``averages``; outside of it nothing.
     """
 
     kind = Tensor
@@ -64,7 +67,7 @@ class ScheduleFreeAdamW(Optimizer):
             raise ConfigError(f"ScheduleFreeAdamW: betas={betas}; {problem}, above 0")
         if not is_integer(warmup, 0):
             raise ConfigError(f"ScheduleFreeAdamW: warmup={warmup}; pass a whole number, 0 or more")
-        self.warmup, self.averaged = warmup, False
+        self.warmup, self.points = warmup, dict[str, Any]()
         super().__init__(parameters, groups, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _tensor(self, name: str, parameter: Any) -> Tensor:
@@ -99,9 +102,25 @@ class ScheduleFreeAdamW(Optimizer):
         super().step(gradients, lr, finite=finite, factor=factor)
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from a ``state()``; errors are as of ``step``."""
+        """Continue from a ``state()``; errors are as of ``AdamW.load_state`` and of ``step``.
+
+        The points of a state from inside of ``averages`` become the parameters.
+        """
         self._check_outside("load_state")
-        super().load_state(state)
+        check_mapping(f"{self.call}.load_state", state)
+        points = {f"{POINT}{name}": parameter for name, parameter in self.parameters.items()}
+        points = points if points.keys() & state.keys() else {}
+        check_states(self.call, points, state)
+        super().load_state({n: array for n, array in state.items() if n not in points})
+        for name in points:
+            _write(self.tensors[name.removeprefix(POINT)], state[name])
+
+    def state(self) -> dict[str, Array]:
+        """Return what ``AdamW.state`` does; inside of ``averages`` with ``point.<name>``, too.
+
+        A checkpoint of the averages, with such a state, goes on from the points.
+        """
+        return super().state() | {f"{POINT}{name}": array for name, array in self.points.items()}
 
     def averages(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters, and their copies, are the averages.
@@ -111,7 +130,7 @@ class ScheduleFreeAdamW(Optimizer):
         return _Averages(self)
 
     def _check_outside(self, call: str) -> None:
-        if self.averaged:
+        if self.points:
             problem = "the parameters are the averages now"
             raise ConfigError(f"{self.call}.{call}: {problem}; leave the with block before")
 
@@ -120,24 +139,25 @@ class _Averages(AbstractContextManager[None]):
     """Makes the parameters of an optimizer their averages, unless they are."""
 
     def __init__(self, optimizer: ScheduleFreeAdamW) -> None:
-        self.optimizer, self.kept = optimizer, dict[str, Any]()
+        self.optimizer, self.leaves = optimizer, False
 
     def __enter__(self) -> None:
         own = self.optimizer
-        if own.averaged:
+        if own.points:
             return
+        self.leaves = True
         with device_of(own.home):
             for name, tensor in own.tensors.items():
-                self.kept[name] = tensor.parameter.copy()
+                own.points[name] = tensor.parameter.copy()
                 _write(tensor, average(tensor.parameter, tensor.base, beta1=own.betas[0]))
-        own.averaged = True
 
     def __exit__(self, *_: Any) -> None:
-        with device_of(self.optimizer.home):
-            for name, array in self.kept.items():
-                _write(self.optimizer.tensors[name], array)
-                self.optimizer.averaged = False
-        self.kept.clear()
+        own = self.optimizer
+        if self.leaves:
+            with device_of(own.home):
+                for name, point in own.points.items():
+                    _write(own.tensors[name], point)
+            own.points = {}
 
 
 def _write(tensor: Tensor, value: Any) -> None:

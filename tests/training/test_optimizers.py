@@ -183,8 +183,9 @@ def test_muon_takes_matrices_alone() -> None:
     [
         (Muon, {"momentum": 1.0}, "momentum=1.0; pass a number from 0 to below 1"),
         (Muon, {"adjust": "rms"}, "choose from original, match_rms_adamw|original"),
-        (Muon, {"parts": {"wide": (2, 3)}}, r"parts=.*; pass the rows of each matrix"),
-        (Muon, {"parts": {"v": (6,)}}, r"parts=.*; pass the rows of each matrix"),
+        (Muon, {"parts": {"wide": (2, 3)}}, r"parts=.*: pass \{name: rows of each"),
+        (Muon, {"parts": {"v": (6,)}}, r"parts=.*: pass \{name: rows of each"),
+        (Muon, {"parts": "wide"}, r"parts=.*: pass \{name: rows of each"),
         (Adafactor, {"beta2_decay": 0.1}, "beta2_decay=0.1; pass a number, 0 or less"),
         (Adafactor, {"d": 0.0}, "d=0.0; pass a finite number above 0"),
         (Adafactor, {"eps": 1e-3}, "eps=0.001; pass two numbers"),

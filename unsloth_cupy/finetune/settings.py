@@ -33,7 +33,9 @@ PYTHON = "Python's documentation"
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
 OPTIMIZERS = ("adamw", "adamw8bit", *KINDS[1:])
-RATES = {"adafactor": 10.0, "lion": 0.2, "schedulefree": 2.5}  # default rates, of AdamW's
+# default rates beside AdamW's: of weights, of adapters (Adafactor's are shares of a weight, and at
+# first those of an adapter are 0)
+RATES = {"adafactor": (10.0, 300.0), "lion": (0.3, 0.3), "schedulefree": (2.5, 2.5)}
 DTYPES = ("float32", "bfloat16", "float16")
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
@@ -302,10 +304,11 @@ class Settings:
         """
         ends = steps or self.steps or STEPS
         rate = NEW_RATE if new else RATE if self.lora is None else ADAPTER_RATE
+        share = RATES.get(self.optimizer, (1.0, 1.0))[self.lora is not None]
         falls = "constant" if self.optimizer == "schedulefree" else "cosine"
         defaults = {
             "steps": ends,
-            "lr": self.lr or rate * RATES.get(self.optimizer, 1),
+            "lr": self.lr or rate * share,
             "decay": self.decay or falls,
             "tokens": self.tokens or TOKENS,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),

@@ -1,5 +1,6 @@
 """Muon over named matrices."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,14 +68,19 @@ class Muon(Optimizer):
             "nesterov": bool(nesterov),
             "adjust": adjust,
         }
-        self.parts = dict(parts or {})
         super().__init__(parameters, groups, lr=lr, weight_decay=weight_decay)
-        for name, rows in self.parts.items():
-            fits = name in self.parameters and all(is_integer(each, 1) for each in rows)
-            if not fits or sum(rows) != len(self.parameters[name]):
-                shapes = {n: p.shape for n, p in self.parameters.items() if n == name}
-                cure = "pass the rows of each matrix in a parameter, which add up to its own"
-                raise ConfigError(f"Muon(parts={{{name!r}: {rows}}}): {shapes}; {cure}")
+        sizes = {name: len(parameter) for name, parameter in self.parameters.items()}
+        given: Any = {} if parts is None else parts
+        fits = isinstance(given, Mapping) and all(
+            isinstance(rows, tuple | list)
+            and all(is_integer(each, 1) for each in rows)
+            and sizes.get(name) == sum(rows)
+            for name, rows in given.items()
+        )
+        if not fits:
+            cure = "pass {name: rows of each matrix in it}, which add up to its own rows"
+            raise ConfigError(f"Muon(parts={reprlib.repr(parts)}): {cure}")
+        self.parts: dict[str, Sequence[int]] = dict(given)
 
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         if parameter.ndim != 2:

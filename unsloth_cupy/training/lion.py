@@ -9,6 +9,7 @@ from ..core.call import check_options
 from ..core.dtypes import Array, allowed
 from ..ops.optimizers.host import host_step
 from ..ops.optimizers.lion import Tensor, lion
+from ..ops.optimizers.steps import LionLauncher
 from .optimizer import Optimizer, checked_betas
 
 
@@ -46,6 +47,9 @@ class Lion(Optimizer):
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         wide = allowed("stat", parameter.dtype)[0]
         return Tensor(parameter, None, np.zeros_like(parameter, wide))
+
+    def _launcher(self, tensors: Mapping[str, Any]) -> LionLauncher:
+        return LionLauncher(tensors, self.betas, self.numbers)
 
     def _update(self, name: str, gradient: Any, **options: Any) -> None:
         host_step(lion, self.tensors[name], gradient, betas=self.betas, **options)

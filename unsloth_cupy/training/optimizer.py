@@ -15,6 +15,7 @@ from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from ..ops.common.many import launchable
 from ..ops.common.spans import span
 from ..ops.optimizers.host import gradient_dtypes
+from ..ops.optimizers.launch import Rates
 from ..placement import on_gpu_of_attribute
 from .gradients import check_in_place, check_mapping, check_place
 
@@ -171,7 +172,7 @@ class Optimizer:
         with span(f"{self.call}.step", self.home, lambda: self._traffic([*gradients.values()])):
             if self.launchers:
                 for launcher, own, options in zip(self.launchers, ordered, rates, strict=True):
-                    launcher(own, finite=finite, factor=factor, **options)
+                    launcher(own, Rates(**options, of_step=rate), finite=finite, factor=factor)
             elif finite:
                 self.numbers["steps"] += 1
                 shared = {**self._begin(rate), "factor": float(factor)}

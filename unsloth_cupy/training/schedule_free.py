@@ -12,6 +12,7 @@ from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..ops.optimizers.host import host_step
 from ..ops.optimizers.schedule_free import Tensor, average, schedule_free, weighted
+from ..ops.optimizers.steps import ScheduleFreeLauncher
 from .gradients import check_mapping
 from .optimizer import Optimizer, check_states, checked_betas
 
@@ -73,6 +74,9 @@ class ScheduleFreeAdamW(Optimizer):
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         wide = allowed("stat", parameter.dtype)[0]
         return Tensor(parameter, None, parameter.astype(wide), np.zeros_like(parameter, wide))
+
+    def _launcher(self, tensors: Mapping[str, Any]) -> ScheduleFreeLauncher:
+        return ScheduleFreeLauncher(tensors, self.betas, self.eps, self.warmup, self.numbers)
 
     def _begin(self, rate: float) -> dict[str, Any]:
         step = int(self.numbers["steps"])

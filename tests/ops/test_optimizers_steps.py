@@ -79,19 +79,20 @@ class Arena:
         return {n: np.array(a.get() if hasattr(a, "get") else a) for n, a in arrays.items()}
 
 
-class Steps(KernelAlone):
-    op = "adamw_"  # a step is none
+CASES = (
+    Case("several chunks"),
+    Case("float32 gradients", wide=True),
+    Case("master weights", master=True),
+    Case("groups", groups=True, master=True, wide=True),
+    *(  # one kind of arrays at a time: none hides another
+        Case(f"{kind} off alignment", master=True, offset=kind, shapes={"a": (300,)})
+        for kind in ("parameter", "copy", "gradient")
+    ),
+)
+
+
+class Steps:
     kind: Any
-    cases = (
-        Case("several chunks"),
-        Case("float32 gradients", wide=True),
-        Case("master weights", master=True),
-        Case("groups", groups=True, master=True, wide=True),
-        *(  # one kind of arrays at a time: none hides another
-            Case(f"{kind} off alignment", master=True, offset=kind, shapes={"a": (300,)})
-            for kind in ("parameter", "copy", "gradient")
-        ),
-    )
 
     def prove(self, case: Case, dtype: Any) -> None:
         """Steps equal those of the definition, and those of another run in all bits."""
@@ -122,12 +123,12 @@ class Steps(KernelAlone):
         self.judge(plain.everything(), actual.everything())
 
 
-class TestLionStep(Steps):
-    kind = Lion
+class TestLionStep(Steps, KernelAlone):
+    op, kind, cases = "adamw_", Lion, CASES  # a step is no op
 
 
-class TestScheduleFreeStep(Steps):
-    kind = ScheduleFreeAdamW
+class TestScheduleFreeStep(Steps, KernelAlone):
+    op, kind, cases = "adamw_", ScheduleFreeAdamW, CASES
 
 
 KINDS = pytest.mark.parametrize("kind", [Lion, ScheduleFreeAdamW])

@@ -77,6 +77,10 @@ def test_schedule_free_evaluates_and_saves_averages(text: Path, tmp_path: Path) 
     for name, array in model.parameters.items():
         np.testing.assert_array_equal(array, averages[name].astype(array.dtype))
     assert {line["lr"] for line in made.files.lines() if "lr" in line} == {4e-3 * 2.5}
+    loop, (*_, last) = made.loop, (line for line in made.files.lines() if "held_out_loss" in line)
+    assert loop is not None
+    loop._evaluate()  # of the averages, in memory
+    assert made.files.lines()[-1]["held_out_loss"] == last["held_out_loss"]
     best = train(text, tmp_path / "best", optimizer="schedulefree", keep_best=True)
     losses = [line["held_out_loss"] for line in best.files.lines() if "held_out_loss" in line]
     assert losses[-1] == min(losses), "else the best are other averages"

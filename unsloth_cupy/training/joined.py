@@ -50,6 +50,16 @@ class Joined:
         for each, some in zip(self.optimizers, own, strict=True):
             each.step(some, lr, finite=finite, factor=factor)
 
+    def traffic(self, gradients: Mapping[str, Array]) -> int:
+        """Return the bytes that a step moves."""
+        return sum(each.traffic(gradients) for each in self.optimizers)
+
+    @property
+    def launchers(self) -> list[Any]:
+        """What steps in one launch, if all optimizers have such."""
+        every = [each.launchers for each in self.optimizers]
+        return [launcher for each in every for launcher in each] if all(every) else []
+
     def state(self) -> dict[str, Any]:
         """Return the states of all optimizers; steps is common to them."""
         states = {n: a for each in self.optimizers for n, a in each.state().items()}

@@ -169,7 +169,7 @@ class Optimizer:
         rate = self.check(gradients, lr, finite=finite, factor=factor)
         rates = [self._rates(group, rate) for group in self.groups if group["names"]]
         ordered = [[gradients[name] for name in names] for names in self._names()]
-        with span(f"{self.call}.step", self.home, lambda: self._traffic([*gradients.values()])):
+        with span(f"{self.call}.step", self.home, lambda: self.traffic(gradients)):
             if self.launchers:
                 for launcher, own, options in zip(self.launchers, ordered, rates, strict=True):
                     launcher(own, Rates(**options, of_step=rate), finite=finite, factor=factor)
@@ -206,11 +206,15 @@ class Optimizer:
             return own | {"lr": rate}
         return own | {"lr": own["lr"] * (rate / self.lr) if self.lr else own["lr"]}
 
-    def _traffic(self, gradients: Sequence[Array]) -> int:
-        """Return the bytes that a step moves: gradients are read, copies written, the rest both."""
+    def traffic(self, gradients: Mapping[str, Array]) -> int:
+        """Return the bytes that a step moves: gradients are read, copies written, others both."""
         held = (each for tensor in self.tensors.values() for each in tensor if each is not None)
         copies = sum(t.copy.nbytes for t in self.tensors.values() if t.copy is not None)
-        return 2 * sum(array.nbytes for array in held) - copies + sum(g.nbytes for g in gradients)
+        return (
+            2 * sum(array.nbytes for array in held)
+            - copies
+            + sum(gradients[name].nbytes for name in self.parameters)
+        )
 
     def state(self) -> dict[str, Array]:
         """Return the arrays that a checkpoint saves besides the parameters, for ``load_state``.

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.gpu import device_of
 from ...core.kernel import load
-from ...placement import synchronize_stream, to_device_of, to_numpy
+from ...placement import synchronize_stream, to_device_of
 from ..common import many
 from .launch import Launch, Rates
 
@@ -69,7 +69,7 @@ class ScheduleFreeLauncher(Launch):
     def numbers(self) -> dict[str, float]:
         """Return the steps, the largest rate and the sum of weights; reading them waits."""
         with device_of(self.held):
-            held = dict(zip(self.names, to_numpy(self.held).tolist(), strict=False))
+            held = {name: float(self.held[place]) for place, name in enumerate(self.names)}
         return held | {"steps": int(held["steps"])}
 
     def launch(self, table: many.Table, factor: Any, finite: Any, rates: Rates) -> None:

@@ -228,7 +228,7 @@ def test_noise_on_embeddings_is_planned() -> None:
     at = next(n for n, moment in enumerate(planned.moments) if moment.op == "add")
     moment, (op, held) = planned.moments[at], ops[at]
     assert op == "add"
-    assert moment.total == pytest.approx(held, rel=0.02)
+    assert moment.total == pytest.approx(held, rel=0.02)  # what plans promise
     assert moment.total - without.moments[at].total > BATCH * TOKENS * config["hidden_size"] * 8
 
 

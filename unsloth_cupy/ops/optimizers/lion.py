@@ -30,8 +30,8 @@ def lion(
 ) -> None:
     """Update parameter and mean in place; all are float32, or float64."""
     beta1, beta2 = betas
-    change = gradient * (1 - beta1)
-    change += mean * beta1
+    change = mean * (beta1 / (1 - beta1))  # the same sign, with one temporary array
+    change += gradient
     np.sign(change, out=change)
     change *= lr
     parameter *= 1 - lr * weight_decay

@@ -61,10 +61,12 @@ def schedule_free(
     change += eps * unbiased
     np.divide(gradient, change, out=change)
     change *= unbiased
-    if weight_decay:
-        change += parameter * weight_decay
+    other = parameter * weight_decay
+    change += other
     change *= lr * growth
-    parameter += (base - parameter) * share
+    np.subtract(base, parameter, out=other)
+    other *= share
+    parameter += other
     base -= change
     change *= 1 - beta1 * (1 - share)
     parameter -= change

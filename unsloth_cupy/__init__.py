@@ -196,7 +196,11 @@ from .training.checkpoint import CheckpointConfig as CheckpointConfig
 from .training.checkpoint import checkpoint as checkpoint
 from .training.find_nan import NonFiniteError as NonFiniteError
 from .training.find_nan import find_nan as find_nan
-from .training.optimizer import AdamW as AdamW
+from .training.adafactor import Adafactor as Adafactor
+from .training.adamw import AdamW as AdamW
+from .training.lion import Lion as Lion
+from .training.muon import Muon as Muon
+from .training.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .training.precision import Autocast as Autocast
 from .training.precision import MixedPrecisionConfig as MixedPrecisionConfig
 from .training.precision import TrainingConfig as TrainingConfig

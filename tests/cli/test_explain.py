@@ -343,6 +343,8 @@ def test_a_step_has_a_floor_of_parts() -> None:
     assert sum(int(share) for share in re.findall(r"\((\d+)%\)", whole[0])) in range(96, 105)
     assert re.search(r"^AdamW.step +1 +kernel +\d", text, re.M)
     assert "AdamW" not in run(LLAMA, "--tokens", 16, "--optimizer", "none").output
+    text = run(LLAMA, "--tokens", 16, "--optimizer", "muon").output
+    assert re.search(r"^Muon and AdamW.step +1 +definition +\d", text, re.M)
 
 
 def test_a_step_of_adapters_and_of_fewer_bits() -> None:

@@ -69,6 +69,22 @@ def test_what_a_model_asks_for_is_what_is_compiled_ahead(dim: int) -> None:
     assert {kernel for kernel, _ in kernels - asked} == set(), "and nothing else"
 
 
+@pytest.mark.skipif(budget.missing() is not None, reason=str(budget.missing()))
+def test_the_step_of_the_optimizer_is_compiled_ahead() -> None:
+    sizes: dict[str, Any] = {"batch": 2, "tokens": 64, "dtype": "bfloat16"}
+    steps = {
+        name: {launch.kernel for launch in precompile.launches_of(
+            CONFIG, card_of("sm_90"), **sizes, optimizer=name)}
+        for name in ("adamw", "lion", "schedulefree", "muon")
+    }  # fmt: skip
+    alone = {name: kernels - steps["adamw"] for name, kernels in steps.items()}
+    assert alone == {
+        "adamw": set(), "lion": {"lion_step"}, "schedulefree": {"schedule_free_step"},
+        "muon": set(),
+    }  # fmt: skip
+    assert "adamw_step" in steps["muon"] - steps["lion"]
+
+
 def key(text: str) -> str:
     return cache.key_of(text, OPTIONS, (12, 9), "90")
 

@@ -22,7 +22,9 @@ import pytest
 
 from unsloth_cupy import (
     AdamW,
+    Lion,
     LossScaler,
+    ScheduleFreeAdamW,
     attention_backward,
     attention_forward,
     attention_varlen_backward,
@@ -173,6 +175,16 @@ def training_step(machine: Machine, dtype: Any, gradient: Any, bits: int, copies
     scaler.update(measured.finite)
 
 
+def other_step(machine: Machine, kind: Any, dtype: Any, gradient: Any, copies: bool) -> None:
+    """Make a step of another optimizer than AdamW."""
+    master = np.dtype("float32") if copies else dtype
+    optimizer = kind({"odd": machine.array((4100,), master)})
+    if copies:
+        optimizer.keep_copies({"odd": machine.array((4100,), dtype)})
+    finite, factor = machine.array((), np.bool_), machine.array((), np.float32)
+    optimizer.step({"odd": machine.array((4100,), gradient)}, finite=finite, factor=factor)
+
+
 def bias_gradient(machine: Machine, dtype: Any, bias: Any) -> None:
     """Compute the gradient of a bias; linear itself calls cuBLAS and has no kernel."""
     dy, x, weight = (machine.array(shape, dtype) for shape in ((64, 96), (64, 8), (96, 8)))
@@ -219,6 +231,14 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
                     training_step, dtype=dtype, gradient=gradient, bits=bits, copies=copies
                 ),
             )
+        wide = np.dtype("float32")
+        every = [(dtype, False), *[(wide, False), (dtype, True), (wide, True)] * narrow]
+        for (gradient, copies), kind in itertools.product(every, (Lion, ScheduleFreeAdamW)):
+            words = f"{dtype} gradient {gradient}{' copies' * copies}"
+            run = functools.partial(
+                other_step, kind=kind, dtype=dtype, gradient=gradient, copies=copies
+            )
+            yield f"{kind.__name__}.step", words, run
 
 
 def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:

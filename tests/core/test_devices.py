@@ -13,14 +13,18 @@ import pytest
 
 import unsloth_cupy
 from unsloth_cupy import (
+    Adafactor,
     AdamW,
     Autocast,
     CheckpointConfig,
     KVCache,
+    Lion,
     LoraLayer,
     LossScaler,
     MultiHeadAttention,
+    Muon,
     PagedKVCache,
+    ScheduleFreeAdamW,
     Tape,
     attention_layer,
     attention_layer_backward,
@@ -137,6 +141,22 @@ def optimizes_in_8_bits(place: Callable[..., Any]) -> Any:
         parameter = place(np.ones((80, 80), np.float32))
         optimizer = AdamW({"a": parameter.T if turned else parameter}, state_bits=8)
         optimizer.step({"a": place(np.ones((80, 80), np.float32))})
+        made.append(optimizer.state())
+    return made
+
+
+def optimizes_otherwise(place: Callable[..., Any]) -> Any:
+    """By rows, by products, and by averages that come and go."""
+    made = []
+    for kind in (Adafactor, Lion, Muon, ScheduleFreeAdamW):
+        optimizer: Any = kind({"a": place(np.ones((9, 60), np.float32))})
+        optimizer.keep_copies({"a": place(np.ones((9, 60), np.float16))})
+        for _ in range(2):
+            optimizer.step({"a": place(np.ones((9, 60), np.float32))}, factor=0.5)
+        assert optimizer.steps == 2
+        optimizer.load_state(optimizer.state())
+        made.append(optimizer.state())
+    with optimizer.averages():
         made.append(optimizer.state())
     return made
 
@@ -313,6 +333,7 @@ def models_are_saved(place: Callable[..., Any], folder: Path) -> Any:
 USES = {
     optimizes: "AdamW measure_gradients",
     optimizes_in_8_bits: "AdamW",
+    optimizes_otherwise: "Adafactor Lion Muon ScheduleFreeAdamW",
     clips: "clip_gradients measure_gradients",
     scales: "LossScaler",
     remembers: "KVCache",

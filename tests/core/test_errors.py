@@ -37,7 +37,10 @@ WEIGHTS = {"w": ROWS.copy()}
 
 # The arguments that a public class or function needs before its options can be wrong.
 NEEDED: dict[str, dict[str, Any]] = {
-    "AdamW": {"parameters": WEIGHTS},
+    **{
+        name: {"parameters": WEIGHTS}
+        for name in ("AdamW", "Muon", "Adafactor", "Lion", "ScheduleFreeAdamW")
+    },
     "KVCache": dict.fromkeys(("layers", "batch", "capacity", "kv_heads", "dim"), 2)
     | {"dtype": "float32"},
     "PagedKVCache": dict.fromkeys(("layers", "pages", "page", "kv_heads", "dim"), 2)

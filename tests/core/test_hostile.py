@@ -140,6 +140,10 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"gradients": {"w": normal(3, 4)}, "lr": 0.1, "factor": 1.0, "finite": True},
     ),
     "AdamW.load_state": (of(adamw, "load_state"), {"state": adamw().state()}),
+    **{
+        made.__name__: defaults(made, parameters={"w": normal(3, 4)})
+        for made in (uc.Muon, uc.Adafactor, uc.Lion, uc.ScheduleFreeAdamW)
+    },
     "LossScaler": defaults(uc.LossScaler),
     "MixedPrecisionConfig": defaults(uc.MixedPrecisionConfig),
     "TrainingConfig": defaults(

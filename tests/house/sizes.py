@@ -22,7 +22,7 @@ LIMITS = {
     "compiled": 80,
     "ops": 7300,
     "losses": 600,
-    "training": 950,
+    "training": 1060,
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,

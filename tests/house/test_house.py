@@ -34,6 +34,13 @@ API = {
     "Tape": "",
     "AdamW": "parameters, *, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01,"
     " state_bits=32",
+    "Muon": "parameters, *, lr=0.001, momentum=0.95, nesterov=True, weight_decay=0.1,"
+    " adjust='original'",
+    "Adafactor": "parameters, *, lr=0.01, beta2_decay=-0.8, eps=(None, 0.001), d=1.0,"
+    " weight_decay=0.0",
+    "Lion": "parameters, *, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0",
+    "ScheduleFreeAdamW": "parameters, *, lr=0.0025, betas=(0.9, 0.999), eps=1e-08,"
+    " weight_decay=0.0, warmup=0",
     "clip_gradients": "gradients, max_norm",
     "LossScaler": "scale=65536.0, *, dynamic=True, growth=2.0, backoff=0.5, interval=2000,"
     " minimum=1.0, maximum=2147483648.0",

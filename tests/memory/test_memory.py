@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import (
-    AdamW,
     CheckpointConfig,
     MemoryPlan,
     attention_forward,
@@ -24,6 +23,7 @@ from unsloth_cupy import (
     models,
 )
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
+from unsloth_cupy.finetune.engine import noisy, planned_with_noise
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory import plan as memory_plan
 from unsloth_cupy.memory.estimate import (
@@ -38,6 +38,7 @@ from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.memory.planned_functions import reshaped
 from unsloth_cupy.models.objective import next_token
+from unsloth_cupy.models.optimizers import OPTIMIZERS, optimizer_of
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 from unsloth_cupy.training import tape
@@ -61,6 +62,7 @@ def training(
     config: dict[str, Any],
     *,
     dtype: str = "float32",
+    optimizer: str = "adamw",
     state_bits: int = 32,
     rank: int | None = None,
     checkpoint_every: int | None = None,
@@ -75,10 +77,10 @@ def training(
     model.chunked_mlp = chunked_mlp
     if rank is not None:
         model.add_adapter(rank, **adapter)
-    optimizer = AdamW(model.trainable, state_bits=state_bits)
+    steps = optimizer_of(optimizer, model, state_bits=state_bits)
     copies = compute_copies(model.parameters, dtype)
     if rank is None:
-        optimizer.keep_copies(copies)
+        steps.keep_copies(copies)
     model.parameters = model.parameters | copies
     parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
     rows = np.random.default_rng(0).integers(0, 500, (batch, TOKENS))
@@ -92,7 +94,7 @@ def training(
         _, gradients = sum_gradients(passes(), accumulate)
         norms = measure_gradients(gradients, 0.1)
         assert norms.factor < 1, "gradients are clipped, which takes a copy"
-        optimizer.step(gradients, finite=norms.finite, factor=norms.factor)
+        steps.step(gradients, finite=norms.finite, factor=norms.factor)
 
     return step
 
@@ -124,6 +126,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16", "rank": 8, "checkpoint_every": 1, "accumulate": 2, "state_bits": 8,
     },
 }  # fmt: skip
+OTHERS = {name: {"optimizer": name, "dtype": "bfloat16"} for name in OPTIMIZERS[1:]}
 CHUNKED: dict[str, dict[str, Any]] = {
     "chunked MLP": {"chunked_mlp": True},
     "chunked MLP, most others": {
@@ -131,6 +134,7 @@ CHUNKED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = [(config, way) for config in (LLAMA, GEMMA) for way in WAYS] + [(PHI, "plain")]
+CASES += [(PHI, way) for way in OTHERS]  # fused matrices
 CASES += [(LLAMA, way) for way in CHUNKED] + [(PHI, "chunked MLP")]
 
 
@@ -151,7 +155,7 @@ def test_the_peak_is_as_planned(
     config: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_plan, "ALIKE", 1000)  # every pass is planned, and has its moments
-    given = (WAYS | CHUNKED)[way]
+    given = (WAYS | CHUNKED | OTHERS)[way]
     options = {"dtype": "float32"} | given
     planned = plan_memory(config, batch=BATCH, tokens=TOKENS, device="cpu", **options)
     peak, ops = measured(config, **given)
@@ -203,6 +207,29 @@ def test_the_objective_that_trains_is_planned(more: dict[str, Any]) -> None:
             for each in (squares, None)
         )
         assert whole > 1.2 * chunked
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_noise_on_embeddings_is_planned() -> None:
+    """In a model that is little else, where it makes the peak."""
+    config = LLAMA | {"vocab_size": 500, "num_hidden_layers": 1, "intermediate_size": 8}
+    options: dict[str, Any] = {"batch": BATCH, "tokens": TOKENS, "dtype": "float32"}
+
+    def objective(model: Any, **batch: Any) -> Any:
+        random = np.random.default_rng(0)
+        return noisy(functools.partial(next_token, **batch), 5.0, None, random, model)
+
+    peak, ops = measured(config, objective=objective)
+    planned, without = (
+        plan_memory(config, **options, device="cpu", objective=each)
+        for each in (functools.partial(planned_with_noise, next_token), None)
+    )
+    assert planned.total == pytest.approx(peak, rel=0.02)  # what plans promise
+    at = next(n for n, moment in enumerate(planned.moments) if moment.op == "add")
+    moment, (op, held) = planned.moments[at], ops[at]
+    assert op == "add"
+    assert moment.total == pytest.approx(held, rel=0.02)  # what plans promise
+    assert moment.total - without.moments[at].total > BATCH * TOKENS * config["hidden_size"] * 8
 
 
 @pytest.fixture
@@ -474,7 +501,12 @@ def test_sizes_beyond_all_machines_are_planned_or_named(
     [
         ({"dtype": "int8"}, "choose from float16, bfloat16, float32"),
         ({"dtype": "float64"}, "choose from"),
-        ({"optimizer": "sgd"}, "choose from adamw, none"),
+        ({"optimizer": "sgd"}, "choose from adamw, muon"),
+        ({"optimizer": "lion", "state_bits": 8}, "AdamW alone has averages of 8 bits; leave state"),
+        (
+            {"optimizer": "muon", "tensor_parallel": 2},
+            r"optimizer='muon'\): its steps need whole matrices; leave tensor_parallel=2 out",
+        ),
         ({"device": "cuda:1"}, "choose from cuda, cpu"),
         ({"state_bits": 4}, "choose 32 or 8"),
         ({"rank": 0}, "rank=0"),

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from unsloth_cupy import AdamW
+from unsloth_cupy import AdamW, ScheduleFreeAdamW
 from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import loop, ranks
+from unsloth_cupy.models import optimizers
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
@@ -46,6 +47,8 @@ class Run(NamedTuple):
 
 INTERLEAVED = "--layers 4 --pipeline-parallel 2 --pipeline-schedule interleaved"
 BITS = "--tensor-parallel 2 --state-bits 8"
+MUON, FACTOR = "--optimizer muon", "--optimizer adafactor --lr 0.03"
+FREE = "--optimizer schedulefree"
 LORA = "--quantize nf4 --lora 8"
 RUNS = {
     "one": Run(1, ""),
@@ -73,6 +76,13 @@ RUNS = {
     "bits-one": Run(2, BITS),
     "bits-stopped": Run(2, BITS),
     "bits-on-two": Run(2, BITS, "bits-stopped"),
+    "muon-one": Run(1, MUON),
+    "muon-all": Run(4, f"{MUON} --pipeline-parallel 2 --data-parallel 2"),
+    "factor-one": Run(1, FACTOR),
+    "factor-all": Run(4, f"{FACTOR} --pipeline-parallel 2 --context-parallel 2"),
+    "free-one": Run(1, FREE),
+    "free-stopped": Run(2, f"{FREE} --tensor-parallel 2"),
+    "free-on-two": Run(2, f"{FREE} --pipeline-parallel 2", "free-stopped"),
     "both": Run(4, "--context-parallel 2 --tensor-parallel 2"),
     "all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1"),
     "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),
@@ -82,7 +92,7 @@ ALWAYS = ("one", "stopped", "wrong")
 TURNS = (  # of each a third in a run, others in the next one; by how names begin
     ("data", "zero-3", "zero-1", "tensor", "pipeline", "context", "ulysses"),
     ("on-one", "on-three", "on-four", "on-3-contexts", "on-contexts"),
-    ("deep", "lora", "bits", "both", "all"),
+    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free"),
 )
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",
@@ -142,7 +152,8 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     """Run all grids."""
     whole = loop.Loop._gradients
     loop.Loop._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
-    loop.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
+    for kind in (AdamW, ScheduleFreeAdamW):
+        setattr(optimizers, kind.__name__, partial(kind, eps=EPS))
     printer.draw_curve = lambda *_: None  # type: ignore[assignment]
     printer.import_module = lambda _: None  # type: ignore[assignment]
     printer.sample = sample  # type: ignore[assignment]

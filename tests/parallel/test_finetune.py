@@ -33,6 +33,7 @@ SIZES = (
     "--evaluate-every", "6", "--save-every", "2", "--lr", "0.01", "--steps", "6",
 )  # fmt: skip
 WHOLE = "tests.parallel.commands"
+OWN = "deep", "lora", "bits", "muon", "factor", "free"  # that have a run of one rank
 REFUSED = {  # before ranks have met, and after
     "--pipeline-schedule zigzag": "Invalid value for '--pipeline-schedule'",
     "--epochs 2": "--steps and --epochs both say when to end",
@@ -90,9 +91,8 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     stopped = {*filter(is_stopped, runs)}
     assert done.stderr.count(f"stopped after step {STOP + 1}") == len(stopped), done.stderr
     for name, asked_for in runs.items():
-        one = next(
-            (f"{kind}-one" for kind in ("deep", "lora", "bits") if name.startswith(kind)), "one"
-        )
+        own = (f"{kind}-one" for kind in OWN if name.startswith(kind))
+        one = next(own, "one")
         if name not in stopped:
             same(tmp_path / name, tmp_path / one)
             made = (np.load(tmp_path / f"{run}-sample.npz")["arr_0"] for run in (name, one))

@@ -104,28 +104,20 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
         nonlocal moved
         _, gradients = model.loss_and_gradients(tokens, tokens)
         if steps is not None:
-            moved = sum(array.nbytes for array in gradients.values())
+            moved = steps.traffic(gradients)
             measure_gradients(gradients, 1.0)
             steps.step(gradients, finite=True, factor=CLIPPED)
 
     explanation = explained(step, shape(sizes, "int64"), device=device)
     if steps is None:
         return explanation
-    # a gradient is read; weights and two averages are read and written; copies are written
-    trained_arrays = steps.parameters
-    moved += sum(6 * array.nbytes for array in trained_arrays.values())
-    moved += sum(
-        model.parameters[n].nbytes
-        for n in trained_arrays.keys() & model.parameters.keys()
-        if model.parameters[n] is not trained_arrays[n]
-    )
     bandwidth = None if explanation.card is None else explanation.card.bandwidth
     floor = moved / bandwidth / 1e9 if bandwidth else None
     last = Step(
-        op="AdamW.step",
-        arguments=f"{len(trained_arrays)} weights",
-        kernel=True,
-        why="one launch for all weights",
+        op=f"{steps.call}.step",
+        arguments=f"{len(steps.parameters)} weights",
+        kernel=bool(steps.launchers),
+        why="one launch for all weights" if steps.launchers else "passes over each weight",
         launches=explanation.outside,
         arrays=0,
         allocated_bytes=0,

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.ranks import check_options, chunks_of
 from ..finetune.run_folder import config_file, model_folder, model_without_weights
+from ..finetune.settings import check_optimizer
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
@@ -122,6 +123,7 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
+    check_optimizer(optimizer, int(state_bits), tensor_parallel or 1, int(zero))
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
@@ -133,7 +135,6 @@ def plan(
         tensor, pipeline, data, context = (size or 1 for size in sizes)
         layout = Layout(tensor, pipeline, data, int(zero), node, context)
         speed, rate_source = rate_of(rate, device, dtype)
-        del options["optimizer"]
         with _named(path):
             scale_plan = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),

@@ -12,7 +12,7 @@ LARGEST = 4  # number of ops whose workspaces are shown
 HOLDS = {
     "weights": "weights of the forward pass, with adapters",
     "gradients": "of weights or adapters, and their sums",
-    "optimizer": "two averages for each trained weight",
+    "optimizer": "averages of trained weights",
     "master": "float32 copies of 16-bit weights",
     "activations": "arrays that the forward pass keeps for the backward pass",
     "logits": "the logits that the loss holds at a time, and the sum of the head's gradient",
@@ -27,6 +27,7 @@ def options_text(options: Mapping[str, Any]) -> str:
         "quantized to": ("quantization", None),
         "checkpoint every": ("checkpoint_every", None),
         "accumulate": ("accumulate", 1),
+        "optimizer": ("optimizer", "adamw"),
         "state bits": ("state_bits", 32),
     }
     values = ((name, options.get(key, default), default) for name, (key, default) in known.items())

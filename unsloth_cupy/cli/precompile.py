@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.limit import tokens_of
 from ..finetune.run_folder import config_file
+from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..profiling import precompile as compilation
 from ..profiling.cards import Card, card_named
@@ -30,6 +31,7 @@ from .progress import progress
 )
 @option("--lora", click.IntRange(1), "Train adapters of this rank.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; without --lora only to generate.")
+@option("--optimizer", click.Choice(OPTIMIZERS), "Of the training.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
 @option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
@@ -43,6 +45,7 @@ def precompile(
     dtype: str,
     lora: int | None,
     quantize: str | None,
+    optimizer: str,
     state_bits: str,
     checkpoint_every: int | None,
     chunked_mlp: bool,
@@ -61,6 +64,7 @@ def precompile(
     options: Any = {
         "rank": lora,
         "quantization": quantize,
+        "optimizer": optimizer,
         "state_bits": int(state_bits),
         "checkpoint_every": checkpoint_every,
         "chunked_mlp": chunked_mlp,

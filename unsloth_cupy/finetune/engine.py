@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.stand_in import is_planned
 from ..models.gather import whole_parameters
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
@@ -18,7 +19,8 @@ from ..parallel.zero import Zero1
 from ..parallel.zero3 import Zero3
 from ..placement import to_device_of, to_numpy
 from ..training.gradients import measure_gradients, sum_gradients
-from ..training.optimizer import AdamW
+from ..training.joined import Joined
+from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
 from .averages import scale_per_code, stored_form
@@ -70,7 +72,7 @@ class Engine:
             return self.parts.compute_copies(dtype)
         return compute_copies(self.model.parameters, dtype)
 
-    def optimizer(self, optimizer: AdamW) -> AdamW | Zero1:
+    def optimizer(self, optimizer: Optimizer | Joined) -> Optimizer | Joined | Zero1:
         """Return the optimizer; a Zero1 of it if ZeRO divides its states but no trained arrays."""
         whole = self.parts is None or self.model.adapter is not None  # whole arrays are trained
         if not (self.ranks.zero and whole):
@@ -221,15 +223,26 @@ def noisy(
     """
 
     def add_noise(x: Any) -> Any:
+        value: Any = x.value if type(x) is Var else x
+        if is_planned(value):  # a GPU holds what is added, the host also what was drawn
+            drawn = value.of(x.shape, np.float64 if isinstance(value, np.ndarray) else x.dtype)
+            return add(x, drawn.astype(x.dtype, copy=False))
         lengths = np.full(x.shape[1], x.shape[1])
         if offsets is not None:
             each = np.diff(to_numpy(offsets))
             lengths = np.repeat(each, each)
-        noise = random.uniform(-1, 1, x.shape) * (size / np.sqrt(lengths * x.shape[2]))[:, None]
-        return add(x, to_device_of(noise.astype(x.dtype), x.value if type(x) is Var else x))
+        noise = random.uniform(-1, 1, x.shape)
+        noise *= (size / np.sqrt(lengths * x.shape[2]))[:, None]
+        return add(x, to_device_of(noise.astype(x.dtype), value))
 
     model.noise = add_noise
     return function(model)
+
+
+def planned_with_noise(objective: Objective, model: "Transformer", **batch: Any) -> Any:
+    """Return an objective of a planned model, in a step of which noise is added to embeddings."""
+    random = np.random.default_rng(0)
+    return noisy(partial(objective, **batch), 1.0, batch.get("offsets"), random, model)
 
 
 def squares(

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ..memory.plan import plan_memory
 from ..memory.planned_model import new_adapter
 from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
+from .engine import planned_with_noise
 from .listener import announce
 from .naming import named
 from .text import TrainingData
@@ -49,6 +51,7 @@ class Sizes(NamedTuple):
             "batch": self.batch,
             "tokens": self.tokens,
             "dtype": plan.dtype,
+            "optimizer": plan.kind,
             "state_bits": plan.state_bits,
             "adapter": self.adapter,
             "quantization": self.quantized,
@@ -56,7 +59,9 @@ class Sizes(NamedTuple):
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
-            "objective": self.objective,
+            "objective": partial(planned_with_noise, self.objective)
+            if plan.neftune
+            else self.objective,
             "inputs": () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
@@ -156,7 +161,7 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
         changes.append({"batch": -(-sizes.batch // 2), "accumulate": 2 * plan.accumulate})
     if sizes.tokens > 2:
         changes.append({"tokens": sizes.tokens // 2})
-    if plan.state_bits == 32:
+    if plan.state_bits == 32 and plan.kind == "adamw":
         changes.append({"state_bits": 8})
     adapted = plan.lora is not None or sizes.adapter is not None
     if not (adapted or plan.chunked_mlp):

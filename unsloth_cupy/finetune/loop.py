@@ -21,14 +21,17 @@ from ..files import atomic_path, check_room, read_json, remove
 from ..machine import peak_memory
 from ..models.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
+from ..models.optimizers import optimizer_of
 from ..models.pipeline_stages import EMBEDDING
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
-from ..parallel.zero import STATES, Zero1
+from ..parallel.zero import Zero1
 from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError, find_nan, fine
-from ..training.optimizer import AdamW
+from ..training.joined import Joined
+from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES
+from ..training.schedule_free import ScheduleFreeAdamW
 from .callbacks import Callbacks
 from .engine import Engine
 from .interrupt import Interrupted, Stop
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from .chat import Chat
 
-BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
 SAMPLE_TOKENS = 60  # that continue a prompt of the settings
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
@@ -88,10 +90,9 @@ class Loop:
         self.engine = Engine(ranks, model, objective)
         self.masters = dict(model.trainable)
         self.undecayed = [] if plan.decay_all else undecayed(model)
-        optimizer = AdamW(
-            self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
-            state_bits=plan.state_bits,
-            groups=[{"names": self.undecayed, "weight_decay": 0.0}] if self.undecayed else (),
+        optimizer = optimizer_of(
+            plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
+            state_bits=plan.state_bits, undecayed=self.undecayed,
         )  # fmt: skip
         self.callbacks = Callbacks([], self, "")
         self.copies = self.engine.copies(plan.dtype)
@@ -128,6 +129,7 @@ class Loop:
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
         parts = ranks.alike.size if ranks.zero else 1
         copies = 2 if self.plan.keeps_best else 1
+        averages += weights if isinstance(self.optimizer, ScheduleFreeAdamW) else 0  # and points
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, learned, states)
@@ -178,7 +180,10 @@ class Loop:
         """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
         if (due or asked) and not self.ranks.broadcast(self.run.evaluated(self.step)):
-            with self.stop.interruptible_block(f"the held-out loss after step {self.step}"):
+            with (
+                self.averages(),
+                self.stop.interruptible_block(f"the held-out loss after step {self.step}"),
+            ):
                 self._evaluate()
 
     def _is_past_best(self) -> bool:
@@ -403,14 +408,14 @@ class Loop:
 
     def _write(self, path: Path) -> None:
         """Write a new checkpoint; all ranks take part, and return when it is complete."""
-        state = self.optimizer.state()
-        steps = state.pop("steps")
-        state.pop("groups", None)  # settings determine them
-        averages = self.engine.gathered(state)
-        with self._beside(path) as partial:
+        with self.averages(), self._beside(path) as partial:
+            state = self.optimizer.state()
+            state.pop("groups", None)  # settings determine them
+            numbers = {name: state.pop(name) for name in [*state] if "." not in name}
+            averages = self.engine.gathered(state)
             self.save_model(partial)
             if partial is not None and averages is not None:
-                arrays = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
+                arrays = {n: to_numpy(a) for n, a in {**numbers, **averages}.items()}
                 write_tensors(partial / "optimizer.safetensors", arrays)
                 progress = {
                     "step": self.step,
@@ -421,7 +426,16 @@ class Loop:
                 text = json.dumps(progress) + "\n"
                 (partial / "trainer.json").write_text(text, encoding="utf-8")
 
-    def _own(self) -> AdamW:
+    def averages(self) -> AbstractContextManager[None]:
+        """Return a context in which a schedule-free optimizer's weights are the averages."""
+        own = self.optimizer
+        return own.averages() if isinstance(own, ScheduleFreeAdamW) else nullcontext()
+
+    def end(self) -> None:
+        """Make the weights of a schedule-free optimizer the averages for good."""
+        self.averages().__enter__()
+
+    def _own(self) -> Optimizer | Joined:
         """Return the optimizer of the parameters that this rank updates."""
         return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
 
@@ -449,6 +463,10 @@ class Loop:
 
         All ranks take part; ``folder`` is None on all but rank 0.
         """
+        with self.averages():
+            self._save_model(folder, dtype)
+
+    def _save_model(self, folder: Path | None, dtype: str) -> None:
         model, optimizer = self.model, self.optimizer
         written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
         if dtype != "float32":
@@ -483,17 +501,19 @@ class Loop:
             state = read_json(checkpoint / "trainer.json")
             optimizer, table = self.optimizer, self.model.table
             tensors = self._own().tensors.items()
-            narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
-            narrow = optimizer.narrow if isinstance(optimizer, Zero1) else narrow
+            coded = (n for n, t in tensors if getattr(t, "mean_scale", None) is not None)
+            narrow = optimizer.narrow if isinstance(optimizer, Zero1) else {*coded}
             averages = dict[str, Array]()
             with opened(checkpoint / "optimizer.safetensors") as file:
-                known = {*file.keys()} - {"steps"}
+                by_parameter: dict[str, list[str]] = {}
+                for name in file.keys():  # noqa: SIM118 -- no mapping
+                    by_parameter.setdefault(name.partition(".")[2], []).append(name)
+                numbers = {n: file.get_tensor(n) for n in by_parameter.pop("", [])}
                 # only one parameter's whole averages are in memory at a time
-                for parameter in {name.partition(".")[2] for name in known}:
-                    names = known & {f"{field}.{parameter}" for field in STATES}
+                for names in by_parameter.values():
                     own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
                     averages |= {name: to_device_of(array, table) for name, array in own.items()}
-                optimizer.load_state({"steps": file.get_tensor("steps"), **averages})
+                optimizer.load_state(numbers | averages)
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step
             for name in SCALER:

@@ -11,6 +11,8 @@ from ..core.call import is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
 from ..models.context import KINDS as CONTEXTS
+from ..models.optimizers import OPTIMIZERS as KINDS
+from ..models.optimizers import conflict
 from ..models.quantized import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
@@ -30,7 +32,10 @@ EVALUATIONS = 10  # by default, of a run
 PYTHON = "Python's documentation"
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
-OPTIMIZERS = ("adamw", "adamw8bit")
+OPTIMIZERS = ("adamw", "adamw8bit", *KINDS[1:])
+# default rates beside AdamW's: of weights, of adapters (Adafactor's are shares of a weight, and at
+# first those of an adapter are 0)
+RATES = {"adafactor": (10.0, 300.0), "lion": (0.3, 0.3), "schedulefree": (2.5, 2.5)}
 DTYPES = ("float32", "bfloat16", "float16")
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
@@ -107,10 +112,14 @@ class Settings:
     warmup: float = setting(
         "training", "Steps in which {lr} is reached, or a share of all, below 1.", 0.05, least=0
     )
-    decay: str = setting("training", "How the rate then falls.", "cosine", choices=(*DECAYS,))
+    decay: str | None = setting(
+        "training", "How the rate then falls.  [default: cosine; not of schedulefree]",
+        choices=(*DECAYS,),
+    )  # fmt: skip
     optimizer: str = setting(
-        "training", "adamw8bit: its averages have 8 bits.", "adamw", choices=OPTIMIZERS
-    )
+        "training", "adamw8bit has averages of 8 bits; muon is for matrices, beside adamw.",
+        "adamw", choices=OPTIMIZERS,
+    )  # fmt: skip
     weight_decay: float = setting(
         "training", "Share of the weights removed per step, times lr.", 0.1, least=0
     )
@@ -202,6 +211,10 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 _check(field, value)
+        check_optimizer(self.optimizer, self.state_bits, self.tensor_parallel or 1, self.zero)
+        if self.optimizer == "schedulefree" and self.decay not in (None, "constant"):
+            problem = f"{named(optimizer=self.optimizer)} averages steps of one rate"
+            raise ConfigError(f"{problem}; leave {named(decay=self.decay)} out")
 
     @property
     def checkpoint(self) -> CheckpointConfig | None:
@@ -210,6 +223,11 @@ class Settings:
             return None
         every, keep = self.checkpoint_every, tuple(self.keep)
         return CheckpointConfig(checkpoint_every=every, keep=keep, offload=self.offload)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the optimizer, whose averages may have 8 bits."""
+        return self.optimizer.removesuffix("8bit")
 
     @property
     def adapters(self) -> Lora | None:
@@ -286,9 +304,12 @@ class Settings:
         """
         ends = steps or self.steps or STEPS
         rate = NEW_RATE if new else RATE if self.lora is None else ADAPTER_RATE
+        share = RATES.get(self.optimizer, (1.0, 1.0))[self.lora is not None]
+        falls = "constant" if self.optimizer == "schedulefree" else "cosine"
         defaults = {
             "steps": ends,
-            "lr": self.lr or rate,
+            "lr": self.lr or rate * share,
+            "decay": self.decay or falls,
             "tokens": self.tokens or TOKENS,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
             "state_bits": 8 if self.optimizer == "adamw8bit" else self.state_bits,
@@ -304,9 +325,19 @@ class Plan(Settings):
 
     steps: int = dataclasses.field()
     lr: float = dataclasses.field()
+    decay: str = dataclasses.field()
     data_seed: int = dataclasses.field()
     tokens: int = dataclasses.field()
     evaluate_every: int = dataclasses.field()
+
+
+def check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int, zero: int) -> None:
+    """Raise a ConfigError for settings that an optimizer cannot be combined with."""
+    problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel, zero=zero)
+    if problem is not None:
+        settings, why = problem
+        cure = f"leave {named(**settings)} out, or give {named(optimizer='adamw')}"
+        raise ConfigError(f"{named(optimizer=optimizer)}: {why}; {cure}")
 
 
 def kind_of(field: "dataclasses.Field[Any]") -> Any:

@@ -251,6 +251,7 @@ class Trainer:
         else:
             loop.save_result(run.files.model, self.settings.save_dtype)
         newest = loop.save().name
+        loop.end()
         if self.ranks.first:
             run.files.drop_checkpoints(before=newest)
         if loop.plan.keeps_best and self.ranks.whole:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..models.config import Config
     from .stage_plan import Job, Layout
 
-OPTIMIZERS = ("adamw", "none")
+OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree", "none")
 ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
@@ -70,9 +70,10 @@ def plan_memory(
     dtype : dtype or its name
         The dtype of computation: float16, bfloat16 or float32.
     optimizer : str
-        adamw, or none: a forward and a backward pass, of weights in dtype.
+        adamw, muon (of matrices, beside adamw), adafactor, lion, schedulefree, or none: a forward
+        and a backward pass, of weights in dtype.
     state_bits : int
-        Of the optimizer's averages, 32 or 8.
+        Of the averages, 32 or, of adamw, 8.
     rank : int, optional
         Of adapters of all linear layers, which are trained in place of the weights.
     checkpoint_every : int or CheckpointConfig, optional
@@ -130,6 +131,7 @@ def plan_memory(
         ("device", device, tuple(DEVICES)),
     ):
         check_choice("plan_memory", name, value, known)
+    _check_optimizer(optimizer, state_bits, tensor_parallel)
     _check_adapter(rank, adapter, quantization)
     parsed = config if isinstance(config, Config) else parse(config)
     parts = checkpoint_every
@@ -140,9 +142,9 @@ def plan_memory(
     if layout.ranks > 1:
         job = Job(
             batch, tokens, kind, state_bits, parts, device, rank, adapter, quantization,
-            chunked_mlp, objective=objective or next_token,
+            chunked_mlp, objective=objective or next_token, optimizer=optimizer,
         )  # fmt: skip
-        return _of_ranks(parsed, layout, job, accumulate, optimizer)
+        return _of_ranks(parsed, layout, job, accumulate)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with recording_in(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
@@ -174,7 +176,7 @@ def plan_memory(
             ledger.note("measure_gradients")
             steps.step(gradients, finite=True, factor=CLIPPED)
             del measure
-            ledger.note("AdamW.step")
+            ledger.note(f"{steps.call}.step")
         return ledger.plan()
 
 
@@ -203,6 +205,17 @@ def _check_inputs(inputs: Any, ranks: int) -> None:
         raise ConfigError(f"plan_memory(inputs=..., {ranks} ranks): inputs are those of one rank")
 
 
+def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> None:
+    from ..models.optimizers import conflict
+
+    problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel)
+    if problem is not None:
+        settings, why = problem
+        text = ", ".join(f"{name}={value}" for name, value in settings.items())
+        cure = f"leave {text} out, or pass optimizer='adamw'"
+        raise ConfigError(f"plan_memory({optimizer=}): {why}; {cure}")
+
+
 def _check_adapter(rank: int | None, adapter: Any, quantization: str | None) -> None:
     if rank is not None and adapter is not None:
         raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
@@ -213,13 +226,11 @@ def _check_adapter(rank: int | None, adapter: Any, quantization: str | None) -> 
         raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")
 
 
-def _of_ranks(
-    config: "Config", layout: "Layout", job: "Job", accumulate: int, optimizer: str
-) -> MemoryPlan:
+def _of_ranks(config: "Config", layout: "Layout", job: "Job", accumulate: int) -> MemoryPlan:
     """Return the plan of the rank that holds most."""
     from .stage_plan import plan_stages
 
-    if optimizer == "none":
+    if job.optimizer == "none":
         options = f"optimizer='none', tensor_parallel={layout.tensor}"
         options += f", pipeline_parallel={layout.pipeline}"
         raise ConfigError(f"plan_memory({options}): ranks have an optimizer; pass 'adamw'")

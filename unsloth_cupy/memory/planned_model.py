@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.dtypes import FLOAT32
-from ..training.optimizer import AdamW
+from ..training.joined import Joined
+from ..training.optimizer import Optimizer
 from ..training.precision import compute_copies
 from .ledger import MASTER, OPTIMIZER, WEIGHTS, Ledger
 from .planned import Planned, PlannedOnHost, recording_in
@@ -56,11 +57,12 @@ def planned_training(
     codes: Callable[[str, Any], Any] | None,
     shapes: Mapping[str, Any] | None = None,
     ranks: Any = None,
-) -> "tuple[Transformer, AdamW | None]":
+) -> "tuple[Transformer, Optimizer | Joined | None]":
     """Return a model as it is before a step, and its optimizer.
 
     ``shapes`` are those of a part of the model; ``ranks``, if passed, divide parameters by Zero3.
     """
+    from ..models.optimizers import optimizer_of
     from ..models.transformer import Transformer
     from ..parallel.zero3 import Zero3
 
@@ -88,7 +90,7 @@ def planned_training(
         ledger.enter(WEIGHTS, model.adapter.parameters)
     if optimizer == "none":
         return model, None
-    steps = AdamW(model.trainable, state_bits=state_bits)
+    steps = optimizer_of(optimizer, model, state_bits=state_bits)
     ledger.enter(OPTIMIZER, steps.state())
     if trains_all:
         copies = (

@@ -82,6 +82,7 @@ class Job(NamedTuple):
     chunks: int = 1
     context_attention: str = "ring"
     objective: Objective = next_token
+    optimizer: str = "adamw"
 
 
 class StagePlan(NamedTuple):
@@ -165,13 +166,13 @@ def plan_stage(
     with recording_in(ledger), ledger.watching_ops():
         here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
-        arguments = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
-        model, adamw = planned_training(
+        arguments = (ledger, here, arrays, job.dtype, job.optimizer, job.state_bits)
+        model, optimizer = planned_training(
             *arguments, adapter, codes, read, data if zero == 3 else None
         )
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
-        states = _divided(ledger, adamw, data) if zero == 1 else None
+        states = _divided(ledger, optimizer, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
         runs = _Runs(model, {"tokens": tokens, "labels": tokens, "count": 1}, job)
         if zero == 3:
@@ -194,9 +195,9 @@ def plan_stage(
         summed = runs.sums if alone else _sums(runs.sums, data, states)
         if not alone:
             ledger.note("sums of gradients")
-        steps_by: Any = adamw if states is None else states
+        steps_by: Any = optimizer if states is None else states
         steps_by.step(summed, finite=True, factor=0.5)
-        ledger.note("AdamW.step")
+        ledger.note(f"{steps_by.call}.step")
         after = ledger.since(start)
         return StagePlan(
             ledger.plan(),

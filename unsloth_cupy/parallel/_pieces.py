@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..training.optimizer import SMALL
+from ..training.adamw import SMALL
 
 CHUNK_BYTES = 32 * 2**20  # most bytes of parameters that a rank sends at once
 

@@ -14,8 +14,8 @@ import numpy as np
 from ..core.arrays import empty
 from ..ops.common.dynamic_codes import BLOCK, dynamic_map
 from ..ops.optimizers.gradients import GradientMeasure
+from ..training.adamw import SMALL
 from ..training.gradients import measure_gradients
-from ..training.optimizer import SMALL
 from ..training.tape import Gradients, add_up
 from .communicator import Communicator
 

@@ -16,8 +16,8 @@ from ..core.arrays import empty
 from ..errors import ConfigError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.optimizers.gradients import GradientMeasure
+from ..training.adamw import AdamW
 from ..training.gradients import check_mapping
-from ..training.optimizer import AdamW
 from ._pieces import Piece, divided, length, turns
 from ._shards import by_dtype, measured_parts
 from .communicator import Communicator, check_communicator
@@ -47,11 +47,12 @@ class Zero1:
         A parameter is not in C order.
     """
 
-    def __init__(self, optimizer: AdamW, comm: Communicator) -> None:
+    def __init__(self, optimizer: Any, comm: Communicator) -> None:
         check_communicator("Zero1", comm)
         if not isinstance(optimizer, AdamW):
-            raise ConfigError(f"Zero1: {reprlib.repr(optimizer)} is not an optimizer; pass AdamW's")
-        self.comm = comm
+            cure = "ranks divide the averages of AdamW alone: pass an AdamW"
+            raise ConfigError(f"Zero1: {reprlib.repr(optimizer)}; {cure}")
+        self.comm, self.call = comm, optimizer.call
         tensors = optimizer.tensors
         for name, tensor in tensors.items():
             if not tensor.parameter.flags.c_contiguous:

@@ -1,118 +1,97 @@
-"""Adam with decoupled weight decay over named parameters."""
+"""What all optimizers share: parameters in groups, 16-bit copies, checks, states to resume from."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..core.arrays import framework_of
-from ..core.call import check_options, is_number
-from ..core.dtypes import FLOATS, Array, allowed
+from ..core.call import is_number
+from ..core.dtypes import FLOATS, Array
 from ..core.gpu import device_of, several_gpus
 from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
-from ..ops.common.dynamic_codes import BLOCK
 from ..ops.common.many import launchable
 from ..ops.common.spans import span
-from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
+from ..ops.optimizers.host import gradient_dtypes
+from ..ops.optimizers.launch import Rates
 from ..placement import on_gpu_of_attribute
 from .gradients import check_in_place, check_mapping, check_place
 
 RATES = "lr", "weight_decay"  # that a group may have
 EXAMPLE = '{"names": ["*norm*", "*.bias"], "weight_decay": 0.0}, with "lr" where it has its own'
-SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
 
 
 @on_gpu_of_attribute("home")
-@check_options
-class AdamW:
-    """Adam with decoupled weight decay; the formula is in ``ops/optimizers/adamw.py``.
-
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
-
-    Parameters
-    ----------
-    parameters : {name: array}
-        NumPy or CuPy arrays of a float dtype, writable.  The optimizer owns them: each step
-        changes them in place.
-    lr : float
-        Learning rate of steps that are called without one.
-    betas : (float, float)
-        Share of the averages of the gradient and of its square that each step keeps.
-    eps : float
-        Added to the root mean square, in units of the gradient.
-    weight_decay : float
-        Share of a parameter that is lost per step and unit of lr.
-    state_bits : int
-        Bits of an element of the averages: 32 (64 for a float64 parameter), or 8: codes, with a
-        float32 scale for every 256 of them, for parameters of 4096 elements or more.
-    groups : sequence of {"names": ..., "lr": ..., "weight_decay": ...}, optional
-        Groups of parameters with an ``lr`` or a ``weight_decay`` of their own: ``names`` is a name,
-        a pattern such as ``"*norm*"``, or a list of them.  What no group names has the options
-        above.  A step with another rate scales the rates of groups as much: by its lr / lr.
+class Optimizer:
+    """The steps of named parameters, in place; a subclass has the rule and the arrays of one.
 
     Attributes
     ----------
     groups : list of dict
         As torch's ``param_groups``: the groups with their names written out, then those that no
         group names.  A rate or decay that is set in one counts from the next step on.
-
-    Raises
-    ------
-    ConfigError
-        An option is out of its range, or a parameter is read-only; a group has an unknown key, no
-        parameter, or one of another group.
-    DTypeError, FrameworkError
-        A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
-        parameters are on several GPUs.
-
-    Notes
-    -----
-    On a GPU a step is one launch over the parameters of each group, if all of them are contiguous
-    and of 32 or 16 bits.  It does not wait; reading ``steps`` waits.  Codes and scales are those of
-    bitsandbytes' state1, absmax1, state2 and absmax2.
+    kind : type
+        A named tuple of the arrays of a parameter: itself, its 16-bit copy, then its states.
+    numbers : dict of str to float
+        What else a step changes: the number of steps that were not skipped.  A GPU has its own.
     """
+
+    kind: ClassVar[Any]
+    more: ClassVar[tuple[str, ...]] = ()  # names of numbers besides the steps
 
     def __init__(
         self,
         parameters: Mapping[str, Array],
+        groups: Sequence[Mapping[str, Any]],
         *,
-        lr: float = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        state_bits: int = 32,
-        groups: Sequence[Mapping[str, Any]] = (),
+        lr: float,
+        weight_decay: float,
+        **numbers: float,
     ) -> None:
-        if state_bits not in (8, 32):
-            raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32 or 8")
-        pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
-        if not pair or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"AdamW: betas={betas}; pass two numbers, each from 0 to below 1")
-        _check_rates("AdamW", {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        check_in_place("AdamW", parameters)
+        self.call = type(self).__name__
+        check_rates(self.call, {"lr": lr, "weight_decay": weight_decay, **numbers})
+        check_in_place(self.call, parameters)
         self.parameters = dict(parameters)
         self.home = next(iter(self.parameters.values()), None)  # all are on one GPU
-        self.lr, self.betas = lr, (float(betas[0]), float(betas[1]))
-        self.eps, self.weight_decay = eps, weight_decay
-        self.groups = _groups(self.parameters, groups)
-        self.launchers: list[Launcher] = []  # of the groups that have parameters
+        self.lr, self.weight_decay = lr, weight_decay
+        self.groups = _groups(self.call, self.parameters, groups)
+        self.launchers: list[Any] = []  # of the groups that have parameters, if a kernel steps
+        self.numbers: dict[str, float] = {"steps": 0} | dict.fromkeys(self.more, 0.0)
         with device_of(self.home):
-            self.tensors = {n: _tensor(n, p, state_bits) for n, p in self.parameters.items()}
-            self._prepare(0)
+            self.tensors = {name: self._tensor(name, p) for name, p in self.parameters.items()}
+            self._prepare()
+
+    def _tensor(self, name: str, parameter: Any) -> Any:
+        """Return the arrays of a parameter, before the first step."""
+        raise NotImplementedError
+
+    def _launcher(self, tensors: Mapping[str, Any]) -> Any:
+        """Return what steps these tensors in one launch; None: the definition does."""
+
+    def _begin(self, rate: float) -> dict[str, Any]:
+        """Return the options of all updates of the step that now begins, on the host."""
+        return {}
+
+    def _update(self, name: str, gradient: Any, **options: Any) -> None:
+        """Update one parameter; options are lr, weight_decay, factor and those of _begin."""
+        raise NotImplementedError
 
     @property
     def steps(self) -> int:
         """The number of steps that were not skipped; reading it waits for a GPU."""
-        return self.launchers[0].steps if self.launchers else self._steps
+        return int(self._numbers()["steps"])
 
-    def _prepare(self, steps: int) -> None:
+    def _numbers(self) -> dict[str, float]:
+        """Return the numbers; reading them waits for a GPU."""
+        return self.launchers[0].numbers() if self.launchers else self.numbers
+
+    def _prepare(self) -> None:
         arrays = [a for t in self.tensors.values() for a in (t.parameter, t.copy) if a is not None]
-        self._steps, self.launchers = steps, []
-        for names in self._names() if launchable(arrays) else ():
-            tensors = {name: self.tensors[name] for name in names}
-            self.launchers.append(Launcher(tensors, self.betas, steps))
+        groups = self._names() if launchable(arrays) else []
+        made = (self._launcher({name: self.tensors[name] for name in names}) for names in groups)
+        self.launchers = [launcher for launcher in made if launcher is not None]
 
     def _names(self) -> list[list[str]]:
         """Return the names of each group that has some."""
@@ -137,13 +116,14 @@ class AdamW:
         ShapeError, DTypeError, FrameworkError
             A copy does not fit its parameter, or the parameter is not float32.
         """
-        check_in_place("AdamW.keep_copies", copies)
+        check_in_place(f"{self.call}.keep_copies", copies)
         if unknown := sorted(copies.keys() - self.parameters.keys()):
-            raise ConfigError(f"AdamW.keep_copies: unknown {unknown}; pass names of parameters")
+            problem = f"{self.call}.keep_copies: unknown {unknown}"
+            raise ConfigError(f"{problem}; pass names of parameters")
         changed = {f"the copy of {name}": copy for name, copy in copies.items()} | self.parameters
-        check_in_place("AdamW.keep_copies", changed)
+        check_in_place(f"{self.call}.keep_copies", changed)
         for name, copy in copies.items():
-            what, parameter = f"AdamW.keep_copies: {name}", self.parameters[name]
+            what, parameter = f"{self.call}.keep_copies: {name}", self.parameters[name]
             _check(what, copy, parameter, FLOATS[:2])
             _check(f"{what}'s parameter", parameter, copy, FLOATS[2:3])
         for name, copy in copies.items():
@@ -154,7 +134,8 @@ class AdamW:
             for launcher in self.launchers:
                 launcher.replace(self.tensors)
         else:
-            self._prepare(self.steps)
+            self.numbers = self._numbers()
+            self._prepare()
 
     def step(
         self,
@@ -185,70 +166,72 @@ class AdamW:
         ShapeError, DTypeError, FrameworkError
             A gradient does not fit its parameter.  Nothing has been changed then.
         """
-        rate = self.lr if lr is None else lr
-        if not is_number(rate) or not 0 <= rate < math.inf:
-            raise ConfigError(f"AdamW.step: lr={rate}; pass a finite number, 0 or more")
-        kind = getattr(getattr(factor, "dtype", None), "kind", "O")
-        if not is_number(factor) and not (kind in "iuf" and factor.shape == ()):
-            raise ConfigError(f"AdamW.step: factor={factor!r}; pass a number, or one in an array")
-        if getattr(finite, "shape", ()) != ():
-            raise ConfigError(f"AdamW.step: finite={finite!r}; pass True or False for all of them")
-        check_mapping("AdamW.step", gradients)
-        if gradients.keys() != self.parameters.keys():
-            missing = sorted(self.parameters.keys() - gradients.keys())
-            unknown = sorted(map(str, gradients.keys() - self.parameters.keys()))
-            raise ConfigError(
-                f"AdamW.step: missing {missing}, unknown {unknown};"
-                " pass one gradient for every parameter, by its name"
-            )
-        for name, tensor in self.tensors.items():
-            what = f"AdamW.step: gradient of {name}"
-            _check(what, gradients[name], tensor.parameter, tensor.dtypes)
+        rate = self.check(gradients, lr, finite=finite, factor=factor)
         rates = [self._rates(group, rate) for group in self.groups if group["names"]]
         ordered = [[gradients[name] for name in names] for names in self._names()]
-        with span("AdamW.step", self.home, lambda: self._traffic([*gradients.values()])):
+        with span(f"{self.call}.step", self.home, lambda: self.traffic(gradients)):
             if self.launchers:
                 for launcher, own, options in zip(self.launchers, ordered, rates, strict=True):
-                    launcher(own, finite=finite, factor=factor, eps=self.eps, **options)
+                    launcher(own, Rates(**options, of_step=rate), finite=finite, factor=factor)
             elif finite:
-                self._steps += 1
-                shared = {"eps": self.eps, "betas": self.betas, "step": self._steps}
+                self.numbers["steps"] += 1
+                shared = {**self._begin(rate), "factor": float(factor)}
                 for names, own, options in zip(self._names(), ordered, rates, strict=True):
-                    options |= {**shared, "factor": float(factor)}
                     for name, gradient in zip(names, own, strict=True):
-                        host_step(self.tensors[name], gradient, **options)
+                        self._update(name, gradient, **options, **shared)
+
+    def check(
+        self, gradients: Mapping[str, Array], lr: float | None, *, finite: Any, factor: Any
+    ) -> float:
+        """Return the rate of a step with these arguments; raise what it would raise."""
+        rate, call = self.lr if lr is None else lr, f"{self.call}.step"
+        if not is_number(rate) or not 0 <= rate < math.inf:
+            raise ConfigError(f"{call}: lr={rate}; pass a finite number, 0 or more")
+        kind = getattr(getattr(factor, "dtype", None), "kind", "O")
+        if not is_number(factor) and not (kind in "iuf" and factor.shape == ()):
+            raise ConfigError(f"{call}: factor={factor!r}; pass a number, or one in an array")
+        if getattr(finite, "shape", ()) != ():
+            raise ConfigError(f"{call}: finite={finite!r}; pass True or False for all of them")
+        check_names(call, gradients, self.parameters)
+        for name, tensor in self.tensors.items():
+            what = f"{call}: gradient of {name}"
+            _check(what, gradients[name], tensor.parameter, gradient_dtypes(tensor))
+        return rate
 
     def _rates(self, group: Mapping[str, Any], rate: float) -> dict[str, Any]:
         """Return the rate and the decay of a group in a step of this rate."""
         own = {key: group.get(key, getattr(self, key)) for key in RATES}
-        _check_rates("AdamW.step: groups", own)
+        check_rates(f"{self.call}.step: groups", own)
         if "lr" not in group:
             return own | {"lr": rate}
         return own | {"lr": own["lr"] * (rate / self.lr) if self.lr else own["lr"]}
 
-    def _traffic(self, gradients: Sequence[Array]) -> int:
-        """Return the bytes that a step moves: gradients are read, copies written, the rest both."""
+    def traffic(self, gradients: Mapping[str, Array]) -> int:
+        """Return the bytes that a step moves: gradients are read, copies written, others both."""
         held = (each for tensor in self.tensors.values() for each in tensor if each is not None)
         copies = sum(t.copy.nbytes for t in self.tensors.values() if t.copy is not None)
-        return 2 * sum(array.nbytes for array in held) - copies + sum(g.nbytes for g in gradients)
+        return (
+            2 * sum(array.nbytes for array in held)
+            - copies
+            + sum(gradients[name].nbytes for name in self.parameters)
+        )
 
     def state(self) -> dict[str, Array]:
         """Return the arrays that a checkpoint saves besides the parameters, for ``load_state``.
 
-        ``steps`` is a NumPy integer array of shape (); ``mean.<name>``, ``square.<name>`` and, for
-        8-bit averages, ``mean_scale.<name>`` and ``square_scale.<name>`` are the optimizer's own
-        arrays, which the next step changes: save or copy them before it.  With groups, ``groups``
-        is an array of their (lr, weight_decay) in their order, NaN where a group has none of its
-        own; the last row is of the parameters that no group names.
+        ``steps`` is a NumPy integer array of shape ().  Those of a parameter, as ``mean.<name>``,
+        are the optimizer's own, which the next step changes: save or copy them before it.  With
+        groups, ``groups`` is an array of their (lr, weight_decay) in their order, NaN where a group
+        has none of its own; the last row is of the parameters that no group names.
         """
         rates = np.array([[group.get(key, math.nan) for key in RATES] for group in self.groups])
         groups = {"groups": rates} if len(rates) > 1 or not np.isnan(rates).all() else {}
-        return {"steps": np.array(self.steps), **groups, **self._states()}
+        return {**{n: np.array(v) for n, v in self._numbers().items()}, **groups, **self._states()}
 
     def _states(self) -> dict[str, Any]:
         return {
             f"{field}.{name}": getattr(tensor, field)
-            for field in ("mean", "square", "mean_scale", "square_scale")
+            for field in self.kind._fields[2:]
             for name, tensor in self.tensors.items()
             if getattr(tensor, field) is not None
         }
@@ -265,32 +248,36 @@ class AdamW:
         ShapeError, DTypeError, FrameworkError
             An array does not fit its parameter.  Nothing has been changed then.
         """
-        check_mapping("AdamW.load_state", state)
+        check_mapping(f"{self.call}.load_state", state)
         own = self._states()
-        steps = np.asarray(state.get("steps"))
-        names = own.keys() | {"steps"}
+        numbers = {name: np.asarray(state.get(name)) for name in self.numbers}
+        names = own.keys() | numbers.keys()
         wide = state.get("groups")
         shape = len(self.groups), len(RATES)
         rates = np.full(shape, math.nan) if wide is None else np.asarray(wide)
         names |= {"groups"} if wide is not None else set()
         if rates.shape != shape:
             raise ShapeError(
-                f"AdamW.load_state: groups has shape {rates.shape}; this optimizer has"
+                f"{self.call}.load_state: groups has shape {rates.shape}; this optimizer has"
                 f" {shape[0]} groups, with that of all other parameters",
                 expected=shape,
                 actual=rates.shape,
             )
         if rates.dtype.kind != "f" or (rates < 0).any() or np.isinf(rates).any():
-            problem = f"AdamW.load_state: groups holds {rates.tolist()}"
+            problem = f"{self.call}.load_state: groups holds {rates.tolist()}"
             raise ConfigError(f"{problem}; pass finite rates of 0 or more, NaN for none")
-        if state.keys() != names or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
+        steps = numbers["steps"]
+        fits = steps.dtype.kind in "iu" and all(
+            not n.shape and n.dtype.kind in "iuf" and 0 <= n < math.inf for n in numbers.values()
+        )
+        if state.keys() != names or not fits:
             different = sorted(map(str, state.keys() ^ names))
+            told = ", ".join(f"{name} is {number}" for name, number in numbers.items())
             raise ConfigError(
-                f"AdamW.load_state: names differ in {different}, steps is {steps};"
+                f"{self.call}.load_state: names differ in {different}, {told};"
                 " pass what state() returned for the same parameters"
             )
-        for name, array in own.items():
-            _check(f"AdamW.load_state: {name}", state[name], array, (array.dtype,))
+        check_states(self.call, own, state)
         for name, array in own.items():
             array[...] = state[name]
         for group, own_rates in zip(self.groups, rates.tolist(), strict=True):
@@ -300,60 +287,76 @@ class AdamW:
                 group.pop(key, None)
                 if not math.isnan(rate):
                     group[key] = rate
-        self._prepare(int(steps))
+        self.numbers = {name: number.item() for name, number in numbers.items()}
+        self._prepare()
 
 
 def _groups(
-    parameters: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    call: str, parameters: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return groups with the names of their parameters, then those that are in none."""
     result, rest = list[dict[str, Any]](), dict.fromkeys(parameters)
     every: Any = groups
     if isinstance(every, Mapping | str) or not isinstance(every, Collection):
-        raise ConfigError(f"AdamW(groups={groups!s:.80}): pass a list of {EXAMPLE}")
+        raise ConfigError(f"{call}(groups={groups!s:.80}): pass a list of {EXAMPLE}")
     for group in every:
-        call = f"AdamW(groups=[..., {group!s:.80}])"
+        what = f"{call}(groups=[..., {group!s:.80}])"
         names: Any = group.get("names") if isinstance(group, Mapping) else None
         names = [names] if isinstance(names, str) else names
         listed = isinstance(names, Collection) and all(isinstance(n, str) for n in names)
         if not listed or not group.keys() <= {"names", *RATES}:
-            raise ConfigError(f"{call}: pass a group as {EXAMPLE}")
-        _check_rates(call, group)
+            raise ConfigError(f"{what}: pass a group as {EXAMPLE}")
+        check_rates(what, group)
         own: dict[str, None] = {}
         for pattern in names:
             found = [pattern] if pattern in parameters else []
             found = found or [name for name in parameters if fnmatchcase(name, pattern)]
             if not found:
                 some = ", ".join(list(parameters)[:3])
-                raise ConfigError(f"{call}: no parameter is named {pattern!r}; names are as {some}")
+                raise ConfigError(f"{what}: no parameter is named {pattern!r}; names are as {some}")
             own |= dict.fromkeys(found)
         if twice := [name for name in own if name not in rest]:
-            raise ConfigError(f"{call}: {twice[0]} is in another group too; name it in one of them")
+            raise ConfigError(f"{what}: {twice[0]} is in another group too; name it in one of them")
         for name in own:
             del rest[name]
         result.append({**group, "names": [*own]})
     return [*result, {"names": [*rest]}]
 
 
-def _check_rates(call: str, options: Mapping[str, Any]) -> None:
+def check_states(call: str, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise unless a state has arrays like each of an optimizer's own."""
+    if missing := sorted(own.keys() - state.keys()):
+        cure = "pass what state() returned for the same parameters"
+        raise ConfigError(f"{call}.load_state: names differ in {missing}; {cure}")
+    for name, array in own.items():
+        _check(f"{call}.load_state: {name}", state[name], array, (array.dtype,))
+
+
+def check_names(call: str, gradients: Mapping[str, Array], parameters: Mapping[str, Array]) -> None:
+    """Raise unless there is one gradient for every parameter."""
+    check_mapping(call, gradients)
+    if gradients.keys() != parameters.keys():
+        missing = sorted(parameters.keys() - gradients.keys())
+        unknown = sorted(map(str, gradients.keys() - parameters.keys()))
+        raise ConfigError(
+            f"{call}: missing {missing}, unknown {unknown};"
+            " pass one gradient for every parameter, by its name"
+        )
+
+
+def checked_betas(call: str, betas: Any) -> tuple[float, float]:
+    """Return the shares that two averages keep in a step; raise unless they are two numbers."""
+    pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
+    if not pair or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"{call}: betas={betas}; pass two numbers, each from 0 to below 1")
+    return float(betas[0]), float(betas[1])
+
+
+def check_rates(call: str, options: Mapping[str, Any]) -> None:
     """Raise unless lr, eps and weight_decay, where they are given, are numbers of 0 or more."""
     for option, value in options.items():
         if option != "names" and (not is_number(value) or not 0 <= value < math.inf):
             raise ConfigError(f"{call}: {option}={value}; pass a finite number, 0 or more")
-
-
-def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
-    """Return the Tensor of a parameter, with averages of zeros."""
-    wide = allowed("stat", parameter.dtype)[0]
-    if bits == 32 or parameter.size < SMALL:
-        mean, square = (np.zeros_like(parameter, wide) for _ in range(2))
-        return Tensor(parameter, None, mean, square, None, None)
-    if wide != FLOATS[2]:
-        raise DTypeError(f"AdamW: {name} is {parameter.dtype}; 8-bit averages need 32 bits or 16")
-    mean, square = (np.zeros_like(parameter, np.uint8, order="C") for _ in range(2))
-    blocks = -(-parameter.size // BLOCK)
-    scales = (np.zeros_like(parameter, np.float32, shape=(blocks,)) for _ in range(2))
-    return Tensor(parameter, None, mean, square, *scales)
 
 
 def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:

@@ -26,6 +26,7 @@ DOUBLE = {
     "adamw_step": "1 - beta^step, which float32 would lose",
     "measure": "a sum of squares of all gradients",
     "loss_scaler": "a scale that grows over many steps",
+    "schedule_free_step": "1 - beta^step, and a sum of weights over all steps",
     "rope": "half turns are subtracted from angles, at any position",
 }
 # Kernels, and files, whose vector accesses cannot be proved aligned from the launch, and what
@@ -38,6 +39,8 @@ ALIGNED_OTHERWISE = {
     "rescale": "a table of addresses also has the alignment of each array",
     "measure": "a table of addresses also has the alignment of each array",
     "adamw_step": "a table of addresses also has the alignment of each array",
+    "lion_step": "a table of addresses also has the alignment of each array",
+    "schedule_free_step": "a table of addresses also has the alignment of each array",
     "nf4_product_": "the begin of a row of codes is a quotient, which the proof does not follow",
     "int8_linear": "a pair of columns begins at an even column, which PAIRS asserts",
     "ternary_linear": "WIDE and X_WIDE give the alignment of rows of words and of x, not LANES",

@@ -9,7 +9,6 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,9 @@ from ...core.arrays import lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
-from ...core.stand_in import representative_steps
 from ..common.elementwise import constants
 from ..common.no_kernel import no_kernel
-
-BLOCK = 32768  # elements: blocks of the four arrays and a float32 temporary fit a core's cache
+from .host import blocks
 
 
 @op(
@@ -71,14 +68,10 @@ def adamw_(
     updated : (*axes) float
         The parameter itself.
     """
-    arrays: list[Any] = [parameter, gradient, mean, square]
-    size = max(parameter.size, 1)
-    if isinstance(arrays[0], np.ndarray) and all(array.flags.c_contiguous for array in arrays):
-        arrays, size = [array.reshape(-1) for array in arrays], BLOCK
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
-    for start in representative_steps(parameter, range(0, parameter.size, size)):
-        p, g, m, s = (a[start : start + size] if size == BLOCK else a for a in arrays)
+    for arrays in blocks([parameter, gradient, mean, square]):
+        p, g, m, s = arrays
         x, g = p.astype(m.dtype, copy=False), g.astype(m.dtype, copy=False)
         m *= beta1
         change = g * (1 - beta1)

@@ -9,23 +9,24 @@ steps done, is known only on the device.
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...core.arrays import contiguous
-from ...core.dtypes import KERNEL_DTYPES, Array, allowed
+from ...core.dtypes import Array
 from ...core.gpu import device_of
 from ...core.kernel import load
 from ...core.stand_in import representative_steps
-from ...placement import full_like, stream, synchronize_stream, to_device_of
+from ...placement import synchronize_stream, to_device_of
 from ..common import many
 from ..common.dynamic_codes import BLOCK, decode, encode, tables
 from .adamw import adamw_
+from .host import gradient_dtypes
+from .launch import Launch, Rates
 
 PART = 1 << 16  # values decoded at a time on the host, so that they stay in its cache
-KEPT_TABLES = 8  # tables kept, by stream and addresses of the gradients, which seldom change
 
 
 class Tensor(NamedTuple):
@@ -38,18 +39,12 @@ class Tensor(NamedTuple):
     mean_scale: Any | None  # the scale of each block of codes
     square_scale: Any | None
 
-    @property
-    def dtypes(self) -> tuple[Any, Any]:
-        """The dtypes that a gradient may have: the one that the model computes in, or float32."""
-        model = self.parameter if self.copy is None else self.copy
-        return model.dtype, allowed("param", model.dtype)[-1]
-
 
 def host_step(tensor: Tensor, gradient: Array, *, factor: float, **options: Any) -> None:
     """Perform a step of one tensor with NumPy's definition."""
     parameter: Any = tensor.parameter
     if factor != 1 or tensor.copy is not None:
-        gradient = gradient.astype(tensor.dtypes[1]) * np.float32(factor)
+        gradient = gradient.astype(gradient_dtypes(tensor)[1]) * np.float32(factor)
     if tensor.mean_scale is None:
         adamw_(parameter, gradient, tensor.mean, tensor.square, **options)
     else:
@@ -79,19 +74,28 @@ def _coded_step(
         square[part], scales[1][blocks] = encode(s, signed=False)
 
 
-class Launcher:
+class Flags(enum.IntFlag):
+    """Flags of a tensor for the kernel, beside those of all launchers."""
+
+    COPIED = 4
+    WIDE = 8
+    CODED = 16  # its averages are codes
+
+
+class Launcher(Launch):
     """The step as one launch, for tensors that kernels can take without copies.
 
     Arrays on the device: ``powers`` holds beta1**step, beta2**step, beta1 and beta2 of the next
     step; ``corrections`` the factors of lr and eps in that step; ``counts`` the steps done.
     """
 
+    flags = Flags
+
     def __init__(
-        self, tensors: Mapping[str, Tensor], betas: tuple[float, float], steps: int
+        self, tensors: Mapping[str, Tensor], betas: tuple[float, float], eps: float, steps: int
     ) -> None:
-        self.tensors, self.betas = dict(tensors), betas
-        self.lead = next(iter(tensors.values())).parameter
-        self.tables: dict[Any, many.Table] = {}
+        super().__init__(tensors)
+        self.betas, self.eps = betas, eps
         self.maps = None
         if any(tensor.mean_scale is not None for tensor in tensors.values()):
             self.maps = tables(self.lead)
@@ -107,39 +111,19 @@ class Launcher:
         self.counts = to_device_of(np.array([steps, 0], np.uint32), self.lead)
         synchronize_stream(self.lead)  # any stream may launch the first step
 
-    def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors of these names, whose copies are others, and keep the steps."""
-        self.tensors = {name: tensors[name] for name in self.tensors}
-        self.tables.clear()  # they have the addresses of the old copies
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that were not skipped; reading it waits for the device."""
+    def numbers(self) -> dict[str, float]:
+        """Return the number of steps that were not skipped; reading it waits for the device."""
         with device_of(self.counts):
-            return int(self.counts[0])
+            return {"steps": int(self.counts[0])}
 
-    def __call__(
-        self,
-        gradients: Sequence[Array],
-        *,
-        lr: float,
-        eps: float,
-        weight_decay: float,
-        finite: Any,
-        factor: Any,
-    ) -> None:
-        """Update all tensors; none if ``finite``, a bool or an array, is False."""
-        if isinstance(finite, bool | np.bool_):
-            if not finite:
-                return
-            finite = None
-        if isinstance(factor, float | int | np.generic):
-            factor = None if factor == 1 else full_like(self.corrections[0], float(factor))
-        gradients = [contiguous(gradient) for gradient in gradients]
-        table = self._table(gradients)
+    def kind(self, tensor: Any, gradient: Any) -> int:
+        """Return the kind of a tensor for the kernel."""
+        return super().kind(tensor, gradient) | Flags.CODED * (tensor.mean_scale is not None)
+
+    def launch(self, table: many.Table, factor: Any, finite: Any, rates: Rates) -> None:
+        """Launch the step of all tensors."""
         beta1, beta2 = self.betas
-        chosen = table.constants(**Kind.__members__)
-        kernel = load("adamw_step.cu", "adamw_step", self.lead, chosen)
+        kernel = load("adamw_step.cu", "adamw_step", self.lead, self.constants(table))
         kernel[table.chunks, many.THREADS](
             table.tensors,
             table.owners,
@@ -153,38 +137,7 @@ class Launcher:
             1 - beta1,
             beta2,
             1 - beta2,
-            lr,
-            eps,
-            1 - lr * weight_decay,
+            rates.lr,
+            self.eps,
+            1 - rates.lr * rates.weight_decay,
         )
-
-    def _table(self, gradients: Sequence[Any]) -> many.Table:
-        """Return the table of the tensors with these gradients, from a cache."""
-        key = stream(self.lead), *((many.address(g), g.dtype) for g in gradients)
-        table = self.tables.get(key)
-        if table is None:
-            if len(self.tables) >= KEPT_TABLES:
-                self.tables.clear()
-            tensors = self.tensors.values()
-            arrays = zip(*tensors, strict=True)
-            columns: dict[str, Any] = dict(zip(Tensor._fields, arrays, strict=True))
-            columns["gradient"] = gradients
-            kinds = map(_kind, tensors, gradients)
-            table = self.tables[key] = many.table(columns, [*kinds])
-        return table
-
-
-class Kind(enum.IntFlag):
-    """Flags of a tensor for the kernel; the lower two bits hold the number of its dtype."""
-
-    COPIED = 4  # it has a 16-bit copy
-    WIDE = 8  # the gradient is float32, unlike the model
-    CODED = 16  # its averages are codes
-
-
-def _kind(tensor: Tensor, gradient: Any) -> int:
-    """Return the dtype's number and the flags of a tensor, in one integer."""
-    model = tensor.dtypes[0]
-    copied, coded = tensor.copy is not None, tensor.mean_scale is not None
-    flags = Kind.COPIED * copied | Kind.WIDE * (gradient.dtype != model) | Kind.CODED * coded
-    return KERNEL_DTYPES.index(model) | flags

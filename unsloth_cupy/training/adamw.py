@@ -1,0 +1,99 @@
+"""Adam with decoupled weight decay over named parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.call import check_options
+from ..core.dtypes import FLOATS, Array, allowed
+from ..errors import ConfigError, DTypeError
+from ..ops.common.dynamic_codes import BLOCK
+from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
+from .optimizer import Optimizer, checked_betas
+
+SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
+
+
+@check_options
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay; the formula is in ``ops/optimizers/adamw.py``.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+
+    Parameters
+    ----------
+    parameters : {name: array}
+        NumPy or CuPy arrays of a float dtype, writable.  The optimizer owns them: each step
+        changes them in place.
+    lr : float
+        Learning rate of steps that are called without one.
+    betas : (float, float)
+        Share of the averages of the gradient and of its square that each step keeps.
+    eps : float
+        Added to the root mean square, in units of the gradient.
+    weight_decay : float
+        Share of a parameter that is lost per step and unit of lr.
+    state_bits : int
+        Bits of an element of the averages: 32 (64 for a float64 parameter), or 8: codes, with a
+        float32 scale for every 256 of them, for parameters of 4096 elements or more.
+    groups : sequence of {"names": ..., "lr": ..., "weight_decay": ...}, optional
+        Groups of parameters with an ``lr`` or a ``weight_decay`` of their own: ``names`` is a name,
+        a pattern such as ``"*norm*"``, or a list of them.  What no group names has the options
+        above.  A step with another rate scales the rates of groups as much: by its lr / lr.
+
+    Raises
+    ------
+    ConfigError
+        An option is out of its range, or a parameter is read-only; a group has an unknown key, no
+        parameter, or one of another group.
+    DTypeError, FrameworkError
+        A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
+        parameters are on several GPUs.
+
+    Notes
+    -----
+    On a GPU a step is one launch over the parameters of each group, if all of them are contiguous
+    and of 32 or 16 bits.  It does not wait; reading ``steps`` waits.  Codes and scales are those of
+    bitsandbytes' state1, absmax1, state2 and absmax2.
+    """
+
+    kind = Tensor
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array],
+        *,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        state_bits: int = 32,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        if state_bits not in (8, 32):
+            raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32 or 8")
+        self.betas, self.eps, self.bits = checked_betas("AdamW", betas), eps, state_bits
+        super().__init__(parameters, groups, lr=lr, eps=eps, weight_decay=weight_decay)
+
+    def _tensor(self, name: str, parameter: Any) -> Tensor:
+        wide = allowed("stat", parameter.dtype)[0]
+        if self.bits == 32 or parameter.size < SMALL:
+            mean, square = (np.zeros_like(parameter, wide) for _ in range(2))
+            return Tensor(parameter, None, mean, square, None, None)
+        if wide != FLOATS[2]:
+            problem = f"AdamW: {name} is {parameter.dtype}"
+            raise DTypeError(f"{problem}; 8-bit averages need 32 bits or 16")
+        mean, square = (np.zeros_like(parameter, np.uint8, order="C") for _ in range(2))
+        blocks = -(-parameter.size // BLOCK)
+        scales = (np.zeros_like(parameter, np.float32, shape=(blocks,)) for _ in range(2))
+        return Tensor(parameter, None, mean, square, *scales)
+
+    def _launcher(self, tensors: Mapping[str, Any]) -> Launcher:
+        return Launcher(tensors, self.betas, self.eps, int(self.numbers["steps"]))
+
+    def _begin(self, rate: float) -> dict[str, Any]:
+        return {"eps": self.eps, "betas": self.betas, "step": int(self.numbers["steps"])}
+
+    def _update(self, name: str, gradient: Any, **options: Any) -> None:
+        host_step(self.tensors[name], gradient, **options)

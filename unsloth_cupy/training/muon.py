@@ -1,0 +1,99 @@
+"""Muon over named matrices."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.call import check_options, is_integer
+from ..core.dtypes import Array, allowed
+from ..errors import ConfigError, ShapeError
+from ..ops.common.checks import check_choice
+from ..ops.optimizers.host import host_step
+from ..ops.optimizers.muon import ADJUSTMENTS, Tensor, muon
+from .optimizer import Optimizer
+
+
+@check_options
+class Muon(Optimizer):
+    """Steps of matrices along their momentum, made orthogonal; one state for each weight.
+
+    The formula is in ``ops/optimizers/muon.py``.  Embeddings, heads, norms and biases are for
+    another optimizer, as ``AdamW``.  The products of a step, by the library's own, are in float32
+    (torch's in bfloat16).  Source: Jordan et al., Muon: An optimizer for hidden layers in neural
+    networks, 2024.
+
+    Parameters
+    ----------
+    parameters : {name: array}
+        Of two axes.
+    momentum : float
+        Share of the average of gradients that each step keeps, from 0 to below 1.
+    nesterov : bool
+        Whether a step looks ahead: the gradient has a share of 1 - momentum in it once more.
+    adjust : str
+        What lr is multiplied by: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw",
+        0.2 sqrt(max(rows, columns)), with which lr and weight_decay are as for AdamW.
+    parts : {name: (rows, rows, ...)}
+        Matrices that are stored as one, as q, k and v: each is made orthogonal for itself.
+
+    Other parameters, ``step``, ``state``, 16-bit parameters and errors are those of ``AdamW``.
+
+    Raises
+    ------
+    ShapeError
+        A parameter is not a matrix.
+    """
+
+    kind = Tensor
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array],
+        *,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        adjust: str = "original",
+        parts: Mapping[str, Sequence[int]] | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"Muon: momentum={momentum}; pass a number from 0 to below 1")
+        check_choice("Muon", "adjust", adjust, tuple(ADJUSTMENTS))
+        self.options: dict[str, Any] = {
+            "momentum": momentum,
+            "nesterov": bool(nesterov),
+            "adjust": adjust,
+        }
+        super().__init__(parameters, groups, lr=lr, weight_decay=weight_decay)
+        sizes = {name: len(parameter) for name, parameter in self.parameters.items()}
+        given: Any = {} if parts is None else parts
+        fits = isinstance(given, Mapping) and all(
+            isinstance(rows, tuple | list)
+            and all(is_integer(each, 1) for each in rows)
+            and sizes.get(name) == sum(rows)
+            for name, rows in given.items()
+        )
+        if not fits:
+            cure = "pass {name: rows of each matrix in it}, which add up to its own rows"
+            raise ConfigError(f"Muon(parts={reprlib.repr(parts)}): {cure}")
+        self.parts: dict[str, Sequence[int]] = dict(given)
+
+    def _tensor(self, name: str, parameter: Any) -> Tensor:
+        if parameter.ndim != 2:
+            raise ShapeError(
+                f"Muon: {name} has shape {tuple(parameter.shape)}, and is no matrix; pass matrices"
+                " alone, and give all other parameters to AdamW",
+                expected=("rows", "columns"),
+                actual=tuple(parameter.shape),
+            )
+        wide = allowed("stat", parameter.dtype)[0]
+        return Tensor(parameter, None, np.zeros_like(parameter, wide))
+
+    def _update(self, name: str, gradient: Any, **options: Any) -> None:
+        tensor = self.tensors[name]
+        rows = self.parts.get(name) or (len(tensor.parameter),)
+        host_step(muon, tensor, gradient, whole=True, parts=rows, **self.options, **options)

@@ -28,13 +28,17 @@ from .config import Config
 from .division import Division, divided_adapter
 from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor
-from .parse import parse, text_config, token_ids
+from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
+from .reading import token_ids
+from .text_configs import text_config
 from .tokenizer import FILE as TOKENIZER
 from .transformer import Transformer
 
 GENERATION = "generation_config.json"
+XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
+XIELU |= {"beta": 0.5, "eps": -1e-6}
 
 
 def load(
@@ -283,8 +287,12 @@ def create(
                 continue
             if name.endswith("norm.weight"):
                 array = np.full(shape, 1 - parsed.norm_offset, kind)
+            elif re.search(r"layernorm\.norms\.\d+\.weight$", name):
+                array = np.ones(shape, kind)
             elif name.endswith(".bias"):
                 array = np.zeros(shape, kind)
+            elif ".act_fn." in name:
+                array = np.full(shape, XIELU[name.rpartition(".")[2]], kind)
             else:
                 draw = np.random.default_rng([seed, index])
                 array = draw.standard_normal(shape, FLOAT32) * FLOAT32.type(

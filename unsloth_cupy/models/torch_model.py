@@ -8,8 +8,9 @@ from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .config import Config
-from .names import parameter_name
-from .parse import parse, text_config
+from .names import TABLE, parameter_name
+from .parse import parse
+from .text_configs import text_config
 from .transformer import Transformer
 
 
@@ -86,7 +87,7 @@ def _checked(
                 f"from_torch: {name} has the shape {tuple(array.shape)}; its config says {shape}"
             )
         arrays[name] = array
-    dtype = arrays["model.norm.weight"].dtype
+    dtype = arrays[TABLE].dtype
     kinds = sorted({str(a.dtype) for a in arrays.values() if not isinstance(a, Stored)})
     if len(kinds) > 1 or dtype not in FLOATS:
         cure = "convert them to one of float32, bfloat16 and float16: model.to(dtype)"

@@ -19,7 +19,7 @@ from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..config import Config
-from ..parse import token_ids
+from ..reading import token_ids
 from ..stored import stored_model
 from ..transformer import Transformer
 from . import TYPES

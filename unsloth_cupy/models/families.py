@@ -237,6 +237,14 @@ FAMILIES: Mapping[str, Family] = {
         query_key_norm="head",
         obeys=("query_pre_attn_scalar", "final_logit_softcapping"),
     ),
+    "vaultgemma": Family(
+        {**GEMMA, **GEMMA2},
+        "most",
+        Norms("input_layernorm", None, "pre_feedforward_layernorm"),
+        norm_offset=1.0,
+        scaled_embedding=True,
+        obeys=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
     "phi3": Family(
         PHI3, "all", qkv_bias=False, output_bias=False, fused=("qkv", "mlp"), partial=True
     ),
@@ -360,6 +368,19 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "arcee": Family(
         {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        mlp_bias="mlp_bias",
+        gate=False,
+    ),
+    "jais2": Family(
+        {
+            "hidden_act": "relu2",
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "max_position_embeddings": 8192,
+        },
+        norms=LAYER,
+        eps="layer_norm_eps",
         mlp_bias="mlp_bias",
         gate=False,
     ),

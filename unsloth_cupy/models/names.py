@@ -5,7 +5,7 @@
     model.language_model.layers.0.mlp.up_proj.weight         in a model that also reads images
     language_model.model.layers.0.mlp.up_proj.weight         the same, in older files
 
-The vision tower of a model that reads images is left out.
+What a model that reads images or sounds has besides its language model is left out.
 """
 
 import re
@@ -25,7 +25,8 @@ ROLES = {
     **dict.fromkeys(("key_layernorm", "k_layernorm"), "k_norm"),
 }
 LEFT_OUT = re.compile(
-    r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$"
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|image_tower|video_tower|audio_tower|connector"
+    r"|multi_modal_projector|image_newline)(?:\.|$)|.*rotary_emb\.inv_freq$"
 )
 
 

@@ -82,7 +82,10 @@ def _found(text: str, parse_as: Parse) -> Family | str:
             reasons.add(str(error).removeprefix("config: ").split(";")[0])
     if not rows:
         return f"{why}: {min(reasons, key=len)}"
-    parameters, tokens, expected = _computed(small)
+    try:
+        parameters, tokens, expected = _computed(small)
+    except Exception as error:  # noqa: BLE001 -- a class of transformers may raise any
+        return f"a small model of the type does not run: {type(error).__name__}: {error}"
     shapes = {name: array.shape for name, array in parameters.items()}
     fits = [row for row, config in _varied(rows, shapes) if config.shapes() == shapes]
     why = "no known structure has its tensors"
@@ -130,8 +133,9 @@ def _small(values: Mapping[str, Any]) -> dict[str, Any]:
         small |= {"num_attention_heads": HEADS, "hidden_size": HEADS * dim}
         if small.get("num_key_value_heads"):
             small["num_key_value_heads"] = HEADS // min(HEADS, 1 << (shares - 1).bit_length())
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        small[key] = None
+    for number, key in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
+        if small.get(key) is not None:
+            small[key] = number
     return small
 
 

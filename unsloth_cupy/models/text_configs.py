@@ -38,6 +38,10 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
     "llama": dict(zip(SIZES, (32_000, 4096, 11_008, 32, 32, None), strict=True)),
     "mistral": dict(zip(SIZES, (32_000, 4096, 14_336, 32, 32, 8), strict=True)),
 }
+# What the class for images computes otherwise than the text_config alone says.
+OTHERWISE: Mapping[str, Mapping[str, Any]] = dict.fromkeys(
+    ("aya_vision", "cohere2_vision"), {"logit_scale": 1.0}
+)
 BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
 
 
@@ -70,7 +74,13 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = OUTER[outer] if given is None or given == outer else given
     above = {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
     assumed: Mapping[str, Any] = ASSUMED.get(kind, {}) if "text_config" in values else {}
-    text = {**assumed, **inner, **above, "model_type": SAME.get(kind, kind)}
+    text = {
+        **assumed,
+        **inner,
+        **above,
+        **OTHERWISE.get(outer, {}),
+        "model_type": SAME.get(kind, kind),
+    }
     if kind in SAME:
         for key in ("rope_parameters", "rope_scaling"):
             if isinstance(text.get(key), Mapping):

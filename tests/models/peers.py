@@ -159,7 +159,7 @@ RELATIVES: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": False},
-    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 12, "use_bias": True},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
     "hunyuan": {
         "model_type": "hunyuan_v1_dense",
         "head_dim": 8,
@@ -172,7 +172,7 @@ RELATIVES: dict[str, dict[str, Any]] = {
     },
     "seed_oss": {
         "model_type": "seed_oss",
-        "head_dim": 12,
+        "head_dim": 16,
         "attention_out_bias": True,
         "mlp_bias": True,
     },

@@ -35,7 +35,7 @@ from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import BUFFERS, Config, Rope
 from .division import Division, entered, joined
-from .elements import clip, gelu, stacked, xielu
+from .elements import clip, gelu, scaled_heads, stacked, xielu
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
@@ -288,7 +288,7 @@ def _head_norm(call: Call, name: str, x: Any) -> Any:
         heads = range(x.shape[2])
         weight = stacked([parameters[f"{name}.norms.{head}.weight"] for head in heads])
     ones = np.ones_like(value_of(x), shape=x.shape[-1:])
-    return layer_norm(x, ones, eps=config.eps) * weight
+    return scaled_heads(layer_norm(x, ones, eps=config.eps), weight)
 
 
 def _mlp(call: Call, prefix: str, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions of a few families, on arrays or on a tape: xielu, clip, stacked and gelu."""
+"""Functions that few families need, on arrays or on a tape."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +20,13 @@ def gelu(x: Any, *, approximate: bool) -> Any:
 def clip(x: Any, most: float) -> Any:
     """Return min(max(x, -most), most); the gradient is 0 where x is beyond."""
     value = value_of(x)
-    return taped(
-        "clip",
-        value.clip(-most, most),
-        lambda dy, wanted: {"x": dy * (np.abs(value) <= most).astype(dy.dtype)},
-        x=x,
-    )
+    wide = value.astype(np.promote_types(value.dtype, FLOAT32), copy=False)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        inside = np.abs(wide) <= most
+        return {"x": rounded(np.where(inside, dy.astype(wide.dtype, copy=False), 0), dy.dtype)}
+
+    return taped("clip", rounded(wide.clip(-most, most), value.dtype), back, x=x)
 
 
 def stacked(rows: Sequence[Any]) -> Any:
@@ -37,6 +38,23 @@ def stacked(rows: Sequence[Any]) -> Any:
         lambda dy, wanted: {name: dy[i].copy() for i, name in enumerate(names) if name in wanted},
         **dict(zip(names, rows, strict=True)),
     )
+
+
+def scaled_heads(x: Any, weight: Any) -> Any:
+    """Return x (batch, tokens, heads, dim) times weight (heads, dim), rounded once."""
+    arrays = value_of(x), value_of(weight)
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    value, scales = (array.astype(wide, copy=False) for array in arrays)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        gradients = {"x": rounded(dy * scales, arrays[0].dtype)}
+        if "weight" in wanted:
+            gradients["weight"] = rounded((dy * value).sum(axis=(0, 1)), arrays[1].dtype)
+        return gradients
+
+    y = rounded(value * scales, arrays[0].dtype)
+    return taped("scaled_heads", y, back, x=x, weight=weight)
 
 
 def xielu(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any) -> Any:
@@ -68,7 +86,8 @@ def xielu(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any) -> Any:
             "alpha_p": (wide * squared).sum() / (1 + np.exp(-up)),
             "alpha_n": (wide * bent).sum() / (1 + np.exp(-down)),
         }
-        dalphas = {name: rounded(sums[name], dy.dtype) for name in sums if name in wanted}
+        kinds = {"alpha_p": arrays[1].dtype, "alpha_n": arrays[2].dtype}
+        dalphas = {name: rounded(sums[name], kinds[name]) for name in sums if name in wanted}
         return {"x": rounded(wide * slopes, dy.dtype), **dalphas}
 
     squared, bent = terms()

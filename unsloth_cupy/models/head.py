@@ -50,7 +50,7 @@ def inputs_of_losses(config: Config, parameters: Mapping[str, Any], x: Any) -> t
     wide_weight = np.concatenate((rows, column, zeros), axis=-1)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        parts = {"weight": dy[:, :hidden], "bias": dy[:, hidden]}
+        parts = {"weight": dy[:, :hidden], "bias": dy[:, hidden].astype(values[2].dtype)}
         return {name: contiguous(part) for name, part in parts.items() if name in wanted}
 
     return (

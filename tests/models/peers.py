@@ -231,9 +231,9 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # norms and biases begin as ones and zeros: too easy
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "norm" in name:
+            if (
+                parameter.ndim == 1 or "norm" in name
+            ):  # norms and biases begin as ones and zeros: too easy
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "embed" in name:
                 parameter[0] = 0.2 * torch.randn_like(parameter[0])

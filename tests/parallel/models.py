@@ -148,7 +148,9 @@ def all_checks(comm: Communicator, folder: Path) -> None:
     for name in Sample.one_in(3, FAMILIES.get(comm.size, ())):
         here = folder / name.replace(" ", "-")
         config = (
-            SIZES | (CONFIGS | RELATIVES).get(name, ROUNDED) | {"num_attention_heads": 4 if comm.size != 3 else 6}
+            SIZES
+            | (CONFIGS | RELATIVES).get(name, ROUNDED)
+            | {"num_attention_heads": 4 if comm.size != 3 else 6}
         )
         config |= {"intermediate_size": 49}  # which no number of ranks divides
         config |= {"num_key_value_heads": 2 if comm.size != 3 else 3} if "one" not in name else {}

@@ -39,9 +39,10 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
     "mistral": dict(zip(SIZES, (32_000, 4096, 14_336, 32, 32, 8), strict=True)),
 }
 # What the class for images computes otherwise than the text_config alone says.
-OTHERWISE: Mapping[str, Mapping[str, Any]] = dict.fromkeys(
-    ("aya_vision", "cohere2_vision"), {"logit_scale": 1.0}
-)
+OTHERWISE: Mapping[str, Mapping[str, Any]] = {
+    "aya_vision": {"logit_scale": 1.0},
+    "cohere2_vision": {"logit_scale": 1.0},
+}
 BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
 
 

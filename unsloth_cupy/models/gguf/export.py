@@ -145,7 +145,7 @@ def export_gguf(
         "general.type": "model",
         "general.name": _name(source.name, words["tokenizer.ggml.tokens"]),
         "general.file_type": int(KINDS[kind].file_type),
-        **metadata(source.config, known),
+        **metadata(source.config, known, source.read),
         **words,
     }
     _write(path, known.name, values, tensor_list, progress)

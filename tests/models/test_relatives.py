@@ -41,7 +41,11 @@ OF_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": MROPE}),
     "glm4v": (
         "glm4v_text",
-        {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}},
+        {
+            "hidden_size": 64,
+            "head_dim": 16,
+            "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
+        },
     ),
 }
 
@@ -67,6 +71,7 @@ def of_images(kind: str, folder: Path) -> Any:
     seen = {key: n for key, n in SMALL.items() if hasattr(base.vision_config, key)}
     seen["model_type"] = base.vision_config.model_type
     ids = {name: 96 for name in vars(base) if re.search(r"(image|video|vision).*token_i", name)}
+    seen |= {"out_hidden_size": changes.get("hidden_size", 32)} if "out_hidden_size" in seen else {}
     config = peers.AutoConfig.for_model(
         kind, text_config={**TEXT, "model_type": text, **changes}, vision_config=seen, **ids
     )

@@ -55,8 +55,9 @@ def load(
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
-    Model types: llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3 (its language model), phi3,
-    olmo2, bitnet.  The name, shape and dtype of every tensor are checked before any is used;
+    Model types are those of Llama and its dense relatives, the text parts of models that read
+    images, and others that transformers knows and that compute the same as one of these: the
+    guide lists them.  The name, shape and dtype of every tensor are checked before any is used;
     pickled weights are never read and no code in a folder is ever run.
 
     Parameters

@@ -82,6 +82,11 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         **OTHERWISE.get(outer, {}),
         "model_type": SAME.get(kind, kind),
     }
+    if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it reads no head_dim
+        heads = text.get("num_attention_heads")
+        text["head_dim"] = (
+            text["hidden_size"] // heads if isinstance(heads, int) and heads else None
+        )
     if kind in SAME:
         for key in ("rope_parameters", "rope_scaling"):
             if isinstance(text.get(key), Mapping):

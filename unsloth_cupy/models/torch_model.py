@@ -10,6 +10,7 @@ from ..errors import ConfigError, FrameworkError
 from .config import Config
 from .names import TABLE, parameter_name
 from .parse import parse
+from .quantized_weights import FIXED
 from .text_configs import text_config
 from .transformer import Transformer
 
@@ -51,7 +52,8 @@ def from_torch(model: Any) -> Transformer:
     except ConfigError as error:
         raise ConfigError(f"from_torch: {error}") from None
     texts["config.json"] = dict(text_config(texts["config.json"]))
-    named = _by_parameter(model.named_parameters())
+    buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(FIXED))
+    named = _by_parameter([*model.named_parameters(), *buffers])
     layers = _by_parameter((f"{name}.weight", layer) for name, layer in model.named_modules())
     return Transformer(config, _checked(config, named, layers), texts)
 

@@ -28,7 +28,7 @@ from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope import rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
-from ..parallel._taped import value_of
+from ..parallel.taped import value_of
 from ..parallel.vocabulary import vocab_parallel_embedding
 from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint

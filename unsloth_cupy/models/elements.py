@@ -8,7 +8,7 @@ import numpy as np
 from ..core.arrays import rounded
 from ..core.dtypes import FLOAT32
 from ..ops.activations.geglu import geglu
-from ..parallel._taped import taped, value_of
+from ..parallel.taped import taped, value_of
 
 
 def gelu(x: Any, *, approximate: bool) -> Any:

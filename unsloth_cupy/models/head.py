@@ -9,7 +9,7 @@ from ..core.arrays import contiguous
 from ..core.dtypes import FLOAT32, Array
 from ..ops.elements.arithmetic import scale
 from ..ops.linear.linear import linear
-from ..parallel._taped import taped, value_of
+from ..parallel.taped import taped, value_of
 from ..parallel.tensor import all_gather
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var

@@ -121,12 +121,18 @@ def saved(kind: str, folder: Path, **changes: Any) -> Any:
 
 
 def test_a_type_without_a_row_is_compared(tmp_path: Path) -> None:
-    """Its small model computes what a structure does; then its own weights do."""
+    """Its small model computes what a structure does; then its own weights do.
+
+    What config.json leaves out has the default values of the type, which no row has.
+    """
     transformers()
-    changes = {"sliding_window": 5, "head_dim": 8, "rope_parameters": {"rope_theta": 900.0}}
     types = ["full_attention", "sliding_attention", "sliding_attention"]
-    peer = saved("cwm", tmp_path / "m", layer_types=types, **changes)
+    peer = saved("cwm", tmp_path / "m", layer_types=types, sliding_window=5, head_dim=8)
     assert "cwm" not in FAMILIES
+    file = tmp_path / "m" / "config.json"
+    settings = json.loads(file.read_text())
+    assert settings.pop("rope_parameters")["rope_theta"] == 1e6
+    file.write_text(json.dumps(settings))
     model = load(tmp_path / "m")
     assert model.config.window_of(1) == 5
     np.testing.assert_allclose(model.logits(TOKENS), logits(peer), rtol=0, atol=1e-4)

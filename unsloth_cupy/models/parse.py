@@ -34,7 +34,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     body, values = body_of(values), text_config(values)
     kind = values.get("model_type")
     row = FAMILIES.get(kind) if isinstance(kind, str) else None
-    family = recognised(values, parse_as) if row is None else row
+    family, values = recognised(values, parse_as) if row is None else (row, values)
     return replace(parse_as(values, family), body=body)
 
 

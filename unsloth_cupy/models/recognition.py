@@ -1,6 +1,8 @@
 """Which known structure a model of another type has: tried, and compared with transformers.
 
-    family = recognised({"model_type": "cwm", ...})         a row of another family, perhaps varied
+    family, settings = recognised({"model_type": "cwm", ...})
+
+A row of another family, perhaps varied, and config.json with the defaults of the type.
 
 A small model of the type, with random weights, must have the tensors of the structure and its
 logits.  Values of config.json that nothing reads rule a structure out.
@@ -33,8 +35,8 @@ SMALL = {
 HEADS = 4
 
 
-def recognised(values: Mapping[str, Any], parse_as: Parse) -> Family:
-    """Return the structure of a model whose type has no row in ``FAMILIES``.
+def recognised(values: Mapping[str, Any], parse_as: Parse) -> tuple[Family, Mapping[str, Any]]:
+    """Return the structure of a model whose type has no row in ``FAMILIES``, and all its settings.
 
     Raises
     ------
@@ -59,8 +61,8 @@ def recognised(values: Mapping[str, Any], parse_as: Parse) -> Family:
 
 
 @lru_cache(maxsize=16)
-def _found(text: str, parse_as: Parse) -> Family | str:
-    """Return the structure of a config.json, or why there is none."""
+def _found(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str:
+    """Return the structure of a config.json and all settings, or why there is none."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -69,36 +71,42 @@ def _found(text: str, parse_as: Parse) -> Family | str:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "transformers does not know it either"
     try:
-        whole = AutoConfig.for_model(kind, **values)
-        small = AutoConfig.for_model(kind, **_small(values | _plain(whole)))
+        whole = _plain(AutoConfig.for_model(kind, **values))
+        rows, reason = _readers(whole, parse_as)
+        if not rows:
+            return f"no known structure reads its config.json: {reason}"
+        small = AutoConfig.for_model(kind, **_small(whole))
     except Exception as error:
         return f"transformers refuses the config: {str(error).splitlines()[0]}"
-    settings, why = _plain(small), "no known structure reads its config.json"
-    rows, reasons = [], set[str]()
-    for family in FAMILIES.values():
-        try:
-            rows.append((family, parse_as(settings, family)))
-        except ConfigError as error:
-            reasons.add(str(error).removeprefix("config: ").split(";")[0])
-    if not rows:
-        return f"{why}: {min(reasons, key=len)}"
+    settings = _plain(small)
+    known = [(family, parse_as(settings, family)) for family in rows]
     try:
         parameters, tokens, expected = _computed(small)
     except Exception as error:
         return f"a small model of the type does not run: {type(error).__name__}: {error}"
     shapes = {name: array.shape for name, array in parameters.items()}
-    fits = [row for row, config in _varied(rows, shapes) if config.shapes() == shapes]
+    fits = [row for row, config in _varied(known) if config.shapes() == shapes]
     why = "no known structure has its tensors"
     for family in fits:
         if _agrees(parse_as(settings, family), parameters, tokens, expected):
-            return family
+            return family, whole
         why = "its logits are not those of a known structure with its tensors"
     return why
 
 
-def _varied(
-    rows: list[tuple[Family, Config]], shapes: Mapping[str, Any]
-) -> Iterator[tuple[Family, Config]]:
+def _readers(values: Mapping[str, Any], parse_as: Parse) -> tuple[list[Family], str]:
+    """Return the families that read a config.json, and why one of the others does not."""
+    rows, reasons = [], set[str]()
+    for family in FAMILIES.values():
+        try:
+            parse_as(values, family)
+            rows.append(family)
+        except ConfigError as error:
+            reasons.add(str(error).removeprefix("config: ").split(";")[0])
+    return rows, min(reasons, key=len, default="")
+
+
+def _varied(rows: list[tuple[Family, Config]]) -> Iterator[tuple[Family, Config]]:
     """Yield structures and, after them, variants: norms of other families, other rotary pairs."""
     yield from rows
     norms = {family.norms for family in FAMILIES.values()}

@@ -388,6 +388,7 @@ FAMILIES: Mapping[str, Family] = {
         {
             "hidden_act": "gelu_pytorch_tanh",
             "norm_epsilon": 1e-5,
+            "initializer_range": 0.018042,
             "num_key_value_heads": 2,
             "use_bias": True,
             "sliding_window": None,

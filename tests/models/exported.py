@@ -9,11 +9,48 @@ import numpy as np
 
 from unsloth_cupy import models
 
-from .peers import CONFIGS, SIZES
+from .peers import CONFIGS, RELATIVES, SIZES
 
 ENDS = ("<pad>", "<s>", "</s>")  # the ids that SIZES names
 CHARACTERS = "\u0120etaoinshrdlu.,E"  # of the byte-level alphabet; the first is the space
 MERGES = (("t", "h"), ("th", "e"), ("\u0120", "the"), ("i", "n"))
+FULL = ["full_attention"] * 3
+# What llama.cpp has of RELATIVES, by names of its architectures.
+IN_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
+    "olmo2": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "olmo": {"model_type": "olmo", "clip_qkv": 0.7},
+    "granite": RELATIVES["granite"],
+    "command-r": {"model_type": "cohere", "logit_scale": 0.3},
+    "cohere2": {
+        "model_type": "cohere2",
+        "logit_scale": 0.3,
+        "sliding_window": 5,
+        "num_hidden_layers": 4,
+    },
+    "glm4": RELATIVES["glm4"],
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16},
+    "hunyuan-dense": RELATIVES["hunyuan"],
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
+    "exaone4": {"model_type": "exaone4", "sliding_window": None, "layer_types": FULL},
+    "arcee": {"model_type": "arcee"},
+    "starcoder2": {"model_type": "starcoder2"},
+    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True, "use_parallel_residual": True},
+    "nemotron": RELATIVES["nemotron"],
+    "mistral3": RELATIVES["ministral3"],
+    "apertus": RELATIVES["apertus"],
+    "phi2": {"model_type": "phi"},
+    "jais2": RELATIVES["jais2"],
+}
 
 
 def byte_level(vocab: int, merges: Sequence[tuple[str, str]] = MERGES) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.gguf import TYPES
 from unsloth_cupy.ops.quantized.weight import Quantized
 
-from .exported import byte_level, make, read, write_tokenizer
-from .peers import CONFIGS, LLAMA3, SIZES
+from .exported import IN_LLAMA_CPP, byte_level, make, read, write_tokenizer
+from .peers import CONFIGS, LLAMA3, RELATIVES, SIZES
 
 gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
 KINDS = importlib.import_module("unsloth_cupy.models.gguf._types").KINDS
@@ -441,6 +441,30 @@ def test_what_llama_cpp_does_otherwise_is_said(tmp_path: Path) -> None:
         assert window == {"mistral": 5, "qwen2 window": 4, "phi3 longrope": 9}.get(name)
 
 
+@pytest.mark.parametrize("name", IN_LLAMA_CPP)
+def test_relatives(name: str, tmp_path: Path) -> None:
+    """Each tensor is in the file once, under a name of the architecture; so is each factor."""
+    model = make(tmp_path / "m", IN_LLAMA_CPP[name])
+    models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    values, dense, _ = read(tmp_path / "m.gguf")
+    assert values["general.architecture"] == name
+    stored = [array for key, array in model.parameters.items() if ".act_fn." not in key]
+    extra = int(model.config.tied and name == "olmo2") + sum("rope_" in each for each in dense)
+    assert len(dense) == len(stored) + extra
+    head = values.get(f"{name}.logit_scale", 1.0)
+    assert head == pytest.approx(
+        1 / model.config.logit_scale if name == "granite" else model.config.logit_scale
+    )
+    if name == "apertus":
+        layers = range(model.config.layers)
+        alphas = [model.parameters[f"model.layers.{i}.mlp.act_fn.alpha_n"].item() for i in layers]
+        np.testing.assert_allclose(values["xielu.alpha_n"], alphas, rtol=1e-6)
+    if name == "nemotron":
+        norms = (model.parameters["model.norm.weight"] + 1, model.parameters["model.norm.bias"])
+        for part, expected in zip(("weight", "bias"), norms, strict=True):
+            np.testing.assert_array_equal(dense[f"output_norm.{part}"], expected)
+
+
 REFUSED = {
     "computes silu": {"model_type": "llama", "hidden_act": "gelu"},
     "has heads of length hidden / heads": {"model_type": "qwen2", "head_dim": 16},
@@ -460,6 +484,12 @@ REFUSED = {
         for name in ("full_attention", "sliding_attention")}},
     "in all layers": CONFIGS["gemma2"] | {"rope_parameters": {
         "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+    "no names for a glm": RELATIVES["glm"],
+    "no norms of queries and keys by heads": RELATIVES["phi"],
+    "rotates all layers but every fourth": RELATIVES["smollm3"] | {"mlp_bias": False},
+    "in all layers but every fourth": RELATIVES["cohere2"],
+    "has windows in models of 64 layers": RELATIVES["exaone4"],
+    "has biases in its output": {"model_type": "starcoder2", "use_bias": False},
 }  # fmt: skip
 
 
@@ -474,7 +504,7 @@ def test_what_a_file_cannot_say_is_refused(words: str, tmp_path: Path) -> None:
 def test_a_family_without_names_is_refused(tmp_path: Path) -> None:
     model = make(tmp_path / "m", "llama")
     model.config = replace(model.config, model_type="mamba")
-    with pytest.raises(ConfigError, match="no names for a mamba; the families are bitnet, gemma"):
+    with pytest.raises(ConfigError, match="no names for a mamba; the families are apertus, arcee"):
         models.export_gguf(model, tmp_path / "m.gguf")
 
 

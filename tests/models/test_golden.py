@@ -1,4 +1,4 @@
-"""Models of ten families against what transformers computed, kept in tests/golden/models."""
+"""Models of thirteen families against what transformers computed, kept in tests/golden/models."""
 
 from pathlib import Path
 

@@ -58,8 +58,8 @@ def test_a_model_of_ones_own_goes_to_torch():
 def test_what_is_not_known_is_refused():
     with pytest.raises(FrameworkError, match="Linear is not a model of transformers"):
         from_torch(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="from_torch: config: model_type is 'cohere'"):
-        from_torch(model_of("cohere"))
+    with pytest.raises(ConfigError, match="from_torch: config: model_type is 'bloom'"):
+        from_torch(model_of("bloom"))
     live = model_of("llama")
     live.lm_head.half()
     with pytest.raises(ConfigError, match=r"model\.to\(dtype\)"):

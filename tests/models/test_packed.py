@@ -12,8 +12,9 @@ from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.training import tape
 
 from ..machines.stand_in import gpu
-from .peers import CONFIGS, SIZES
+from .peers import CONFIGS, RELATIVES, SIZES
 
+ALL = CONFIGS | RELATIVES
 LENGTHS = [5, 1, 11, 7]  # one goes on in the second row; one has nothing to predict
 OFFSETS = np.cumsum([0, *LENGTHS])
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
@@ -21,7 +22,7 @@ LABELS = np.where(np.arange(24) % 5 == 3, -100, TOKENS.ravel()).reshape(2, 12)
 
 
 def model_of(label: str, dtype: str, rank: int | None) -> Transformer:
-    model = create(SIZES | CONFIGS[label], seed=0, dtype=dtype)
+    model = create(SIZES | ALL[label], seed=0, dtype=dtype)
     if rank is not None:
         model.add_adapter(rank, dora=True)
         draw = np.random.default_rng(1)
@@ -65,7 +66,7 @@ def largest_error(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 3], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("label", CONFIGS)
+@pytest.mark.parametrize("label", ALL)
 def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: int | None) -> None:
     """Exactly but for the order of sums: float32 is off by no more than the texts alone are."""
     model = model_of(label, "float32", rank)
@@ -105,7 +106,7 @@ def test_attention_that_is_kept_is_not_computed_again(
     assert all((again[1][name] == gradient).all() for name, gradient in gradients.items())
 
 
-@pytest.mark.parametrize("label", CONFIGS)
+@pytest.mark.parametrize("label", ALL)
 def test_no_text_sees_another(label: str) -> None:
     """Logits of the others keep every bit; those of each text are what it has alone."""
     model = model_of(label, "float32", None)

@@ -1,4 +1,4 @@
-"""Other configs of the ten families against transformers itself, where it is installed."""
+"""Other configs of all families against transformers itself, where it is installed."""
 
 import numpy as np
 import pytest
@@ -10,17 +10,18 @@ from unsloth_cupy.models import create, load
 from unsloth_cupy.models.chat import CHATML_TOKENS
 from unsloth_cupy.models.generate import Options, _draw
 
-from .peers import CONFIGS, batch, make
+from .peers import CONFIGS, RELATIVES, batch, make
 
 torch = pytest.importorskip("torch", reason="torch computes the references")
 transformers = pytest.importorskip("transformers", reason="transformers computes the references")
+ALL = CONFIGS | RELATIVES
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=ALL)
 def pair(request, tmp_path_factory):
     """Return a transformers model, ours, and the folder they come from."""
     folder = tmp_path_factory.mktemp("peer") / "model"
-    peer = make(folder, CONFIGS[request.param])
+    peer = make(folder, ALL[request.param])
     return peer, load(folder), folder
 
 

@@ -9,13 +9,15 @@ from unsloth_cupy.models.step import Step
 from unsloth_cupy.training.find_nan import NonFiniteError
 
 from ..machines.stand_in import HostReadError, gpu
-from .peers import CONFIGS, SIZES
+from .peers import CONFIGS, RELATIVES, SIZES
 
 PROMPT = np.random.default_rng(0).integers(3, 97, (2, 7))
-KINDS = ["llama", "mistral", "gemma2", "qwen3", "phi3", "olmo2"]
+KINDS = ["llama", "mistral", "gemma2", "qwen3", "phi3", "olmo2", *RELATIVES]
 
 
 def config(kind):
+    if kind in RELATIVES:
+        return SIZES | RELATIVES[kind]
     named = {name: value for name, value in CONFIGS.items() if value["model_type"] == kind}
     return SIZES | {"sliding_window": 6} | next(iter(named.values()))
 

@@ -14,7 +14,7 @@ from unsloth_cupy.parallel import Communicator
 
 from ..conftest import FOLDER
 from ..harness.sampling import Sample
-from ..models.peers import CONFIGS, SIZES
+from ..models.peers import CONFIGS, RELATIVES, SIZES
 from . import held, pipelines
 from .ranks import close
 
@@ -23,8 +23,9 @@ ONLINE = {  # whose layers are rounded at every call, as BitNet is trained
     "quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online",
 }  # fmt: skip
 ROUNDED = {"model_type": "bitnet", "quantization_config": ONLINE}
+NEXT = ("olmo", "granite", "cohere", "glm", "hunyuan", "nemotron", "apertus", "phi")
 FAMILIES = {  # by ranks: 4 share 2 heads of keys and values, 3 have one each
-    2: (*(name for name in CONFIGS if name not in ROPES), "bitnet online"),
+    2: (*(name for name in CONFIGS if name not in ROPES), "bitnet online", *NEXT),
     3: ("olmo2",),
     4: ("llama biases", "phi3", "bitnet online"),
 }
@@ -147,7 +148,9 @@ def all_checks(comm: Communicator, folder: Path) -> None:
     for name in Sample.one_in(3, FAMILIES.get(comm.size, ())):
         here = folder / name.replace(" ", "-")
         config = (
-            SIZES | CONFIGS.get(name, ROUNDED) | {"num_attention_heads": 4 if comm.size != 3 else 6}
+            SIZES
+            | (CONFIGS | RELATIVES).get(name, ROUNDED)
+            | {"num_attention_heads": 4 if comm.size != 3 else 6}
         )
         config |= {"intermediate_size": 49}  # which no number of ranks divides
         config |= {"num_key_value_heads": 2 if comm.size != 3 else 3} if "one" not in name else {}

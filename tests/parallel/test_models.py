@@ -19,15 +19,15 @@ from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 from unsloth_cupy.parallel._shards import Cut
 
-from ..models.peers import CONFIGS, SIZES
+from ..models.peers import CONFIGS, RELATIVES, SIZES
 from .models import filled
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sorted({*CONFIGS, *RELATIVES} - {"stablelm parallel"}))
 def test_parts_cover_all_once(name: str) -> None:
     """The slices of the ranks make up each parameter; what several hold is counted by shares."""
     comm = SingleCommunicator()
-    config = parse(SIZES | CONFIGS[name])
+    config = parse(SIZES | (CONFIGS | RELATIVES)[name])
     for comm.size in (2, 4):
         covered = {key: np.zeros(shape) for key, shape in config.shapes().items()}
         for rank in range(comm.size):
@@ -35,7 +35,7 @@ def test_parts_cover_all_once(name: str) -> None:
             division = Division(config, comm)
             for key, whole in covered.items():
                 numbers = np.arange(whole.size).reshape(whole.shape)
-                own = division.own(key, numbers)
+                own = np.atleast_1d(division.own(key, numbers))
                 for rows, share in division.shares(key):
                     np.add.at(whole.reshape(-1), own[rows].reshape(-1), share)
         for key, whole in covered.items():

@@ -34,7 +34,7 @@ from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
-from .names import TEXT, stored_name
+from .names import TEXT, is_norm, stored_name
 
 CONFIG = ADAPTER
 PREFIX = "base_model.model."
@@ -276,7 +276,7 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in config.shapes().items()
-        if name.startswith("model.layers.") and len(shape) == 2
+        if name.startswith("model.layers.") and len(shape) == 2 and not is_norm(name)
     }
 
 

@@ -2,6 +2,7 @@
 
     h = x + norm(attention(norm(x)))
     y = h + norm(mlp(norm(h)))          the config says which of the four norms exist
+    y = x + attention(norm(x)) + mlp(norm(x))                   in parallel blocks
 
 A residual sum and the norm after it are one op, so a block returns (branch, stream), the terms of
 the sum.  Parameters are looked up by Hugging Face names; a bias only where there is one.
@@ -21,16 +22,20 @@ from ..ops.activations.swiglu import swiglu
 from ..ops.activations.swiglu_mlp import swiglu_mlp
 from ..ops.elements.arithmetic import add, multiply, scale
 from ..ops.linear.embedding import embedding
+from ..ops.norms.layer_norm import layer_norm, layer_norm_forward
 from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
+from ..ops.position.rope import rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
+from ..parallel.taped import value_of
 from ..parallel.vocabulary import vocab_parallel_embedding
 from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
-from .config import Config, Rope
+from .config import BUFFERS, Config, Rope
 from .division import Division, entered, joined
+from .elements import clip, gelu, scaled_heads, stacked, xielu
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
@@ -39,11 +44,14 @@ Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """The inputs that all blocks of one call share; cos and sin are by layer type."""
+    """The inputs that all blocks of one call share.
+
+    ``tables`` are cos and sin by layer type, and those of queries where they differ.
+    """
 
     config: Config
     parameters: Mapping[str, Any]  # also those of an adapter
-    tables: Mapping[str, tuple[Any, Any]]
+    tables: Mapping[str, tuple[Any, ...]]
     attend: Attend  # the attention of these tokens: to each other, or to a cache as well
     project: Project  # the outputs of linear layers: plain, adapted or rounded
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
@@ -53,15 +61,26 @@ class Call(NamedTuple):
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
 
 
-def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
-    """Return a function from a length to cos and sin tables of at least that many positions."""
+def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
+    """Return a function from a length to cos and sin tables of at least that many positions.
+
+    With ``growth`` those of queries follow, which contain its factors.
+    """
+
+    def scaled(size: int) -> tuple[Array, ...]:
+        cos, sin = rope_tables(size, rope.dim, base=rope.base, scaling=rope.scaling, like=like)
+        if rope.growth is None:
+            return cos, sin
+        beta, length = rope.growth
+        steps = np.floor(np.arange(size, like=cos) / length)
+        factors = (1 + beta * np.log1p(steps)).astype(cos.dtype)[:, None]
+        return cos, sin, cos * factors, sin * factors
 
     @lru_cache(maxsize=64)
-    def on_stream(stream: Any) -> Callable[[int], tuple[Array, Array]]:
-        options: Any = {"base": rope.base, "scaling": rope.scaling, "like": like}
-        return lru_cache(maxsize=8)(lambda size: rope_tables(size, rope.dim, **options))
+    def on_stream(stream: Any) -> Callable[[int], tuple[Array, ...]]:
+        return lru_cache(maxsize=8)(scaled)
 
-    def tables(length: int) -> tuple[Array, Array]:
+    def tables(length: int) -> tuple[Array, ...]:
         size = max(256, 1 << (length - 1).bit_length())  # few sizes while decoding
         if rope.original is not None:
             size = min(size, rope.original) if length <= rope.original else length
@@ -117,14 +136,24 @@ def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
     """Return the output of a block as (branch, stream), which the next op adds."""
-    norms, prefix = call.config.norms, f"model.layers.{layer}."
+    norms, prefix, config = call.config.norms, f"model.layers.{layer}.", call.config
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
+    if config.parallel:
+        x = entered(ranks, x)
+        branch = add(_attention(call, layer, prefix, x), _mlp(call, prefix, x))
+        return _scaled(joined(ranks, branch), config.residual_scale), stream
     branch = joined(ranks, _attention(call, layer, prefix, entered(ranks, x)))
-    branch = _norm(call, prefix, norms.after_attention, branch)
+    branch = _scaled(_norm(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
     branch = joined(ranks, _mlp(call, prefix, entered(ranks, x)))
-    return _norm(call, prefix, norms.after_mlp, branch), stream
+    branch = _scaled(_norm(call, prefix, norms.after_mlp, branch), config.residual_scale)
+    return branch, stream
+
+
+def _scaled(branch: Any, factor: float) -> Any:
+    """Return the output of a branch times a factor."""
+    return branch if factor == 1 else scale(branch, factor=factor)
 
 
 def join(call: Call, prefix: str, norm: str | None, branch: Any, stream: Any) -> tuple[Any, Any]:
@@ -132,19 +161,39 @@ def join(call: Call, prefix: str, norm: str | None, branch: Any, stream: Any) ->
     if norm is None:
         total = branch if stream is None else add(branch, stream)
         return total, total
-    weight, config = call.parameters[f"{prefix}{norm}.weight"], call.config
+    config = call.config
+    if config.norms.kind == "layer":
+        parameters = _layer_norm_parameters(call, prefix + norm, branch)
+        y, total, *_ = layer_norm_forward(branch, *parameters, stream, eps=config.eps)
+        return y, total
     y, total, _ = rms_norm_forward(
-        branch, weight, stream, eps=config.eps, offset=config.norm_offset
+        branch,
+        call.parameters[f"{prefix}{norm}.weight"],
+        stream,
+        eps=config.eps,
+        offset=config.norm_offset,
     )
     return y, total
 
 
 def _norm(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
-    """Return an RMS norm of x; x itself if there is no such norm."""
+    """Return a norm of x; x itself if there is no such norm."""
     if norm is None:
         return x
+    config = call.config
+    if config.norms.kind == "layer":
+        return layer_norm(x, *_layer_norm_parameters(call, prefix + norm, x), eps=config.eps)
     weight = call.parameters[f"{prefix}{norm}.weight"]
-    return rms_norm(x, weight, eps=call.config.eps, offset=call.config.norm_offset)
+    return rms_norm(x, weight, eps=config.eps, offset=config.norm_offset)
+
+
+def _layer_norm_parameters(call: Call, name: str, x: Any) -> tuple[Any, Any]:
+    """Return the weight of a layer norm, ones if it has none, and its bias or None."""
+    config, weight = call.config, call.parameters.get(f"{name}.weight")
+    if weight is None:
+        weight = np.ones_like(value_of(x), shape=x.shape[-1:])
+    weight = weight + config.norm_offset if config.norm_offset else weight
+    return weight, call.parameters.get(f"{name}.bias")
 
 
 def _divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
@@ -160,7 +209,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     config, module = call.config, prefix + "self_attn."
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
-    if config.fused:
+    if "qkv" in config.fused:
         (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
         q, k, v = (
             fused[..., :queries],
@@ -170,29 +219,14 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     else:
         names = [f"{module}{name}_proj" for name in "qkv"]
         q, k, v = call.project(call.parameters, names, x)
-    all_heads = config.query_key_norm == "projection"
-    if all_heads:
+    if config.clip is not None:
+        q, k, v = (clip(each, config.clip) for each in (q, k, v))
+    if config.query_key_norm == "projection":
         q, k = (_divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     q = q.reshape(batch, tokens, config.heads, config.dim)
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
-    cos, sin = call.tables[config.layer_types[layer]]
-    if config.query_key_norm and not all_heads:
-        q, k = qk_norm_rope(
-            q,
-            k,
-            call.parameters[module + "q_norm.weight"],
-            call.parameters[module + "k_norm.weight"],
-            cos,
-            sin,
-            call.positions,
-            eps=config.eps,
-            offset=config.norm_offset,
-        )
-    elif call.turn is not None:
-        q, k = call.turn(layer, q, k, v, cos, sin, call.positions)
-    else:
-        q, k = rope_qk(q, k, cos, sin, call.positions)
+    q, k = _placed(call, layer, module, q, k, v)
     window = config.window_of(layer)  # it counts the query itself
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)
@@ -200,38 +234,100 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
         out = _divided_norm(call, module, "attn_sub_norm", out)
-    return call.project(call.parameters, [module + "o_proj"], out)[0]
+    return call.project(call.parameters, [module + config.names.output], out)[0]
+
+
+def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Return q and k by heads, normalised and rotated; None for a k that is stored already."""
+    config, tables, positions = call.config, call.tables, call.positions
+    cos, sin, *of_queries = tables[config.layer_types[layer]]
+    names, rotates = config.names, config.rotates(layer)
+    by_head = config.query_key_norm not in (None, "projection")
+    if by_head and rotates and config.norms.kind == "rms" and not config.rotated_first:
+        return qk_norm_rope(
+            q,
+            k,
+            call.parameters[f"{module}{names.query_norm}.weight"],
+            call.parameters[f"{module}{names.key_norm}.weight"],
+            cos,
+            sin,
+            positions,
+            eps=config.eps,
+            offset=config.norm_offset,
+            interleaved=config.interleaved,
+        )
+
+    def normalised(q: Any, k: Any) -> tuple[Any, Any]:
+        pairs = (names.query_norm, q), (names.key_norm, k)
+        q, k = (_head_norm(call, module + name, x) for name, x in pairs)
+        return q, k
+
+    if by_head and not config.rotated_first:
+        q, k = normalised(q, k)
+    if rotates and of_queries:
+        q_cos, q_sin = of_queries
+        q, k = rope(q, q_cos, q_sin, positions), rope(k, cos, sin, positions)
+    elif rotates and call.turn is not None and not (config.interleaved or config.rotated_first):
+        q, k = call.turn(layer, q, k, v, cos, sin, positions)
+    elif rotates:
+        q, k = rope_qk(q, k, cos, sin, positions, interleaved=config.interleaved)
+    return normalised(q, k) if config.rotated_first else (q, k)
+
+
+def _head_norm(call: Call, name: str, x: Any) -> Any:
+    """Return the norm of each head of x, (batch, tokens, heads, dim)."""
+    config, parameters = call.config, call.parameters
+    if config.norms.kind == "rms":
+        return rms_norm(x, parameters[f"{name}.weight"], eps=config.eps, offset=config.norm_offset)
+    bias = parameters.get(f"{name}.bias")
+    if config.query_key_norm == "head":
+        return layer_norm(x, parameters[f"{name}.weight"], bias, eps=config.eps)
+    if config.query_key_norm == "heads":
+        weight = parameters[f"{name}.weight"]
+    else:
+        heads = range(x.shape[2])
+        weight = stacked([parameters[f"{name}.norms.{head}.weight"] for head in heads])
+    ones = np.ones_like(value_of(x), shape=x.shape[-1:])
+    return scaled_heads(layer_norm(x, ones, eps=config.eps), weight)
 
 
 def _mlp(call: Call, prefix: str, x: Any) -> Any:
-    """Return the gated MLP branch of normalised x."""
+    """Return the MLP branch of normalised x."""
     config, module = call.config, prefix + "mlp."
+    names, parameters = config.names, call.parameters
     if call.chunked_mlp:
         return swiglu_mlp(x, *_mlp_weights(call, module))
-    if config.fused:
-        (fused,) = call.project(call.parameters, [module + "gate_up_proj"], x)
+    if "mlp" in config.fused:
+        (fused,) = call.project(parameters, [module + "gate_up_proj"], x)
         gate, up = fused[..., : config.inner], fused[..., config.inner :]
+    elif config.gate:
+        gate, up = call.project(parameters, [module + "gate_proj", module + names.up], x)
     else:
-        names = [module + "gate_proj", module + "up_proj"]
-        gate, up = call.project(call.parameters, names, x)
+        (gate,) = call.project(parameters, [module + names.up], x)
     match config.activation:
         case "silu":
             y = swiglu(gate, up)
         case "relu2":
-            y = multiply(relu2(gate), up)
-        case name:
+            y = multiply(relu2(gate), up) if config.gate else relu2(gate)
+        case "xielu":
+            parts = ("alpha_p", "alpha_n", *BUFFERS)
+            y = xielu(gate, *(parameters[f"{module}act_fn.{part}"] for part in parts))
+        case name if config.gate:
             y = geglu(gate, up, approximate=name == "gelu_tanh")
+        case name:
+            y = gelu(gate, approximate=name == "gelu_tanh")
     if config.sub_norms:
         y = _divided_norm(call, module, "ffn_sub_norm", y)
-    return call.project(call.parameters, [module + "down_proj"], y)[0]
+    return call.project(parameters, [module + names.down], y)[0]
 
 
 def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
     """Return the weights of gate, up and down; fused checkpoints store gate and up in one."""
     config, parameters = call.config, call.parameters
-    down = parameters[module + "down_proj.weight"]
-    if not config.fused:
-        return parameters[module + "gate_proj.weight"], parameters[module + "up_proj.weight"], down
+    down = parameters[f"{module}{config.names.down}.weight"]
+    if "mlp" not in config.fused:
+        up = parameters[f"{module}{config.names.up}.weight"]
+        return parameters[module + "gate_proj.weight"], up, down
     shape, size = (config.inner, config.hidden), config.inner * config.hidden
     fused = parameters[module + "gate_up_proj.weight"].reshape(1, -1)  # tapes only split last axes
     return fused[..., :size].reshape(*shape), fused[..., size:].reshape(*shape), down
@@ -243,6 +339,8 @@ def check_chunked(config: Config, adapter: Adapter | None) -> None:
     kind = f"the MLP of a {config.model_type} model"
     if config.bit_layers:
         problem = f"{kind} rounds its weights as BitNet does"
+    elif not config.gate:
+        problem = f"{kind} has no gate"
     elif config.activation != "silu":
         problem = f"{kind} has the activation {config.activation}, not silu"
     elif config.sub_norms or config.mlp_bias:

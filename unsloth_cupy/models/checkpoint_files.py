@@ -198,7 +198,7 @@ def write_folder(
         for file, names in layout.items():
             parts = [tensors_of(name, parameters[name], inverse) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
-            tensors = {name: np.ascontiguousarray(to_numpy(a)) for name, a in named.items()}
+            tensors = {name: np.asarray(to_numpy(a), order="C") for name, a in named.items()}
             write_tensors(temporary / file, tensors, metadata)
         for file, values in texts.items():
             (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

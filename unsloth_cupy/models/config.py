@@ -7,6 +7,7 @@ from typing import Any
 from .names import TEXT
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,15 @@ class Rope:
 
     The first ``dim`` elements of each head are rotated.  ``scaling`` is the argument of
     ``rope_tables``.  In sequences longer than ``original``, the angles of every position depend on
-    the length of the sequence (dynamic and longrope); None where they never do.
+    the length of the sequence (dynamic and longrope); None where they never do.  With ``growth``,
+    (beta, length), queries at position p are scaled by 1 + beta log(1 + floor(p / length)).
     """
 
     dim: int
     base: float
     scaling: Mapping[str, Any] | None = None
     original: int | None = None
+    growth: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,33 @@ class Norms:
 
     h = x + after_attention(attention(before_attention(x)))
     y = h + after_mlp(mlp(before_mlp(h)))
+
+    ``kind`` is "rms" or, with the mean subtracted, "layer".  A norm has ``weights``, to which the
+    config's ``norm_offset`` is added, and ``biases``, or not.
     """
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    last: str = "norm"  # after all blocks
+    kind: str = "rms"
+    weights: bool = True
+    biases: bool = False
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of modules that families name differently."""
+
+    output: str = "o_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+
+
+OWN_NAMES = Names()
 
 
 @dataclass(frozen=True)
@@ -43,12 +67,18 @@ class Config:
     """A decoder-only transformer.
 
     ``window`` is the number of keys that a query of a sliding layer sees, its own included.
-    ``query_key_norm`` is "head" (one weight for every head), "projection" (over all heads) or
-    None.  ``fused`` checkpoints store q, k, v in one matrix, and gate, up in another.  With
-    ``bit_layers`` all linear layers but the head are ``bit_linear``: weights are rounded at every
-    call.  With ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not
-    codes * scale.  ``body`` is what transformers' model has before the names of the body's
-    modules: another prefix in a model that reads images.
+    ``query_key_norm`` is "head" (one weight for every head), "heads" (a row of weights for each),
+    "modules" (the same, in a module for each), "projection" (over all heads) or None; it has
+    ``query_key_biases`` or not, and comes before the rotation unless ``rotated_first``.
+    ``rotated`` says which layers rotate queries and keys, ``interleaved`` which pairs: see
+    ``rope``.  ``clip`` bounds queries, keys and values.  ``parallel`` blocks compute the MLP from
+    the input of attention.  Branches are multiplied by ``residual_scale``, logits by
+    ``logit_scale``.  Without ``gate`` the MLP is down(activation(up(x))).  ``fused`` lists what a
+    checkpoint stores in one matrix: "qkv", and "mlp" for gate and up.  With ``bit_layers`` all
+    linear layers but the head are ``bit_linear``: weights are rounded at every call.  With
+    ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not codes * scale.
+    ``body`` is what transformers' model has before the names of the body's modules: another prefix
+    in a model that reads images.
     """
 
     model_type: str
@@ -60,7 +90,7 @@ class Config:
     kv_heads: int
     dim: int
     eps: float
-    activation: str  # silu, gelu_tanh, gelu or relu2
+    activation: str  # silu, gelu_tanh, gelu, relu2 or xielu
     layer_types: tuple[str, ...]
     window: int | None
     ropes: Mapping[str, Rope]  # by layer type
@@ -74,7 +104,7 @@ class Config:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    fused: bool
+    fused: tuple[str, ...]
     sub_norms: bool
     tied: bool
     initializer_range: float
@@ -84,6 +114,21 @@ class Config:
     bit_layers: bool = False
     inverse_scales: bool = False
     body: str = TEXT
+    names: Names = OWN_NAMES
+    rotated: tuple[bool, ...] = ()  # empty: all layers
+    interleaved: bool = False
+    rotated_first: bool = False
+    query_key_biases: bool = False
+    clip: float | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    gate: bool = True
+    head_bias: bool = False
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether this layer rotates its queries and keys."""
+        return not self.rotated or self.rotated[layer]
 
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""
@@ -97,39 +142,46 @@ class Config:
         for layer in range(self.layers):
             for name, shape in self._block_shapes():
                 shapes[f"model.layers.{layer}.{name}"] = shape
-        shapes["model.norm.weight"] = (self.hidden,)
+        shapes |= self._norm_shapes(f"model.{self.norms.last}")
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        if self.head_bias:
+            shapes["lm_head.bias"] = (self.vocab,)
         return shapes
+
+    def _norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a norm's parameters."""
+        kinds = {"weight": self.norms.weights, "bias": self.norms.biases}
+        return {f"{name}.{kind}": (self.hidden,) for kind, there in kinds.items() if there}
 
     def _block_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
-        hidden, inner = self.hidden, self.inner
+        hidden, inner, names = self.hidden, self.inner, self.names
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
-        if self.fused:
+        if "qkv" in self.fused:
             yield "self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)
         for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            if not self.fused:
+            if "qkv" not in self.fused:
                 yield f"self_attn.{name}_proj.weight", (size, hidden)
             if self.qkv_bias:
                 yield f"self_attn.{name}_proj.bias", (size,)
-        yield "self_attn.o_proj.weight", (hidden, queries)
+        yield f"self_attn.{names.output}.weight", (hidden, queries)
         if self.output_bias:
-            yield "self_attn.o_proj.bias", (hidden,)
-        if self.query_key_norm:
-            all_heads = self.query_key_norm == "projection"
-            yield "self_attn.q_norm.weight", (queries if all_heads else self.dim,)
-            yield "self_attn.k_norm.weight", (keys if all_heads else self.dim,)
-        if self.fused:
-            yield "mlp.gate_up_proj.weight", (2 * inner, hidden)
-        else:
-            yield "mlp.gate_proj.weight", (inner, hidden)
-            yield "mlp.up_proj.weight", (inner, hidden)
-        yield "mlp.down_proj.weight", (hidden, inner)
+            yield f"self_attn.{names.output}.bias", (hidden,)
+        for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
+            yield from self._query_key_shapes(f"self_attn.{name}", heads)
+        projections = {"gate_up_proj": 2 * inner} if "mlp" in self.fused else {}
+        projections |= {"gate_proj": inner} if self.gate and not projections else {}
+        projections |= {} if "mlp" in self.fused else {names.up: inner}
+        for name, size in projections.items():
+            yield f"mlp.{name}.weight", (size, hidden)
+        yield f"mlp.{names.down}.weight", (hidden, inner)
         if self.mlp_bias:
-            yield "mlp.gate_proj.bias", (inner,)
-            yield "mlp.up_proj.bias", (inner,)
-            yield "mlp.down_proj.bias", (hidden,)
+            yield from ((f"mlp.{name}.bias", (size,)) for name, size in projections.items())
+            yield f"mlp.{names.down}.bias", (hidden,)
+        if self.activation == "xielu":
+            yield from ((f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
+            yield from ((f"mlp.act_fn.{name}", ()) for name in BUFFERS)
         if self.sub_norms:
             yield "self_attn.attn_sub_norm.weight", (queries,)
             yield "mlp.ffn_sub_norm.weight", (inner,)
@@ -141,4 +193,17 @@ class Config:
             norms.after_mlp,
         ):
             if norm:
-                yield f"{norm}.weight", (hidden,)
+                yield from self._norm_shapes(norm).items()
+
+    def _query_key_shapes(self, name: str, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters of a norm of queries or keys."""
+        dim = self.dim
+        match self.query_key_norm:
+            case "modules":
+                yield from ((f"{name}.norms.{head}.weight", (dim,)) for head in range(heads))
+            case "heads":
+                yield f"{name}.weight", (heads, dim)
+            case "head" | "projection" as kind:
+                yield f"{name}.weight", (dim if kind == "head" else heads * dim,)
+        if self.query_key_biases:
+            yield f"{name}.bias", (dim,)

@@ -34,6 +34,7 @@ from ..parallel.ulysses import dividing
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
 from .lazy_parameter import LazyParameter
+from .names import role_of
 from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
@@ -113,8 +114,10 @@ class Division:
         by_module |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
         by_module |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
         by_module |= {name: [vocab] for name in ("embed_tokens", "lm_head")}
-        if whole.query_key_norm == "projection":
-            by_module |= {"q_norm": [q], "k_norm": [k]}
+        if whole.query_key_norm in ("projection", "heads"):  # columns, or rows of one head each
+            size = whole.dim if whole.query_key_norm == "heads" else 1
+            heads = (slice(each.start // size, each.stop // size) for each in (q, k))
+            by_module |= dict(zip(("q_norm", "k_norm"), ([each] for each in heads), strict=True))
         return by_module.get(module, [])
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -192,7 +195,7 @@ class Division:
                 return scale(summed_back(value, self.comm), factor=1 / self.comm.size)
             return summed_back(value, self.comm) if kind == UP else value
         per_head = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
-        if per_head or kind == DOWN:
+        if per_head or kind == DOWN or ".act_fn." in name:
             return summed_back(value, self.comm)
         if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
             return summed_back(value, self.copies)
@@ -271,6 +274,9 @@ def check_divides(config: Config, ranks: int) -> None:
         listed = ", ".join(map(str, fits))
         problem = f"{heads} heads and {kv_heads} key heads do not divide among {ranks} ranks"
         raise ConfigError(f"Division: {problem}; divide the model among {listed}")
+    if config.query_key_norm == "modules" and ranks > 1:
+        problem = "each head of queries and keys has a norm of its own, which ranks do not divide"
+        raise ConfigError(f"Division: {problem}; use a pipeline, or Zero3")
     for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"
@@ -293,8 +299,8 @@ def _moved(rows: slice, by: int) -> slice:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the last component of a parameter's layer or norm, and its name in that layer."""
+    """Return the role of a parameter's layer or norm, and its name in that layer."""
     for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
         if name.endswith(f".{kind}"):
-            return name.removesuffix(f".{kind}").rpartition(".")[2], kind
+            return role_of(name.removesuffix(f".{kind}").rpartition(".")[2]), kind
     return name, ""

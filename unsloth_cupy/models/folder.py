@@ -28,13 +28,17 @@ from .config import Config
 from .division import Division, divided_adapter
 from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor
-from .parse import parse, text_config, token_ids
+from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
+from .reading import token_ids
+from .text_configs import text_config
 from .tokenizer import FILE as TOKENIZER
 from .transformer import Transformer
 
 GENERATION = "generation_config.json"
+XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
+XIELU |= {"beta": 0.5, "eps": -1e-6}
 
 
 def load(
@@ -51,8 +55,9 @@ def load(
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
-    Model types: llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3 (its language model), phi3,
-    olmo2, bitnet.  The name, shape and dtype of every tensor are checked before any is used;
+    Model types are those of Llama and its dense relatives, the text parts of models that read
+    images, and others that transformers knows and that compute the same as one of these: the
+    guide lists them.  The name, shape and dtype of every tensor are checked before any is used;
     pickled weights are never read and no code in a folder is ever run.
 
     Parameters
@@ -283,8 +288,12 @@ def create(
                 continue
             if name.endswith("norm.weight"):
                 array = np.full(shape, 1 - parsed.norm_offset, kind)
+            elif re.search(r"layernorm\.norms\.\d+\.weight$", name):
+                array = np.ones(shape, kind)
             elif name.endswith(".bias"):
                 array = np.zeros(shape, kind)
+            elif ".act_fn." in name:
+                array = np.full(shape, XIELU[name.rpartition(".")[2]], kind)
             else:
                 draw = np.random.default_rng([seed, index])
                 array = draw.standard_normal(shape, FLOAT32) * FLOAT32.type(

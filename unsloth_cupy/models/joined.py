@@ -32,6 +32,8 @@ class Joined:
             return value
         own = next(part for part in group if name.endswith(part))
         names = [name.removesuffix(own) + part for part in group]
+        if not all(each in self.shapes for each in names):  # an MLP without a gate
+            return value
         rows = [self.shapes[each][0] for each in names]
         if names[0] not in self.matrices:
             shape = sum(rows), value.shape[1]

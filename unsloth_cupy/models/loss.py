@@ -18,7 +18,7 @@ from ..training.variable import Var
 from .config import Config
 from .context import Context, own_tokens
 from .division import Division
-from .head import head_weight
+from .head import inputs_of_losses
 from .network import Network
 from .objective import LossRecord, as_array
 
@@ -82,7 +82,8 @@ def mean_loss(
     shifted = next_labels(tokens, labels, offsets)
     if count is None:  # at least 1, without synchronising a GPU
         count = (shifted != IGNORE).sum().clip(1)
-    shifted, head = own_tokens(context, shifted), head_weight(model.config, parameters)
+    shifted = own_tokens(context, shifted)
+    x, head = inputs_of_losses(model.config, parameters, x)
     if type(x) is Var:
         return _on_tape(model, x, head, shifted, count)
     losses = losses_of(model.config, x, head, shifted, model.division)
@@ -102,7 +103,7 @@ def label_log_probs(
     parameters = model.entered(model.parameters)
     x = model.hidden(parameters, tokens, mask=mask)
     shifted, cap = next_labels(tokens, labels, None), model.config.logit_softcap
-    head = head_weight(model.config, parameters)
+    x, head = inputs_of_losses(model.config, parameters, x)
     return linear_log_probs(x, head, shifted, ignore=IGNORE, temperature=temperature, softcap=cap)
 
 

@@ -5,17 +5,28 @@
     model.language_model.layers.0.mlp.up_proj.weight         in a model that also reads images
     language_model.model.layers.0.mlp.up_proj.weight         the same, in older files
 
-The vision tower of a model that reads images is left out.
+What a model that reads images or sounds has besides its language model is left out.
 """
 
 import re
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TEXT, IMAGES = "model.", "model.language_model."  # before the names of a body's modules
-BODY = re.compile(r"(?:(?:model|language_model)\.){0,3}(?=(?:embed_tokens|layers|norm)\.)")
+BODY = re.compile(
+    r"(?:(?:model|language_model|text_model)\.){0,3}"
+    r"(?=(?:embed_tokens|layers|norm|final_layernorm)\.)"
+)
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
+ROLES = {
+    "dense": "o_proj",
+    **dict.fromkeys(("c_fc", "fc1"), "up_proj"),
+    **dict.fromkeys(("c_proj", "fc2"), "down_proj"),
+    **dict.fromkeys(("query_layernorm", "q_layernorm"), "q_norm"),
+    **dict.fromkeys(("key_layernorm", "k_layernorm"), "k_norm"),
+}
 LEFT_OUT = re.compile(
-    r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$"
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|image_tower|video_tower|audio_tower|connector"
+    r"|multi_modal_projector|image_newline)(?:\.|$)|.*rotary_emb\.inv_freq$"
 )
 
 
@@ -26,6 +37,16 @@ def parameter_name(stored: str) -> str | None:
     if body := BODY.match(stored):
         return stored if body[0] == TEXT else TEXT + stored[body.end() :]
     return HEADS.sub("", stored)
+
+
+def is_norm(name: str) -> bool:
+    """Return whether a parameter is the weight of a norm, which may have a row for each head."""
+    return name.endswith("norm.weight")
+
+
+def role_of(module: str) -> str:
+    """Return the name that most families give a module."""
+    return ROLES.get(module, module)
 
 
 def stored_name(module: str, prefix: str) -> str:

@@ -216,7 +216,7 @@ class Network(Summary):
         branch = embedded(self.config, parameters, own, self.division)
         branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
-        return join(call, "model.", "norm", branch, stream)[0]
+        return join(call, "model.", self.config.norms.last, branch, stream)[0]
 
     def call(
         self,

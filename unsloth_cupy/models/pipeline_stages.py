@@ -17,7 +17,7 @@ from ..parallel.communicator import Communicator, SingleCommunicator, part
 from .config import Config
 
 STEP = 64  # the inner size of an MLP is divided in units of it, if it is a multiple
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Stages:
@@ -78,7 +78,7 @@ class Stages:
         if number is not None:
             return [i for i, layers in enumerate(self.layers) if int(number[1]) in layers]
         chunks = [0] if self.first and name == EMBEDDING else []
-        if self.last and (name in (HEAD, NORM) or (self.tied and name == EMBEDDING)):
+        if self.last and (name != EMBEDDING or self.tied):  # the head and the norm before it
             chunks.append(self.chunks - 1)
         return chunks
 

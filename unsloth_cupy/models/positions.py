@@ -20,7 +20,7 @@ from .config import Rope
 class Angles(NamedTuple):
     """The rotary embeddings of a model, by layer type."""
 
-    tables: Mapping[str, Callable[[int], tuple[Any, Any]]]  # number of positions -> cos and sin
+    tables: Mapping[str, Callable[[int], tuple[Any, ...]]]
     ropes: Mapping[str, Rope]
 
 

@@ -17,6 +17,7 @@ from ..ops.quantized.int8 import Int8
 from ..ops.quantized.nf4 import Nf4
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
+from .config import BUFFERS
 
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
@@ -28,6 +29,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Ternary: re.compile(r"\.(weight_(?:scale|form))$"),
 }
 KEY = "quantization_config"
+FIXED = tuple(f".act_fn.{name}" for name in BUFFERS)
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
 
@@ -105,12 +107,13 @@ def saved_config(
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters, all of which are trainable; raise if one of them is quantized."""
+    """Return the parameters without numbers that do not learn; raise if one is quantized."""
     frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
     if frozen is not None:
         cure = "call add_adapter(rank) first, or load the dense weights"
         raise GradientError(f"{frozen} is quantized and frozen; {cure}")
-    return parameters
+    learns = {name: value for name, value in parameters.items() if not name.endswith(FIXED)}
+    return learns if len(learns) < len(parameters) else parameters
 
 
 def online(config: Mapping[str, Any]) -> bool:

@@ -161,7 +161,7 @@ def chunk_of_blocks(
     branch = embedded(call.config, call.parameters, tokens, call.division) if x is None else x
     branch, stream = blocks(call, branch, checkpoint, stages.layers[chunk])
     if stages.ends_with(chunk):
-        return join(call, "model.", "norm", branch, stream)[0]
+        return join(call, "model.", call.config.norms.last, branch, stream)[0]
     return add(branch, stream)
 
 

@@ -112,7 +112,7 @@ class Step:
             turn=self.turn,
         )
         branch, stream = blocks(call, branch, None)
-        x = join(call, "model.", "norm", branch, stream)[0]
+        x = join(call, "model.", model.config.norms.last, branch, stream)[0]
         logits: Array = model.head(model.parameters, x)[:, 0]
         if self.greedy:
             wide = logits.astype(np.float32)

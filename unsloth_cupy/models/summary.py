@@ -6,6 +6,7 @@ from typing import Any
 from ..core import gpu
 from ..core.dtypes import Stored
 from ..ops.quantized.weight import Quantized
+from .quantized_weights import FIXED
 
 
 class Summary:
@@ -39,7 +40,7 @@ class Summary:
         a divided model, the parameters of this rank are counted.
         """
         own = [] if self.adapter is None else [*self.adapter.parameters.values()]
-        values = [*self.parameters.values()]
+        values = [each for name, each in self.parameters.items() if not name.endswith(FIXED)]
         if only_trainable:
             values = [] if own else [each for each in values if not isinstance(each, Stored)]
         return sum(math.prod(each.shape) for each in (*values, *own))

@@ -8,8 +8,10 @@ from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .config import Config
-from .names import parameter_name
-from .parse import parse, text_config
+from .names import TABLE, parameter_name
+from .parse import parse
+from .quantized_weights import FIXED
+from .text_configs import text_config
 from .transformer import Transformer
 
 
@@ -50,7 +52,8 @@ def from_torch(model: Any) -> Transformer:
     except ConfigError as error:
         raise ConfigError(f"from_torch: {error}") from None
     texts["config.json"] = dict(text_config(texts["config.json"]))
-    named = _by_parameter(model.named_parameters())
+    buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(FIXED))
+    named = _by_parameter([*model.named_parameters(), *buffers])
     layers = _by_parameter((f"{name}.weight", layer) for name, layer in model.named_modules())
     return Transformer(config, _checked(config, named, layers), texts)
 
@@ -86,7 +89,7 @@ def _checked(
                 f"from_torch: {name} has the shape {tuple(array.shape)}; its config says {shape}"
             )
         arrays[name] = array
-    dtype = arrays["model.norm.weight"].dtype
+    dtype = arrays[TABLE].dtype
     kinds = sorted({str(a.dtype) for a in arrays.values() if not isinstance(a, Stored)})
     if len(kinds) > 1 or dtype not in FLOATS:
         cure = "convert them to one of float32, bfloat16 and float16: model.to(dtype)"

@@ -19,8 +19,8 @@ from ..ops.quantized.bit_linear import (
     sum_of_abs,
     weight_codes,
 )
-from ._taped import taped, value_of
 from .communicator import Communicator, sum_dtype
+from .taped import taped, value_of
 
 
 def summed_back(x: Any, comm: Communicator, rows: slice | None = None) -> Any:

@@ -20,8 +20,8 @@ from ..machine import check_bytes
 from ..ops.attention.attention import attention_backward, attention_forward
 from ..ops.attention.merge_attention import merge_attention
 from ..placement import to_numpy
-from ._taped import taped, values_of
 from .communicator import Communicator, check_communicator, sum_dtype
+from .taped import taped, values_of
 
 Texts = list[tuple[int, int]]  # begin and end of each text among the tokens of all ranks
 

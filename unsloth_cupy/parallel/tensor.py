@@ -13,8 +13,8 @@ from ..core.arrays import contiguous
 from ..core.signature import check
 from ..errors import ShapeError, naming
 from ..ops.linear.linear import linear
-from ._taped import taped, values_of
 from .communicator import Communicator, along, check_axes, check_axis, check_communicator, part
+from .taped import taped, values_of
 
 
 def shard(x: Any, axis: int, comm: Communicator) -> Any:

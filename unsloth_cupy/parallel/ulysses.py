@@ -16,8 +16,8 @@ from ..core.call import check_options
 from ..errors import ShapeError, naming
 from ..ops.attention.attention import attention
 from ..ops.attention.attention_varlen import attention_varlen
-from ._taped import taped, value_of, values_of
 from .communicator import Communicator, sum_dtype
+from .taped import taped, value_of, values_of
 from .tensor import all_to_all
 
 

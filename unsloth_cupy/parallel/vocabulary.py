@@ -21,8 +21,8 @@ from ..ops.losses.linear_cross_entropy import (
     linear_cross_entropy_forward,
 )
 from ..training.tape import add_up
-from ._taped import Back, taped, values_of
 from .communicator import Communicator, check_axis, check_communicator, part
+from .taped import Back, taped, values_of
 from .tensor import entered
 
 NONE = -100  # replaces the labels that belong to another rank's words

@@ -58,8 +58,13 @@ class Parts:
         check_communicator("load(parts=)", comm)
         self.comm, self.cuts = comm, dict[str, Cut]()
 
-    def read(self, name: str, shape: tuple[int, ...], rows: Callable[[slice], Any]) -> Any:
-        """Return this rank's part of an array of a shape; only the rows that it needs are read."""
+    def read(self, name: str, shape: tuple[int, ...], rows: Callable[[Any], Any]) -> Any:
+        """Return this rank's part of an array of a shape; only the rows that it needs are read.
+
+        A single number is whole in every rank.
+        """
+        if not shape:
+            return rows(...)
         cut = self.cuts[name] = Cut.of(shape, self.comm.size)
         width, rank = max(1, cut.size // max(1, shape[0])), self.comm.rank
         start, stop = (min(end * cut.length, cut.size) for end in (rank, rank + 1))
@@ -105,6 +110,8 @@ class Parts:
             return Part(type(value), value.facts(), value.shape, value.dtype, parts, cuts)
         if isinstance(value, Stored):
             raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
+        if not value.shape:
+            return value
         self.cuts[name] = Cut.of(value.shape, size)
         return self.cuts[name].part(value, rank)
 

@@ -3,15 +3,21 @@
 import math
 from typing import Any
 
+from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
-from ..config import SLIDING, Config, Rope
+from ..config import BUFFERS, SLIDING, Config, Rope
 from ._families import BETAS, Architecture, ropes, scaling_of
+from ._tensors import Read
 
+EPSILON = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
 Values = dict[str, Any]  # in the file: int is uint32, float is float32; bool, str, lists unchanged
 
 
-def metadata(config: Config, known: Architecture) -> Values:
-    """Return the hyperparameters of a model, by their full keys."""
+def metadata(config: Config, known: Architecture, read: Read) -> Values:
+    """Return the hyperparameters of a model, by their full keys; some are stored as parameters."""
     rope, local = ropes(config)
     values: Values = {
         "vocab_size": config.vocab,
@@ -23,7 +29,7 @@ def metadata(config: Config, known: Architecture) -> Values:
         "attention.head_count_kv": config.kv_heads,
         "attention.key_length": config.dim,
         "attention.value_length": config.dim,
-        "attention.layer_norm_rms_epsilon": float(config.eps),
+        EPSILON[config.norms.kind]: float(config.eps),
         "rope.dimension_count": rope.dim,
         "rope.freq_base": float(rope.base),
     }
@@ -37,8 +43,25 @@ def metadata(config: Config, known: Architecture) -> Values:
         values["attn_logit_softcapping"] = config.softcap
     if config.logit_softcap is not None:
         values["final_logit_softcapping"] = config.logit_softcap
+    if known.scales:
+        values["embedding_scale"] = float(config.embedding_scale)
+        values["residual_scale"] = float(config.residual_scale)
+        values["attention.scale"] = float(config.scale)
+    if known.logit_scale:  # that of Granite divides
+        values["logit_scale"] = float(
+            1 / config.logit_scale if known.scales else config.logit_scale
+        )
+    if config.clip is not None:
+        values["attention.clamp_kqv"] = float(config.clip)
+    if rope.growth is not None:
+        values["attention.temperature_scale"] = float(rope.growth[0])
+        values["rope.scaling.original_context_length"] = int(rope.growth[1])
     values |= _scaling(rope, known)
-    return {f"{known.name}.{key}": value for key, value in values.items()}
+    named = {f"{known.name}.{key}": value for key, value in values.items()}
+    for part in ("alpha_p", "alpha_n", *BUFFERS) if known.xielu else ():
+        names = (f"model.layers.{layer}.mlp.act_fn.{part}" for layer in range(config.layers))
+        named[f"xielu.{part}"] = [float(read(name).astype(FLOAT32).item()) for name in names]
+    return named
 
 
 def _scaling(rope: Rope, known: Architecture) -> Values:

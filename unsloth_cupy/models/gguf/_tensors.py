@@ -45,6 +45,8 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
         result.append(Tensor(name, shape, dividing(shape, wanted), read, wanted))
 
     for stored in stored_shapes:
+        if ".act_fn." in stored:  # which are in the metadata
+            continue
         add(stored, names(stored), _reader(config, known, stored, read))
     if is_own:
         add(TABLE, names(HEAD), lambda: read(TABLE))
@@ -74,14 +76,14 @@ def _names(config: Config, known: Architecture) -> Callable[[str], str]:
 
 def _reader(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:
     """Return a function that reads a parameter and converts it to the form of llama.cpp."""
-    *_, module, _ = stored.split(".")
+    *_, module, part = stored.split(".")
     scaled = "q_norm" if config.query_key_norm else "q_proj"
 
     def converted() -> Array:
         array = read(stored)
-        if known.interleaved and module in ("q_proj", "k_proj"):
+        if known.interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
             array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
-        if config.norm_offset and module.endswith("norm"):
+        if config.norm_offset and module.endswith("norm") and part == "weight":
             array = array.astype(FLOAT32) + np.float32(config.norm_offset)
         if module == scaled and (factor := score_factor(config, known)) != 1:
             array = array.astype(FLOAT32) * np.float32(factor)

@@ -19,7 +19,7 @@ from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..config import Config
-from ..parse import token_ids
+from ..reading import token_ids
 from ..stored import stored_model
 from ..transformer import Transformer
 from . import TYPES
@@ -145,7 +145,7 @@ def export_gguf(
         "general.type": "model",
         "general.name": _name(source.name, words["tokenizer.ggml.tokens"]),
         "general.file_type": int(KINDS[kind].file_type),
-        **metadata(source.config, known),
+        **metadata(source.config, known, source.read),
         **words,
     }
     _write(path, known.name, values, tensor_list, progress)

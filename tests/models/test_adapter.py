@@ -351,7 +351,7 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
     [
         (broken({"peft_type": "IA3"}), "peft_type is 'IA3'; it must be LORA"),
         (broken({"bias": "all"}), "bias is 'all', which is not supported"),
-        (broken({"modules_to_save": ["lm_head"]}), "modules_to_save is"),
+        (broken({"modules_to_save": ["lm_head"]}), "lm_head.weight is missing"),
         (broken({"lora_alpha": -1}), "lora_alpha is -1; it must be positive"),
         (broken({"lora_dropout": 2}), "lora_dropout is 2"),
         (broken({"r": float("nan")}), "r is nan"),
@@ -369,7 +369,7 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
             r"but to its embedding table, .*merge_and_unload\(\)",
         ),
         (broken({}, rename="base_model.model.lm_head.weight"), "but to its head, whose adapters"),
-        (broken({"trainable_token_indices": [3]}), "not supported; merge the adapter in peft"),
+        (broken({"trainable_token_indices": [3]}), "trainable_tokens_delta is missing"),
         (broken({}, rename="q_proj.lora_A.weight"), "not belong to a linear layer"),
         (
             lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),

@@ -228,7 +228,7 @@ def model_without_weights(folder: Path, base: Any = None) -> Facts:
     from ..models.quantized_weights import stored_kind
 
     home = base_of(folder, base)
-    config, texts = read_config(home or folder)
+    config, texts, _ = read_config(home or folder)
     adapter = None if home is None else read_adapter(folder, config, FLOAT32)
     return Facts(config, adapter, stored_kind(texts["config.json"]))
 

@@ -6,6 +6,8 @@ layer ``model.layers.0.self_attn.q_proj`` are named
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight         (rank, inputs)
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight         (outputs, rank)
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector (outputs,), only DoRA
+
+``outer_weights`` has those of tokens and of whole modules.
 """
 
 import hashlib
@@ -34,11 +36,26 @@ from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
-from .names import TEXT, stored_name
+from .heads import CAUSAL, NONE, SEQUENCE, TOKEN
+from .names import ADAPTED, HEAD, TABLE, TEXT, stored_name
+from .outer_weights import (
+    MODULES,
+    OUTER,
+    ROWS,
+    TIED,
+    TOKENS,
+    check_outer,
+    listed_tokens,
+    merged,
+    new_outer,
+    replaced,
+)
 
 CONFIG = ADAPTER
-PREFIX = "base_model.model."
+PREFIX = ADAPTED
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+PARTS = (DOWN, UP, MAGNITUDE, ROWS, "weight", "bias")  # after the name of a module
+TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
 
 
 class Adapter:
@@ -50,6 +67,8 @@ class Adapter:
         The contents of adapter_config.json.
     parameters : dict of str to array
         The adapter tensors, by their names in peft's file for a language model.
+    tokens : dict of str to tuple of int
+        The tokens whose rows are trained, by the name of their table.
     stored : dict of str to str
         The names of the adapted layers in the file, which differ in a model that reads images.
     others : dict of str to array
@@ -71,12 +90,14 @@ class Adapter:
     ) -> None:
         self.settings, self.parameters = dict(settings), parameters
         self.dropout = float(settings.get("lora_dropout") or 0.0)
+        self.tokens = listed_tokens(f"{path}: {TOKENS}", settings.get(TOKENS) or ())
         modules = [
             name.removeprefix(PREFIX).removesuffix(f".{DOWN}")
             for name in parameters
             if name.endswith(DOWN)
         ]
-        self.stored = {name: name for name in modules} if stored is None else dict(stored)
+        every = {module_of(name) for name in parameters}
+        self.stored = {name: name for name in every} if stored is None else dict(stored)
         self.others = dict(others or {})
         names, alpha = [self.stored[name] for name in modules], settings.get("lora_alpha", 8)
         alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
@@ -134,6 +155,17 @@ class Adapter:
             parameters.get(prefix + MAGNITUDE),
         )
 
+    @property
+    def outer(self) -> list[str]:
+        """The names of the tensors that are outside of the blocks."""
+        return [name for name in self.parameters if ".layers." not in name]
+
+    def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return parameters with the tables, rows and heads of the adapter in their places."""
+        if not self.outer:
+            return parameters
+        return replaced(parameters, self.parameters, self.tokens)
+
     def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
         """Return the parameters of a model with the adapter merged into the weights."""
         return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
@@ -144,6 +176,9 @@ class Adapter:
         Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
         one is quantized again, and one without an adapter is unchanged.
         """
+        outer = merged(name, weight, self.parameters, self.tokens)
+        if outer is not None:
+            return outer
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight
@@ -161,8 +196,10 @@ class Adapter:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""
         tensors = dict(self.others)
         for name, array in self.parameters.items():
-            module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            module = module_of(name)
             tensors[name.replace(module, self.stored[module], 1)] = array
+        if self.settings.get(TIED) and PREFIX + TABLE in self.parameters:
+            tensors[PREFIX + HEAD] = self.parameters[PREFIX + TABLE]  # as peft writes both
         home = home_facts(self.settings.get(BASE), self.base)
         write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)}, home)
 
@@ -180,6 +217,8 @@ def create_adapter(
     dora: bool = False,
     seed: int = 0,
     base: str | None = None,
+    tokens: Sequence[int] | Mapping[str, Sequence[int]] = (),
+    modules: Sequence[str] = (),
 ) -> Adapter:
     """Return a new adapter that does not yet change the model: A is random, B is zero.
 
@@ -201,11 +240,18 @@ def create_adapter(
     base : str, optional
         The base model, stored in adapter_config.json for programs that load it: its folder or its
         name on huggingface.co.  ``add_adapter`` has its own default.
+    tokens : sequence of int, optional
+        Tokens whose rows of the embedding table are trained too, and those of the head where it is
+        tied: peft's ``trainable_token_indices``.  Also a dict of ids by table, embed_tokens and
+        lm_head: without rows of its own, an untied head learns nothing of a new token.
+    modules : sequence of str, optional
+        Modules that are trained whole: embed_tokens, which a tied head follows, lm_head, and score,
+        the head of a classifier, which is frozen otherwise: peft's ``modules_to_save``.
 
     Raises
     ------
     ConfigError
-        An option is invalid, or does not name a linear layer of the blocks.
+        An option is invalid, or does not name a linear layer of the blocks, or what is outside.
     """
     _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed)
     known = linear_layers(config)
@@ -216,9 +262,13 @@ def create_adapter(
     if not listed or not all(name in layer_names for name in chosen):
         cure = f"pass a list of some of {', '.join(layer_names)}"
         raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    rows = listed_tokens("create_adapter(tokens=)", tokens)
+    if isinstance(modules, str) or not all(isinstance(each, str) for each in modules):
+        raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
+    check_outer("create_adapter", config, rows, modules)
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASKS[config.head],
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
@@ -230,10 +280,19 @@ def create_adapter(
         "inference_mode": True,
         BASE: base,
     }
+    if rows:
+        settings[TOKENS] = {name.split(".")[-2]: [*ids] for name, ids in rows.items()}
+    if modules:
+        settings[MODULES] = sorted(set(modules))
+    if config.tied and "embed_tokens" in modules:
+        settings[TIED] = True
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
     example = next(iter(weights.values()), None)
-    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed, example)
-    parameters: dict[str, Array] = {}
+    needed = rank * needed + config.hidden * sum(map(len, rows.values()))
+    needed += sum(math.prod(weights[n].shape) for m in modules for n in OUTER[m] if n in weights)
+    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * needed, example)
+    parameters = new_outer(weights, rows, modules)
+    outer = {module_of(name): stored_name(module_of(name), config.body) for name in parameters}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
         if module.rpartition(".")[2] not in chosen:
             continue
@@ -248,12 +307,19 @@ def create_adapter(
             with device_of(weight):
                 float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
                 parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
-    return Adapter(settings, parameters, stored=stored)
+    return Adapter(settings, parameters, stored=stored | outer)
+
+
+def module_of(name: str) -> str:
+    """Return the name of the module that a tensor of an adapter belongs to."""
+    own = name.removeprefix(PREFIX)
+    end = next((each for each in PARTS if own.endswith(f".{each}")), "")
+    return own.removesuffix(f".{end}")
 
 
 def _target_modules(names: list[str], prefix: str) -> list[str] | str:
     """Return peft's target_modules: names, or a pattern that keeps to the body with a prefix."""
-    return names if prefix == TEXT else rf"{re.escape(prefix)}.*\.({'|'.join(names)})"
+    return names if prefix in (TEXT, "") else rf"{re.escape(prefix)}.*\.({'|'.join(names)})"
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:

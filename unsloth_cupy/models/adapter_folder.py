@@ -13,12 +13,22 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
 from ..files import missing_folder_advice, of_one_save, path_of, read_json
-from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
+from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers, module_of
 from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
-from .names import parameter_name
+from .heads import SEQUENCE, TOKEN, head_of
+from .names import HEAD, SCORE, TABLE, parameter_name
+from .outer_weights import (
+    OUTER,
+    TIED,
+    TOKENS,
+    check_outer,
+    listed_modules,
+    listed_tokens,
+    rows_name,
+)
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
 UNUSED = {
@@ -29,10 +39,8 @@ UNUSED = {
     "kasa_config": None,
     "layer_replication": None,
     "lora_bias": False,
-    "modules_to_save": None,
     "monteclora_config": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -43,6 +51,7 @@ MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
 )
+UNTIE = "store the base with its own lm_head.weight and tie_word_embeddings false, and load that"
 PICKLE = "adapter_model.bin"
 # Initialisations that subtract the initial adapter from the base weights.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -69,6 +78,7 @@ def read_adapter(
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
     known = linear_layers(config)
+    outer = _outer(path, settings, tensors, config)
     stored = dict[str, str]()
     for name in sorted(tensors):
         if parameter_name(name.removeprefix(PREFIX)) is None:
@@ -97,20 +107,83 @@ def read_adapter(
             stacklevel=3,
         )
     stored = {module: layer for module, layer in stored.items() if layer in used}
-    parameters: dict[str, Array] = {}
+    parameters = {own: _fitting(array, dtype) for own, array in outer.values()}
     for module, layer in stored.items():
         for name in [name for name in tensors if name.startswith(f"{PREFIX}{layer}.lora_")]:
-            array = tensors.pop(name)
-            fits = array.dtype in allowed("param", dtype)
             own_name = PREFIX + module + name.removeprefix(PREFIX + layer)
-            parameters[own_name] = array.astype(array.dtype if fits else FLOAT32)
+            parameters[own_name] = _fitting(tensors.pop(name), dtype)
     ranks = by_pattern(
         path / CONFIG, settings, "rank_pattern", [*stored.values()], settings.get("r", 8)
     )
     for module, rank in zip(stored, ranks, strict=True):
         _check_shapes(path, settings, module, rank, known[module], parameters)
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
+    stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
     return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+
+
+def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in float32 if its dtype cannot be combined with that of a model."""
+    return array.astype(array.dtype if array.dtype in allowed("param", dtype) else FLOAT32)
+
+
+def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
+    """Return the head that an adapter is for, and how many labels; None: the base's own."""
+    wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN}
+    if not (lora / CONFIG).is_file() or not (base / "config.json").is_file():
+        return None, labels
+    head = wanted.get(str(read_json(lora / CONFIG).get("task_type")))
+    if head is None or head_of(read_json(base / "config.json")) == head:
+        return None, labels
+    if labels is None and (lora / WEIGHTS).is_file():
+        with opened(lora / WEIGHTS) as file:
+            name = PREFIX + SCORE
+            labels = file.get_slice(name).get_shape()[0] if name in file.keys() else None  # noqa: SIM118
+    return head, labels
+
+
+def _outer(
+    path: Path, settings: Mapping[str, Any], tensors: dict[str, Array], config: Config
+) -> dict[str, tuple[str, Array]]:
+    """Take the tensors outside of the blocks from an adapter's; return them with their own names.
+
+    Raises
+    ------
+    ConfigError
+        One is missing, has another shape, or is not in adapter_config.json.
+    """
+    tokens = listed_tokens(f"{path / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
+    modules = listed_modules(settings) - {
+        "classifier"
+    }  # which peft adds to the heads that it knows
+    shapes, tied = config.shapes(), config.tied
+    if tied and tokens.get(HEAD) == tokens.get(TABLE):
+        tokens.pop(HEAD, None)
+    modules -= {"lm_head"} if tied and settings.get(TIED) else set()
+    check_outer(str(path / CONFIG), config, tokens, modules)
+    expected = {rows_name(name): (len(ids), config.hidden) for name, ids in tokens.items()} | {
+        PREFIX + name: shapes[name] for each in modules for name in OUTER[each] if name in shapes
+    }
+    found: dict[str, tuple[str, Array]] = {}
+    for name in [*tensors]:
+        module, own = module_of(name), name.removeprefix(PREFIX)
+        whole = parameter_name(f"{module}.weight") or ""
+        own = PREFIX + whole.removesuffix("weight") + own.removeprefix(f"{module}.")
+        if own in expected:
+            found[name] = own, tensors.pop(name)
+    names = {own: name for name, (own, _) in found.items()}
+    for own, shape in expected.items():
+        if own not in names:
+            raise ConfigError(f"{path / WEIGHTS}: {own} is missing; copy the adapter again")
+        array = found[names[own]][1]
+        if array.shape != shape or array.dtype not in FLOATS:
+            problem = f"{names[own]} is {array.dtype} {array.shape}; it must be floats, {shape}"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}")
+    copy = tensors.pop(PREFIX + HEAD, None) if tied else None
+    if copy is not None and not np.array_equal(copy, found[names[PREFIX + TABLE]][1]):
+        problem = "lm_head is not equal to embed_tokens, though config.json ties them"
+        raise ConfigError(f"{path / WEIGHTS}: {problem}; {UNTIE}")
+    return found
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -139,7 +212,8 @@ def _problem(file: Path, name: str, config: Config) -> str:
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a setting of adapter_config.json that is not supported."""
     if settings.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA")
+        problem = f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA"
+        raise ConfigError(f"{problem}: {MERGE}")
     for key, default in UNUSED.items():
         value = settings.get(key, default)
         if value != default and value not in (None, [], {}, False):

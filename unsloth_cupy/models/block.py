@@ -20,7 +20,6 @@ from ..ops.activations.relu2 import relu2
 from ..ops.activations.swiglu import swiglu
 from ..ops.activations.swiglu_mlp import swiglu_mlp
 from ..ops.elements.arithmetic import add, multiply, scale
-from ..ops.linear.embedding import embedding
 from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
@@ -31,6 +30,7 @@ from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
 from .division import Division, entered, joined
+from .outer_weights import embedding_of
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
@@ -77,7 +77,7 @@ def embedded(
     """Return the embeddings of tokens, the input of the first block."""
     table = parameters["model.embed_tokens.weight"]
     x = (
-        embedding(tokens, table)
+        embedding_of(tokens, table)
         if division is None
         else vocab_parallel_embedding(tokens, table, config.vocab, comm=division.comm)
     )

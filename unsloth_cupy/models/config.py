@@ -48,7 +48,8 @@ class Config:
     ``bit_layers`` all linear layers but the head are ``bit_linear``: weights are rounded at every
     call.  With ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not
     codes * scale.  ``body`` is what transformers' model has before the names of the body's
-    modules: another prefix in a model that reads images.
+    modules: another prefix in a model that reads images.  ``head`` is one of ``heads.HEADS``; only
+    that of a language model can be ``tied``.
     """
 
     model_type: str
@@ -84,6 +85,8 @@ class Config:
     bit_layers: bool = False
     inverse_scales: bool = False
     body: str = TEXT
+    head: str = "causal_lm"
+    labels: int = 0  # outputs of a classifier
 
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""
@@ -98,8 +101,12 @@ class Config:
             for name, shape in self._block_shapes():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes["model.norm.weight"] = (self.hidden,)
-        if not self.tied:
+        if self.head == "causal_lm" and not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        if self.labels:
+            shapes["score.weight"] = (self.labels, self.hidden)
+        if self.head == "token_classification":
+            shapes["score.bias"] = (self.labels,)
         return shapes
 
     def _block_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:

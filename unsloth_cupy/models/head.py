@@ -12,6 +12,8 @@ from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 from .config import Config
 from .division import Division, entered
+from .heads import CAUSAL, SEQUENCE, TOKEN, require_head
+from .names import SCORE, SCORE_BIAS
 
 
 def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
@@ -22,7 +24,10 @@ def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
 def logits_of(
     config: Config, parameters: Mapping[str, Any], x: Any, division: Division | None = None
 ) -> Any:
-    """Return the logits of normalised hidden states, for the whole vocabulary."""
+    """Return the logits of normalised hidden states: whole, of words or of labels of tokens."""
+    if config.head != CAUSAL:
+        require_head("logits", config, TOKEN, SEQUENCE)
+        return linear(x, parameters[SCORE], parameters.get(SCORE_BIAS))
     logits: Any = linear(entered(division, x), head_weight(config, parameters))
     if division is not None:
         logits = all_gather(logits, -1, division.comm)

@@ -45,7 +45,7 @@ class Merged:
     bytes : int
         Size of the weights.
     layers : int
-        Number of layers that had an adapter; 0: the model was copied.
+        Number of layers, tables and heads that had an adapter; 0: the model was copied.
     dtype : str
         Dtype of the matrices; of a copy of quantized weights, their kind.
     notes : tuple of str
@@ -133,7 +133,7 @@ def merge(
             size, kind = _copy(model, partial, target), _stored_dtype(model)
         else:
             size, kind = _write(model, chosen, partial, target, progress)
-    layers = 0 if model.adapter is None else len(model.adapter.scales)
+    layers = 0 if model.adapter is None else len(model.adapter.stored)
     return Merged(target, size, layers, kind, tuple(notes))
 
 

@@ -11,6 +11,8 @@ The vision tower of a model that reads images is left out.
 import re
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTED = "base_model.model."  # before the names of an adapter's tensors
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a classifier
 TEXT, IMAGES = "model.", "model.language_model."  # before the names of a body's modules
 BODY = re.compile(r"(?:(?:model|language_model)\.){0,3}(?=(?:embed_tokens|layers|norm)\.)")
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
@@ -29,5 +31,5 @@ def parameter_name(stored: str) -> str | None:
 
 
 def stored_name(module: str, prefix: str) -> str:
-    """Return the name of a body's module in a model whose body has this prefix."""
-    return prefix + module.removeprefix(TEXT)
+    """Return the name of a module in a model whose body has this prefix."""
+    return prefix + module.removeprefix(TEXT) if module.startswith(TEXT) else module

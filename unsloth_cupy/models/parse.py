@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from ..ops.position.rope_tables import LARGEST, scaled_frequencies
 from .config import FULL, SLIDING, Config, Rope
 from .families import COMMON, FAMILIES, NEUTRAL, READ, WITHOUT_EFFECT, Family
+from .heads import CAUSAL, LABELS, NONE, class_of, head_of, labels_of
 from .names import IMAGES, TEXT
 from .quantized_weights import inverse_scales
 
@@ -22,7 +23,7 @@ ACTIVATIONS = {
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
 # Keys of a multimodal config.json that override those of its text_config.
-OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
+OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
 QUANTIZED = ("bitsandbytes", "bitnet")  # supported values of quantization_config's quant_method
 UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
@@ -92,6 +93,7 @@ def parse(values: Mapping[str, Any]) -> Config:
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
     body = IMAGES if values.get("model_type") == "gemma3" and "text_config" in values else TEXT
     values = text_config(values)
+    body = "" if head_of(values) == NONE else body
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted({*FAMILIES, "gemma3"}))
@@ -126,7 +128,7 @@ def parse(values: Mapping[str, Any]) -> Config:
             f" num_key_value_heads={kv_heads}"
         )
     layer_types = _layer_types(read, layers)
-    bias = read.flag("attention_bias")
+    bias, head = read.flag("attention_bias"), head_of(values)
     return Config(
         model_type=model_type,
         vocab=read.size("vocab_size"),
@@ -155,12 +157,14 @@ def parse(values: Mapping[str, Any]) -> Config:
         bit_layers=_bit_layers(facts or {}),
         inverse_scales=inverse_scales(values),
         sub_norms=family.sub_norms,
-        tied=read.flag("tie_word_embeddings"),
+        tied=read.flag("tie_word_embeddings") and head == CAUSAL,
         initializer_range=read.number("initializer_range"),
         positions=read.size("max_position_embeddings"),
         end_tokens=token_ids("eos_token_id", values),
         pad_token=next(iter(token_ids("pad_token_id", values)), None),
         body=body,
+        head=head,
+        labels=labels_of(values, head),
     )
 
 
@@ -196,7 +200,10 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
     outer = {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
-    return {**inner, **outer, "model_type": "gemma3_text"}
+    outer["model_type"] = "gemma3_text"
+    if (head := head_of(values)) != CAUSAL:
+        outer["architectures"] = [class_of({**values, **outer}, head)]
+    return {**inner, **outer}
 
 
 def _obeyed(read: Reader, key: str) -> float | None:

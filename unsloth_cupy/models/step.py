@@ -43,6 +43,7 @@ class Step:
         ``most`` is the largest number of tokens that a row will have.
         """
         self.model, self.cache = model, cache
+        self.parameters = model.entered(model.parameters)
         start, sinks = real.shape[1], cache.sinks
         self.tokens = self._placed(np.zeros((len(real), 1)))
         self.positions = self._placed(real.sum(axis=1, keepdims=True))
@@ -81,7 +82,7 @@ class Step:
     def run(self) -> Array:
         """Run the step and advance by one token; no data moves between host and device."""
         model = self.model
-        branch = embedded(model.config, model.parameters, self.tokens, model.division)
+        branch = embedded(model.config, self.parameters, self.tokens, model.division)
         for slots, numbers in self.slots.items():
             self.lengths[slots] = np.minimum(self.starts + 1, slots)
             if slots in self.seen:
@@ -101,7 +102,7 @@ class Step:
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]
-        logits: Array = model.head(model.parameters, x)[:, 0]
+        logits: Array = model.next_logits(self.parameters, x)[:, 0]
         self.positions += 1
         self.starts += 1
         return logits

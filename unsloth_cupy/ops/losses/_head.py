@@ -12,8 +12,10 @@ from ...core.arrays import empty, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from ..linear.linear import flat
+from ..linear.replaced_rows import columns_with_gradient, gradient_shape
 
 # Adding a chunk to dweight moves 8 bytes per element for 2 operations per row.  With 6 bytes per
 # logit and a vocabulary of 131,072, a chunk is 682 rows: memory then hardly slows the products.
@@ -85,10 +87,11 @@ def gradients(
     themselves or, with ``own_buffer``, a buffer in the dtype of x, which products on a GPU need.
     """
     rows, dx, dweight = flat(x), None, None
-    if wanted is None or "x" in wanted:
+    needed = requested_gradients("the output head", wanted, x=x, weight=weight)
+    if "x" in needed:
         dx = empty(rows.shape, x.dtype, like=x)
-    if wanted is None or "weight" in wanted:
-        dweight = empty(weight.shape, np.promote_types(x.dtype, FLOAT32), like=x)
+    if "weight" in needed:
+        dweight = empty(gradient_shape(weight), np.promote_types(x.dtype, FLOAT32), like=x)
         if not len(rows):
             dweight[...] = 0
     _add_chunks(x, weight, max_bytes, write, own_buffer, dx, dweight)
@@ -119,4 +122,5 @@ def _add_chunks(
         if dx is not None:
             gemm(dlogits, weight, out=dx[part])
         if dweight is not None:
-            gemm(dlogits.T, rows[part], out=dweight, add=part.start > 0)
+            own = columns_with_gradient(dlogits, weight)
+            gemm(own.T, rows[part], out=dweight, add=part.start > 0)

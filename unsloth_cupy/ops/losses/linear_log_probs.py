@@ -86,8 +86,8 @@ def linear_log_probs(
     ----------
     x : (*rows, hidden) float
         The output of the last layer before the head.
-    weight : (vocab, hidden) float
-        The output head; its gradient is accumulated in float32.
+    weight : (vocab, hidden) float, or a quantized weight
+        The output head; its gradient is accumulated in float32.  A quantized weight is frozen.
     labels : (*rows) int32 or int64
         Each in 0 .. vocab - 1, or equal to ignore.
     bias : (vocab,) float, optional
@@ -151,7 +151,7 @@ def linear_log_probs(
 
 
 @op(
-    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, bias?(vocab): param"
+    "x(*rows, hidden), weight(vocab, hidden): weight, labels(*rows): int, bias?(vocab): param"
     " -> log_probs(*rows): stat, entropy(*rows): stat, log_sum_squares(*rows): stat,"
     " mean_logit(*rows): stat, top1(*rows): bool, lse(*rows): stat",
     widen=False,  # products take 16-bit operands as they are

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy import CheckpointConfig, losses
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import Transformer, create, from_torch, load, merge, quantize
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero3
 
 from ..conftest import FOLDER
 from ..golden.golden import op_cases
@@ -78,6 +79,23 @@ def test_values_and_gradients_are_those_of_transformers_and_trl(name: str, dtype
     for own, expected in case.grads.items():
         error = np.linalg.norm(gradients[own] - expected)
         assert error <= 1e-4 * np.linalg.norm(expected), own
+
+
+@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+def test_ranks_of_data_and_of_parts_count_labels(kind: str) -> None:
+    labels: Any = np.array([0, 2, -100, 1]) if kind == "Sequence" else TOKENS % 3
+    plain = classifier(kind)
+    loss, expected = plain.loss_and_gradients(TOKENS, labels)
+    for divide in (DataParallel, Zero3):
+        ranks = divide(classifier(kind), SingleCommunicator())
+        value, gradients = ranks.loss_and_gradients(TOKENS, labels)
+        assert float(value) == pytest.approx(float(loss), rel=1e-6)
+        for name, gradient in gradients.items():
+            whole = expected[name].reshape(-1)
+            np.testing.assert_allclose(gradient.reshape(-1), whole, atol=1e-6, err_msg=name)
+    plain.context = SingleCommunicator()
+    with pytest.raises(ConfigError, match="reads whole rows, and ranks divide them"):
+        plain.loss(TOKENS, labels)
 
 
 @pytest.mark.parametrize("kind", ["Sequence", "Token"])

@@ -107,6 +107,45 @@ def test_peft_reads_what_is_saved(base: str, options: Any, tmp_path: Path) -> No
     np.testing.assert_allclose(model.logits(TOKENS), expected, atol=1e-4)
 
 
+@quiet
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"trainable_token_indices": {"embed_tokens": IDS, "lm_head": [3]}},
+    ],
+    ids=str,
+)
+def test_a_head_that_peft_trained_apart_is_no_longer_tied(options: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="whose files these are")
+    transformers = pytest.importorskip("transformers", reason="whose model this is")
+    import torch
+
+    base, tokens = LOSSES / "tokens" / "tied", torch.from_numpy(TOKENS)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+    with torch.no_grad():
+        for name, weight in peer.named_parameters():
+            if weight.requires_grad:
+                weight[...] = weight + 0.3 * torch.randn(
+                    weight.shape, generator=torch.Generator().manual_seed(len(name))
+                )
+        expected = peer(tokens).logits.numpy()
+    peer.save_pretrained(tmp_path / "adapter")
+    model = load(base, dtype="float32", lora=tmp_path / "adapter")
+    assert not model.config.tied
+    np.testing.assert_allclose(model.logits(TOKENS), expected, atol=1e-4)
+    merge(tmp_path / "adapter", tmp_path / "merged", base=base, dtype="float32")
+    model.merge_adapter()
+    model.save(tmp_path / "saved")
+    for folder in ("merged", "saved"):
+        again = load(tmp_path / folder)
+        assert not again.config.tied
+        np.testing.assert_allclose(again.logits(TOKENS), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("base", ["tied", "untied"])
 def test_the_table_is_neither_copied_nor_changed(base: str) -> None:
     values = SIZES | {"model_type": "llama", "vocab_size": 20_000, "num_hidden_layers": 1}
@@ -259,7 +298,6 @@ HEAD = f"{PREFIX}lm_head.weight"
         ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "'norm' is no module"),
         ("untied", "rows_untied", {"modules_to_save": ["embed_tokens"]}, {}, "some of its rows"),
         ("untied", "rows_untied", {"peft_type": "VERA"}, {}, "'VERA'; it must be LORA: merge the"),
-        ("tied", "head_untied", {}, {}, "tied to embed_tokens, and follows it"),
         ("tied", "tied_table_tied", {}, {HEAD: lambda rows: rows * 2}, "lm_head is not equal to"),
         *(
             ("untied", "rows_untied", {"trainable_token_indices": listed}, {}, message)

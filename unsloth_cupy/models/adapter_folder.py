@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
 from .heads import SEQUENCE, TOKEN, head_of
+from .lazy_parameter import StoredTensor
 from .names import HEAD, SCORE, TABLE, parameter_name
 from .outer_weights import (
     OUTER,
@@ -140,6 +142,28 @@ def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None
             name = PREFIX + SCORE
             labels = file.get_slice(name).get_shape()[0] if name in file.keys() else None  # noqa: SIM118
     return head, labels
+
+
+def apart(
+    lora: Path, config: Config, texts: dict[str, Mapping[str, Any]], homes: dict[str, StoredTensor]
+) -> Config:
+    """Return the config of a base whose head an adapter has trained apart from its table.
+
+    If it is tied, it no longer is: the texts follow, and the head begins as the table.
+    """
+    if not config.tied or not (lora / CONFIG).is_file():
+        return config
+    settings = read_json(lora / CONFIG)
+    tokens = listed_tokens(f"{lora / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
+    whole = listed_modules(settings) & {"embed_tokens", "lm_head"}
+    if settings.get(TIED) or not (
+        whole or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
+    ):
+        return config
+    texts["config.json"] = {**texts["config.json"], "tie_word_embeddings": False}
+    if TABLE in homes:
+        homes[HEAD] = homes[TABLE]
+    return replace(config, tied=False)
 
 
 def _outer(

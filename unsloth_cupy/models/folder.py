@@ -22,7 +22,7 @@ from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator, check_communicator
 from ..parallel.zero3 import Parts
 from .adapter_base import ADAPTER, base_of
-from .adapter_folder import implied_head, read_adapter
+from .adapter_folder import apart, implied_head, read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
@@ -128,6 +128,8 @@ def load(
         config, texts, stored_in, handles = of_one_save(
             path, "config.json", partial(_opened, path, files, head, labels)
         )
+        if lora is not None:
+            config = apart(Path(lora), config, texts, stored_in)
         if lora is not None:
             config = with_generation(path_of("load(lora=)", lora), config, texts)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)

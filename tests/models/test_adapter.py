@@ -368,7 +368,7 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
             broken({}, rename="base_model.model.model.embed_tokens.lora_embedding_A"),
             r"but to its embedding table, .*merge_and_unload\(\)",
         ),
-        (broken({}, rename="base_model.model.lm_head.weight"), "but to its head, whose adapters"),
+        (broken({}, rename="base_model.model.lm_head.weight"), "of another model than the base"),
         (broken({"trainable_token_indices": [3]}), "trainable_tokens_delta is missing"),
         (broken({}, rename="q_proj.lora_A.weight"), "not belong to a linear layer"),
         (

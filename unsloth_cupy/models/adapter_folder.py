@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,8 @@ from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
-from .heads import SEQUENCE, TOKEN, head_of
-from .lazy_parameter import StoredTensor
-from .names import HEAD, SCORE, TABLE, parameter_name
-from .outer_weights import (
-    OUTER,
-    TIED,
-    TOKENS,
-    check_outer,
-    listed_modules,
-    listed_tokens,
-    rows_name,
-)
+from .names import parameter_name
+from .outer_folder import outer_tensors
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
 UNUSED = {
@@ -53,7 +42,6 @@ MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
 )
-UNTIE = "store the base with its own lm_head.weight and tie_word_embeddings false, and load that"
 PICKLE = "adapter_model.bin"
 # Initialisations that subtract the initial adapter from the base weights.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -80,7 +68,7 @@ def read_adapter(
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
     known = linear_layers(config)
-    outer = _outer(path, settings, tensors, config)
+    outer = outer_tensors(path, settings, tensors, config)
     stored = dict[str, str]()
     for name in sorted(tensors):
         if parameter_name(name.removeprefix(PREFIX)) is None:
@@ -127,87 +115,6 @@ def read_adapter(
 def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array in float32 if its dtype cannot be combined with that of a model."""
     return array.astype(array.dtype if array.dtype in allowed("param", dtype) else FLOAT32)
-
-
-def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
-    """Return the head that an adapter is for, and how many labels; None: the base's own."""
-    wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN}
-    if not (lora / CONFIG).is_file() or not (base / "config.json").is_file():
-        return None, labels
-    head = wanted.get(str(read_json(lora / CONFIG).get("task_type")))
-    if head is None or head_of(read_json(base / "config.json")) == head:
-        return None, labels
-    if labels is None and (lora / WEIGHTS).is_file():
-        with opened(lora / WEIGHTS) as file:
-            name = PREFIX + SCORE
-            labels = file.get_slice(name).get_shape()[0] if name in file.keys() else None  # noqa: SIM118
-    return head, labels
-
-
-def apart(
-    lora: Path, config: Config, texts: dict[str, Mapping[str, Any]], homes: dict[str, StoredTensor]
-) -> Config:
-    """Return the config of a base whose head an adapter has trained apart from its table.
-
-    If it is tied, it no longer is: the texts follow, and the head begins as the table.
-    """
-    if not config.tied or not (lora / CONFIG).is_file():
-        return config
-    settings = read_json(lora / CONFIG)
-    tokens = listed_tokens(f"{lora / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
-    whole = listed_modules(settings) & {"embed_tokens", "lm_head"}
-    if settings.get(TIED) or not (
-        whole or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
-    ):
-        return config
-    texts["config.json"] = {**texts["config.json"], "tie_word_embeddings": False}
-    if TABLE in homes:
-        homes[HEAD] = homes[TABLE]
-    return replace(config, tied=False)
-
-
-def _outer(
-    path: Path, settings: Mapping[str, Any], tensors: dict[str, Array], config: Config
-) -> dict[str, tuple[str, Array]]:
-    """Take the tensors outside of the blocks from an adapter's; return them with their own names.
-
-    Raises
-    ------
-    ConfigError
-        One is missing, has another shape, or is not in adapter_config.json.
-    """
-    tokens = listed_tokens(f"{path / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
-    modules = listed_modules(settings) - {
-        "classifier"
-    }  # which peft adds to the heads that it knows
-    shapes, tied = config.shapes(), config.tied
-    if tied and tokens.get(HEAD) == tokens.get(TABLE):
-        tokens.pop(HEAD, None)
-    modules -= {"lm_head"} if tied and settings.get(TIED) else set()
-    check_outer(str(path / CONFIG), config, tokens, modules)
-    expected = {rows_name(name): (len(ids), config.hidden) for name, ids in tokens.items()} | {
-        PREFIX + name: shapes[name] for each in modules for name in OUTER[each] if name in shapes
-    }
-    found: dict[str, tuple[str, Array]] = {}
-    for name in [*tensors]:
-        module, own = module_of(name), name.removeprefix(PREFIX)
-        whole = parameter_name(f"{module}.weight") or ""
-        own = PREFIX + whole.removesuffix("weight") + own.removeprefix(f"{module}.")
-        if own in expected:
-            found[name] = own, tensors.pop(name)
-    names = {own: name for name, (own, _) in found.items()}
-    for own, shape in expected.items():
-        if own not in names:
-            raise ConfigError(f"{path / WEIGHTS}: {own} is missing; copy the adapter again")
-        array = found[names[own]][1]
-        if array.shape != shape or array.dtype not in FLOATS:
-            problem = f"{names[own]} is {array.dtype} {array.shape}; it must be floats, {shape}"
-            raise ConfigError(f"{path / WEIGHTS}: {problem}")
-    copy = tensors.pop(PREFIX + HEAD, None) if tied else None
-    if copy is not None and not np.array_equal(copy, found[names[PREFIX + TABLE]][1]):
-        problem = "lm_head is not equal to embed_tokens, though config.json ties them"
-        raise ConfigError(f"{path / WEIGHTS}: {problem}; {UNTIE}")
-    return found
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -21,14 +21,15 @@ from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator, check_communicator
 from ..parallel.zero3 import Parts
-from .adapter_base import ADAPTER, base_of
-from .adapter_folder import apart, implied_head, read_adapter
+from .adapter_base import ADAPTER, WEIGHTS, base_of
+from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
 from .heads import CAUSAL, Choice, chosen
 from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor
+from .outer_folder import base_for, implied_head
 from .parse import parse, text_config, token_ids
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
@@ -129,8 +130,9 @@ def load(
             path, "config.json", partial(_opened, path, files, head, labels)
         )
         if lora is not None:
-            config = apart(Path(lora), config, texts, stored_in)
-        if lora is not None:
+            config = base_for(Path(lora), config, texts, stored_in)
+            for file in {home.file for home in stored_in.values()} - handles.keys():
+                handles[file] = files.enter_context(opened(path / file))  # the adapter's
             config = with_generation(path_of("load(lora=)", lora), config, texts)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)
         division = _division(config, communicator, pipeline, chunks)
@@ -147,6 +149,8 @@ def load(
                 joined=Joined(config, division),
             )
             parameters, layout = read_tensors(path, stored_in, handles, chosen_dtype, keep, holds)
+            others = layout.pop(str(Path(lora, WEIGHTS).resolve()), []) if lora else []
+            next(iter(layout.values())).extend(others)
             kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
             for index, (name, shape) in enumerate(config.shapes().items()):
                 if name not in stored_in:  # of a new head

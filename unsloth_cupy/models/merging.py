@@ -200,13 +200,15 @@ def _write(
     """Write config and merged weights; return the size of the weights and the dtype of matrices."""
     main = (chosen or model.homes[TABLE].dtype or FLOAT32).name
     layout: dict[str, dict[str, Unwritten]] = {}
+    first = next(h.file for h in model.homes.values() if not Path(h.file).is_absolute())
     for name, home in model.homes.items():
         if home.kind is Ternary:
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
         read = _rounded(model, name, dtype)
-        layout.setdefault(home.file, {})[name] = Unwritten(dtype, home.shape, read)
+        file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
+        layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
     size = sum(tensor.bytes for tensors in layout.values() for tensor in tensors.values())
     check_room(target, size, "the model")
     config = saved_config(model.texts["config.json"], {}, main)

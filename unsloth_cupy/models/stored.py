@@ -18,12 +18,13 @@ from ..errors import ConfigError
 from ..files import files_state, missing_folder_advice, of_one_save, path_of
 from .adapter import Adapter
 from .adapter_base import base_of
-from .adapter_folder import apart, implied_head, read_adapter
+from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened
 from .config import Config
 from .folder import read_config, with_generation
 from .lazy_parameter import LazyParameter, StoredTensor
 from .names import ADAPTED, TABLE
+from .outer_folder import base_for, implied_head
 
 
 class StoredModel(NamedTuple):
@@ -91,7 +92,7 @@ def stored_model(
         head, labels = (None, None) if home is None else implied_head(path, whole, None)
         config, texts, choice = read_config(whole, head, labels)
         homes, files = find_tensors(whole, config, choice)
-        config = config if home is None else apart(path, config, texts, homes)
+        config = config if home is None else base_for(path, config, texts, homes)
         for name, shape in config.shapes().items():  # an adapter's head
             homes.setdefault(name, StoredTensor(files[-1], name, shape, homes[TABLE].dtype))
         return config, texts, homes, files_state(whole)

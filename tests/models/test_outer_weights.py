@@ -178,7 +178,7 @@ def test_the_table_is_neither_copied_nor_changed(base: str) -> None:
 @pytest.mark.parametrize("base", ["tied", "untied"])
 def test_every_way_through_the_model_hears_the_rows(base: str) -> None:
     model = adapted(base, tokens=IDS, modules=[] if base == "tied" else ["lm_head"])
-    tokens, labels = TOKENS, np.where(TOKENS % 7 == 3, -100, TOKENS)
+    tokens, labels = TOKENS.copy(), np.where(TOKENS % 7 == 3, -100, TOKENS)
     tokens[:, 2] = 19
     reference = model.base.log_probs(tokens, labels).log_probs
     merged = adapted(base, tokens=IDS, modules=[] if base == "tied" else ["lm_head"])
@@ -220,7 +220,7 @@ def test_every_way_through_the_model_hears_the_rows(base: str) -> None:
 def test_a_scaled_and_capped_model_in_16_bits_hears_them_too() -> None:
     values = SIZES | {"model_type": "gemma2", "query_pre_attn_scalar": 8, "head_dim": 8}
     values |= {"final_logit_softcapping": 5.0}
-    tokens = TOKENS
+    tokens = TOKENS.copy()
     wide, narrow = (create(values, seed=0, dtype=kind) for kind in ("float32", "bfloat16"))
     for model in (wide, narrow):
         model.add_adapter(2, tokens=IDS)

@@ -169,8 +169,9 @@ def test_the_peak_is_as_planned(
     "more",
     [
         {}, {"dora": True}, {"tokens": range(50)}, {"modules": ["embed_tokens"]},
+        {"targets": ("q_proj", "embed_tokens")},
     ],
-    ids=["LoRA", "DoRA", "tokens", "head"],
+    ids=["LoRA", "DoRA", "tokens", "table", "low rank"],
 )  # fmt: skip
 def test_adapters_are_planned_as_they_are(more: dict[str, Any]) -> None:
     """On some layers, with magnitudes, outside of blocks; MLPs without one may go by chunks."""

@@ -363,10 +363,9 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
         (broken({"r": 5}), r"lora_A.weight is \(4, .*; it must be \(5, "),
         (broken({"use_dora": True}), "lora_magnitude_vector missing"),
         (broken({}, drop="lora_B"), "lora_B.weight missing"),
-        (broken({}, rename="base_model.model.lm_head.lora_A.weight"), "not belong to a linear"),
         (
-            broken({}, rename="base_model.model.model.embed_tokens.lora_embedding_A"),
-            r"but to its embedding table, .*merge_and_unload\(\)",
+            broken({"target_modules": ".*"}, rename="base_model.model.lm_head.lora_A.weight"),
+            "lm_head has lora_B.weight missing",
         ),
         (broken({}, rename="base_model.model.lm_head.weight"), "of another model than the base"),
         (broken({"trainable_token_indices": [3]}), "trainable_tokens_delta is missing"),

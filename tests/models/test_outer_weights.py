@@ -31,13 +31,14 @@ ROWS = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
 quiet = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing.:FutureWarning",  # in peft
     "ignore:Model has .tie_word_embeddings=True.:UserWarning",
+    "ignore:Setting .save_embedding_layers.:UserWarning",
 )
 
 
 def adapted(base: str = "untied", dtype: str = "float32", **options: Any) -> Transformer:
     """Return a model with an adapter whose tensors have been moved."""
     model = load(LOSSES / "tokens" / base, dtype=dtype)
-    model.add_adapter(2, targets=["q_proj", "down_proj"], **options)
+    model.add_adapter(2, **{"targets": ["q_proj", "down_proj"], "alpha": 3} | options)
     rng = np.random.default_rng(1)
     for array in model.trainable.values():
         array[...] = array + 0.3 * rng.standard_normal(array.shape)
@@ -89,6 +90,8 @@ def test_values_gradients_and_merges_are_those_of_peft(
         ("untied", {"modules": ["lm_head", "embed_tokens"]}),
         ("tied", {"tokens": range(5, 9)}),
         ("tied", {"modules": ["embed_tokens"]}),
+        ("untied", {"targets": ["q_proj", "embed_tokens", "lm_head"]}),
+        ("tied", {"targets": ["q_proj", "embed_tokens"]}),
     ],
 )
 def test_peft_reads_what_is_saved(base: str, options: Any, tmp_path: Path) -> None:
@@ -115,6 +118,8 @@ def test_peft_reads_what_is_saved(base: str, options: Any, tmp_path: Path) -> No
         {"modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["lm_head", "embed_tokens"]},
         {"trainable_token_indices": {"embed_tokens": IDS, "lm_head": [3]}},
+        {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+        {"target_modules": ["embed_tokens", "up_proj"]},
     ],
     ids=str,
 )
@@ -125,7 +130,8 @@ def test_a_head_that_peft_trained_apart_is_no_longer_tied(options: Any, tmp_path
 
     base, tokens = LOSSES / "tokens" / "tied", torch.from_numpy(TOKENS)
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+    settings = {"target_modules": ["q_proj"], "lora_alpha": 3} | options
+    peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, **settings))
     with torch.no_grad():
         for name, weight in peer.named_parameters():
             if weight.requires_grad:
@@ -173,6 +179,39 @@ def test_the_table_is_neither_copied_nor_changed(base: str) -> None:
     before = model.base.logits(rows)
     model.adapter = None
     np.testing.assert_array_equal(model.logits(rows), before)
+
+
+TARGETS = ["q_proj", "embed_tokens"]
+
+
+@pytest.mark.parametrize("base", ["tied", "untied"])
+def test_low_rank_tables_have_gradients_of_differences(base: str, tmp_path: Path) -> None:
+    targets = [*TARGETS, "lm_head"] if base == "untied" else TARGETS
+    model = adapted(base, "float64", targets=targets)
+    labels = np.where(TOKENS % 7 == 3, -100, TOKENS)
+    for function in (
+        lambda model: model.loss(TOKENS, labels),
+        lambda model: model.log_probs(TOKENS, labels).entropy.mean(),
+        lambda model: model.logits(TOKENS).mean(),
+    ):
+        _, gradients = model.value_and_gradients(function)
+        for name, array in model.trainable.items():
+            if ".layers." in name:
+                continue
+            where = (1, 0) if array.shape[0] == 2 else (int(labels[0, 2]) % 32, 1)
+            values = []
+            for sign in (1, -1):
+                array[where] += sign * 1e-3
+                values.append(float(function(model)))
+                array[where] -= sign * 1e-3
+            slope = (values[0] - values[1]) / 2e-3
+            assert gradients[name][where] == pytest.approx(slope, rel=1e-4, abs=1e-7), name
+    expected = model.logits(TOKENS)
+    model.save_adapter(tmp_path / "adapter")
+    again = load(LOSSES / "tokens" / base, dtype="float64", lora=tmp_path / "adapter")
+    np.testing.assert_allclose(again.logits(TOKENS), expected, atol=1e-6)
+    again.merge_adapter()
+    np.testing.assert_allclose(again.logits(TOKENS), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("base", ["tied", "untied"])
@@ -336,6 +375,9 @@ def test_files_that_contradict_themselves(
         ({"modules": ["score"]}, "it is of classifiers: load the folder with head="),
         ({"modules": "lm_head"}, "pass a list of embed_tokens, lm_head, score"),
         ({"modules": ["lm_head"], "base": "tied"}, "it is tied to embed_tokens, and follows it"),
+        ({"targets": ["lm_head"], "base": "tied"}, "it is tied to embed_tokens, and follows it"),
+        ({"targets": ["lm_head"], "modules": ["lm_head"]}, "trained in another way; choose one"),
+        ({"targets": TARGETS, "dropout": 0.1}, "embed_tokens has neither DoRA nor dropout"),
     ],
 )
 def test_what_an_adapter_cannot_train(options: dict[str, Any], message: str) -> None:
@@ -347,7 +389,6 @@ def test_what_an_adapter_cannot_train(options: dict[str, Any], message: str) -> 
 
 
 @quiet
-@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning")
 @pytest.mark.parametrize("base", ["tied", "untied"])
 @pytest.mark.parametrize(
     "options",

@@ -33,8 +33,16 @@ def new_adapter(
 
     The options are those of ``models.create_adapter``; ``unsized`` are those that change no size.
     """
-    from ..models.adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
-    from ..models.outer_weights import OUTER, TOKENS, check_outer, listed_tokens, rows_name
+    from ..models.adapter import DOWN, MAGNITUDE, PREFIX, TABLES, UP, Adapter, linear_layers
+    from ..models.names import TABLE
+    from ..models.outer_weights import (
+        LOW_RANK,
+        OUTER,
+        TOKENS,
+        check_outer,
+        listed_tokens,
+        rows_name,
+    )
 
     parameters, shapes = {}, config.shapes()
     ids = listed_tokens("plan(tokens=)", tokens)
@@ -42,6 +50,12 @@ def new_adapter(
     with recording_in(Ledger(1)):
         for table, of in ids.items():
             parameters[rows_name(table)] = Planned.of((len(of), config.hidden), FLOAT32)
+        for table in (OUTER[each][0] for each in TABLES if each in (targets or ())):
+            vocab, hidden = shapes[table]
+            down, up = LOW_RANK[table]
+            sides = (vocab, hidden) if table == TABLE else (hidden, vocab)
+            parameters[down] = Planned.of((rank, sides[0]), FLOAT32)
+            parameters[up] = Planned.of((sides[1], rank), FLOAT32)
         for outer in (each for module in modules for each in OUTER[module] if each in shapes):
             parameters[PREFIX + outer] = Planned.of(shapes[outer], FLOAT32)
         for name, (outputs, inputs) in linear_layers(config).items():

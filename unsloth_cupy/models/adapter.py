@@ -39,22 +39,39 @@ from .config import Config
 from .heads import CAUSAL, NONE, SEQUENCE, TOKEN
 from .names import ADAPTED, HEAD, TABLE, TEXT, stored_name
 from .outer_weights import (
-    MODULES,
+    LOW_RANK,
     OUTER,
     ROWS,
     TIED,
     TOKENS,
     check_outer,
     listed_tokens,
+    low_rank,
     merged,
+    new_low_rank,
     new_outer,
+    outer_settings,
     replaced,
 )
 
 CONFIG = ADAPTER
 PREFIX = ADAPTED
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-PARTS = (DOWN, UP, MAGNITUDE, ROWS, "weight", "bias")  # after the name of a module
+EMBEDDING_DOWN, EMBEDDING_UP = (
+    "lora_embedding_A",
+    "lora_embedding_B",
+)  # (rank, vocab) and (hidden, rank)
+PARTS = (
+    DOWN,
+    UP,
+    MAGNITUDE,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    ROWS,
+    "weight",
+    "bias",
+)  # after the name of a module
+TABLES = ("embed_tokens", "lm_head")
 TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
 
 
@@ -91,17 +108,16 @@ class Adapter:
         self.settings, self.parameters = dict(settings), parameters
         self.dropout = float(settings.get("lora_dropout") or 0.0)
         self.tokens = listed_tokens(f"{path}: {TOKENS}", settings.get(TOKENS) or ())
-        modules = [
-            name.removeprefix(PREFIX).removesuffix(f".{DOWN}")
-            for name in parameters
-            if name.endswith(DOWN)
-        ]
+        downs = {
+            module_of(name): name for name in parameters if name.endswith((DOWN, EMBEDDING_DOWN))
+        }
+        modules = [*downs]
         every = {module_of(name) for name in parameters}
         self.stored = {name: name for name in every} if stored is None else dict(stored)
         self.others = dict(others or {})
         names, alpha = [self.stored[name] for name in modules], settings.get("lora_alpha", 8)
         alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
-        ranks = [parameters[f"{PREFIX}{name}.{DOWN}"].shape[0] for name in modules]
+        ranks = [parameters[name].shape[0] for name in downs.values()]
         root = math.sqrt if settings.get("use_rslora") else float
         self.scales = {
             name: float(alpha) / root(rank)
@@ -164,7 +180,7 @@ class Adapter:
         """Return parameters with the tables, rows and heads of the adapter in their places."""
         if not self.outer:
             return parameters
-        return replaced(parameters, self.parameters, self.tokens)
+        return replaced(parameters, self.parameters, self.tokens, self.scales)
 
     def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
         """Return the parameters of a model with the adapter merged into the weights."""
@@ -183,10 +199,10 @@ class Adapter:
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight
         prefix = f"{PREFIX}{module}."
+        names = LOW_RANK.get(name, (prefix + DOWN, prefix + UP))
         merged_weight = lora_merge(
             weight,
-            self.parameters[prefix + DOWN],
-            self.parameters[prefix + UP],
+            *low_rank(name, *(self.parameters[each] for each in names)),
             scale=self.scales[module],
             magnitude=self.parameters.get(prefix + MAGNITUDE),
         )
@@ -200,6 +216,9 @@ class Adapter:
             tensors[name.replace(module, self.stored[module], 1)] = array
         if self.settings.get(TIED) and PREFIX + TABLE in self.parameters:
             tensors[PREFIX + HEAD] = self.parameters[PREFIX + TABLE]  # as peft writes both
+        if self.settings.get(TIED) and LOW_RANK[TABLE][0] in self.parameters:
+            pair = low_rank(TABLE, *(self.parameters[each] for each in LOW_RANK[TABLE]))
+            tensors |= dict(zip(LOW_RANK[HEAD], pair, strict=True))
         home = home_facts(self.settings.get(BASE), self.base)
         write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)}, home)
 
@@ -230,7 +249,7 @@ def create_adapter(
         The scale is ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; None: 2 * rank.
     targets : sequence of str, optional
         The last component of the layers' names, as ("q_proj", "v_proj"); None: every linear
-        layer of the blocks.
+        layer of the blocks.  embed_tokens, which a tied head follows, and lm_head may be named too.
     dropout : float
         Share of an adapter's input elements that are set to 0 in training.
     rslora, dora : bool
@@ -259,13 +278,20 @@ def create_adapter(
     layer_names = sorted({name.rpartition(".")[2] for name in known})
     chosen: Any = layer_names if targets is None else targets
     listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
-    if not listed or not all(name in layer_names for name in chosen):
-        cure = f"pass a list of some of {', '.join(layer_names)}"
+    if not listed or not all(name in (*layer_names, *TABLES) for name in chosen):
+        cure = f"pass a list of some of {', '.join((*layer_names, *TABLES))}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    if (tables := [name for name in TABLES if name in chosen]) and (dora or dropout):
+        cure = f"{tables[0]} has neither DoRA nor dropout; leave those out, or the table"
         raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
     rows = listed_tokens("create_adapter(tokens=)", tokens)
     if isinstance(modules, str) or not all(isinstance(each, str) for each in modules):
         raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
     check_outer("create_adapter", config, rows, modules)
+    check_outer("create_adapter(targets=)", config, {}, tables)
+    if twice := [t for t in tables if t in modules or OUTER[t][0] in rows]:
+        problem = f"{twice[0]} is among targets, and trained in another way"
+        raise ConfigError(f"create_adapter: {problem}; choose one")
     settings = {
         "peft_type": "LORA",
         "task_type": TASKS[config.head],
@@ -280,18 +306,15 @@ def create_adapter(
         "inference_mode": True,
         BASE: base,
     }
-    if rows:
-        settings[TOKENS] = {name.split(".")[-2]: [*ids] for name, ids in rows.items()}
-    if modules:
-        settings[MODULES] = sorted(set(modules))
-    if config.tied and "embed_tokens" in modules:
-        settings[TIED] = True
+    settings |= outer_settings(config, rows, modules, tables)
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
     example = next(iter(weights.values()), None)
     needed = rank * needed + config.hidden * sum(map(len, rows.values()))
     needed += sum(math.prod(weights[n].shape) for m in modules for n in OUTER[m] if n in weights)
     check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * needed, example)
     parameters = new_outer(weights, rows, modules)
+    for index, table in enumerate(tables):
+        parameters |= new_low_rank(weights, OUTER[table][0], rank, [seed, len(known) + index])
     outer = {module_of(name): stored_name(module_of(name), config.body) for name in parameters}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
         if module.rpartition(".")[2] not in chosen:
@@ -319,7 +342,10 @@ def module_of(name: str) -> str:
 
 def _target_modules(names: list[str], prefix: str) -> list[str] | str:
     """Return peft's target_modules: names, or a pattern that keeps to the body with a prefix."""
-    return names if prefix in (TEXT, "") else rf"{re.escape(prefix)}.*\.({'|'.join(names)})"
+    if prefix in (TEXT, ""):
+        return names
+    inside = "|".join(name for name in names if name != "lm_head")
+    return rf"{re.escape(prefix)}(.*\.)?({inside})" + "|lm_head" * ("lm_head" in names)
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:

@@ -13,13 +13,24 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
 from ..files import missing_folder_advice, of_one_save, path_of, read_json
-from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers, module_of
+from .adapter import (
+    CONFIG,
+    DOWN,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    MAGNITUDE,
+    PREFIX,
+    UP,
+    Adapter,
+    linear_layers,
+    module_of,
+)
 from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
-from .names import parameter_name
-from .outer_folder import outer_tensors
+from .names import TABLE, parameter_name
+from .outer_folder import outer_tensors, tables_of
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
 UNUSED = {
@@ -36,8 +47,6 @@ UNUSED = {
     "use_qalora": False,
     "velora_config": None,
 }
-# Parts of a model that peft may train too, by the names of their modules.
-OUTSIDE = {"embed_tokens": "embedding table", "lm_head": "head"}
 MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
@@ -67,7 +76,7 @@ def read_adapter(
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
-    known = linear_layers(config)
+    known = linear_layers(config) | tables_of(config)
     outer = outer_tensors(path, settings, tensors, config)
     stored = dict[str, str]()
     for name in sorted(tensors):
@@ -134,9 +143,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 def _problem(file: Path, name: str, config: Config) -> str:
     """Return what is wrong with a tensor that belongs to no layer which may have an adapter."""
     problem = f"{file}: tensor {name[:200]!r} does not belong to a linear layer of the"
-    problem += f" {config.model_type}'s blocks"
-    if part := next((each for each in OUTSIDE if f".{each}." in f".{name}."), None):
-        return f"{problem}, but to its {OUTSIDE[part]}, whose adapters are not supported; {MERGE}"
+    problem += f" {config.model_type}'s blocks, nor to a table that it has"
     return f"{problem}; pass the model that the adapter is for"
 
 
@@ -185,6 +192,10 @@ def _check_shapes(
     """Raise unless all tensors of a layer are there, with shapes that fit its weight."""
     prefix = f"{PREFIX}{module}."
     expected: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
+    if module == TABLE.removesuffix(".weight"):
+        expected = {EMBEDDING_DOWN: (rank, shape[0]), EMBEDDING_UP: (shape[1], rank)}
+    if settings.get("use_dora") and ".layers." not in module:
+        raise ConfigError(f"{folder / CONFIG}: use_dora of {module} is not supported; {MERGE}")
     if settings.get("use_dora"):
         expected[MAGNITUDE] = (shape[0],)
     present = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}

@@ -19,12 +19,14 @@ from .heads import SEQUENCE, TOKEN, head_of
 from .lazy_parameter import StoredTensor
 from .names import HEAD, SCORE, TABLE, parameter_name
 from .outer_weights import (
+    LOW_RANK,
     OUTER,
     TIED,
     TOKENS,
     check_outer,
     listed_modules,
     listed_tokens,
+    low_rank,
     rows_name,
 )
 
@@ -51,6 +53,12 @@ def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None
     return head, labels
 
 
+def tables_of(config: Config) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the tables that may have low-rank weights, by the module's name."""
+    shapes = {name: shape for name, shape in config.shapes().items() if name in (TABLE, HEAD)}
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items()}
+
+
 def base_for(
     lora: Path, config: Config, texts: dict[str, Mapping[str, Any]], homes: dict[str, StoredTensor]
 ) -> Config:
@@ -66,14 +74,14 @@ def base_for(
     tokens = listed_tokens(f"{lora / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
     whole = listed_modules(settings) & {"embed_tokens", "lm_head"}
     changes: dict[str, Any] = {}
-    rows = whole or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
+    with opened(file := lora / WEIGHTS) as tensors:
+        found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    low = any(".layers." not in name and ".lora_" in name for name in found)
+    rows = whole or low or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
     if config.tied and rows and not settings.get(TIED):
         changes["tie_word_embeddings"] = False
         config = replace(config, tied=False)
         homes |= {HEAD: homes[TABLE]} if TABLE in homes else {}
-    file = lora / WEIGHTS
-    with opened(file) as tensors:
-        found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     tables, size = base_tables(found, whole), config.vocab
     for name in [TABLE] + [HEAD] * (not config.tied):
         stored = tables.get(name)
@@ -138,6 +146,12 @@ def outer_tensors(
         if array.shape != shape or array.dtype not in FLOATS:
             problem = f"{names[own]} is {array.dtype} {array.shape}; it must be floats, {shape}"
             raise ConfigError(f"{path / WEIGHTS}: {problem}")
+    if tied and LOW_RANK[HEAD][0] in tensors:
+        own_pair = (tensors.get(name, np.empty(0)) for name in LOW_RANK[TABLE])
+        pair = zip(LOW_RANK[HEAD], low_rank(TABLE, *own_pair), strict=True)
+        if not all(np.array_equal(tensors.pop(name), array) for name, array in pair):
+            problem = "lora_A and lora_B of lm_head are not those of its table"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}; {UNTIE}")
     follows = tensors.pop(rows_name(HEAD), None) if tied else None
     if follows is not None and not np.array_equal(follows, found[names[rows_name(TABLE)]][1]):
         raise ConfigError(f"{path / WEIGHTS}: rows of lm_head differ from its table's; {UNTIE}")

@@ -2,6 +2,8 @@
 
     base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta    new rows, of tokens
     base_model.model.lm_head.weight                                             a whole module
+    base_model.model.lm_head.lora_A.weight, .lora_B.weight                      low-rank weights
+    base_model.model.model.embed_tokens.lora_embedding_A, .lora_embedding_B     A^T B^T are added
 
 adapter_config.json has the tokens in ``trainable_token_indices``, the modules in
 ``modules_to_save``.  A head that is tied to its table follows it.
@@ -17,8 +19,8 @@ from ..core.call import is_integer
 from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
 from ..errors import ConfigError
+from ..ops.linear.changed_matrix import AddedLowRank, ChangedMatrix, ReplacedRows
 from ..ops.linear.embedding import embedding
-from ..ops.linear.replaced_rows import ReplacedRows
 from ..placement import to_device_of
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
@@ -27,6 +29,10 @@ from .names import ADAPTED, HEAD, SCORE, SCORE_BIAS, TABLE
 
 ROWS = "token_adapter.trainable_tokens_delta"
 TOKENS, MODULES, TIED = "trainable_token_indices", "modules_to_save", "ensure_weight_tying"
+LOW_RANK = {  # names of the two tensors, by table
+    TABLE: tuple(f"{ADAPTED}model.embed_tokens.lora_embedding_{part}" for part in "AB"),
+    HEAD: tuple(f"{ADAPTED}lm_head.lora_{part}.weight" for part in "AB"),
+}
 FULL = (TABLE, HEAD, SCORE, SCORE_BIAS)
 OUTER = {"embed_tokens": (TABLE,), "lm_head": (HEAD,), "score": (SCORE, SCORE_BIAS)}
 
@@ -66,6 +72,20 @@ def listed_modules(settings: Mapping[str, Any]) -> set[str]:
 def rows_name(name: str) -> str:
     """Return the name, in an adapter, of the rows of a table."""
     return f"{ADAPTED}{name.removesuffix('weight')}{ROWS}"
+
+
+def outer_settings(
+    config: Config, tokens: Mapping[str, Sequence[int]], modules: Collection[str], tables: Any
+) -> dict[str, Any]:
+    """Return what adapter_config.json says of tokens, modules and tables."""
+    settings: dict[str, Any] = {}
+    if tokens:
+        settings[TOKENS] = {name.split(".")[-2]: [*ids] for name, ids in tokens.items()}
+    if modules:
+        settings[MODULES] = sorted(set(modules))
+    if config.tied and "embed_tokens" in (*modules, *tables):
+        settings[TIED] = True
+    return settings
 
 
 def check_outer(
@@ -110,10 +130,30 @@ def new_outer(
     return parameters
 
 
-def replaced(
-    parameters: Mapping[str, Any], own: Mapping[str, Any], tokens: Mapping[str, Sequence[int]]
+def low_rank(name: str, first: Any, second: Any) -> tuple[Any, Any]:
+    """Return a and b, of a table's change scale b a, from its two tensors; or in reverse."""
+    return (second.T, first.T) if name == TABLE else (first, second)
+
+
+def new_low_rank(
+    weights: Mapping[str, Any], name: str, rank: int, seed: Sequence[int]
 ) -> dict[str, Any]:
-    """Return parameters in which an adapter's rows and modules are in their places.
+    """Return the two tensors of a change of a table that is 0: a is random, b is zero."""
+    (vocab, hidden), draw = weights[name].shape, np.random.default_rng(seed)
+    bound = hidden**-0.5
+    a: Any = draw.uniform(-bound, bound, (rank, hidden)).astype(FLOAT32)
+    pair = low_rank(name, a, np.zeros((vocab, rank), FLOAT32))
+    own = [to_device_of(np.ascontiguousarray(each), weights[name]) for each in pair]
+    return dict(zip(LOW_RANK[name], own, strict=True))
+
+
+def replaced(
+    parameters: Mapping[str, Any],
+    own: Mapping[str, Any],
+    tokens: Mapping[str, Sequence[int]],
+    scales: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return parameters in which an adapter's rows, modules and low-rank sums are in their places.
 
     ``own`` are the adapter's; those that ``parameters`` holds too, as on a tape, come from there.
     """
@@ -126,12 +166,21 @@ def replaced(
         if whole in own:
             value = parameters.get(whole, own[whole])
             plain = value.dtype == array.dtype
-            result[name] = value if plain else in_place_of(value, array.dtype, lambda each: each)
+            result[name] = value if plain else made_of([value], array.dtype, lambda each: each)
         elif name in tokens:
             places = to_device_of(np.asarray(tokens[name], np.int64), array)
             make = partial(ReplacedRows, array, places)
-            result[name] = in_place_of(parameters.get(rows, own[rows]), array.dtype, make)
+            result[name] = made_of([parameters.get(rows, own[rows])], array.dtype, make)
+        elif name in LOW_RANK and LOW_RANK[name][0] in own:
+            pair = [parameters.get(each, own[each]) for each in LOW_RANK[name]]
+            scale = scales[name.removesuffix(".weight")]
+            result[name] = made_of(pair, array.dtype, partial(_added, name, array, scale), name)
     return result
+
+
+def _added(name: str, array: Any, scale: float, first: Any, second: Any) -> AddedLowRank:
+    """Return a table with the change that two tensors make."""
+    return AddedLowRank(array, *low_rank(name, first, second), scale)
 
 
 def merged(name: str, weight: Any, own: Mapping[str, Any], tokens: Mapping[str, Any]) -> Any:
@@ -158,56 +207,64 @@ def resized(table: Any, rows: int) -> Any:
 
 
 # ---- on a tape ----------------------------------------------------------------------------------
-def in_place_of(own: Any, dtype: Any, make: Callable[[Array], Any]) -> Any:
-    """Return ``make(own in a dtype)``, on the tape of own if that is a Var.
+def made_of(own: Sequence[Any], dtype: Any, make: Callable[..., Any], table: str = "") -> Any:
+    """Return ``make`` of arrays in a dtype, on the tape of those that are Vars.
 
-    The gradient of the result is that of own, but for its dtype.
+    The gradient of the result is that of the array, or holds those of the two of ``table``.
     """
-    if type(own) is not Var:
-        return make(own.astype(dtype, copy=False))
-    result = Var(make(own.value.astype(dtype, copy=False)), own.tape)
-    own.tape.note(SameRecord({"own": own.value}, {"own": own.index}, {"weight": result.index}))
-    return result
+    arrays = [each.value if type(each) is Var else each for each in own]
+    result = make(*(array.astype(dtype, copy=False) for array in arrays))
+    tape = next((each.tape for each in own if type(each) is Var), None)
+    if tape is None:
+        return result
+    var = Var(result, tape)
+    values = {"made": result, **{str(i): array for i, array in enumerate(arrays)}}
+    inputs = {str(i): each.index for i, each in enumerate(own) if type(each) is Var}
+    tape.note(MadeRecord(values, inputs, {"weight": var.index}, table))
+    return var
 
 
-class SameRecord(NamedTuple):
-    """A tape entry of a weight that is made of an array, and passes its gradient to that."""
+class MadeRecord(NamedTuple):
+    """A tape entry of a weight that is made of arrays, which get its gradient."""
 
     values: dict[str, Any]
     inputs: dict[str, int]
     outputs: dict[str, int]
+    table: str
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add the gradient, in the dtype of the array."""
-        index, dtype = self.inputs["own"], self.values["own"].dtype
-        grads[index] = add_up(grads.get(index), take["weight"].astype(dtype, copy=False))
+        """Add the gradients, in the dtypes of the arrays."""
+        gradient = take["weight"]
+        made = self.values["made"]
+        pair = low_rank(self.table, *made.parts(gradient)) if self.table else (gradient,)
+        for name, index in inputs.items():
+            own = pair[int(name)].astype(self.values[name].dtype, copy=False)
+            grads[index] = add_up(grads.get(index), own)
 
 
 def embedding_of(tokens: Array, table: Any) -> Any:
     """Return ``embedding(tokens, table)``, also of a table with replaced rows."""
     value = table.value if type(table) is Var else table
-    if not isinstance(value, ReplacedRows):
+    if not isinstance(value, ChangedMatrix):
         return embedding(tokens, table)
-    x, replaced, number = value.embedded(tokens)
+    x = value.embedded(tokens)
     if type(table) is not Var:
         return x
     result = Var(x, table.tape)
-    values = {"replaced": replaced, "number": number, "rows": value.rows}
-    table.tape.note(RowsRecord(values, {"weight": table.index}, {"x": result.index}))
+    values = {"tokens": tokens, "table": value}
+    table.tape.note(EmbeddedRecord(values, {"weight": table.index}, {"x": result.index}))
     return result
 
 
-class RowsRecord(NamedTuple):
-    """A tape entry of an embedding with replaced rows."""
+class EmbeddedRecord(NamedTuple):
+    """A tape entry of the embedding of a table with changes."""
 
     values: dict[str, Any]
     inputs: dict[str, int]
     outputs: dict[str, int]
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add the gradient of the replaced rows."""
-        replaced, number, rows = (self.values[name] for name in ("replaced", "number", "rows"))
-        back: Any = embedding.backward
-        _, drows = back(np.where(replaced, take["x"], 0), number, rows)
-        index = self.inputs["weight"]
-        grads[index] = add_up(grads.get(index), drows)
+        """Add the gradient of the changes."""
+        index, table = self.inputs["weight"], self.values["table"]
+        gradient = table.embedded_gradient(take["x"], self.values["tokens"])
+        grads[index] = add_up(grads.get(index), gradient)

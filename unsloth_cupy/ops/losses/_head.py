@@ -14,8 +14,8 @@ from ...core.stand_in import representative_steps
 from ...errors import ConfigError
 from ..common.checks import requested_gradients
 from ..common.gemm import gemm
+from ..linear.changed_matrix import gradient_shape, weight_gradient
 from ..linear.linear import flat
-from ..linear.replaced_rows import columns_with_gradient, gradient_shape
 
 # Adding a chunk to dweight moves 8 bytes per element for 2 operations per row.  With 6 bytes per
 # logit and a vocabulary of 131,072, a chunk is 682 rows: memory then hardly slows the products.
@@ -122,5 +122,4 @@ def _add_chunks(
         if dx is not None:
             gemm(dlogits, weight, out=dx[part])
         if dweight is not None:
-            own = columns_with_gradient(dlogits, weight)
-            gemm(own.T, rows[part], out=dweight, add=part.start > 0)
+            weight_gradient(dlogits, rows[part], weight, dweight, part.start > 0)

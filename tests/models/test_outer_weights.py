@@ -286,6 +286,8 @@ def test_zero3_gathers_the_table_under_the_rows() -> None:
     divided.adapter = None
     with pytest.raises(ConfigError, match=r"add_adapter\(tokens=\): ranks keep parts"):
         divided.add_adapter(2, tokens=IDS)
+    with pytest.raises(ConfigError, match=r"add_adapter\(targets=\): ranks keep parts"):
+        divided.add_adapter(2, targets=TARGETS)
     with pytest.raises(ConfigError, match=r"trains model\.embed_tokens, of which ranks keep parts"):
         load(
             LOSSES / "tokens" / "tied", lora=LOSSES / "tokens" / "rows_tied",

@@ -26,6 +26,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import check_bytes
+from ..ops.elements.arithmetic import add, scale
 from ..ops.linear.linear import linear
 from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
@@ -47,6 +48,7 @@ from .outer_weights import (
     check_outer,
     listed_tokens,
     low_rank,
+    made_of,
     merged,
     new_low_rank,
     new_outer,
@@ -57,20 +59,11 @@ from .outer_weights import (
 CONFIG = ADAPTER
 PREFIX = ADAPTED
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-EMBEDDING_DOWN, EMBEDDING_UP = (
-    "lora_embedding_A",
-    "lora_embedding_B",
-)  # (rank, vocab) and (hidden, rank)
-PARTS = (
-    DOWN,
-    UP,
-    MAGNITUDE,
-    EMBEDDING_DOWN,
-    EMBEDDING_UP,
-    ROWS,
-    "weight",
-    "bias",
-)  # after the name of a module
+EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
+BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
+PARTS = (  # after the name of a module
+    *(BIAS, DOWN, UP, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, ROWS, "weight", "bias"),
+)
 TABLES = ("embed_tokens", "lm_head")
 TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
 
@@ -161,13 +154,18 @@ class Adapter:
 
     def _layer(self, parameters: Mapping[str, Any], module: str) -> LoraLayer:
         """Return the arrays and the scale of an adapted layer."""
-        prefix = f"{PREFIX}{module}."
+        prefix, bias = f"{PREFIX}{module}.", parameters.get(f"{module}.bias")
+        own = parameters.get(prefix + BIAS)
+        if own is not None:
+            kind = parameters[f"{module}.weight"].dtype
+            own = scale(made_of([own], kind, lambda each: each), factor=self.scales[module])
+            bias = own if bias is None else add(bias, own)
         return LoraLayer(
             parameters[f"{module}.weight"],
             parameters[prefix + DOWN],
             parameters[prefix + UP],
             self.scales[module],
-            parameters.get(f"{module}.bias"),
+            bias,
             parameters.get(prefix + MAGNITUDE),
         )
 
@@ -184,7 +182,15 @@ class Adapter:
 
     def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
         """Return the parameters of a model with the adapter merged into the weights."""
+        self.check_merges(parameters)
         return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
+
+    def check_merges(self, names: Collection[str]) -> None:
+        """Raise a ConfigError if an adapter's bias is of a layer that has none to add it to."""
+        biases = [module_of(name) for name in self.parameters if name.endswith(f".{BIAS}")]
+        if alone := [module for module in biases if f"{module}.bias" not in names]:
+            problem = f"merge: {alone[0]} has no bias, to which that of its adapter could be added"
+            raise ConfigError(f"{problem}; keep the adapter apart: load(base, lora=folder)")
 
     def merge(self, name: str, weight: Any, requantize: bool = False) -> Any:
         """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
@@ -195,6 +201,10 @@ class Adapter:
         outer = merged(name, weight, self.parameters, self.tokens)
         if outer is not None:
             return outer
+        own = self.parameters.get(f"{PREFIX}{name.removesuffix('bias')}{BIAS}")
+        if own is not None and name.endswith(".bias"):
+            wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
+            return (wide + own * self.scales[module_of(name)]).astype(weight.dtype)
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight

@@ -14,6 +14,7 @@ from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
 from ..files import missing_folder_advice, of_one_save, path_of, read_json
 from .adapter import (
+    BIAS,
     CONFIG,
     DOWN,
     EMBEDDING_DOWN,
@@ -40,7 +41,6 @@ UNUSED = {
     "fan_in_fan_out": False,
     "kasa_config": None,
     "layer_replication": None,
-    "lora_bias": False,
     "monteclora_config": None,
     "target_parameters": None,
     "use_bdlora": None,
@@ -194,8 +194,12 @@ def _check_shapes(
     expected: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
     if module == TABLE.removesuffix(".weight"):
         expected = {EMBEDDING_DOWN: (rank, shape[0]), EMBEDDING_UP: (shape[1], rank)}
-    if settings.get("use_dora") and ".layers." not in module:
-        raise ConfigError(f"{folder / CONFIG}: use_dora of {module} is not supported; {MERGE}")
+    both = [key for key in ("lora_bias", "use_dora") if settings.get(key)]
+    if both and (".layers." not in module or len(both) > 1):
+        which = " and ".join(both)
+        raise ConfigError(f"{folder / CONFIG}: {which} of {module} is not supported; {MERGE}")
+    if settings.get("lora_bias"):
+        expected[BIAS] = (shape[0],)
     if settings.get("use_dora"):
         expected[MAGNITUDE] = (shape[0],)
     present = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}

@@ -31,7 +31,7 @@ from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
 from ..parallel.ulysses import dividing
-from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
+from .adapter import BIAS, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from .config import Config
 from .lazy_parameter import LazyParameter
 from .pipeline_stages import EMBEDDING, Stages, part_of_inner
@@ -258,6 +258,8 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
         problem = "DoRA needs the norms of whole rows, which ranks divide"
         raise ConfigError(f"Division: {problem}; use LoRA")
+    if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
+        raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
     if adapter.outer:
         problem = f"the adapter trains {module_of(adapter.outer[0])}, of which ranks keep parts"
         cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"

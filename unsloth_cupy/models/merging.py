@@ -122,6 +122,8 @@ def merge(
     chosen = None if dtype is None else float_dtype("merge", dtype)
     wide = FLOAT32 if chosen is None else np.promote_types(chosen, FLOAT32)
     model = stored_model("merge", folder, base, wide)
+    if model.adapter is not None:
+        model.adapter.check_merges(model.homes)
     notes = _notes(model)
     with replacing_files(target, "config.json", "merge") as partial:
         tokenizer_files = {each.name: each for each in _tokenizer_files(model)}

@@ -24,7 +24,7 @@ from ..ops.losses.linear_log_probs import LogProbs
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapter import create_adapter
+from .adapter import TABLES, create_adapter
 from .adapter_base import base_name
 from .any_library import from_any_library
 from .chat import Message, Tools
@@ -83,7 +83,9 @@ class Transformer(Network):
                 "add_adapter: the model has an adapter, which a new one would replace; call"
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
-        if outer := [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]:
+        outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
+        outer += ["targets"] * any(name in (options.get("targets") or ()) for name in TABLES)
+        if outer:
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
         if self.parts is not None and options.get("dora"):
             problem = "norms are of whole rows, which ranks keep parts of"

@@ -192,6 +192,7 @@ def test_a_folder_changes_its_head_and_keeps_its_names(tmp_path: Path) -> None:
     model.save(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["id2label"] == values["id2label"]
+    assert saved["num_labels"] == 3
     for head, labels in (("sequence_classification", 5), ("token_classification", 3)):
         other = load(tmp_path / "named", head=head, labels=labels)
         stored = model.parameters["score.weight"][:labels]

@@ -76,7 +76,8 @@ def load(
         ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
         already: by transformers with bitsandbytes, or packed BitNet layers.
     lora : path, optional
-        A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
+        A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
+        tokens, whole modules); tables of the base in it take the place of the folder's.
         Tensors whose dtype cannot be combined with the model's are read as float32.  None loads
         the adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional

@@ -7,7 +7,7 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -84,7 +84,9 @@ class Transformer(Network):
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
         outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
-        outer += ["targets"] * any(name in (options.get("targets") or ()) for name in TABLES)
+        targets = options.get("targets")
+        listed = targets if isinstance(targets, Collection) else ()
+        outer += ["targets"] * any(name in listed for name in TABLES)
         if outer:
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
         if self.parts is not None and options.get("dora"):
@@ -510,6 +512,7 @@ class Transformer(Network):
             )
         for parameters in whole_parameters(self.parameters, self.division):
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
+            config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}
             write_folder(folder, {**self.texts, "config.json": config}, parameters, layout)
 

@@ -32,9 +32,11 @@ def test_generates_what_the_cache_generates(kind, padded, monkeypatch):
     np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
 
 
-def test_an_adapter_takes_part(monkeypatch):
+@pytest.mark.parametrize("rows", [False, True])
+def test_an_adapter_takes_part(rows, monkeypatch):
     model = create(config("llama"), seed=0)
-    model.add_adapter(2, tokens=[7, 40, 96], modules=["lm_head"])
+    every = {"tokens": range(97)} if rows else {"modules": ["embed_tokens"]}
+    model.add_adapter(2, **every)
     for name, array in model.adapter.parameters.items():
         array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
     expected = model.generate(PROMPT, max_new_tokens=8, stop=())

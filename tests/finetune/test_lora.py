@@ -180,6 +180,27 @@ def test_a_model_in_memory_goes_on_in_equal_bits(
     assert bits(tmp_path / "run") == bits(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("outer", [{"tokens": [3, 40]}, {"modules": ["embed_tokens"]}], ids=str)
+def test_rows_and_tables_go_on_in_equal_bits(
+    outer: dict[str, Any], base: Path, text: Path, tmp_path: Path
+) -> None:
+    def model() -> Transformer:
+        read = load(base)
+        read.add_adapter(2, **outer)
+        return read
+
+    before = model()
+    whole = trained(before, text, tmp_path / "whole")
+    name = next(name for name in before.trainable if "embed_tokens" in name)
+    assert (before.trainable[name] != model().trainable[name]).any(axis=1).all()
+    stop, settings = Stop(), Settings(**SMALL, out=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        Trainer(model(), text, settings, listener=StopsAfter(stop, 2)).train(stop)
+    ended = Trainer(model(), text, settings).train()
+    assert ended.losses == whole.losses
+    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+
+
 def test_a_model_in_memory_may_be_quantized(base: Path, text: Path, tmp_path: Path) -> None:
     model = load(base)
     quantize(model, "nf4", least=0)

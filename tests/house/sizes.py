@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 5350,
+    "models": 5900,
     "memory": 980,
     "finetune": 4300,
     "bench": 850,

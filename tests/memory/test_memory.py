@@ -37,6 +37,7 @@ from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.memory.planned_functions import reshaped
+from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.models.optimizers import OPTIMIZERS, optimizer_of
 from unsloth_cupy.ops.common import threads
@@ -168,10 +169,17 @@ def test_the_peak_is_as_planned(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_adapters_are_planned_as_they_are(dora: bool) -> None:
-    """On some layers, with magnitudes; MLPs without one may go by chunks."""
-    adapter: dict[str, Any] = {"rank": 4, "targets": ("q_proj", "v_proj"), "dora": dora}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"dora": True}, {"tokens": range(50)}, {"modules": ["embed_tokens"]},
+        {"targets": ("q_proj", "embed_tokens")},
+    ],
+    ids=["LoRA", "DoRA", "tokens", "table", "low rank"],
+)  # fmt: skip
+def test_adapters_are_planned_as_they_are(more: dict[str, Any]) -> None:
+    """On some layers, with magnitudes, outside of blocks; MLPs without one may go by chunks."""
+    adapter: dict[str, Any] = {"rank": 4, "targets": ("q_proj", "v_proj"), **more}
     model = models.create(LLAMA, seed=0)
     model.add_adapter(**adapter)
     planned = plan_memory(
@@ -181,7 +189,10 @@ def test_adapters_are_planned_as_they_are(dora: bool) -> None:
     peak, _ = measured(LLAMA, **adapter, chunked_mlp=True)
     assert planned.total == pytest.approx(peak, rel=0.02)  # what plans promise
     every = plan_memory(LLAMA, batch=BATCH, tokens=TOKENS, dtype="float32", device="cpu", rank=4)
-    assert planned.optimizer < every.optimizer
+    assert planned.optimizer < every.optimizer or "modules" in more
+    alike = new_adapter(model.config, **adapter)
+    shapes = [{n: a.shape for n, a in each.parameters.items()} for each in (alike, model.adapter)]
+    assert shapes[0] == shapes[1]
 
 
 def squares(model: Any, tokens: Any, labels: Any, count: int) -> Any:

@@ -64,8 +64,11 @@ def test_what_is_not_known_is_refused():
     live.lm_head.half()
     with pytest.raises(ConfigError, match=r"model\.to\(dtype\)"):
         from_torch(live)
+    live = model_of("llama")
+    assert from_torch(live.model).head == "none"
+    del live.lm_head
     with pytest.raises(ConfigError, match=r"lm_head\.weight is missing in a llama"):
-        from_torch(model_of("llama").model)
+        from_torch(live)
     live = model_of("llama")
     live.resize_token_embeddings(50)
     live.config.vocab_size = 97

@@ -8,7 +8,8 @@ from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.chat import CHATML_TOKENS
-from unsloth_cupy.models.generate import Options, _draw
+from unsloth_cupy.models.drawing import _draw
+from unsloth_cupy.models.generate import Options
 
 from .peers import CONFIGS, RELATIVES, batch, make
 
@@ -52,6 +53,7 @@ def test_loss_logits_and_gradients(pair, side):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:generate.*max_position_embeddings")
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_greedy_tokens(pair, side):
     _, model, folder = pair

@@ -63,9 +63,11 @@ def test_nan_ends_it_on_a_device_too(monkeypatch):
         next(tokens)
 
 
-def test_an_adapter_takes_part(monkeypatch):
+@pytest.mark.parametrize("rows", [False, True])
+def test_an_adapter_takes_part(rows, monkeypatch):
     model = create(config("llama"), seed=0)
-    model.add_adapter(2)
+    every = {"tokens": range(97)} if rows else {"modules": ["embed_tokens"]}
+    model.add_adapter(2, **every)
     for name, array in model.adapter.parameters.items():
         array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
     expected = model.generate(PROMPT, max_new_tokens=8, stop=())

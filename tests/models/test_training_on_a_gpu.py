@@ -33,6 +33,58 @@ def test_a_step_runs_on_arrays_of_cupy(kind: str, checkpoint: CheckpointConfig |
         assert {name: array.shape for name, array in gradients.items()} == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_and_tables_of_an_adapter_run_on_arrays_of_cupy(tied: bool, dtype: str) -> None:
+    config = SIZES | {"model_type": "llama", "tie_word_embeddings": tied}
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 48)))
+        both = {"embed_tokens": [3, 96], "lm_head": [5, 6, 7]}
+        for outer in (
+            {"tokens": [3, 96] if tied else both},
+            {"modules": ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]},
+        ):
+            model = create(config, seed=0, device="cuda", dtype=dtype)
+            model.resize(100, multiple=8)
+            model.add_adapter(2, **outer)
+            for _ in range(2):  # the second replays what the first has recorded
+                loss, gradients = model.loss_and_gradients(tokens, tokens)
+                _, others = model.value_and_gradients(
+                    lambda model: model.log_probs(tokens, tokens).log_probs.sum()
+                )
+            expected = {name: array.shape for name, array in model.trainable.items()}
+            for found in (gradients, others):
+                assert {name: array.shape for name, array in found.items()} == expected
+            assert loss.shape == ()
+            assert model.logits(tokens).shape == (2, 48, 104)
+            model.merge_adapter()
+            assert model.table.shape == (104, 32)
+
+
+@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+def test_classifiers_and_embeddings_run_on_arrays_of_cupy(kind: str) -> None:
+    config = SIZES | {"model_type": "llama", "num_labels": 3}
+    config["architectures"] = [f"LlamaFor{kind}Classification"]
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 48)))
+        mask = machine.place(np.arange(48) < np.array([[40], [48]]))
+        model = create(config, seed=0, device="cuda", dtype="bfloat16")
+        labels = [np.zeros((2, 48), np.int64)]
+        if kind == "Sequence":
+            labels = [np.array([0, 2]), np.zeros((2, 3), np.float32)]
+        for each in map(machine.place, labels):
+            loss, gradients = model.loss_and_gradients(tokens, each, mask=mask)
+            assert loss.shape == ()
+            assert gradients["score.weight"].shape == (3, 32)
+        for pooling in ("mean", "last"):
+            value, _ = model.value_and_gradients(
+                lambda model: model.embeddings(tokens, mask=mask, pooling=pooling).sum()  # noqa: B023
+            )
+            assert value.shape == ()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
+from unsloth_cupy.errors import ConfigError, GradientError, RangeError, ShapeError
 from unsloth_cupy.ops.losses._head import chunk_rows, head_bytes
 from unsloth_cupy.ops.losses._rows import CACHED
 
@@ -96,6 +96,24 @@ def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
             assert (actual is None) == (name not in wanted)
             if actual is not None:
                 np.testing.assert_array_equal(actual, full)
+
+
+@pytest.mark.parametrize("op", ["linear_cross_entropy", "linear_log_probs"])
+def test_a_quantized_head_is_frozen(op: str) -> None:
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((5, 64)).astype(np.float32), np.array([0, 3, 30, -100, 8])
+    head = uc.nf4_quantize(rng.standard_normal((40, 64)).astype(np.float32))
+    seed, found = np.array([0.5, 1, 2, 3, -1], np.float32), []
+    for weight in (head, head.dequantize()):
+        tape = uc.Tape()
+        watched = tape.watch(x)
+        result: Any = getattr(uc, op)(watched, weight, labels)
+        loss = getattr(result, "log_probs", result)
+        found.append((loss.value, *tape.gradients(loss, [watched], seed)))
+    for actual, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+    with pytest.raises(GradientError, match="a quantized weight is frozen; train an adapter"):
+        uc.linear_cross_entropy_gradients(x, head, labels, wanted={"weight"})
 
 
 def test_a_frozen_head_costs_no_sums() -> None:

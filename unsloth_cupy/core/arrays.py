@@ -77,6 +77,16 @@ def rounded(array: Any, dtype: Any) -> Any:
         return array if array is None else array.astype(dtype, copy=False)
 
 
+def zeroed(array: Any, kept: Any) -> Any:
+    """Return array with zeros where the rows or values of ``kept`` are False.
+
+    Bits are chosen: CuPy's ``where`` has no bfloat16, and returns float32.
+    """
+    bits = array.view(f"u{array.itemsize}")
+    where = kept.reshape(*kept.shape, *[1] * (array.ndim - kept.ndim))
+    return np.where(where, bits, bits.dtype.type(0)).view(array.dtype)
+
+
 def lanes(row: int, *arrays: Any) -> int:
     """Return how many values of the first array's dtype one access of at most 16 bytes moves.
 

@@ -26,6 +26,7 @@ class Stored:
     home: Any  # one of the arrays that store it
     computed_in: Callable[[Any], Any]  # (dtype): the same matrix with that dtype
     product: Callable[[Any, Any, bool], None]  # (a, out, add): out = a @ self, or out += a @ self
+    trained = False  # whether it has a gradient
 
 
 NOT_ARRAYS = (int, Stored, type(None))  # accepted in place of an array

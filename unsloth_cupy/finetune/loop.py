@@ -22,7 +22,6 @@ from ..machine import peak_memory
 from ..models.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.optimizers import optimizer_of
-from ..models.pipeline_stages import EMBEDDING
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import Zero1
@@ -61,11 +60,11 @@ def _in_place_of(partial: Path, path: Path) -> None:
 
 
 def undecayed(model: "Transformer") -> list[str]:
-    """Return the trained parameters that do not decay: norms, biases and the embedding."""
+    """Return the trained parameters that do not decay: norms, biases, and embeddings."""
     whole = model.config if model.division is None else model.division.whole
     shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may hold flat parts
     axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
-    return [name for name, count in axes.items() if count < 2 or name == EMBEDDING]
+    return [name for name, count in axes.items() if count < 2 or "embed_tokens." in name]
 
 
 class Loop:

@@ -17,7 +17,7 @@ from ..models.adapter_base import ADAPTER, BASE, base_name, base_of
 from ..models.adapter_folder import read_adapter
 from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
-from ..models.folder import GENERATION
+from ..models.folder import GENERATION, read_config
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from ..models.tokenizer import Tokenizer, load_tokenizer
@@ -156,7 +156,8 @@ def facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Fact
     if given is None:
         facts = model_without_weights(folder, plan.base)
         # sizes that no weights have take no memory
-        find_tensors(base_of(folder, plan.base) or folder, facts.config)
+        base = base_of(folder, plan.base) or folder
+        find_tensors(base, read_config(base)[0])
         return facts
     values: Iterable[Any] = given.parameters.values()
     weight = next((value for value in values if isinstance(value, Quantized)), None)

@@ -225,10 +225,13 @@ def model_without_weights(folder: Path, base: Any = None) -> Facts:
     """
     from ..models.adapter_folder import read_adapter
     from ..models.folder import read_config
+    from ..models.outer_folder import base_for, implied_head
     from ..models.quantized_weights import stored_kind
 
     home = base_of(folder, base)
-    config, texts = read_config(home or folder)
+    head = (None, None) if home is None else implied_head(folder, home, None)
+    config, texts, _ = read_config(home or folder, *head)
+    config = config if home is None else base_for(folder, config, texts, {})
     adapter = None if home is None else read_adapter(folder, config, FLOAT32)
     return Facts(config, adapter, stored_kind(texts["config.json"]))
 

@@ -26,16 +26,39 @@ def new_adapter(
     targets: Collection[str] | None = None,
     dora: bool = False,
     dropout: float = 0.0,
+    tokens: Any = (),
+    modules: Collection[str] = (),
     **unsized: Any,
 ) -> "Adapter":
     """Return adapters of linear layers, which are not counted in the plan.
 
     The options are those of ``models.create_adapter``; ``unsized`` are those that change no size.
     """
-    from ..models.adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
+    from ..models.adapter import DOWN, MAGNITUDE, PREFIX, TABLES, UP, Adapter, linear_layers
+    from ..models.names import TABLE
+    from ..models.outer_weights import (
+        LOW_RANK,
+        OUTER,
+        TOKENS,
+        check_outer,
+        listed_tokens,
+        rows_name,
+    )
 
-    parameters = {}
+    parameters, shapes = {}, config.shapes()
+    ids = listed_tokens("plan(tokens=)", tokens)
+    check_outer("plan", config, ids, modules)
     with recording_in(Ledger(1)):
+        for table, of in ids.items():
+            parameters[rows_name(table)] = Planned.of((len(of), config.hidden), FLOAT32)
+        for table in (OUTER[each][0] for each in TABLES if each in (targets or ())):
+            vocab, hidden = shapes[table]
+            down, up = LOW_RANK[table]
+            sides = (vocab, hidden) if table == TABLE else (hidden, vocab)
+            parameters[down] = Planned.of((rank, sides[0]), FLOAT32)
+            parameters[up] = Planned.of((sides[1], rank), FLOAT32)
+        for outer in (each for module in modules for each in OUTER[module] if each in shapes):
+            parameters[PREFIX + outer] = Planned.of(shapes[outer], FLOAT32)
         for name, (outputs, inputs) in linear_layers(config).items():
             if targets is not None and name.rpartition(".")[2] not in targets:
                 continue
@@ -43,7 +66,7 @@ def new_adapter(
             parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
             if dora:
                 parameters[f"{PREFIX}{name}.{MAGNITUDE}"] = Planned.of((outputs,), FLOAT32)
-    return Adapter({"r": rank, "lora_dropout": dropout}, parameters)
+    return Adapter({"r": rank, "lora_dropout": dropout, TOKENS: tokens}, parameters)
 
 
 def planned_training(

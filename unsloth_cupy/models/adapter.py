@@ -6,6 +6,8 @@ layer ``model.layers.0.self_attn.q_proj`` are named
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight         (rank, inputs)
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight         (outputs, rank)
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector (outputs,), only DoRA
+
+``outer_weights`` has those of tokens and of whole modules.
 """
 
 import hashlib
@@ -24,6 +26,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import check_bytes
+from ..ops.elements.arithmetic import add, scale
 from ..ops.linear.linear import linear
 from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
@@ -34,11 +37,35 @@ from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
-from .names import TEXT, is_norm, stored_name
+from .heads import CAUSAL, NONE, SEQUENCE, TOKEN
+from .names import ADAPTED, HEAD, TABLE, TEXT, is_norm, stored_name
+from .outer_weights import (
+    LOW_RANK,
+    OUTER,
+    ROWS,
+    TIED,
+    TOKENS,
+    check_outer,
+    listed_tokens,
+    low_rank,
+    made_of,
+    merged,
+    new_low_rank,
+    new_outer,
+    outer_settings,
+    replaced,
+)
 
 CONFIG = ADAPTER
-PREFIX = "base_model.model."
+PREFIX = ADAPTED
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
+BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
+PARTS = (  # after the name of a module
+    *(BIAS, DOWN, UP, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, ROWS, "weight", "bias"),
+)
+TABLES = ("embed_tokens", "lm_head")
+TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
 
 
 class Adapter:
@@ -50,6 +77,8 @@ class Adapter:
         The contents of adapter_config.json.
     parameters : dict of str to array
         The adapter tensors, by their names in peft's file for a language model.
+    tokens : dict of str to tuple of int
+        The tokens whose rows are trained, by the name of their table.
     stored : dict of str to str
         The names of the adapted layers in the file, which differ in a model that reads images.
     others : dict of str to array
@@ -71,16 +100,17 @@ class Adapter:
     ) -> None:
         self.settings, self.parameters = dict(settings), parameters
         self.dropout = float(settings.get("lora_dropout") or 0.0)
-        modules = [
-            name.removeprefix(PREFIX).removesuffix(f".{DOWN}")
-            for name in parameters
-            if name.endswith(DOWN)
-        ]
-        self.stored = {name: name for name in modules} if stored is None else dict(stored)
+        self.tokens = listed_tokens(f"{path}: {TOKENS}", settings.get(TOKENS) or ())
+        downs = {
+            module_of(name): name for name in parameters if name.endswith((DOWN, EMBEDDING_DOWN))
+        }
+        modules = [*downs]
+        every = {module_of(name) for name in parameters}
+        self.stored = {name: name for name in every} if stored is None else dict(stored)
         self.others = dict(others or {})
         names, alpha = [self.stored[name] for name in modules], settings.get("lora_alpha", 8)
         alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
-        ranks = [parameters[f"{PREFIX}{name}.{DOWN}"].shape[0] for name in modules]
+        ranks = [parameters[name].shape[0] for name in downs.values()]
         root = math.sqrt if settings.get("use_rslora") else float
         self.scales = {
             name: float(alpha) / root(rank)
@@ -124,19 +154,43 @@ class Adapter:
 
     def _layer(self, parameters: Mapping[str, Any], module: str) -> LoraLayer:
         """Return the arrays and the scale of an adapted layer."""
-        prefix = f"{PREFIX}{module}."
+        prefix, bias = f"{PREFIX}{module}.", parameters.get(f"{module}.bias")
+        own = parameters.get(prefix + BIAS)
+        if own is not None:
+            kind = parameters[f"{module}.weight"].dtype
+            own = scale(made_of([own], kind, lambda each: each), factor=self.scales[module])
+            bias = own if bias is None else add(bias, own)
         return LoraLayer(
             parameters[f"{module}.weight"],
             parameters[prefix + DOWN],
             parameters[prefix + UP],
             self.scales[module],
-            parameters.get(f"{module}.bias"),
+            bias,
             parameters.get(prefix + MAGNITUDE),
         )
 
+    @property
+    def outer(self) -> list[str]:
+        """The names of the tensors that are outside of the blocks."""
+        return [name for name in self.parameters if ".layers." not in name]
+
+    def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return parameters with the tables, rows and heads of the adapter in their places."""
+        if not self.outer:
+            return parameters
+        return replaced(parameters, self.parameters, self.tokens, self.scales)
+
     def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
         """Return the parameters of a model with the adapter merged into the weights."""
+        self.check_merges(parameters)
         return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
+
+    def check_merges(self, names: Collection[str]) -> None:
+        """Raise a ConfigError if an adapter's bias is of a layer that has none to add it to."""
+        biases = [module_of(name) for name in self.parameters if name.endswith(f".{BIAS}")]
+        if alone := [module for module in biases if f"{module}.bias" not in names]:
+            problem = f"merge: {alone[0]} has no bias, to which that of its adapter could be added"
+            raise ConfigError(f"{problem}; keep the adapter apart: load(base, lora=folder)")
 
     def merge(self, name: str, weight: Any, requantize: bool = False) -> Any:
         """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
@@ -144,14 +198,21 @@ class Adapter:
         Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
         one is quantized again, and one without an adapter is unchanged.
         """
+        outer = merged(name, weight, self.parameters, self.tokens)
+        if outer is not None:
+            return outer
+        own = self.parameters.get(f"{PREFIX}{name.removesuffix('bias')}{BIAS}")
+        if own is not None and name.endswith(".bias"):
+            wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
+            return (wide + own * self.scales[module_of(name)]).astype(weight.dtype)
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight
         prefix = f"{PREFIX}{module}."
+        names = LOW_RANK.get(name, (prefix + DOWN, prefix + UP))
         merged_weight = lora_merge(
             weight,
-            self.parameters[prefix + DOWN],
-            self.parameters[prefix + UP],
+            *low_rank(name, *(self.parameters[each] for each in names)),
             scale=self.scales[module],
             magnitude=self.parameters.get(prefix + MAGNITUDE),
         )
@@ -161,8 +222,13 @@ class Adapter:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""
         tensors = dict(self.others)
         for name, array in self.parameters.items():
-            module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            module = module_of(name)
             tensors[name.replace(module, self.stored[module], 1)] = array
+        if self.settings.get(TIED) and PREFIX + TABLE in self.parameters:
+            tensors[PREFIX + HEAD] = self.parameters[PREFIX + TABLE]  # as peft writes both
+        if self.settings.get(TIED) and LOW_RANK[TABLE][0] in self.parameters:
+            pair = low_rank(TABLE, *(self.parameters[each] for each in LOW_RANK[TABLE]))
+            tensors |= dict(zip(LOW_RANK[HEAD], pair, strict=True))
         home = home_facts(self.settings.get(BASE), self.base)
         write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)}, home)
 
@@ -180,6 +246,8 @@ def create_adapter(
     dora: bool = False,
     seed: int = 0,
     base: str | None = None,
+    tokens: Sequence[int] | Mapping[str, Sequence[int]] = (),
+    modules: Sequence[str] = (),
 ) -> Adapter:
     """Return a new adapter that does not yet change the model: A is random, B is zero.
 
@@ -191,7 +259,7 @@ def create_adapter(
         The scale is ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; None: 2 * rank.
     targets : sequence of str, optional
         The last component of the layers' names, as ("q_proj", "v_proj"); None: every linear
-        layer of the blocks.
+        layer of the blocks.  embed_tokens, which a tied head follows, and lm_head may be named too.
     dropout : float
         Share of an adapter's input elements that are set to 0 in training.
     rslora, dora : bool
@@ -201,11 +269,18 @@ def create_adapter(
     base : str, optional
         The base model, stored in adapter_config.json for programs that load it: its folder or its
         name on huggingface.co.  ``add_adapter`` has its own default.
+    tokens : sequence of int, optional
+        Tokens whose rows of the embedding table are trained too, and those of the head where it is
+        tied: peft's ``trainable_token_indices``.  Also a dict of ids by table, embed_tokens and
+        lm_head: without rows of its own, an untied head learns nothing of a new token.
+    modules : sequence of str, optional
+        Modules that are trained whole: embed_tokens, which a tied head follows, lm_head, and score,
+        the head of a classifier, which is frozen otherwise: peft's ``modules_to_save``.
 
     Raises
     ------
     ConfigError
-        An option is invalid, or does not name a linear layer of the blocks.
+        An option is invalid, or does not name a linear layer of the blocks, or what is outside.
     """
     _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed)
     known = linear_layers(config)
@@ -213,12 +288,23 @@ def create_adapter(
     layer_names = sorted({name.rpartition(".")[2] for name in known})
     chosen: Any = layer_names if targets is None else targets
     listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
-    if not listed or not all(name in layer_names for name in chosen):
-        cure = f"pass a list of some of {', '.join(layer_names)}"
+    if not listed or not all(name in (*layer_names, *TABLES) for name in chosen):
+        cure = f"pass a list of some of {', '.join((*layer_names, *TABLES))}"
         raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    if (tables := [name for name in TABLES if name in chosen]) and (dora or dropout):
+        cure = f"{tables[0]} has neither DoRA nor dropout; leave those out, or the table"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    rows = listed_tokens("create_adapter(tokens=)", tokens)
+    if isinstance(modules, str) or not all(isinstance(each, str) for each in modules):
+        raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
+    check_outer("create_adapter", config, rows, modules)
+    check_outer("create_adapter(targets=)", config, {}, tables)
+    if twice := [t for t in tables if t in modules or OUTER[t][0] in rows]:
+        problem = f"{twice[0]} is among targets, and trained in another way"
+        raise ConfigError(f"create_adapter: {problem}; choose one")
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASKS[config.head],
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
@@ -230,10 +316,16 @@ def create_adapter(
         "inference_mode": True,
         BASE: base,
     }
+    settings |= outer_settings(config, rows, modules, tables)
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
     example = next(iter(weights.values()), None)
-    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed, example)
-    parameters: dict[str, Array] = {}
+    needed = rank * needed + config.hidden * sum(map(len, rows.values()))
+    needed += sum(math.prod(weights[n].shape) for m in modules for n in OUTER[m] if n in weights)
+    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * needed, example)
+    parameters = new_outer(weights, rows, modules)
+    for index, table in enumerate(tables):
+        parameters |= new_low_rank(weights, OUTER[table][0], rank, [seed, len(known) + index])
+    outer = {module_of(name): stored_name(module_of(name), config.body) for name in parameters}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
         if module.rpartition(".")[2] not in chosen:
             continue
@@ -248,12 +340,22 @@ def create_adapter(
             with device_of(weight):
                 float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
                 parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
-    return Adapter(settings, parameters, stored=stored)
+    return Adapter(settings, parameters, stored=stored | outer)
+
+
+def module_of(name: str) -> str:
+    """Return the name of the module that a tensor of an adapter belongs to."""
+    own = name.removeprefix(PREFIX)
+    end = next((each for each in PARTS if own.endswith(f".{each}")), "")
+    return own.removesuffix(f".{end}")
 
 
 def _target_modules(names: list[str], prefix: str) -> list[str] | str:
     """Return peft's target_modules: names, or a pattern that keeps to the body with a prefix."""
-    return names if prefix == TEXT else rf"{re.escape(prefix)}.*\.({'|'.join(names)})"
+    if prefix in (TEXT, ""):
+        return names
+    inside = "|".join(name for name in names if name != "lm_head")
+    return rf"{re.escape(prefix)}(.*\.)?({inside})" + "|lm_head" * ("lm_head" in names)
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:

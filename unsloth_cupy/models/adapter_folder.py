@@ -13,12 +13,25 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
 from ..files import missing_folder_advice, of_one_save, path_of, read_json
-from .adapter import CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, linear_layers
+from .adapter import (
+    BIAS,
+    CONFIG,
+    DOWN,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    MAGNITUDE,
+    PREFIX,
+    UP,
+    Adapter,
+    linear_layers,
+    module_of,
+)
 from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
-from .names import parameter_name
+from .names import TABLE, parameter_name
+from .outer_folder import outer_tensors, tables_of
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
 UNUSED = {
@@ -28,17 +41,12 @@ UNUSED = {
     "fan_in_fan_out": False,
     "kasa_config": None,
     "layer_replication": None,
-    "lora_bias": False,
-    "modules_to_save": None,
     "monteclora_config": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
 }
-# Parts of a model that peft may train too, by the names of their modules.
-OUTSIDE = {"embed_tokens": "embedding table", "lm_head": "head"}
 MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
@@ -68,7 +76,8 @@ def read_adapter(
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
-    known = linear_layers(config)
+    known = linear_layers(config) | tables_of(config)
+    outer = outer_tensors(path, settings, tensors, config)
     stored = dict[str, str]()
     for name in sorted(tensors):
         if parameter_name(name.removeprefix(PREFIX)) is None:
@@ -97,20 +106,24 @@ def read_adapter(
             stacklevel=3,
         )
     stored = {module: layer for module, layer in stored.items() if layer in used}
-    parameters: dict[str, Array] = {}
+    parameters = {own: _fitting(array, dtype) for own, array in outer.values()}
     for module, layer in stored.items():
         for name in [name for name in tensors if name.startswith(f"{PREFIX}{layer}.lora_")]:
-            array = tensors.pop(name)
-            fits = array.dtype in allowed("param", dtype)
             own_name = PREFIX + module + name.removeprefix(PREFIX + layer)
-            parameters[own_name] = array.astype(array.dtype if fits else FLOAT32)
+            parameters[own_name] = _fitting(tensors.pop(name), dtype)
     ranks = by_pattern(
         path / CONFIG, settings, "rank_pattern", [*stored.values()], settings.get("r", 8)
     )
     for module, rank in zip(stored, ranks, strict=True):
         _check_shapes(path, settings, module, rank, known[module], parameters)
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
+    stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
     return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+
+
+def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in float32 if its dtype cannot be combined with that of a model."""
+    return array.astype(array.dtype if array.dtype in allowed("param", dtype) else FLOAT32)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -130,16 +143,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 def _problem(file: Path, name: str, config: Config) -> str:
     """Return what is wrong with a tensor that belongs to no layer which may have an adapter."""
     problem = f"{file}: tensor {name[:200]!r} does not belong to a linear layer of the"
-    problem += f" {config.model_type}'s blocks"
-    if part := next((each for each in OUTSIDE if f".{each}." in f".{name}."), None):
-        return f"{problem}, but to its {OUTSIDE[part]}, whose adapters are not supported; {MERGE}"
+    problem += f" {config.model_type}'s blocks, nor to a table that it has"
     return f"{problem}; pass the model that the adapter is for"
 
 
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a setting of adapter_config.json that is not supported."""
     if settings.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA")
+        problem = f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA"
+        raise ConfigError(f"{problem}: {MERGE}")
     for key, default in UNUSED.items():
         value = settings.get(key, default)
         if value != default and value not in (None, [], {}, False):
@@ -180,6 +192,14 @@ def _check_shapes(
     """Raise unless all tensors of a layer are there, with shapes that fit its weight."""
     prefix = f"{PREFIX}{module}."
     expected: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
+    if module == TABLE.removesuffix(".weight"):
+        expected = {EMBEDDING_DOWN: (rank, shape[0]), EMBEDDING_UP: (shape[1], rank)}
+    both = [key for key in ("lora_bias", "use_dora") if settings.get(key)]
+    if both and (".layers." not in module or len(both) > 1):
+        which = " and ".join(both)
+        raise ConfigError(f"{folder / CONFIG}: {which} of {module} is not supported; {MERGE}")
+    if settings.get("lora_bias"):
+        expected[BIAS] = (shape[0],)
     if settings.get("use_dora"):
         expected[MAGNITUDE] = (shape[0],)
     present = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}

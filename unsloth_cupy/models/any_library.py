@@ -12,7 +12,14 @@ from ..core.dtypes import Array
 from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopt_all
 from ..ops.losses.linear_log_probs import LogProbs
 from ..training.variable import Var
+from .heads import head_of
 
+CLASSES = {  # lists of classes in transformers, by head
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "none": "MODEL_MAPPING",
+}
 ARRAYS = ("tokens", "labels", "mask", "offsets")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,14 +80,14 @@ def _resumed(results: Iterator[Any], framework: Framework, operand: Any) -> Iter
 def to_torch(config: Mapping[str, Any], texts: Mapping[str, Any], arrays: dict[str, Array]) -> Any:
     """Return the transformers model of a config.json, over the memory of these arrays."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto
     from transformers.utils import logging
 
     from .. import interop  # noqa: F401  # registers torch in FRAMEWORKS
 
     values = {**config}
     parsed = AutoConfig.for_model(values.pop("model_type"), **values)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
+    kind: Any = getattr(modeling_auto, CLASSES[head_of(config)])[type(parsed)]
     to_tensor = FRAMEWORKS["torch"].give_back
     state = {name: to_tensor(array, None) for name, array in arrays.items()}
     dtype, shows_bar = next(iter(state.values())).dtype, logging.is_progress_bar_enabled()

@@ -21,7 +21,6 @@ from ..ops.activations.relu2 import relu2
 from ..ops.activations.swiglu import swiglu
 from ..ops.activations.swiglu_mlp import swiglu_mlp
 from ..ops.elements.arithmetic import add, multiply, scale
-from ..ops.linear.embedding import embedding
 from ..ops.norms.layer_norm import layer_norm, layer_norm_forward
 from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
@@ -36,6 +35,7 @@ from .adapter import PREFIX, Adapter
 from .config import BUFFERS, Config, Rope
 from .division import Division, entered, joined
 from .elements import clip, gelu, scaled_heads, stacked, xielu
+from .outer_weights import embedding_of
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
@@ -96,7 +96,7 @@ def embedded(
     """Return the embeddings of tokens, the input of the first block."""
     table = parameters["model.embed_tokens.weight"]
     x = (
-        embedding(tokens, table)
+        embedding_of(tokens, table)
         if division is None
         else vocab_parallel_embedding(tokens, table, config.vocab, comm=division.comm)
     )

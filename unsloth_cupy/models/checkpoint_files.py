@@ -23,6 +23,7 @@ from ..machine import format_bytes
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
+from .heads import OWN, Choice
 from .lazy_parameter import LazyParameter, StoredTensor
 from .names import HEAD, TABLE, parameter_name
 from .quantized_weights import inverse_scales, part_of, tensors_of
@@ -69,11 +70,16 @@ def read_tensors(
     layout = {file: [name for name in homes if homes[name].file == file] for file in handles}
     for name in (name for names in layout.values() for name in names if holds(name)):
         parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
+    layout = {file: names for file, names in layout.items() if names}
     return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
-def find_tensors(folder: Path, config: Config) -> tuple[dict[str, StoredTensor], list[str]]:
+def find_tensors(
+    folder: Path, config: Config, choice: Choice = OWN
+) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return where each parameter of a checkpoint is stored, in the config's order, and all files.
+
+    Parameters of a chosen head may be absent.
 
     Raises
     ------
@@ -85,16 +91,16 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, StoredTensor],
     files, shapes = _weight_files(folder), config.shapes()
     quantized = _find_quantized(folder, files, shapes)
     for file in files:
-        _find(folder / file, config, homes, quantized)
+        _find(folder / file, config, homes, quantized, choice)
     if config.tied and HEAD in homes:
         _check_tied(folder, homes)
-    if missing := [name for name in shapes if name not in homes]:
+    if missing := [name for name in shapes if name not in {*homes, *choice.optional}]:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise ConfigError(
             f"{folder}: tensor {missing[0]!r}{more} missing in {', '.join(files) or INDEX}; copy"
             " the checkpoint again, or correct config.json"
         )
-    return {name: homes[name] for name in shapes}, files
+    return {name: homes[name] for name in shapes if name in homes}, files
 
 
 def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
@@ -126,7 +132,11 @@ def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any
 
 
 def _find(
-    path: Path, config: Config, homes: dict[str, StoredTensor], quantized: Quantizeds
+    path: Path,
+    config: Config,
+    homes: dict[str, StoredTensor],
+    quantized: Quantizeds,
+    choice: Choice,
 ) -> None:
     """Add every tensor of a file to homes; raise at the first that is not part of the model.
 
@@ -137,7 +147,9 @@ def _find(
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
             name = parameter_name(stored)
-            if name is None or part_of(name, shapes) is not None:
+            if name is None or part_of(name, shapes) is not None or name in choice.unread:
+                continue
+            if name not in shapes and name in choice.optional:
                 continue
             part = tensors.get_slice(stored)
             shape, code = tuple(part.get_shape()), part.get_dtype()

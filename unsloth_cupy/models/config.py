@@ -78,7 +78,8 @@ class Config:
     linear layers but the head are ``bit_linear``: weights are rounded at every call.  With
     ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not codes * scale.
     ``body`` is what transformers' model has before the names of the body's modules: another prefix
-    in a model that reads images.
+    in a model that reads images.  ``head`` is one of ``heads.HEADS``; only that of a language model
+    can be ``tied``.
     """
 
     model_type: str
@@ -130,6 +131,9 @@ class Config:
         """Return whether this layer rotates its queries and keys."""
         return not self.rotated or self.rotated[layer]
 
+    head: str = "causal_lm"
+    labels: int = 0  # outputs of a classifier
+
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""
         return self.window if self.layer_types[layer] == SLIDING else None
@@ -143,10 +147,14 @@ class Config:
             for name, shape in self._block_shapes():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes |= self._norm_shapes(f"model.{self.norms.last}")
-        if not self.tied:
+        if self.head == "causal_lm" and not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
-        if self.head_bias:
+        if self.head == "causal_lm" and self.head_bias:
             shapes["lm_head.bias"] = (self.vocab,)
+        if self.labels:
+            shapes["score.weight"] = (self.labels, self.hidden)
+        if self.head == "token_classification":
+            shapes["score.bias"] = (self.labels,)
         return shapes
 
     def _norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:

@@ -31,7 +31,7 @@ from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
 from ..parallel.ulysses import dividing
-from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
+from .adapter import BIAS, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from .config import Config
 from .lazy_parameter import LazyParameter
 from .names import role_of
@@ -261,6 +261,12 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
         problem = "DoRA needs the norms of whole rows, which ranks divide"
         raise ConfigError(f"Division: {problem}; use LoRA")
+    if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
+        raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
+    if adapter.outer:
+        problem = f"the adapter trains {module_of(adapter.outer[0])}, of which ranks keep parts"
+        cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"
+        raise ConfigError(f"Division: {problem}; {cure}")
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
     own = {name: division.own(name, array) for name, array in held.items()}
     return adapter.holding(own)

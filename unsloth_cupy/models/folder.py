@@ -21,13 +21,15 @@ from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator, check_communicator
 from ..parallel.zero3 import Parts
-from .adapter_base import ADAPTER, base_of
+from .adapter_base import ADAPTER, WEIGHTS, base_of
 from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
+from .heads import CAUSAL, Choice, chosen
 from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor
+from .outer_folder import base_for, implied_head
 from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
@@ -52,6 +54,9 @@ def load(
     pipeline: Communicator | None = None,
     chunks: int = 1,
     parts: Communicator | None = None,
+    head: str | None = None,
+    labels: int | None = None,
+    seed: int = 0,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -76,7 +81,8 @@ def load(
         ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
         already: by transformers with bitsandbytes, or packed BitNet layers.
     lora : path, optional
-        A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
+        A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
+        tokens, whole modules); tables of the base in it take the place of the folder's.
         Tensors whose dtype cannot be combined with the model's are read as float32.  None loads
         the adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional
@@ -93,6 +99,15 @@ def load(
         Ranks that each keep a part of every parameter, and read only that part or whole rows of
         it; but ternary weights, and codes whose scales need more than these rows, one whole
         weight at a time.  ``parallel.Zero3(model, parts)`` trains the model.
+    head : str, optional
+        causal_lm, sequence_classification, token_classification, or none for embeddings alone.
+        None: what ``architectures`` in config.json says or, of an adapter for classifiers, its
+        ``task_type``.  A classifier of another kind or size than the folder's is new, and so is an
+        ``lm_head`` that the folder lacks.
+    labels : int, optional
+        Outputs of a classifier; None: those of the folder's.
+    seed : int
+        Of a new head, which is drawn as ``create`` draws matrices; biases are 0.
 
     Returns
     -------
@@ -112,11 +127,18 @@ def load(
         raise ConfigError(f"load: {path} is not a folder; {cure}")
     if lora is None and (base := base_of(path)) is not None:
         path, lora = base, path
+    if not is_integer(seed):
+        raise ConfigError(f"load(seed={seed!r}): pass an integer, 0 or more")
+    if lora is not None and head is None:
+        head, labels = implied_head(path_of("load(lora=)", lora), path, labels)
     with ExitStack() as files:
         config, texts, stored_in, handles = of_one_save(
-            path, "config.json", partial(_opened, path, files)
+            path, "config.json", partial(_opened, path, files, head, labels)
         )
         if lora is not None:
+            config = base_for(Path(lora), config, texts, stored_in)
+            for file in {home.file for home in stored_in.values()} - handles.keys():
+                handles[file] = files.enter_context(opened(path / file))  # the adapter's
             config = with_generation(path_of("load(lora=)", lora), config, texts)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)
         division = _division(config, communicator, pipeline, chunks)
@@ -133,8 +155,16 @@ def load(
                 joined=Joined(config, division),
             )
             parameters, layout = read_tensors(path, stored_in, handles, chosen_dtype, keep, holds)
+            others = layout.pop(str(Path(lora, WEIGHTS).resolve()), []) if lora else []
+            next(iter(layout.values())).extend(others)
+            kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
+            for index, (name, shape) in enumerate(config.shapes().items()):
+                if name not in stored_in:  # of a new head
+                    new = place(_drawn(config, name, shape, kind, [seed, index]))
+                    parameters[name] = new if rank_parts is None else rank_parts.keep(name, new)
+                    next(reversed(layout.values())).append(name)
             if division is not None and division.stages is not None:
-                division.stages.dtype = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
+                division.stages.dtype = kind
             model = Transformer(division.config if division else config, parameters, texts, layout)
             model.folder, model.division, model.parts = path, division, rank_parts
             own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
@@ -147,7 +177,7 @@ def load(
 
 
 def _opened(
-    path: Path, stack: ExitStack
+    path: Path, stack: ExitStack, head: str | None, labels: int | None
 ) -> tuple[Config, dict[str, Mapping[str, Any]], dict[str, StoredTensor], dict[str, Any]]:
     """Return config and texts of a folder, where its tensors are, and its open files by name."""
     stack.close()  # of an earlier try
@@ -157,8 +187,8 @@ def _opened(
         )
         cure = f"pass {' or '.join(inside[:3]) or 'a folder that holds one'}"
         raise ConfigError(f"load: {path / 'config.json'} is missing; {cure}")
-    config, texts = read_config(path)
-    stored_in, files = find_tensors(path, config)
+    config, texts, choice = read_config(path, head, labels)
+    stored_in, files = find_tensors(path, config, choice)
     handles = {file: stack.enter_context(opened(path / file)) for file in files}
     return config, texts, stored_in, handles
 
@@ -210,16 +240,22 @@ def _by_rows(
     return None if step is None else (step, lambda rows: unread.rows(rows).moved(place))
 
 
-def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
-    """Return the config of a model's folder, and its JSON files by name; no weights are read."""
+def read_config(
+    path: Path, head: str | None = None, labels: int | None = None
+) -> tuple[Config, dict[str, Mapping[str, Any]], Choice]:
+    """Return the config of a model's folder, its JSON files by name, and the choice of its head.
+
+    No weights are read.
+    """
     complete_moves(path, "config.json")
     source = read_json(path / "config.json")
+    choice = chosen(source, head, labels)
     try:
-        config = parse(source)
+        config = parse(choice.values)
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
-    texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(source)}
-    return with_generation(path, config, texts), texts
+    texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(choice.values)}
+    return with_generation(path, config, texts), texts, choice
 
 
 def with_generation(path: Path, config: Config, texts: dict[str, Mapping[str, Any]]) -> Config:
@@ -286,20 +322,7 @@ def create(
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if division is not None and not division.holds(name):
                 continue
-            if name.endswith("norm.weight"):
-                array = np.full(shape, 1 - parsed.norm_offset, kind)
-            elif re.search(r"layernorm\.norms\.\d+\.weight$", name):
-                array = np.ones(shape, kind)
-            elif name.endswith(".bias"):
-                array = np.zeros(shape, kind)
-            elif ".act_fn." in name:
-                array = np.full(shape, XIELU[name.rpartition(".")[2]], kind)
-            else:
-                draw = np.random.default_rng([seed, index])
-                array = draw.standard_normal(shape, FLOAT32) * FLOAT32.type(
-                    parsed.initializer_range
-                )
-                array = array.astype(kind)
+            array = _drawn(parsed, name, shape, kind, [seed, index])
             own = place(array if division is None else division.own(name, array))
             own = joined(name, own) if rank_parts is None else rank_parts.keep(name, own)
             parameters[name] = own
@@ -311,12 +334,31 @@ def create(
         return model
 
 
+def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) -> Array:
+    """Return a new parameter: that of a norm changes nothing, biases are 0, most are random."""
+    if name.endswith("norm.weight"):
+        return np.full(shape, 1 - config.norm_offset, kind)
+    if re.search(r"layernorm\.norms\.\d+\.weight$", name):
+        return np.ones(shape, kind)
+    if name.endswith(".bias"):
+        return np.zeros(shape, kind)
+    if ".act_fn." in name:
+        return np.full(shape, XIELU[name.rpartition(".")[2]], kind)
+    array = np.random.default_rng(seed).standard_normal(shape, FLOAT32)
+    return (array * FLOAT32.type(config.initializer_range)).astype(kind)
+
+
 def _division(
     config: Config, communicator: Communicator | None, pipeline: Communicator | None, chunks: int
 ) -> Division | None:
     """Return the division that says which part this rank holds; None if it holds the model."""
     if communicator is None and pipeline is None:
         return None
+    if config.head != CAUSAL:
+        which = "communicator" if pipeline is None else "pipeline"
+        problem = f"ranks divide language models, and the head of this one is {config.head!r}"
+        cure = "load it whole, and divide the batch (DataParallel) or its parts (Zero3)"
+        raise ConfigError(f"load({which}=): {problem}; {cure}")
     for name, comm in (("communicator", communicator), ("pipeline", pipeline)):
         if comm is not None:
             check_communicator(f"load({name}=)", comm)

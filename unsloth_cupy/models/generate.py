@@ -20,6 +20,7 @@ from ..placement import to_numpy
 from ..training.find_nan import NonFiniteError
 from .config import Config
 from .drawing import choose, log_probs_of, penalise, wide
+from .heads import CAUSAL, require_head
 from .network import Network
 from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
 from .positions import check
@@ -112,6 +113,7 @@ class Options:
 
 def stream(model: Network, tokens: Array, mask: Array | None, options: Options) -> Iterator[Array]:
     """Check all arguments, then return an iterator over the new tokens: (batch,) each."""
+    require_head(options.CALL, model.config, CAUSAL)
     ends = options.end_tokens(model.config)
     check(tokens, mask)
     cache, sequences = options.cache, options.sequences

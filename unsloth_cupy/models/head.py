@@ -15,6 +15,8 @@ from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 from .config import Config
 from .division import Division, entered
+from .heads import CAUSAL, SEQUENCE, TOKEN, require_head
+from .names import SCORE, SCORE_BIAS
 
 BIAS = "lm_head.bias"
 ALIGNED = 8  # 16-bit values of one access
@@ -62,7 +64,10 @@ def inputs_of_losses(config: Config, parameters: Mapping[str, Any], x: Any) -> t
 def logits_of(
     config: Config, parameters: Mapping[str, Any], x: Any, division: Division | None = None
 ) -> Any:
-    """Return the logits of normalised hidden states, for the whole vocabulary."""
+    """Return the logits of normalised hidden states: whole, of words or of labels of tokens."""
+    if config.head != CAUSAL:
+        require_head("logits", config, TOKEN, SEQUENCE)
+        return linear(x, parameters[SCORE], parameters.get(SCORE_BIAS))
     x = entered(division, scaled_input(config, x))
     logits: Any = linear(x, head_weight(config, parameters), parameters.get(BIAS))
     if division is not None:

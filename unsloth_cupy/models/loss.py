@@ -19,6 +19,8 @@ from .config import Config
 from .context import Context, own_tokens
 from .division import Division
 from .head import inputs_of_losses
+from .heads import CAUSAL, CLASSIFIERS, require_head
+from .label_loss import mean_label_loss
 from .network import Network
 from .objective import LossRecord, as_array
 
@@ -76,6 +78,9 @@ def mean_loss(
     scalar = kind in "iuf" and count.shape == ()
     if not (count is None or number or scalar):
         raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
+    if model.head in CLASSIFIERS:
+        return mean_label_loss(model, tokens, labels, mask, offsets, count)
+    require_head("loss", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
     x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
@@ -100,6 +105,7 @@ def label_log_probs(
             "log_probs: ranks divide the model, and each has a part of the vocabulary or of the"
             " tokens; load it whole"
         )
+    require_head("log_probs", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
     x = model.hidden(parameters, tokens, mask=mask)
     shifted, cap = next_labels(tokens, labels, None), model.config.logit_softcap

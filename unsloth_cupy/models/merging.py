@@ -45,7 +45,7 @@ class Merged:
     bytes : int
         Size of the weights.
     layers : int
-        Number of layers that had an adapter; 0: the model was copied.
+        Number of layers, tables and heads that had an adapter; 0: the model was copied.
     dtype : str
         Dtype of the matrices; of a copy of quantized weights, their kind.
     notes : tuple of str
@@ -122,6 +122,8 @@ def merge(
     chosen = None if dtype is None else float_dtype("merge", dtype)
     wide = FLOAT32 if chosen is None else np.promote_types(chosen, FLOAT32)
     model = stored_model("merge", folder, base, wide)
+    if model.adapter is not None:
+        model.adapter.check_merges(model.homes)
     notes = _notes(model)
     with replacing_files(target, "config.json", "merge") as partial:
         tokenizer_files = {each.name: each for each in _tokenizer_files(model)}
@@ -133,7 +135,7 @@ def merge(
             size, kind = _copy(model, partial, target), _stored_dtype(model)
         else:
             size, kind = _write(model, chosen, partial, target, progress)
-    layers = 0 if model.adapter is None else len(model.adapter.scales)
+    layers = 0 if model.adapter is None else len(model.adapter.stored)
     return Merged(target, size, layers, kind, tuple(notes))
 
 
@@ -200,13 +202,15 @@ def _write(
     """Write config and merged weights; return the size of the weights and the dtype of matrices."""
     main = (chosen or model.homes[TABLE].dtype or FLOAT32).name
     layout: dict[str, dict[str, Unwritten]] = {}
+    first = next(h.file for h in model.homes.values() if not Path(h.file).is_absolute())
     for name, home in model.homes.items():
         if home.kind is Ternary:
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
         read = _rounded(model, name, dtype)
-        layout.setdefault(home.file, {})[name] = Unwritten(dtype, home.shape, read)
+        file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
+        layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
     size = sum(tensor.bytes for tensors in layout.values() for tensor in tensors.values())
     check_room(target, size, "the model")
     config = saved_config(model.texts["config.json"], {}, main)

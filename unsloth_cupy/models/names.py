@@ -11,6 +11,8 @@ What a model that reads images or sounds has besides its language model is left 
 import re
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTED = "base_model.model."  # before the names of an adapter's tensors
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a classifier
 TEXT, IMAGES = "model.", "model.language_model."  # before the names of a body's modules
 BODY = re.compile(
     r"(?:(?:model|language_model|text_model)\.){0,3}"
@@ -50,5 +52,5 @@ def role_of(module: str) -> str:
 
 
 def stored_name(module: str, prefix: str) -> str:
-    """Return the name of a body's module in a model whose body has this prefix."""
-    return prefix + module.removeprefix(TEXT)
+    """Return the name of a module in a model whose body has this prefix."""
+    return prefix + module.removeprefix(TEXT) if module.startswith(TEXT) else module

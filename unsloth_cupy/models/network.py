@@ -250,15 +250,15 @@ class Network(Summary):
         )  # fmt: skip
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters in which those outside of the blocks are whole."""
+        """Return parameters in which those outside of the blocks are whole, and the adapter's."""
         if self.parts is not None:
             cure = "make a Zero3(model, comm) of it"
             problem = "ranks keep parts of this model's weights, of which none is whole"
             raise ConfigError(f"Transformer: {problem}; {cure}")
-        if self.gather is None:
-            return parameters
-        outside = {name: value for name, value in parameters.items() if ".layers." not in name}
-        return {**parameters, **self.gather(outside)}
+        if self.gather is not None:
+            outside = {name: value for name, value in parameters.items() if ".layers." not in name}
+            parameters = {**parameters, **self.gather(outside)}
+        return parameters if self.adapter is None else self.adapter.outside(parameters)
 
     def used(self, parameters: Mapping[str, Any], seed: int | None) -> Mapping[str, Any]:
         """Return parameters for the blocks, with those of an adapter, prepared for backward."""
@@ -291,6 +291,11 @@ class Network(Summary):
             raise ConfigError(f"to_torch: {frozen} is quantized, which is not a tensor; {cure}")
         return to_torch(self.texts["config.json"], self.texts, self.parameters)
 
-    def head(self, parameters: Mapping[str, Any], x: Array) -> Array:
-        """Return the logits of normalised hidden states."""
+    @property
+    def head(self) -> str:
+        """The name of its head: see ``load``."""
+        return self.config.head
+
+    def next_logits(self, parameters: Mapping[str, Any], x: Array) -> Array:
+        """Return the logits of a language model from normalised hidden states."""
         return logits_of(self.config, parameters, x, self.division)

@@ -149,7 +149,7 @@ def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
         return pipeline_logits(model, stages, tokens, **options)
     parameters = model.entered(model.parameters)
     x = model.hidden(parameters, tokens, **options)
-    logits: Array = model.head(parameters, x[:, -1:])[:, 0]
+    logits: Array = model.next_logits(parameters, x[:, -1:])[:, 0]
     return logits
 
 

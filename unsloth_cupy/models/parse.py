@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from .config import SLIDING, Config
 from .families import FAMILIES, Family
+from .heads import CAUSAL, NONE, head_of, labels_of
 from .parse_layers import activation_of, layers_of
 from .parse_rope import rope_of
 from .quantized_weights import inverse_scales
@@ -32,6 +33,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
     body, values = body_of(values), text_config(values)
+    body = "" if head_of(values) == NONE else body
     kind = values.get("model_type")
     row = FAMILIES.get(kind) if isinstance(kind, str) else None
     family, values = recognised(values, parse_as) if row is None else (row, values)
@@ -73,6 +75,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     parallel, norms = read.says(family.parallel), family.norms
     embedding = read.obeyed("embedding_multiplier")
     normed = read.says(family.query_key_if)
+    head = head_of(values)
     read.flag("attention_bias")
     return Config(
         model_type=values["model_type"],
@@ -106,7 +109,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         bit_layers=_bit_layers(facts or {}),
         inverse_scales=inverse_scales(values),
         sub_norms=family.sub_norms,
-        tied=read.flag("tie_word_embeddings"),
+        tied=read.flag("tie_word_embeddings") and head == CAUSAL,
         initializer_range=read.number("initializer_range"),
         positions=read.size("max_position_embeddings"),
         end_tokens=token_ids("eos_token_id", values),
@@ -119,6 +122,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         residual_scale=read.obeyed("residual_multiplier") or 1.0,
         logit_scale=read.obeyed("logit_scale") or 1 / (read.obeyed("logits_scaling") or 1),
         gate=family.gate,
+        head=head,
+        labels=labels_of(values, head),
     )
 
 

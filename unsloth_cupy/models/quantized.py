@@ -20,7 +20,7 @@ from ..ops.quantized.int8 import int8_weight
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
-from .names import is_norm
+from .names import HEAD, SCORE, TABLE, is_norm
 
 if TYPE_CHECKING:
     from .division import Division
@@ -174,7 +174,7 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
     """Return why a weight stays dense; an empty string for one to be quantized."""
     if len(shape) != 2 or is_norm(name):
         return "not a matrix"
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+    if name in (TABLE, HEAD, SCORE):
         return "read by the embedding or the loss"
     word = next((word for word in skip if word in name), None)
     if word is not None:

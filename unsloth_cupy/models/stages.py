@@ -140,7 +140,9 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
 
     def run(chunk: int, x: Any) -> Any:
         y = chunk_of_blocks(call, stages, chunk, tokens, x)
-        return model.head(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
+        return (
+            model.next_logits(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
+        )
 
     result = through(stages, lambda: stages.like(model.table, rows), run)
     if not stages.last:

@@ -51,6 +51,7 @@ class Step:
         self.greedy = greedy
         self.chosen: Any = None
         self.model, self.cache = model, cache
+        self.parameters = model.entered(model.parameters)
         start, sinks = real.shape[1], cache.sinks
         self.tokens = self._placed(np.zeros((len(real), 1)))
         self.positions = self._placed(real.sum(axis=1, keepdims=True))
@@ -93,7 +94,7 @@ class Step:
     def run(self) -> Array:
         """Run the step and advance by one token; no data moves between host and device."""
         model = self.model
-        branch = embedded(model.config, model.parameters, self.tokens, model.division)
+        branch = embedded(model.config, self.parameters, self.tokens, model.division)
         for slots, numbers in self.slots.items():
             self.lengths[slots] = np.minimum(self.starts + 1, slots)
             if slots in self.seen:
@@ -113,7 +114,7 @@ class Step:
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", model.config.norms.last, branch, stream)[0]
-        logits: Array = model.head(model.parameters, x)[:, 0]
+        logits: Array = model.next_logits(self.parameters, x)[:, 0]
         if self.greedy:
             wide = logits.astype(np.float32)
             top = wide.max(axis=-1)  # NaN if there is one

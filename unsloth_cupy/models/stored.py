@@ -23,7 +23,8 @@ from .checkpoint_files import find_tensors, opened
 from .config import Config
 from .folder import read_config, with_generation
 from .lazy_parameter import LazyParameter, StoredTensor
-from .names import TABLE
+from .names import ADAPTED, TABLE
+from .outer_folder import base_for, implied_head
 
 
 class StoredModel(NamedTuple):
@@ -56,6 +57,9 @@ class StoredModel(NamedTuple):
 
     def merged(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
         """Return a parameter with its adapter merged, if it has one."""
+        own = None if self.adapter is None else self.adapter.parameters.get(ADAPTED + name)
+        if own is not None:  # it takes the place of the base's, which may lack it
+            return own.astype(dtype or FLOAT32)
         weight = self.read(name, dtype)
         return weight if self.adapter is None else self.adapter.merge(name, weight)
 
@@ -85,8 +89,13 @@ def stored_model(
     whole = home or path
 
     def found() -> tuple[Any, ...]:
-        config, texts = read_config(whole)
-        return config, texts, find_tensors(whole, config)[0], files_state(whole)
+        head, labels = (None, None) if home is None else implied_head(path, whole, None)
+        config, texts, choice = read_config(whole, head, labels)
+        homes, files = find_tensors(whole, config, choice)
+        config = config if home is None else base_for(path, config, texts, homes)
+        for name, shape in config.shapes().items():  # an adapter's head
+            homes.setdefault(name, StoredTensor(files[-1], name, shape, homes[TABLE].dtype))
+        return config, texts, homes, files_state(whole)
 
     config, texts, homes, state = of_one_save(whole, "config.json", found)
     if home is None:

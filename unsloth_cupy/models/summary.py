@@ -27,6 +27,8 @@ class Summary:
             f"{own.layers} layers, hidden {own.hidden}, {own.heads} heads ({own.kv_heads} of keys),"
             f" vocabulary {own.vocab}, {self.num_parameters():,} parameters"
         )
+        if own.head != "causal_lm":
+            sizes += f", {own.head}" + f" of {own.labels} labels" * (own.labels > 0)
         told = [sizes, f"{table.dtype} on {place}", *(f"{kind} weights" for kind in kinds)]
         if self.adapter is not None:
             told.append(f"adapter: {self.num_parameters(only_trainable=True):,} parameters")

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from .heads import CAUSAL, LABELS, class_of, head_of
 from .names import IMAGES, TEXT
 
 # Keys of a multimodal config.json that override those of its text_config.
-OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
+OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
 # Model types whose text_config alone says what they compute from text, and the type of a
 # text_config that does not name its own.
 OUTER = {
@@ -82,6 +83,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         **OTHERWISE.get(outer, {}),
         "model_type": SAME.get(kind, kind),
     }
+    if (head := head_of(values)) != CAUSAL:
+        text["architectures"] = [class_of({**values, "model_type": text["model_type"]}, head)]
     if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it reads no head_dim
         heads = text.get("num_attention_heads")
         text["head_dim"] = (

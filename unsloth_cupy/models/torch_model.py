@@ -8,6 +8,7 @@ from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .config import Config
+from .heads import ENDS
 from .names import TABLE, parameter_name
 from .parse import parse
 from .quantized_weights import FIXED
@@ -25,7 +26,7 @@ def from_torch(model: Any) -> Transformer:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A language model with its head, of a type that ``load`` knows.
+        A model of a type and with a head that ``load`` knows.
 
     Returns
     -------
@@ -45,6 +46,8 @@ def from_torch(model: Any) -> Transformer:
             " AutoModelForCausalLM.from_pretrained returned"
         )
     texts = {"config.json": _plain(model.config)}
+    if type(model).__name__.endswith(tuple(ENDS)):
+        texts["config.json"]["architectures"] = [type(model).__name__]
     if getattr(model, "generation_config", None) is not None:
         texts["generation_config.json"] = _plain(model.generation_config)
     try:

@@ -7,13 +7,15 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
+from ..core.call import is_integer
 from ..core.dtypes import Array
 from ..errors import ConfigError, naming
 from ..inference.kv_cache import KVCache
@@ -22,7 +24,7 @@ from ..ops.losses.linear_log_probs import LogProbs
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapter import create_adapter
+from .adapter import TABLES, create_adapter
 from .adapter_base import base_name
 from .any_library import from_any_library
 from .chat import Message, Tools
@@ -30,9 +32,12 @@ from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter
 from .gather import whole_parameters
+from .heads import SEQUENCE, pooled, sequence_scores
 from .loss import label_log_probs, mean_loss
+from .names import HEAD, TABLE
 from .network import Network
 from .objective import next_token
+from .outer_weights import resized
 from .quantized_weights import saved_config
 from .rollouts import Rollouts
 from .rollouts import rollouts as sampled
@@ -80,6 +85,12 @@ class Transformer(Network):
                 "add_adapter: the model has an adapter, which a new one would replace; call"
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
+        outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
+        targets = options.get("targets")
+        listed = targets if isinstance(targets, Collection) else ()
+        outer += ["targets"] * any(name in listed for name in TABLES)
+        if outer:
+            self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
         if self.parts is not None and options.get("dora"):
             problem = "norms are of whole rows, which ranks keep parts of"
             raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
@@ -90,6 +101,12 @@ class Transformer(Network):
         adapter = create_adapter(whole, self.parameters, rank=rank, **options)
         adapter.base = None if known else self.folder
         self.adapter = divided_adapter(adapter, self.division)
+
+    def _require_whole(self, call: str, when: str) -> None:
+        """Raise a ConfigError if ranks divide the parameters."""
+        if self.division is not None or self.parts is not None or self.gather is not None:
+            problem = "ranks keep parts of this model's tables, which this needs whole"
+            raise ConfigError(f"{call}: {problem}; call it {when}, or use ranks of data alone")
 
     def merge_adapter(self, *, requantize: bool = False) -> None:
         """Merge the adapter into the weights, which become new arrays, and remove it.
@@ -107,6 +124,48 @@ class Transformer(Network):
             )
         self.parameters, self.adapter = self.adapter.merged(self.parameters, requantize), None
 
+    @naming("resize")
+    def resize(self, vocab: int, *, multiple: int = 1) -> None:
+        """Change the number of rows of the embedding table and of the head, as of new tokens.
+
+        The new rows of each are the mean of its old ones (Hewitt, Initializing New Word Embeddings,
+        2021), a row beyond the new number is dropped; tied ones stay tied, and config follows.  The
+        parameters become new arrays.
+
+        Parameters
+        ----------
+        vocab : int
+            The new number of rows, at least.
+        multiple : int
+            It is rounded up to a multiple of this: 64 keeps products fast.
+
+        Raises
+        ------
+        ConfigError
+            A number is invalid; an end or pad token would be dropped; an adapter has rows or tables
+            of its own; or ranks divide the model.
+        """
+        if not is_integer(vocab, 1) or not is_integer(multiple, 1):
+            raise ConfigError(f"resize({vocab!r}, multiple={multiple!r}): pass integers, 1 or more")
+        self._require_whole("resize", "before the model is divided")
+        size, config = -(-vocab // multiple) * multiple, self.config
+        if self.adapter is not None and self.adapter.outer:
+            problem = "the adapter has rows or tables of its own"
+            raise ConfigError(f"resize: {problem}; call merge_adapter() first, or resize before it")
+        pad = () if config.pad_token is None else (config.pad_token,)
+        kept = [token for token in (*config.end_tokens, *pad) if token < config.vocab]
+        if max(kept, default=0) >= size:
+            problem = f"resize({vocab}): token {max(kept)} ends texts or pads them"
+            raise ConfigError(f"{problem}; pass {max(kept) + 1} or more")
+        for name in (TABLE, HEAD):
+            if name in self.parameters:
+                self.parameters[name] = resized(self.parameters[name], size)
+        self.config = replace(config, vocab=size)
+        self.texts = {
+            **self.texts,
+            "config.json": {**self.texts["config.json"], "vocab_size": size},
+        }
+
     @from_any_library
     def logits(
         self,
@@ -117,7 +176,7 @@ class Transformer(Network):
         sequences: Sequence[int] | None = None,
         offsets: Array | None = None,
     ) -> Array:
-        """Return the logits of every next token, at every position.
+        """Return the logits of every next token, at every position; those of a classifier's labels.
 
         Parameters
         ----------
@@ -138,6 +197,8 @@ class Transformer(Network):
         Returns
         -------
         logits : (batch, tokens, vocab), in the dtype of the parameters
+            Of a token classifier (batch, tokens, labels); of a sequence classifier (batch, labels),
+            at the rightmost real token, of packed texts (texts, labels).
 
         Raises
         ------
@@ -147,12 +208,15 @@ class Transformer(Network):
         ShapeError, DTypeError
             tokens, mask or offsets have another shape or dtype.
         ConfigError
-            There are offsets together with a mask or a cache.
+            There are offsets together with a mask or a cache; or the model has no head.
         """
-        parameters = self.entered(self.parameters)
+        parameters, config = self.entered(self.parameters), self.config
         options: Any = {"mask": mask, "cache": cache, "offsets": offsets, "sequences": sequences}
         x = self.hidden(parameters, tokens, **options)
-        return self.head(parameters, x).reshape(*tokens.shape, self.config.vocab)
+        if config.head == SEQUENCE:
+            return sequence_scores(parameters, x, mask, offsets)
+        logits = self.next_logits(parameters, x)
+        return logits.reshape(*tokens.shape, logits.shape[-1])
 
     @from_any_library
     def loss(
@@ -164,14 +228,17 @@ class Transformer(Network):
         offsets: Array | None = None,
         count: int | None = None,
     ) -> Any:
-        """Return the mean negative log probability of the labels, in nats.
+        """Return the mean negative log probability of the labels, in nats; a classifier's loss.
 
         The shift by one token happens here: position t predicts ``labels[:, t + 1]``.
 
         Parameters
         ----------
         tokens, labels : (batch, tokens) int32 or int64
-            Labels are usually the tokens themselves; -100 where a label does not count.
+            Labels are usually the tokens themselves; -100 where a label does not count.  Those of a
+            token classifier are not shifted.  Those of a sequence classifier choose its loss,
+            unless ``problem_type`` in config.json does: (batch,) float: squared error; (batch,)
+            int: cross entropy; (batch, labels) float in 0 .. 1: binary cross entropy.
         mask : (batch, tokens) bool or int, optional
             As in ``logits``; padding counts in the loss unless its label is -100.
         offsets : (texts + 1,) int, optional
@@ -184,6 +251,14 @@ class Transformer(Network):
         -------
         loss : float64 scalar, or float32 Var inside ``value_and_gradients``
             0 if no label counts.
+
+        Raises
+        ------
+        ShapeError, DTypeError, RangeError
+            The labels do not fit the head.
+        ConfigError
+            ``count`` is no number of labels; the model has no head; or ranks divide the rows of a
+            classifier.
         """
         return mean_loss(self, tokens, labels, mask, offsets, count)
 
@@ -221,6 +296,32 @@ class Transformer(Network):
             temperature is not above 0; or ranks divide the model.
         """
         return label_log_probs(self, tokens, labels, mask, temperature)
+
+    @from_any_library
+    def embeddings(
+        self, tokens: Array, *, mask: Array | None = None, pooling: str = "mean"
+    ) -> Array:
+        """Return one vector of length 1 for each text: its last hidden states, pooled.
+
+        Parameters
+        ----------
+        tokens : (batch, tokens) int32 or int64
+        mask : (batch, tokens) bool or int, optional
+            As in ``logits``.
+        pooling : str
+            mean: over real tokens; last: the state of the rightmost one.
+
+        Returns
+        -------
+        embeddings : (batch, hidden) float32, or float64 for float64 parameters
+            A Var inside ``value_and_gradients``, as ``losses.contrastive`` takes it.
+
+        Raises
+        ------
+        ConfigError
+            pooling is unknown, or a row has no real token.
+        """
+        return pooled(self.hidden(self.entered(self.parameters), tokens, mask=mask), mask, pooling)
 
     @property
     def base(self) -> "Transformer":
@@ -457,6 +558,7 @@ class Transformer(Network):
             )
         for parameters in whole_parameters(self.parameters, self.division):
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
+            config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}
             write_folder(folder, {**self.texts, "config.json": config}, parameters, layout)
 

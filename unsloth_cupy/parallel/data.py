@@ -201,7 +201,8 @@ class Buckets:
 
 def counted_by_all(model: Model, labels: Any, offsets: Any, comm: Communicator) -> Any:
     """Return how many labels of all ranks count; ranks that share a row count it once."""
-    total = comm.all_reduce(counted(labels, offsets))
+    causal = getattr(model, "head", "causal_lm") == "causal_lm"
+    total = comm.all_reduce(counted(labels, offsets) if causal else (labels != IGNORE).sum())
     context = getattr(model, "context", None)
     return (total if context is None else total // context.size).clip(1)
 

@@ -195,9 +195,9 @@ def autocast_ops() -> dict[str, Op[..., Any]]:
 
 
 def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
-    held = getattr(value.value if isinstance(value, Var) else value, "dtype", None)
-    fits = kind in LEADING and not isinstance(value, Stored)
-    return cast(value, dtype) if fits and held in KERNEL_DTYPES else value
+    array = value.value if isinstance(value, Var) else value
+    fits = kind in LEADING and not isinstance(array, Stored)
+    return cast(value, dtype) if fits and getattr(array, "dtype", None) in KERNEL_DTYPES else value
 
 
 @naming("compute_copies", "MixedPrecisionConfig", compute_dtype="dtype")

@@ -19,6 +19,7 @@ from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..config import Config
+from ..heads import CAUSAL, require_head
 from ..reading import token_ids
 from ..stored import stored_model
 from ..transformer import Transformer
@@ -134,6 +135,7 @@ def export_gguf(
     path = _new_file(file)
     check_choice("export_gguf", "kind", kind, TYPES)
     source = _source(model, tokenizer, base)
+    require_head("export_gguf", source.config, CAUSAL)
     if stop is not None and not is_integer(stop, 0):
         raise ConfigError(f"export_gguf(stop={stop!r}): pass a token, or None")
     known = architecture(source.config)

@@ -43,7 +43,8 @@ def requested_gradients(call: str, wanted: Set[str] | None, **operands: Any) -> 
     GradientError
         The gradient of a quantized weight is wanted by name.
     """
-    frozen = {name for name, operand in operands.items() if isinstance(operand, Stored)}
+    stored = {name: o for name, o in operands.items() if isinstance(o, Stored)}
+    frozen = {name for name, operand in stored.items() if not operand.trained}
     if wanted is None:
         return {name for name, operand in operands.items() if operand is not None} - frozen
     if names := sorted(frozen & wanted):

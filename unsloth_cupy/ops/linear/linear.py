@@ -14,6 +14,7 @@ from ...core.op import op
 from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
+from .changed_matrix import weight_gradient
 
 
 @op(
@@ -75,7 +76,7 @@ def linear_backward(
         dx = empty(x.shape, dy.dtype, like=x)
         gemm(rows, weight, out=flat(dx))
     if "weight" in needed:
-        dweight = gemm(rows.T, flat(x))
+        dweight = weight_gradient(rows, flat(x), weight)
     if bias is not None and "bias" in needed:
         dbias = row_sum(rows, bias.dtype)
     return dx, dweight, dbias

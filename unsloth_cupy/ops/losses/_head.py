@@ -12,7 +12,9 @@ from ...core.arrays import empty, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
+from ..linear.changed_matrix import gradient_shape, weight_gradient
 from ..linear.linear import flat
 
 # Adding a chunk to dweight moves 8 bytes per element for 2 operations per row.  With 6 bytes per
@@ -60,13 +62,6 @@ def _row_bytes(vocab: int, dtype: np.dtype[Any], kernels: bool) -> int:
     return vocab * (np.promote_types(dtype, FLOAT32).itemsize + narrow * dtype.itemsize)
 
 
-def zeroed(rows: Array, kept: Array) -> Array:
-    """Return rows, with zeros for those that are not kept; CuPy would widen bfloat16, not bits."""
-    bits = rows.view(f"u{rows.itemsize}")
-    where = kept.reshape(-1, *[1] * (rows.ndim - 1))
-    return np.where(where, bits, bits.dtype.type(0)).view(rows.dtype)
-
-
 def chunks(x: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[slice, Array]]:
     """Yield slices of the rows of x and their logits, at least float32, in one reused buffer."""
     rows, vocab = flat(x), len(weight)
@@ -92,10 +87,11 @@ def gradients(
     themselves or, with ``own_buffer``, a buffer in the dtype of x, which products on a GPU need.
     """
     rows, dx, dweight = flat(x), None, None
-    if wanted is None or "x" in wanted:
+    needed = requested_gradients("the output head", wanted, x=x, weight=weight)
+    if "x" in needed:
         dx = empty(rows.shape, x.dtype, like=x)
-    if wanted is None or "weight" in wanted:
-        dweight = empty(weight.shape, np.promote_types(x.dtype, FLOAT32), like=x)
+    if "weight" in needed:
+        dweight = empty(gradient_shape(weight), np.promote_types(x.dtype, FLOAT32), like=x)
         if not len(rows):
             dweight[...] = 0
     _add_chunks(x, weight, max_bytes, write, own_buffer, dx, dweight)
@@ -126,4 +122,4 @@ def _add_chunks(
         if dx is not None:
             gemm(dlogits, weight, out=dx[part])
         if dweight is not None:
-            gemm(dlogits.T, rows[part], out=dweight, add=part.start > 0)
+            weight_gradient(dlogits, rows[part], weight, dweight, part.start > 0)

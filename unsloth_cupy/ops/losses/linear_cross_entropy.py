@@ -37,8 +37,8 @@ def linear_cross_entropy(
     ----------
     x : (*rows, hidden) float
         The output of the last layer before the head.
-    weight : (vocab, hidden) float
-        The output head; its gradient is accumulated in float32.
+    weight : (vocab, hidden) float, or a quantized weight
+        The output head; its gradient is accumulated in float32.  A quantized weight is frozen.
     labels : (*rows) int32 or int64
         Each in 0 .. vocab - 1, or equal to ignore.
     ignore, smoothing, z_loss, softcap, class_weights
@@ -93,8 +93,8 @@ def linear_cross_entropy(
 
 
 @op(
-    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, class_weights?(vocab): table"
-    " -> loss(*rows): stat, lse(*rows): stat",
+    "x(*rows, hidden), weight(vocab, hidden): weight, labels(*rows): int,"
+    " class_weights?(vocab): table -> loss(*rows): stat, lse(*rows): stat",
     widen=False,  # products take 16-bit operands as they are
     torch=lambda nn, t, o: nn.cross_entropy(
         nn.linear(t["x"], t["weight"]), t["labels"], t.get("class_weights"), reduction="none"

@@ -21,7 +21,8 @@ from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
 @op(
-    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat,"
+    "x(*rows, hidden), weight(vocab, hidden): weight, labels(*rows): int,"
+    " dloss?(*rows): stat,"
     " class_weights?(vocab): table"
     " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
     widen=False,  # products take 16-bit operands as they are

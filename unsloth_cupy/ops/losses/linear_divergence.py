@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import contiguous
+from ...core.arrays import contiguous, zeroed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
@@ -16,7 +16,7 @@ from ..activations.softmax import finite
 from ..common.checks import check_wanted
 from ..common.gemm import gemm
 from ..linear.linear import flat
-from ._head import check_max_bytes, chunks, gradients, zeroed
+from ._head import check_max_bytes, chunks, gradients
 from ._rows import parts
 from .divergence import Options, beta_of, check_options, log_softmax, measured
 from .linear_log_probs import LEAST, logits_to_z

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import contiguous, empty
+from ...core.arrays import contiguous, empty, zeroed
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -20,7 +20,7 @@ from ..activations.softmax import finite
 from ..common import faults
 from ..common.checks import check_wanted, refuse_number
 from ..linear.linear import flat
-from ._head import check_max_bytes, chunks, gradients, zeroed
+from ._head import check_max_bytes, chunks, gradients
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
@@ -86,8 +86,8 @@ def linear_log_probs(
     ----------
     x : (*rows, hidden) float
         The output of the last layer before the head.
-    weight : (vocab, hidden) float
-        The output head; its gradient is accumulated in float32.
+    weight : (vocab, hidden) float, or a quantized weight
+        The output head; its gradient is accumulated in float32.  A quantized weight is frozen.
     labels : (*rows) int32 or int64
         Each in 0 .. vocab - 1, or equal to ignore.
     bias : (vocab,) float, optional
@@ -151,7 +151,7 @@ def linear_log_probs(
 
 
 @op(
-    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, bias?(vocab): param"
+    "x(*rows, hidden), weight(vocab, hidden): weight, labels(*rows): int, bias?(vocab): param"
     " -> log_probs(*rows): stat, entropy(*rows): stat, log_sum_squares(*rows): stat,"
     " mean_logit(*rows): stat, top1(*rows): bool, lse(*rows): stat",
     widen=False,  # products take 16-bit operands as they are

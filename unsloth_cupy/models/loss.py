@@ -91,7 +91,12 @@ def mean_loss(
 
 @naming("Transformer", *LOSSES)
 def label_log_probs(
-    model: Network, tokens: Array, labels: Array, mask: Array | None, temperature: float
+    model: Network,
+    tokens: Array,
+    labels: Array,
+    mask: Array | None,
+    offsets: Array | None,
+    temperature: float,
 ) -> LogProbs:
     """Return the log-probabilities of the next labels, and what else the head's pass tells."""
     if model.division is not None or model.context is not None:
@@ -100,8 +105,8 @@ def label_log_probs(
             " tokens; load it whole"
         )
     parameters = model.entered(model.parameters)
-    x = model.hidden(parameters, tokens, mask=mask)
-    shifted, cap = next_labels(tokens, labels, None), model.config.logit_softcap
+    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets)
+    shifted, cap = next_labels(tokens, labels, offsets), model.config.logit_softcap
     head = head_weight(model.config, parameters)
     return linear_log_probs(x, head, shifted, ignore=IGNORE, temperature=temperature, softcap=cap)
 

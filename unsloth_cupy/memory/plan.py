@@ -23,7 +23,7 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan
 from .planned import Planned, recording_in
-from .planned_model import DEVICES, new_adapter, planned_training
+from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
@@ -92,7 +92,8 @@ def plan_memory(
         1f1b, of accumulate microbatches): the plan of the rank that holds most.
     objective : callable, optional
         The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
-        that of the next tokens.
+        that of the next tokens.  If it has ``planned(create)``, that returns the same loss with
+        what ``create(config)`` makes: another model, whose weights are counted.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
@@ -151,6 +152,9 @@ def plan_memory(
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
+        other = getattr(objective, "planned", None)
+        if other is not None:  # the loss computes with another model, which is frozen
+            objective = other(partial(frozen_model, ledger, arrays=arrays, kind=kind))
         ledger.begin()
         alike = len(inputs) or min(accumulate, ALIKE)
         batches = _batches(arrays, (batch, tokens), alike, inputs)

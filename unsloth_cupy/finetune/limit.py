@@ -14,6 +14,7 @@ from ..memory.planned_model import new_adapter
 from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
 from .listener import announce
+from .method import Method
 from .naming import named
 from .text import TrainingData
 
@@ -45,6 +46,11 @@ class Sizes(NamedTuple):
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
+        inputs = () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs
+        if isinstance(self.objective, Method) and not inputs:
+            sizes = {"batch": self.batch, "tokens": self.tokens, **changes}
+            rows = self.objective.full(sizes["batch"], sizes["tokens"])
+            inputs = [rows] * min(2, changes.get("accumulate", plan.accumulate))
         options: dict[str, Any] = {
             "batch": self.batch,
             "tokens": self.tokens,
@@ -57,7 +63,7 @@ class Sizes(NamedTuple):
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
             "objective": self.objective,
-            "inputs": () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs,
+            "inputs": inputs,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
             planned = new_adapter(self.config, **plan.adapters.options(self.config))
@@ -66,12 +72,14 @@ class Sizes(NamedTuple):
         return plan_memory(self.config, **options)
 
 
-def passes_of(data: TrainingData, step: int, accumulate: int) -> list[dict[str, Any]]:
+def passes_of(
+    data: TrainingData, step: int, accumulate: int, method: Method
+) -> list[dict[str, Any]]:
     """Return what a plan of a step takes: its first batch, and the largest of the others."""
     numbers = range(step * accumulate, (step + 1) * accumulate)
     first, *others = (data.batches.at(number) for number in numbers)
     chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
-    return [{"tokens": b.tokens, "labels": b.labels, "offsets": b.offsets} for b in chosen]
+    return [method.inputs(batch) for batch in chosen]
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:

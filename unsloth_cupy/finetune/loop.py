@@ -34,6 +34,8 @@ from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .listener import Listener
+from .method import placed
+from .methods import METHODS
 from .metrics import Counts, measures
 from .naming import named
 from .ranks import Ranks
@@ -86,6 +88,7 @@ class Loop:
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
+        self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         self.masters = dict(model.trainable)
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = AdamW(
@@ -130,7 +133,8 @@ class Loop:
         copies = 2 if self.plan.keeps_best else 1
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
-        arrays = (self.model.parameters, learned, states)
+        arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
+        arrays += tuple(each.parameters for each in self.method.others)
         held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
@@ -202,7 +206,7 @@ class Loop:
         slowed = self.memory.begin_step(self.step)
         self.callbacks.call("on_step_begin")
         with self.stop.interruptible_block(f"step {self.step + 1}"):
-            loss, count, gradients = self._gradients()
+            loss, count, gradients, measured = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
         self.stop.uninterruptible(f"the update of step {self.step + 1}")
         measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
@@ -222,6 +226,7 @@ class Loop:
         line = {
             "step": self.step,
             "loss": loss,
+            **measured,
             "lr": rate,
             "gradient_norm": norm if finite else None,
             "tokens_per_second": None if slowed else round(count / seconds, 1),
@@ -243,14 +248,16 @@ class Loop:
         if self.ranks.first:
             self.run.append(line)
 
-    def _gradients(self) -> tuple[float, int, dict[str, Array]]:
-        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
+    def _gradients(self) -> tuple[float, int, dict[str, Array], dict[str, Any]]:
+        """Return the mean loss of a step's batches, their tokens, gradients, and measures."""
         first = self.step * self.plan.accumulate
         numbers = range(first, first + self.plan.accumulate)
         batches = [self.training_data.batches.at(number) for number in numbers]
-        count = max(1, sum(batch.label_count for batch in batches))
-
-        own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
+        rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
+        constants = self.method.before(self.model, rows, self.ranks.alike.all_reduce)
+        shared = self.method.counts(batches) | constants
+        shared |= {"sink": sink} if self.method.sums else {}
+        own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
         pairs = self.engine.gradients(own, step, numbers, self.plan.neftune)
 
@@ -266,29 +273,43 @@ class Loop:
                     self.callbacks.call("on_substep_end")
 
         loss, sums = self.engine.summed(passes(), len(batches))
-        return loss, sum(batch.real for batch in batches), sums
+        measured = np.zeros(self.method.sums)
+        for each in sink:
+            measured += to_numpy(each)
+        measured = self.ranks.alike.all_reduce(measured) if len(measured) else measured
+        numbers_of = self.method.measures(measured, **constants)
+        return loss, sum(batch.real for batch in batches), sums, numbers_of
 
     def _evaluate(self) -> None:
-        """Log the loss on the held-out text, in nats per token."""
-        batches = self.training_data.held_out
-        placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
-        results = self.engine.held_out(placed)
-        total, right, entropy, count = 0.0, 0.0, 0.0, 0
-        for number, (batch, (loss, counts)) in enumerate(zip(batches, results, strict=True)):
+        """Log the loss on the held-out text, in nats per token, or as the method has it."""
+        batches, method, data = self.training_data.held_out, self.method, self.engine.data
+        own = batches[data.rank :: data.size]
+        constants = method.before(self.model, own, data.all_reduce)
+        shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
+        each = [
+            self._placed(batch, shared if method.sums else method.counts([batch]))
+            for batch in batches
+        ]
+        total, sums = 0.0, np.zeros(0)
+        for number, (loss, *more) in enumerate(self.engine.held_out(each, method.sums)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
-                    next(self.engine.gradients([placed[number]], TrainingStep()))
+                    next(self.engine.gradients([each[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
-            total, count = total + loss * batch.label_count, count + batch.label_count
-            right, entropy = right + counts.right, entropy + counts.entropy
-        loss, usual = total / count, self.engine.objective is next_token
-        line = {
-            "step": self.step,
-            "held_out_loss": loss,
-            "held_out_tokens": count,
-            "unigram_baseline": self.training_data.baseline,
-            **measures(loss, Counts(right, entropy), count, of_next_token=usual),
-        }
+            total += loss * (1 if method.sums else batches[number].label_count)
+            sums = np.array(more) + (sums if sums.size else 0.0)
+        line = {"step": self.step, "held_out_loss": total if method.sums else total / count}
+        line |= {f"held_out_{method.unit}": count}
+        if self.training_data.baseline is not None:
+            line["unigram_baseline"] = self.training_data.baseline
+        if method.sums:
+            named_sums = method.measures(sums, **constants).items()
+            line |= {f"held_out_{name}": number for name, number in named_sums}
+        else:
+            usual = self.engine.objective is next_token
+            loss = line["held_out_loss"]
+            line |= measures(loss, Counts(*sums), count, of_next_token=usual)
+        loss = line["held_out_loss"]
         if self.plan.keeps_best:
             self._keep_if_best(loss)
         self._log(line)
@@ -347,12 +368,9 @@ class Loop:
             raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
         return [*tokens]
 
-    def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
-        """Return what the objective takes: arrays on the model's device, and a number of labels."""
-        arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
-        table = self.model.table
-        placed = {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
-        return placed | {"count": count}
+    def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the objective takes: arrays on the model's device, and what batches share."""
+        return {**placed(self.method.inputs(batch), self.model.table), **shared}
 
     @property
     def _scale_may_shrink(self) -> bool:

@@ -27,6 +27,7 @@ from .missing import missing
 from .options import as_flags
 from .plan import plan
 from .precompile import precompile
+from .teach import teach
 
 
 @contextmanager
@@ -118,7 +119,20 @@ def group() -> None:
 
 
 COMMANDS = (
-    *(info, check, bench, data, finetune, evaluate, generate, merge, export, plan, precompile),
+    *(
+        info,
+        check,
+        bench,
+        data,
+        teach,
+        finetune,
+        evaluate,
+        generate,
+        merge,
+        export,
+        plan,
+        precompile,
+    ),
     explain,
 )
 for command in COMMANDS:

@@ -57,7 +57,9 @@ OWN_NAMES: Mapping[str, Sequence[str]] = {  # of options, by the names that othe
     "neftune-noise-alpha": ["neftune"], "early-stopping-patience": ["patience"],
     "early-stopping-threshold": ["threshold"], "load-best-model-at-end": ["keep-best"],
     "packing": ["pack"], "bf16": ["dtype"], "fp16": ["dtype"], "max-tokens": ["max-new-tokens"],
-    "temp": ["temperature"],
+    "temp": ["temperature"], "loss-type": ["loss"], "label-smoothing": ["smoothing"],
+    "ref-model": ["reference"], "teacher-model": ["teacher"], "simpo-gamma": ["gamma"],
+    "cpo-alpha": ["nll"], "rpo-alpha": ["nll"],
 }  # fmt: skip
 
 

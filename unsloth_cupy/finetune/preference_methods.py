@@ -73,12 +73,12 @@ class Preference(Method):
         """Return the loss of pairs."""
         if not batch["places"].size:  # a rank without texts
             return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
-        every = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, mask, likely = gathered(every.log_probs, batch["places"]), batch["mask"], None
+        found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
+        rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["mask"], None
         loss = preference(rows, mask, batch.get("reference"), count=batch["count"], **self.given)
         if self.nll:
             count = batch.get("likely_count", 1)
-            likely = nll(every.log_probs, batch["likely"], count=count)
+            likely = nll(found.log_probs, batch["likely"], count=count)
             loss = loss + likely * self.nll
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(rows), batch, value_of(likely)))
@@ -154,8 +154,8 @@ class Kto(Method):
         """Return the loss of answers."""
         if not batch["places"].size:  # a rank without texts
             return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
-        every = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, good = gathered(every.log_probs, batch["places"]), batch["desirable"]
+        found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
+        rows, good = gathered(found.log_probs, batch["places"]), batch["desirable"]
         given = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
         given |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
         given |= {"weights": self._weights(good, rows), "count": batch["count"]}

@@ -212,6 +212,8 @@ class Trainer:
         if METHODS[given].reads != reads:
             cure = f"read it by read_data(..., method={method!r})"
             raise ConfigError(f"Trainer(text=...): it was read for the method {given}; {cure}")
+        data = self.ranks.groups.data.size  # of which the command may not speak
+        self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
         if self.objective is not next_token and method != "sft":
             problem = f"{named(method=method)} has a loss of its own"
             raise ConfigError(f"Trainer(objective=...): {problem}; leave one of them out")

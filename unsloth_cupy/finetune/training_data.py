@@ -164,7 +164,7 @@ class Packed:
         self.starts = [0]  # number of the first group of each batch, counted over all epochs
         self.group = shape.method.group
         known = examples.lengths() if isinstance(examples, Examples) else None
-        each = np.array([*(known or (len(example.tokens) for example in examples))], np.int64)
+        each = np.fromiter(known or (len(example.tokens) for example in examples), np.int64)
         self.longest = each.reshape(-1, self.group).max(axis=1)  # text of each group
         self.lengths = array("q", each.reshape(-1, self.group).sum(axis=1).tolist())
 
@@ -333,10 +333,8 @@ def from_records(
         note, baseline = account_of_answers(train, method, long, lost, shape.length), None
         counts = [part.counts["learned"] for part in (train, held_out)]
     else:
-        note, counts = (
-            account(train, long, lost, shape.length),
-            [len(learned), len(held_out_labels)],
-        )
+        note = account(train, long, lost, shape.length)
+        counts = [len(learned), len(held_out_labels)]
         baseline = unigram_baseline(learned, held_out_labels, config.vocab)
         baseline = None if method.losses else baseline  # another loss has none
     return TrainingData(batches, sequential_batches(held_out, shape), baseline, counts[0],

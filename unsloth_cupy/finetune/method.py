@@ -109,11 +109,16 @@ class Method:
         return {}
 
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
-        """Return the inputs of full rows, to plan their memory."""
-        rows = np.ones((batch * self.group, tokens), np.int64)
+        """Return the inputs of full rows, to plan their memory: views of those of one."""
+        rows = np.ones((self.group, tokens), np.int64)
         beside: dict[str, Array] = {"desirable": rows > 0, "real": rows > 0}
         beside |= {"reference": np.zeros(rows.shape, FLOAT32), "taught": np.zeros_like(rows)}
-        return self.inputs(Batch(rows, rows, None, batch, rows.size, self.group, beside))
+        one = self.inputs(Batch(rows, rows, None, 1, rows.size, self.group, beside)).items()
+        return {
+            name: np.broadcast_to(array[:1], (batch * len(array), *array.shape[1:]))
+            for name, array in one
+            if array is not None
+        }
 
 
 def value_of(array: Any) -> Any:

@@ -107,6 +107,7 @@ class Loop:
             self.masters = {}
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
+        self.measured: dict[str, float | None] = {}  # by the method, in the newest step
         self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
@@ -206,7 +207,7 @@ class Loop:
         slowed = self.memory.begin_step(self.step)
         self.callbacks.call("on_step_begin")
         with self.stop.interruptible_block(f"step {self.step + 1}"):
-            loss, count, gradients, measured = self._gradients()
+            loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
         self.stop.uninterruptible(f"the update of step {self.step + 1}")
         measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
@@ -226,7 +227,7 @@ class Loop:
         line = {
             "step": self.step,
             "loss": loss,
-            **measured,
+            **self.measured,
             "lr": rate,
             "gradient_norm": norm if finite else None,
             "tokens_per_second": None if slowed else round(count / seconds, 1),
@@ -248,8 +249,8 @@ class Loop:
         if self.ranks.first:
             self.run.append(line)
 
-    def _gradients(self) -> tuple[float, int, dict[str, Array], dict[str, Any]]:
-        """Return the mean loss of a step's batches, their tokens, gradients, and measures."""
+    def _gradients(self) -> tuple[float, int, dict[str, Array]]:
+        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
         first = self.step * self.plan.accumulate
         numbers = range(first, first + self.plan.accumulate)
         batches = [self.training_data.batches.at(number) for number in numbers]
@@ -277,8 +278,8 @@ class Loop:
         for each in sink:
             measured += to_numpy(each)
         measured = self.ranks.alike.all_reduce(measured) if len(measured) else measured
-        numbers_of = self.method.measures(measured, **constants)
-        return loss, sum(batch.real for batch in batches), sums, numbers_of
+        self.measured = self.method.measures(measured, **constants)
+        return loss, sum(batch.real for batch in batches), sums
 
     def _evaluate(self) -> None:
         """Log the loss on the held-out text, in nats per token, or as the method has it."""

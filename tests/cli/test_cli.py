@@ -201,7 +201,7 @@ class TestText:
     def test_held_out_rows_ask_for_every_token_but_the_first_once(self) -> None:
         tokens = np.arange(100, 195)
         asked: list[int] = []
-        for rows, labels, offsets, count, _ in held_out_rows(tokens, batch=3, length=8):
+        for rows, labels, offsets, count, *_ in held_out_rows(tokens, batch=3, length=8):
             assert offsets is None
             assert count == (labels[:, 1:] != -100).sum()
             assert rows.shape == labels.shape

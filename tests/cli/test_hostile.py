@@ -121,6 +121,10 @@ WORDS = {  # words of a command, made in a folder
     "explain, card": lambda at: ["explain", "relu2", "--device", written(at / f"{EVIL}.json", "[")],
     "evaluate": lambda at: ["evaluate", at / EVIL, "--data", at / "a.txt"],
     "evaluate, data": lambda at: ["evaluate", says(at / "m"), "--data", at / f"{EVIL}.txt"],
+    "teach": lambda at: ["teach", at / EVIL, "--data", at / "a.jsonl"],
+    "data, pairs": lambda at: [
+        "data", "--method", "dpo", written(at / "p.jsonl", json.dumps({EVIL: 1})),
+    ],
     "export": lambda at: ["export", changed(at / EVIL, "config.json", model_type=EVIL), at / "f"],
     "merge": lambda at: ["merge", changed(at / EVIL, "config.json", model_type=EVIL), at / "f"],
     "merge, adapter": lambda at: [

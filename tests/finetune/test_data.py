@@ -352,7 +352,7 @@ class TestForms:
     )  # fmt: skip
     def test_chats(self, row: dict[str, Any], expected: list[Any], tmp_path: Path) -> None:
         actual = one(tmp_path, row)
-        assert actual[1:] == (expected, "", "", None, None)
+        assert actual[1:6] == (expected, "", "", None, None)
 
     def test_texts(self, tmp_path: Path) -> None:
         assert one(tmp_path, {"text": "a"})[1:4] == ([], "", "a")
@@ -364,8 +364,8 @@ class TestForms:
     def test_tools_and_options_of_the_template(self, tools: Any, tmp_path: Path) -> None:
         options = {"enable_thinking": False}
         row = {"messages": [ASK, SAY], "tools": tools, "chat_template_kwargs": options}
-        assert one(tmp_path, row)[4:] == ([CALL], options)
-        assert one(tmp_path, {"messages": [ASK, SAY], "tools": []})[4:] == (None, None)
+        assert one(tmp_path, row)[4:6] == ([CALL], options)
+        assert one(tmp_path, {"messages": [ASK, SAY], "tools": []})[4:6] == (None, None)
         old = one(tmp_path, {"messages": [ASK, SAY], "functions": [CALL["function"]]})
         assert old.tools == [{"type": "function", "function": CALL["function"]}]
 

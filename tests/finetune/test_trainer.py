@@ -29,7 +29,17 @@ from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 
 TINY: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", value)]
-GROUPS = ["data", "model", "adapters", "training", "evaluation", "memory", "ranks", "output"]
+GROUPS = [
+    "data",
+    "method",
+    "model",
+    "adapters",
+    "training",
+    "evaluation",
+    "memory",
+    "ranks",
+    "output",
+]
 WITHOUT_CLICK = """
 import sys
 import numpy

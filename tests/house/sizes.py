@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 5900,
     "memory": 980,
-    "finetune": 4300,
+    "finetune": 4800,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

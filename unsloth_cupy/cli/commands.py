@@ -27,6 +27,7 @@ from .missing import missing
 from .options import as_flags
 from .plan import plan
 from .precompile import precompile
+from .teach import teach
 
 
 @contextmanager
@@ -56,7 +57,9 @@ OWN_NAMES: Mapping[str, Sequence[str]] = {  # of options, by the names that othe
     "neftune-noise-alpha": ["neftune"], "early-stopping-patience": ["patience"],
     "early-stopping-threshold": ["threshold"], "load-best-model-at-end": ["keep-best"],
     "packing": ["pack"], "bf16": ["dtype"], "fp16": ["dtype"], "max-tokens": ["max-new-tokens"],
-    "temp": ["temperature"],
+    "temp": ["temperature"], "loss-type": ["loss"], "label-smoothing": ["smoothing"],
+    "ref-model": ["reference"], "teacher-model": ["teacher"], "simpo-gamma": ["gamma"],
+    "cpo-alpha": ["nll"], "rpo-alpha": ["nll"],
 }  # fmt: skip
 
 
@@ -118,7 +121,20 @@ def group() -> None:
 
 
 COMMANDS = (
-    *(info, check, bench, data, finetune, evaluate, generate, merge, export, plan, precompile),
+    *(
+        info,
+        check,
+        bench,
+        data,
+        teach,
+        finetune,
+        evaluate,
+        generate,
+        merge,
+        export,
+        plan,
+        precompile,
+    ),
     explain,
 )
 for command in COMMANDS:

@@ -8,6 +8,7 @@ import click
 
 from ..finetune.data_report import DataReport, inspect_data
 from ..finetune.listener import hearing
+from ..finetune.methods import METHODS
 from .echo import echo, echo_marked
 from .options import FILE, Grouped, data_of, ignore_option, option
 from .printer import Printer
@@ -19,19 +20,27 @@ BAR = 40  # characters of the longest bar
 @click.argument("data", metavar="PATH...", nargs=-1, required=True)
 @option("--model", FILE, "Folder of a model: count its tokens, use its chat template.")
 @ignore_option
+@option("--method", click.Choice([*METHODS]), "For which rows are: of dpo pairs, ...", "sft")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def data(data: tuple[str, ...], model: Path | None, ignore: tuple[str, ...], as_json: bool) -> None:
+def data(
+    data: tuple[str, ...],
+    model: Path | None,
+    ignore: tuple[str, ...],
+    method: str,
+    as_json: bool,
+) -> None:
     """Show what training data hold, and what of them is learned.
 
     PATH is a file, a folder, or - for standard input: all that finetune --data takes.
     """
     with hearing(Printer()):
-        report = inspect_data(data_of(data), model, ignore=ignore)
+        report = inspect_data(data_of(data), model, ignore=ignore, method=method)
     if as_json:
         echo(json.dumps(_plain(report)))
         return
     echo(report.note)
-    counts = f"{report.train:,} texts to train on"
+    rows = METHODS[method].unit.replace("tokens", "texts")
+    counts = f"{report.train:,} {rows} to train on"
     echo(counts + f", {report.held_out:,} held out" * bool(report.held_out))
     unit, lengths = report.unit, report.lengths
     if report.counted < report.train:

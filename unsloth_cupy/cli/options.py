@@ -168,6 +168,8 @@ KINDS_BY_NAME: dict[str, Any] = {
     "out": FILE,
     "base": FILE,
     "eval": FileOrShare(),
+    "reference": FILE,
+    "teacher": FILE,
     "sample_prompt": Words(nonempty=True),
     "report_to": click.Choice([*REPORTERS]),
     "lora_targets": Words(nonempty=True),

@@ -11,9 +11,11 @@ import click
 from .. import machine
 from ..errors import ConfigError
 from ..finetune.limit import quantized_kind, tokens_of
+from ..finetune.methods import METHODS
 from ..finetune.ranks import check_options, chunks_of
+from ..finetune.reference import folder_of, with_teacher
 from ..finetune.run_folder import config_file, model_folder, model_without_weights
-from ..finetune.settings import check_optimizer
+from ..finetune.settings import Settings, check_optimizer
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
@@ -46,6 +48,8 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 )
 @option("--optimizer", click.Choice(OPTIMIZERS), "none: no optimizer.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
+@option("--method", click.Choice([*METHODS]), "What is learned; of pairs, a row is two.", "sft")
+@option("--teacher", FILE, "Folder of the model that distill learns from.")
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 @option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
@@ -72,6 +76,8 @@ def plan(
     dtype: str,
     optimizer: str,
     state_bits: str,
+    method: str,
+    teacher: Path | None,
     lora: int | None,
     quantize: str | None,
     checkpoint_every: int | None,
@@ -129,6 +135,7 @@ def plan(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
         context_attention, accumulate,
     )  # fmt: skip
+    learning = learning_of(method, teacher, alone=not any(sizes))
     if any(size is not None for size in sizes):
         if optimizer == "none":
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
@@ -152,16 +159,18 @@ def plan(
         return
 
     @functools.cache
-    def planned(rows: int, length: int) -> MemoryPlan:
-        return plan_memory(values, batch=rows, tokens=length, **options)
+    def planned(rows: int, length: int, **changes: Any) -> MemoryPlan:
+        passes = [] if learning is None else [learning.full(rows, length)] * min(2, accumulate)
+        more = {**options, **changes, "objective": learning, "inputs": passes}
+        return plan_memory(values, batch=rows, tokens=length, **more)
 
     def planned_with(**changes: Any) -> MemoryPlan:
-        return plan_memory(values, batch=batch, tokens=length, **{**options, **changes})
+        return planned(batch, length, **changes)
 
     with _named(path):
         memory_plan = planned(batch, length)
-    extra = options_text(options)
-    extra += "" if adapter is None else f", the adapter in {folder}"
+    extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
+    extra += f", {method} of {learning.unit}" if learning is not None else ""
     title = f"{path}: {batch} x {length} tokens, {dtype}{extra}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
@@ -173,6 +182,17 @@ def plan(
     if plot is not None:
         draw_timeline(plot, memory_plan, title)
         console.print(f"timeline: {plot}", markup=False)
+
+
+def learning_of(name: str, teacher: Path | None, *, alone: bool) -> Any:
+    """Return a method with its teacher's config; None for the next token of texts."""
+    settings = Settings(method=name, teacher=teacher)
+    if name != "sft" and not alone:
+        cure = "each rank of --data-parallel needs what one needs for its rows"
+        raise ConfigError(f"plan --method {name} is of one rank; leave the ranks out: {cure}")
+    settings.check_method()
+    folders = {} if teacher is None else {"teacher": folder_of(teacher)}
+    return None if name == "sft" else with_teacher(settings.learning, folders)
 
 
 @contextmanager

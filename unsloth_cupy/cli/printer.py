@@ -22,6 +22,7 @@ from .results import report, results_of, sample, what_follows
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
+SHOWN = ("accuracy", "margin", "kl")  # of what a method measures, in progress
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
@@ -96,7 +97,8 @@ class Printer(Listener):
         speed = line["tokens_per_second"]
         self.speed = self.speed if speed is None else _mean(self.speed, speed)
         pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s"
-        now = f"loss {self.loss:.3f}{pace}, process {format_bytes(line['memory_bytes'])}"
+        now = f"loss {self.loss:.3f}{measured(line)}{pace}"
+        now += f", process {format_bytes(line['memory_bytes'])}"
         if self.terminal:
             self.bar.set_postfix_str(now, refresh=False)
             self.bar.update()
@@ -105,10 +107,10 @@ class Printer(Listener):
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show one evaluation."""
-        self._print(
-            f"step {line['step']}/{self.steps}: held-out loss {line['held_out_loss']:.3f}"
-            f" (unigram baseline {line['unigram_baseline']:.3f})"
-        )
+        text = f"step {line['step']}/{self.steps}: held-out loss {line['held_out_loss']:.3f}"
+        if "unigram_baseline" in line:
+            text += f" (unigram baseline {line['unigram_baseline']:.3f})"
+        self._print(text + measured(line, "held_out_"))
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         """Show the text that continues a prompt."""
@@ -149,6 +151,12 @@ class Printer(Listener):
             self.bar.write(text, file=sys.stderr)
         else:
             self.announce(text)
+
+
+def measured(line: dict[str, Any], kind: str = "") -> str:
+    """Return in words what a line says of answers."""
+    values = ((name, line.get(kind + name)) for name in SHOWN)
+    return "".join(f", {name} {value:.3f}" for name, value in values if value is not None)
 
 
 def _mean(mean: float | None, new: float) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..finetune.chat import Chat
 from ..finetune.loop import Loop
+from ..finetune.methods import MEASURES
 from ..finetune.run_folder import RunFolder
 from ..machine import console, format_bytes
 from ..models.adapter_base import ADAPTER
@@ -24,18 +25,27 @@ def report(run: RunFolder) -> None:
     last = next((line for line in reversed(lines) if "held_out_loss" in line), None)
     if last is None:
         raise ConfigError(f"{run.log} holds no evaluation; it is not the log of a finished run")
-    loss, baseline = last["held_out_loss"], last["unigram_baseline"]
+    loss, baseline = last["held_out_loss"], last.get("unigram_baseline")
     steps = [line for line in lines if "loss" in line]
     table = Table(show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
-    side = "below" if loss < baseline else "above"
-    table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
-    table.add_row(
-        "perplexity",
-        f"{math.exp(min(loss, MOST)):.1f} (baseline {math.exp(min(baseline, MOST)):.1f})",
-    )
+    if baseline is None:
+        first = next(line for line in lines if "held_out_loss" in line)
+        for name in ("loss", *MEASURES):
+            value, before = (line.get(f"held_out_{name}") for line in (last, first))
+            if value is not None:
+                shown = f"{value:.4g}" + f", {before:.4g} at first" * (before is not None)
+                table.add_row(f"held-out {name.replace('_', ' ')}", shown)
+    else:
+        table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
+        side = "below" if loss < baseline else "above"
+        off = f"{abs(baseline - loss):.3f} {side}"
+        table.add_row("held-out loss", f"{loss:.3f} nats per token, {off}")
+        table.add_row(
+            "perplexity",
+            f"{math.exp(min(loss, MOST)):.1f} (baseline {math.exp(min(baseline, MOST)):.1f})",
+        )
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
     text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:

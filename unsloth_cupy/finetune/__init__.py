@@ -13,5 +13,6 @@ from .evaluation import evaluate as evaluate
 from .listener import Listener as Listener
 from .lora import Lora as Lora
 from .settings import Settings as Settings
+from .teaching import teach as teach
 from .trainer import Run as Run
 from .trainer import Trainer as Trainer

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from .methods import MEASURES
 
-LOGS = {"loss": "loss", "gradient_norm": "grad_norm", "lr": "learning_rate"}
+LOGS = {"loss": "loss", "gradient_norm": "grad_norm", "lr": "learning_rate", **MEASURES}
 METRICS = {
     "held_out_loss": "eval_loss", "perplexity": "eval_perplexity",
     "token_accuracy": "eval_token_accuracy", "entropy": "eval_entropy",
+    **{f"held_out_{name}": f"eval_{other}" for name, other in MEASURES.items()},
 }  # fmt: skip
 
 

@@ -11,10 +11,18 @@ from ..pictures import INK, SOFT, save_picture, write_title
 SMOOTHING = 0.02  # share of all steps, on either side of a step, that the smooth line averages
 TITLE_WIDTH = 65  # characters that fit in a line
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
+PANELS = {  # below the loss, of a method that measures them: lines, dashed for the second
+    "reward": ("reward_chosen", "reward_rejected", "reward_desirable", "reward_undesirable"),
+    "accuracy": ("accuracy",),
+    "KL (nats)": ("kl",),
+}
 
 
 def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw train loss, held-out loss and unigram baseline over the steps into a PNG file."""
+    """Draw train loss, held-out loss and unigram baseline over the steps into a PNG file.
+
+    Below them is what a method measures of answers.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -26,8 +34,14 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
         (line["unigram_baseline"] for line in lines if "unigram_baseline" in line), None
     )
 
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
+    measured = {name for line in lines for name in line if line[name] is not None}
+    panels = [label for label, names in PANELS.items() if measured & {*names}]
+    size = (8, 4.5 + 2 * len(panels))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    ratios = [2, *(1 for _ in panels)]
+    axes, *others = figure.subplots(1 + len(panels), squeeze=False, height_ratios=ratios)[:, 0]
+    for label, below in zip(panels, others, strict=True):
+        draw_measures(below, lines, label)
     if len(train):
         axes.plot(train[:, 0], train[:, 1], color=TRAIN, alpha=0.25, linewidth=0.8)
         axes.plot(train[:, 0], smooth(train[:, 1]), color=TRAIN, linewidth=1.8, label="train")
@@ -43,16 +57,32 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
         )  # fmt: skip
     write_title(axes, title, size=11, width=TITLE_WIDTH)
     axes.set_xlabel("step", color=INK)
-    axes.set_ylabel("loss (nats per token)", color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(SOFT)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
-    axes.margins(x=0.01)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if axes.lines:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    axes.set_ylabel("loss" if panels else "loss (nats per token)", color=INK)
+    for each in (axes, *others):
+        each.spines[["top", "right"]].set_visible(False)
+        each.spines[["left", "bottom"]].set_color(SOFT)
+        each.tick_params(colors=INK, labelsize=9)
+        each.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
+        each.margins(x=0.01)
+        each.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if each.lines:
+            each.legend(frameon=False, fontsize=9, labelcolor=INK)
     save_picture(figure, path)
+
+
+def draw_measures(axes: Any, lines: Sequence[dict[str, Any]], label: str) -> None:
+    """Draw the numbers of a panel over the steps, those of held-out answers as points."""
+    axes.set_ylabel(label, color=INK)
+    for name in PANELS[label]:
+        pale = name in ("reward_rejected", "reward_undesirable")
+        for kind, style, color in (("", "-", TRAIN), ("held_out_", "o", HELD_OUT)):
+            known = [(n["step"], n[kind + name]) for n in lines if n.get(kind + name) is not None]
+            if known:
+                steps, values = np.array(known).T
+                axes.plot(
+                    steps, values, style, color=color, alpha=0.45 if pale else 1, linewidth=1.6,
+                    markersize=4.5, label=(kind + name).replace("_", " "),
+                )  # fmt: skip
 
 
 def smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

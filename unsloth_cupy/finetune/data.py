@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..ops.common.checks import check_choice
 from .data_files import Located, located, name_of, unpacked
+from .methods import METHODS
 from .records import Records, read_records
 from .text import Text, python_documentation, read_text, split
 
@@ -20,6 +22,7 @@ class DataFiles(NamedTuple):
     name: str
     ignore: tuple[str, ...]
     note: str
+    method: str = "sft"
 
     @property
     def lines(self) -> bool:
@@ -31,7 +34,7 @@ class DataFiles(NamedTuple):
         if not self.files:
             return split("python-docs", python_documentation())
         if self.lines:
-            return read_records(self.files, self.name, self.ignore, self.note)
+            return read_records(self.files, self.name, self.ignore, self.note, self.method)
         (file,) = self.files
         if self.ignore or file.weight != 1:
             what = "a weight" if file.weight != 1 else "a column to ignore"
@@ -40,19 +43,22 @@ class DataFiles(NamedTuple):
         return read_text(plain.path, self.name, plain.keep)
 
 
-def found(data: Any, ignore: Collection[str] = (), call: str = "read_data") -> DataFiles:
+def found(
+    data: Any, ignore: Collection[str] = (), call: str = "read_data", method: str = "sft"
+) -> DataFiles:
     """Return the files of training data that ``read_data`` reads."""
     every: Any = ignore
+    check_choice(call, "method", method, tuple(METHODS))
     if isinstance(every, str) or not isinstance(every, Collection):
         raise ConfigError(f"{call}(ignore={ignore!r}): give a list of columns")
     files, note = ([], "") if data is None else located(data, call)
     several = isinstance(data, list | tuple)
     folder = not several and files and data != "-" and Path(data).is_dir()
     name = Path(data).resolve().name if folder else name_of(files) if files else ""
-    return DataFiles(files, name, tuple(ignore), note)
+    return DataFiles(files, name, tuple(ignore), note, method)
 
 
-def read_data(data: Any, *, ignore: Collection[str] = ()) -> Text | Records:
+def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -> Text | Records:
     """Return the texts, instructions or chats in files, a tenth of them held out.
 
     Parameters
@@ -64,6 +70,9 @@ def read_data(data: Any, *, ignore: Collection[str] = ()) -> Text | Records:
         weight 0.5, a random half.  None: Python's documentation.
     ignore : collection of str, optional
         Columns that are not read.
+    method : str
+        The method of training that the rows are for: of dpo and its relatives they are pairs, of
+        kto answers that are good or not.
 
     Returns
     -------
@@ -75,7 +84,7 @@ def read_data(data: Any, *, ignore: Collection[str] = ()) -> Text | Records:
     ------
     ConfigError
         A file cannot be read, holds something else than its name says, has a row that is none, or
-        is for another method than learning the next token; the message has file, line, column and
-        cure.  A row may have 1 MiB; a packed file may grow to 1 GiB or 100 times its size.
+        is for another method; the message has file, line, column and cure.  A row may have 1 MiB; a
+        packed file may grow to 1 GiB or 100 times its size.
     """
-    return found(data, ignore).read()
+    return found(data, ignore, method=method).read()

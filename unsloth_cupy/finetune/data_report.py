@@ -60,7 +60,12 @@ class DataReport(NamedTuple):
 
 
 def inspect_data(
-    data: Any, model: Any = None, *, ignore: Collection[str] = (), examples: int = EXAMPLES
+    data: Any,
+    model: Any = None,
+    *,
+    ignore: Collection[str] = (),
+    method: str = "sft",
+    examples: int = EXAMPLES,
 ) -> DataReport:
     """Return what training data hold, and what of them is learned.
 
@@ -73,6 +78,8 @@ def inspect_data(
         template writes them.  None: characters, and chats as ChatML.
     ignore : collection of str, optional
         Columns that are not read.
+    method : str
+        As in ``read_data``; each answer of a pair is a text.
     examples : int, optional
         How many texts to show.
 
@@ -82,7 +89,7 @@ def inspect_data(
         As ``read_data``, or the folder holds no model.
     """
     if not isinstance(data, Text | Records):
-        data = found(data, ignore, "inspect_data").read()
+        data = found(data, ignore, "inspect_data", method).read()
     words = Words(model, runs_on=isinstance(data, Text))
     lengths, learned, total, unlearned, shown = array("q"), 0, 0, 0, list[Shown]()
     for where, record in _records(data, TOKENISED if model is not None else None):
@@ -113,7 +120,8 @@ def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Reco
         chosen = (data.train[number] for number in range(0, len(data.train), step))
         share = range(data.size // size)
         for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
-            yield data.place(record.line), record
+            for side in record.sides:
+                yield data.place(record.line), side
         return
     paragraphs = ((f"{data.path or data.name}, paragraph {n}", Record(n, [], "", text))
                   for n, text in enumerate(_paragraphs(data), 1) if text.strip())  # fmt: skip

@@ -121,22 +121,26 @@ class Engine:
         sum_ranks = self.many.sums if self.states is None else self.states.sums
         return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
-    def held_out(self, batches: Sequence[Mapping[str, Any]]) -> list[tuple[float, Counts]]:
-        """Return the loss of each batch, and what its labels count to.
+    def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
+        """Return the loss of each batch, and what its labels count to, or ``sums`` of a method.
 
         Data ranks compute different batches.
         """
-        results, data = np.zeros((len(batches), 3)), self.data
+        results, data = np.zeros((len(batches), 1 + (sums or len(Counts())))), self.data
         for first in range(0, len(batches), data.size):
             number = first + data.rank
             if number < len(batches):
-                results[number] = self._held_out(batches[number])
+                results[number] = self._held_out(batches[number], sums)
             elif self.parts is not None:  # take part when others gather weights from this rank
-                self._held_out(batches[first])
-        return [(float(r[0]), Counts(*map(float, r[1:]))) for r in self.alike.all_reduce(results)]
+                self._held_out(batches[first], sums)
+        return self.alike.all_reduce(results)
 
-    def _held_out(self, batch: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Return the loss of a batch, without a backward pass, and its counts."""
+    def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
+        """Return the loss of a batch, without a backward pass, and its counts or sums."""
+        if sums:
+            sink: list[Any] = []
+            loss = float(self.objective(self.model, **batch, sink=sink))
+            return loss, *to_numpy(sink[0]).tolist()
         if self.stages is not None:
             stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
             return pipeline_loss(stage, batch), *Counts()

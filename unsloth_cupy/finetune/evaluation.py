@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ..models import Transformer
 
 
-def read(data: Any) -> Text | Records:
+def read(data: Any, method: str = "sft") -> Text | Records:
     """Return the text of a file, or what was read from one before."""
-    return data if isinstance(data, Text | Records) else found(data, (), "evaluate").read()
+    return data if isinstance(data, Text | Records) else found(data, (), "evaluate", method).read()
 
 
 def whole(data: Text | Records) -> Text | Records:
@@ -66,7 +66,7 @@ def held_out_of(data: Text | Records, evaluate: Any) -> tuple[Text | Records, di
         if isinstance(data, Text):
             return resplit(data, evaluate), {"eval": evaluate}
         return split_records(data, evaluate), {"eval": evaluate}
-    other = read(evaluate)
+    other = read(evaluate, data.method if isinstance(data, Records) else "sft")
     facts = {"eval": other.path and str(other.path.resolve()), "eval_sha256": other.digest}
     if isinstance(data, Text) and isinstance(other, Text):
         return data._replace(held_out=_text(whole(other)), cut=data.size, note=""), facts

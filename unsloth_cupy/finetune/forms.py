@@ -7,7 +7,7 @@
     {"messages": [{"role": "user", "content": "..."}, ...]}          what the assistant says
     {"conversations": [{"from": "human", "value": "..."}, ...]}      what the assistant says
 
-Rows that are for other methods, as pairs of preferences, are told by name.
+Rows that are for other methods are told by name; ``preferences`` reads pairs and rated answers.
 """
 
 import functools
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..errors import ConfigError
 from .messages import check_plain, checked_messages, shown, text_of
+from .methods import methods_of
 from .naming import named
 
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog")
@@ -42,6 +43,8 @@ TOKENS = ("input_ids", "labels", "attention_mask")
 # Columns that change what the others mean: with one of them a row is not learned as it is.
 MEANING = {"chosen", "rejected", "margin", *LABELS, *SCORES, *WEIGHTS, *MEDIA, *TOKENS}
 LEARNS = "finetune learns the next token of texts"
+SIDES = ("chosen", "rejected")
+RAW = ("completion", "chosen", "rejected")  # behind a prompt in text: no chat
 WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"
@@ -75,6 +78,8 @@ class Content(NamedTuple):
     answer: str
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    rejected: Any = None  # the other answer of a pair: text, or the whole chat
+    desirable: bool | None = None  # of an answer that is rated
 
 
 def normal(name: str) -> str:
@@ -92,8 +97,10 @@ def is_header(cells: Sequence[str]) -> bool:
     return bool(pair or text or {"chosen", "rejected"} <= names)
 
 
-def content_of(values: Any, ignore: Collection[str] = ()) -> Content:
-    """Return what a row holds.
+def content_of(
+    values: Any, ignore: Collection[str] = (), answers: tuple[str, ...] = ANSWERS
+) -> Content:
+    """Return what a row holds; ``answers`` are the columns that may be the answer to a question.
 
     Raises
     ------
@@ -108,7 +115,7 @@ def content_of(values: Any, ignore: Collection[str] = ()) -> Content:
     some = tuple(name for name, value in values.items() if value is not None)
     if blank := {name for name in some if normal(name) in MEANING and values[name] in _BLANK}:
         some = tuple(name for name in some if name not in blank)
-    form = _form(some) or _form(tuple(values))
+    form = _form(some, answers) or _form(tuple(values), answers)
     if isinstance(form, Refusal):
         leave = f", or leave columns out by {named(ignore=form.column)}" if form.column else ""
         raise ConfigError(form.why + leave)
@@ -122,7 +129,7 @@ def content_of(values: Any, ignore: Collection[str] = ()) -> Content:
         return Content(form, [], "", text_of(row["text"], form.columns["text"]))
     tools, options = _tools(row, form), _object(row.get("options"), form.columns.get("options"))
     if form.kind == "chat":
-        given = _parsed(row["chat"])
+        given = parsed(row["chat"])
         chat = checked_messages(given, form.columns["chat"])
         form = form._replace(name=form.name + (" (ShareGPT)" if "from" in given[0] else ""))
         return Content(form, _with_system(row, form, chat), "", "", tools, options)
@@ -135,7 +142,8 @@ _BLANK: tuple[Any, ...] = ("", [], {})
 def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
     """Return the content of a question and its answer: texts, or lists of messages."""
     names = form.columns
-    (asked, said), raw = (row["question"], row["answer"]), form.name == "prompt/completion"
+    asked, said, (question, _, answer) = row["question"], row["answer"], form.name.partition("/")
+    raw = question == "prompt" and answer in RAW
     if isinstance(asked, list):
         if isinstance(said, str):
             if normal(names["answer"]) in ("answer", "solution"):
@@ -166,7 +174,7 @@ def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
 def _history(pairs: Any, name: str) -> list[dict[str, Any]]:
     """Return earlier turns of a chat, written as a list of [question, answer]."""
     turns: list[dict[str, Any]] = []
-    pairs = _parsed(pairs) or []
+    pairs = parsed(pairs) or []
     if not (isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 for p in pairs)):
         _wrong(f"{name} is {shown(pairs)}", 'write it as [["question", "answer"], ...]')
     for place, pair in enumerate(pairs):
@@ -185,7 +193,7 @@ def _with_system(row: Any, form: Form, chat: list[dict[str, Any]]) -> list[dict[
 
 def _tools(row: Any, form: Form) -> list[Any] | None:
     """Return the tools of a chat: a list of objects, or one in JSON."""
-    tools, name = _parsed(row.get("tools")), form.columns.get("tools")
+    tools, name = parsed(row.get("tools")), form.columns.get("tools")
     if tools in (None, "", []):
         return None
     if not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
@@ -198,7 +206,7 @@ def _tools(row: Any, form: Form) -> list[Any] | None:
 
 def _object(value: Any, name: str | None) -> dict[str, Any] | None:
     """Return an object, or one in JSON; None if it is empty."""
-    value = _parsed(value)
+    value = parsed(value)
     if value in (None, "", {}):
         return None
     if not isinstance(value, dict):
@@ -207,7 +215,7 @@ def _object(value: Any, name: str | None) -> dict[str, Any] | None:
     return value
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """Return a value that a table holds as JSON."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -218,7 +226,7 @@ def _parsed(value: Any) -> Any:
 
 
 @functools.lru_cache(1000)
-def _form(names: tuple[str, ...]) -> Form | Refusal | None:
+def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | None:
     """Return the form of rows with these columns, a reason why they have none, or None."""
     known = {normal(name): name for name in reversed(names)} | {
         name: name for name in names if name == normal(name)
@@ -228,9 +236,9 @@ def _form(names: tuple[str, ...]) -> Form | Refusal | None:
         return next((role for role in roles if role in known), "")
 
     chat, text = first(CHATS), first(TEXTS)
-    question, answer = first(QUESTIONS), first(ANSWERS)
+    question, answer = first(QUESTIONS), first(answers)
     pair = question and answer and not chat
-    if other := _other_method(known, chat or (question and answer) or text, question):
+    if other := _other_method(known, chat or (question and answer) or text, question, answers):
         return other
     columns = {"system": first(SYSTEMS), "tools": first(("tools", "functions")),
                "options": first(("chat_template_kwargs",))}  # fmt: skip
@@ -240,7 +248,7 @@ def _form(names: tuple[str, ...]) -> Form | Refusal | None:
         name, kind = f"{question}/{answer}", "pair"
         others = [context for context in CONTEXTS if context != question]
         more = {"question": question, "answer": answer, "history": first(("history",))}
-        more["context"] = "" if name == "prompt/completion" else first(others)
+        more["context"] = "" if question == "prompt" and answer in RAW else first(others)
     elif text:
         name, kind, columns, more = text, "text", {}, {"text": text}
     elif question:
@@ -258,7 +266,9 @@ def _form(names: tuple[str, ...]) -> Form | Refusal | None:
     return Form(name + " (Alpaca)" * (name == "instruction/output"), kind, columns, ())
 
 
-def _other_method(known: dict[str, str], base: str, question: str) -> Refusal | None:
+def _other_method(
+    known: dict[str, str], base: str, question: str, answers: tuple[str, ...]
+) -> Refusal | None:
     """Return why rows with these columns are for another method; None if they are not."""
 
     def have(*roles: str) -> list[str]:
@@ -270,13 +280,14 @@ def _other_method(known: dict[str, str], base: str, question: str) -> Refusal | 
     for what, columns, cure in (
         ("tokens", have(*TOKENS) if "input_ids" in known else [], "write the texts themselves"),
         ("images or sounds", have(*MEDIA), "leave these rows out"),
-        ("preference pairs", have("chosen", "rejected"),
-         "write the chosen answers as completion or messages"),
+        ("preference pairs", have(*(each for each in SIDES if each not in answers)),
+         f"choose the method {methods_of('pairs')}, or write the chosen answers as completion or"
+         " messages"),
         ("pairs for embedding", pairs[0] if pairs else [], "write texts"),
         ("several answers to a question", several, "write the one to learn as completion"),
         ("labels for classification", have(*LABELS) if is_text else [], "remove the column"),
         ("unpaired preferences", have(*LABELS),
-         "keep the rows that are good examples, without the column"),
+         f"choose the method {methods_of('rated')}, or keep the good examples, without the column"),
         ("scored texts", have(*SCORES), "keep the rows to learn, without the column"),
         ("weighted rows", have(*WEIGHTS),
          "give messages their weight, 0 or 1, and files theirs as FILE:2"),
@@ -287,7 +298,8 @@ def _other_method(known: dict[str, str], base: str, question: str) -> Refusal | 
                 known[role] for role in (question, base) if role and known[role] not in columns
             ]
             every = [*dict.fromkeys([*beside, *columns])]
-            return Refusal(f"holds {what} ({listed(every)}); {LEARNS}: {cure}", columns[-1])
+            learns = LEARNS if answers is ANSWERS else "a pair is a question and two answers"
+            return Refusal(f"holds {what} ({listed(every)}); {learns}: {cure}", columns[-1])
     return None
 
 

@@ -16,6 +16,7 @@ from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
 from .engine import planned_with_noise
 from .listener import announce
+from .method import Method
 from .naming import named
 from .text import TrainingData
 
@@ -47,6 +48,11 @@ class Sizes(NamedTuple):
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
+        inputs = () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs
+        if isinstance(self.objective, Method) and not inputs:
+            sizes = {"batch": self.batch, "tokens": self.tokens, **changes}
+            rows = self.objective.full(sizes["batch"], sizes["tokens"])
+            inputs = [rows] * min(2, changes.get("accumulate", plan.accumulate))
         options: dict[str, Any] = {
             "batch": self.batch,
             "tokens": self.tokens,
@@ -59,10 +65,8 @@ class Sizes(NamedTuple):
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
-            "objective": partial(planned_with_noise, self.objective)
-            if plan.neftune
-            else self.objective,
-            "inputs": () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs,
+            "objective": _noisy(self.objective) if plan.neftune else self.objective,
+            "inputs": inputs,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
             planned = new_adapter(self.config, **plan.adapters.options(self.config))
@@ -71,12 +75,14 @@ class Sizes(NamedTuple):
         return plan_memory(self.config, **options)
 
 
-def passes_of(data: TrainingData, step: int, accumulate: int) -> list[dict[str, Any]]:
+def passes_of(
+    data: TrainingData, step: int, accumulate: int, method: Method
+) -> list[dict[str, Any]]:
     """Return what a plan of a step takes: its first batch, and the largest of the others."""
     numbers = range(step * accumulate, (step + 1) * accumulate)
     first, *others = (data.batches.at(number) for number in numbers)
     chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
-    return [{"tokens": b.tokens, "labels": b.labels, "offsets": b.offsets} for b in chosen]
+    return [method.inputs(batch) for batch in chosen]
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:
@@ -146,6 +152,15 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
         step_plan.total,
         whole,
     )
+
+
+def _noisy(objective: Objective) -> Objective:
+    """Return an objective with noise, also where a planned teacher takes part in it."""
+    noisy: Any = partial(planned_with_noise, objective)
+    with_teacher = getattr(objective, "planned", None)
+    if with_teacher is not None:
+        noisy.planned = lambda frozen: partial(planned_with_noise, with_teacher(frozen))
+    return noisy
 
 
 def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:

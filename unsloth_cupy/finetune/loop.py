@@ -36,6 +36,8 @@ from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .listener import Listener
+from .method import placed
+from .methods import METHODS
 from .metrics import Counts, measures
 from .naming import named
 from .ranks import Ranks
@@ -87,6 +89,7 @@ class Loop:
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
+        self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         self.masters = dict(model.trainable)
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
@@ -104,6 +107,7 @@ class Loop:
             self.masters = {}
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
+        self.measured: dict[str, float | None] = {}  # by the method, in the newest step
         self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
@@ -131,7 +135,8 @@ class Loop:
         averages += weights if isinstance(self.optimizer, ScheduleFreeAdamW) else 0  # and points
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
-        arrays = (self.model.parameters, learned, states)
+        arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
+        arrays += tuple(each.parameters for each in self.method.others)
         held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
@@ -226,6 +231,7 @@ class Loop:
         line = {
             "step": self.step,
             "loss": loss,
+            **self.measured,
             "lr": rate,
             "gradient_norm": norm if finite else None,
             "tokens_per_second": None if slowed else round(count / seconds, 1),
@@ -252,9 +258,11 @@ class Loop:
         first = self.step * self.plan.accumulate
         numbers = range(first, first + self.plan.accumulate)
         batches = [self.training_data.batches.at(number) for number in numbers]
-        count = max(1, sum(batch.label_count for batch in batches))
-
-        own = [self._placed(self.ranks.rows(batch), count) for batch in batches]
+        rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
+        constants = self.method.before(self.model, rows, self.ranks.alike.all_reduce)
+        shared = self.method.counts(batches) | constants
+        shared |= {"sink": sink} if self.method.sums else {}
+        own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
         pairs = self.engine.gradients(own, step, numbers, self.plan.neftune)
 
@@ -270,29 +278,43 @@ class Loop:
                     self.callbacks.call("on_substep_end")
 
         loss, sums = self.engine.summed(passes(), len(batches))
+        measured = np.zeros(self.method.sums)
+        for each in sink:
+            measured += to_numpy(each)
+        measured = self.ranks.alike.all_reduce(measured) if len(measured) else measured
+        self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
 
     def _evaluate(self) -> None:
-        """Log the loss on the held-out text, in nats per token."""
-        batches = self.training_data.held_out
-        placed = [self._placed(batch, max(1, batch.label_count)) for batch in batches]
-        results = self.engine.held_out(placed)
-        total, right, entropy, count = 0.0, 0.0, 0.0, 0
-        for number, (batch, (loss, counts)) in enumerate(zip(batches, results, strict=True)):
+        """Log the loss on the held-out text, in nats per token, or as the method has it."""
+        batches, method, data = self.training_data.held_out, self.method, self.engine.data
+        own = batches[data.rank :: data.size]
+        constants = method.before(self.model, own, data.all_reduce)
+        shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
+        each = [
+            self._placed(batch, shared if method.sums else method.counts([batch]))
+            for batch in batches
+        ]
+        total, sums = 0.0, np.zeros(0)
+        for number, (loss, *more) in enumerate(self.engine.held_out(each, method.sums)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
-                    next(self.engine.gradients([placed[number]], TrainingStep()))
+                    next(self.engine.gradients([each[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
-            total, count = total + loss * batch.label_count, count + batch.label_count
-            right, entropy = right + counts.right, entropy + counts.entropy
-        loss, usual = total / count, self.engine.objective is next_token
-        line = {
-            "step": self.step,
-            "held_out_loss": loss,
-            "held_out_tokens": count,
-            "unigram_baseline": self.training_data.baseline,
-            **measures(loss, Counts(right, entropy), count, of_next_token=usual),
-        }
+            total += loss * (1 if method.sums else batches[number].label_count)
+            sums = np.array(more) + (sums if sums.size else 0.0)
+        line = {"step": self.step, "held_out_loss": total if method.sums else total / count}
+        line |= {f"held_out_{method.unit}": count}
+        if self.training_data.baseline is not None:
+            line["unigram_baseline"] = self.training_data.baseline
+        if method.sums:
+            named_sums = method.measures(sums, **constants).items()
+            line |= {f"held_out_{name}": number for name, number in named_sums}
+        else:
+            usual = self.engine.objective is next_token
+            loss = line["held_out_loss"]
+            line |= measures(loss, Counts(*sums), count, of_next_token=usual)
+        loss = line["held_out_loss"]
         if self.plan.keeps_best:
             self._keep_if_best(loss)
         self._log(line)
@@ -351,12 +373,9 @@ class Loop:
             raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
         return [*tokens]
 
-    def _placed(self, batch: Batch, count: int) -> dict[str, Any]:
-        """Return what the objective takes: arrays on the model's device, and a number of labels."""
-        arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
-        table = self.model.table
-        placed = {n: a if a is None else to_device_of(a, table) for n, a in arrays.items()}
-        return placed | {"count": count}
+    def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the objective takes: arrays on the model's device, and what batches share."""
+        return {**placed(self.method.inputs(batch), self.model.table), **shared}
 
     @property
     def _scale_may_shrink(self) -> bool:

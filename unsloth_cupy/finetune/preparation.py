@@ -27,10 +27,12 @@ from .chat import Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
 from .loop import Loop
+from .methods import METHODS
 from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .ranks import Ranks
 from .records import Records
+from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
 from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
@@ -75,24 +77,33 @@ def prepare(
         config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(words)
-        config, adapter, kind = facts_of(folder, plan, given)
-        kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
-        if new_adapter and adapter is not None:
-            cure = f"leave {named('lora')} out"
-            holder = source if given is None else "the model"
-            raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+        config, adapter, kind = facts_of(folder, plan, given, source, new_adapter=new_adapter)
     if isinstance(text, Records):
         settings = with_tokens(settings, text, tokenizer, chat, config)
         plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
+    method, others = settings.learning, other_models(plan, tokenizer, config.vocab)
+    objective = objective if plan.method == "sft" else with_teacher(method, others, tokenizer)
     shape = shape_of(plan, text, config)
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
-        training_data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
+        data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
+        training_data = add_taught(objective, data, shape, text.place)
         plan = with_steps(settings, plan, training_data, new=source is None)
-    exists = source is not None and not config.bit_layers
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
-    sizes = Sizes(config, *rows, ranks.device, exists, adapter, kind, objective)
+    sizes = Sizes(
+        config, *rows, ranks.device, source is not None and not config.bit_layers, adapter, kind,
+        objective,
+    )  # fmt: skip
     memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
+    compared = others.get("reference", source)
+    has_reference = method.compares and reference_known(
+        run, plan, training_data.examples, compared, shape, ranks, goes_on=checkpoint is not None
+    )
+    objective = (
+        objective
+        if plan.method == "sft"
+        else with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
+    )
     model = in_place(given, checkpoint) if given else new_or_loaded(folder, values, plan, ranks)
     model.tokenizer = Tokenizer.of(tokenizer, chat)
     add_adapters(model, plan if new_adapter else None)
@@ -105,11 +116,13 @@ def prepare(
         memory, ranks, objective, chat if has_chats else None,
     )  # fmt: skip
     loop.check()
+    if method.compares:
+        add_reference(loop, compared, shape, known=has_reference)
     if checkpoint is not None:
         loop.resume(checkpoint)
         announce(f"resuming from {checkpoint}")
     # shuffle now, before memory is measured
-    training_data.batches.where(loop.step * plan.accumulate)
+    loop.training_data.batches.where(loop.step * plan.accumulate)
     announce(summary(loop))
     return loop
 
@@ -123,7 +136,9 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
     if ranks.alone and lines is not None:
 
         def of_step(step: int) -> Sizes:
-            return rows._replace(inputs=passes_of(lines, step, plan.accumulate))
+            own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
+            passes = passes_of(lines, step, plan.accumulate, own)
+            return rows._replace(inputs=passes)
 
         def bytes_of(step: int) -> int:
             return of_step(step).planned(plan).total
@@ -151,7 +166,28 @@ def new_or_loaded(
     return model
 
 
-def facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Facts:
+def facts_of(
+    folder: Path,
+    plan: Plan,
+    given: models.Transformer | None,
+    source: Path | None,
+    *,
+    new_adapter: bool,
+) -> Facts:
+    """Return the properties of a model as the plan trains it; raise if it holds adapters already.
+
+    It is that in a folder, which is ``source`` in a new run, or one in memory.
+    """
+    facts = _facts_of(folder, plan, given)
+    kind = quantized_kind(source, plan.quantize, plan.lora, facts.adapter, facts.quantized)
+    if new_adapter and facts.adapter is not None:
+        cure = f"leave {named('lora')} out"
+        holder = source if given is None else "the model"
+        raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+    return facts._replace(quantized=kind)
+
+
+def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Facts:
     """Return the properties of the model in a folder, or of one in memory."""
     if given is None:
         facts = model_without_weights(folder, plan.base)
@@ -174,6 +210,8 @@ def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
         cure = f"leave {named('lora_dropout')} out"
         raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
     model.add_adapter(**plan.adapters.options(model.config), seed=plan.seed)
+    if model.adapter is not None:  # sums over gradients are in the order of a file that is read
+        model.adapter.parameters = dict(sorted(model.adapter.parameters.items()))
 
 
 def in_place(model: models.Transformer, folder: Path | None) -> models.Transformer:
@@ -239,7 +277,7 @@ def shape_of(plan: Plan, text: Text | Records, config: "Config") -> Shape:
     """Return the shape of a batch."""
     pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
     pad = pad if pad is not None and pad < config.vocab else 0
-    return Shape(plan.batch, plan.tokens, pack, pad)
+    return Shape(plan.batch, plan.tokens, pack, pad, plan.learning)
 
 
 def with_tokens(
@@ -257,7 +295,8 @@ def with_tokens(
         is_chat = bool(record.messages)
         lengths += [
             len(encoded(tokenizer, text, spans, is_chat, ends, chat)[0])
-            for text, spans, _ in record.texts(chat)
+            for side in record.sides
+            for text, spans, _ in side.texts(chat)
         ]
     needed = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
     tokens = max(2, min(needed, config.positions))

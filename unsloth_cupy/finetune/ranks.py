@@ -86,6 +86,7 @@ class Ranks:
         offload: bool,
         find_nan: bool,
         packed: bool = False,
+        method: str = "sft",
     ) -> None:
         """Raise a ConfigError for options that these ranks do not support."""
         if batch < self.groups.data.size and not packed:  # of packed rows, texts are divided
@@ -97,6 +98,8 @@ class Ranks:
             groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
             self.context_attention, accumulate,
         )  # fmt: skip
+        if method != "sft":
+            self._check_method(method)
         if self.zero == 3 and find_nan:
             cure = f"use {named(zero=1)}, which computes the same numbers"
             problem = "the whole weights of a block exist only briefly, and have no names"
@@ -104,6 +107,20 @@ class Ranks:
         if not self.alone and (limited or offload):
             name = named("limit_memory") if limited else "offload"
             raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
+
+    def _check_method(self, method: str) -> None:
+        """Raise a ConfigError for ranks that divide what log-probabilities are computed from."""
+        sizes = {
+            "tensor_parallel": self.groups.tensor.size,
+            "pipeline_parallel": self.groups.pipeline.size,
+            "context_parallel": self.groups.context.size,
+        }
+        divided = {name: size for name, size in sizes.items() if size > 1}
+        divided |= {"zero": 3} if self.zero == 3 else {}
+        if divided:
+            problem = f"is not for {named(method=method)}, which needs a model that is whole"
+            cure = f"use {named('data_parallel')}, and {named(zero=1)} to save memory"
+            raise ConfigError(f"{named(**divided)} {problem}; {cure}")
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0, a number or a text, on all ranks."""
@@ -169,16 +186,18 @@ class Ranks:
         data, tokens, labels, starts = self.groups.data, batch.tokens, batch.labels, batch.offsets
         if data.size == 1:
             return batch
+        group, arrays = batch.group, {"tokens": tokens, "labels": labels, **batch.beside}
         if starts is None:
-            rows = part(len(tokens), data)
-            return batch._replace(tokens=tokens[rows], labels=labels[rows])
-        share = part(tokens.size, data)
-        first, last = np.searchsorted(starts, (share.start, share.stop))
-        own = slice(starts[first], starts[last])
-        tokens, labels = (array.reshape(1, -1)[:, own] for array in (tokens, labels))
-        return batch._replace(
-            tokens=tokens, labels=labels, offsets=starts[first : last + 1] - starts[first]
-        )
+            share = part(len(tokens) // group, data)
+            rows = slice(share.start * group, share.stop * group)
+            own = {name: array[rows] for name, array in arrays.items()}
+        else:  # texts that belong together begin in one part
+            share = part(tokens.size, data)
+            first, last = group * np.searchsorted(starts[::group], (share.start, share.stop))
+            place = slice(starts[first], starts[last])
+            own = {name: array.reshape(1, -1)[:, place] for name, array in arrays.items()}
+            batch = batch._replace(offsets=starts[first : last + 1] - starts[first])
+        return batch._replace(tokens=own.pop("tokens"), labels=own.pop("labels"), beside=own)
 
 
 def alone() -> Ranks:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,9 @@ from .chat import Chat, Lesson
 from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed
 from .listener import reading
+from .method import PAIRS, RATED, TEXTS
+from .methods import METHODS
+from .preferences import pair_of, rated_of
 from .tables import PROCESSED, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
@@ -30,6 +33,9 @@ RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
 FIRST = 100  # rows of each file that are looked at before all are read
 MOST_NAMES = 1000  # of columns that are not read
 IN_MEMORY = 2**26  # characters of records that are kept in memory
+READERS: Mapping[str, Callable[..., Content]] = {
+    TEXTS: content_of, PAIRS: pair_of, RATED: rated_of,
+}  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -41,6 +47,17 @@ class Record(NamedTuple):
     answer: str
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    rejected: Any = None  # the other answer of a pair: text, or the whole chat
+    desirable: bool | None = None  # of an answer that is rated
+
+    @property
+    def sides(self) -> "list[Record]":
+        """The record, or of a pair that of the chosen answer and that of the rejected one."""
+        if self.rejected is None:
+            return [self]
+        chosen = self._replace(rejected=None, desirable=True)
+        other = {"messages": self.rejected} if self.messages else {"answer": self.rejected}
+        return [chosen, chosen._replace(desirable=False, **other)]
 
     def texts(self, chat: Chat) -> list[Lesson]:
         """Return the texts that it is learned from, with the spans of them that are learned."""
@@ -77,6 +94,7 @@ class Records(NamedTuple):
     files: tuple[tuple[int, str, str], ...] = ()  # the line before each, its name, what to say then
     note: str = ""  # what was recognised, in one line
     forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
+    method: str = "sft"  # for which they were read
 
     @property
     def chats(self) -> bool:
@@ -175,12 +193,16 @@ class _Collected:
 
 
 def read_records(
-    data: Any, name: str = "", ignore: Collection[str] = (), more: str = ""
+    data: Any,
+    name: str = "",
+    ignore: Collection[str] = (),
+    more: str = "",
+    method: str = "sft",
 ) -> Records:
     """Return the records of files, split into training and held-out records.
 
     ``data`` is what ``located`` takes, or what it returns; ``ignore`` names columns that are not
-    read, ``more`` is a message to add to the account of the files.
+    read, ``more`` is a message to add to the account of the files, ``method`` is what reads rows.
 
     Raises
     ------
@@ -197,14 +219,14 @@ def read_records(
     for file in files[1:]:  # what is wrong at their beginning is said before the first is read
         if file.kind not in PROCESSED:
             for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
-                _content(file, number, row, ignore)
+                _content(file, number, row, ignore, method)
     for file in files:
         starts.append(line)
         own = hashlib.sha256() if len(files) > 1 or file.weight != 1 else digest
         bytes_read = file.path.stat().st_size
         rows = reading(rows_of(file, own), bytes_read, "reading")
         for number, row in enumerate(rows, 1):
-            content = _content(file, number, row, ignore)
+            content = _content(file, number, row, ignore, method)
             counts[content.form.name] += 1
             if len(unused) < MOST_NAMES:
                 unused.update(dict.fromkeys(content.form.unused))
@@ -226,14 +248,14 @@ def read_records(
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
         held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
-        _account(where, counts, ignore, unused, more), dict(counts),
+        _account(where, counts, ignore, unused, more), dict(counts), method,
     )  # fmt: skip
 
 
-def _content(file: Located, number: int, row: Row, ignore: Collection[str]) -> Content:
+def _content(file: Located, number: int, row: Row, ignore: Collection[str], method: str) -> Content:
     """Return the content of a row, or raise a ConfigError that names file, line and cure."""
     try:
-        return content_of(row.values, ignore)
+        return READERS[METHODS[method].reads[0]](row.values, ignore)
     except ConfigError as error:
         of_list = f"object {number}: " if file.kind == "JSON" else ""
         raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None

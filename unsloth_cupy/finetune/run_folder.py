@@ -8,6 +8,8 @@
                          checkpoint is kept too: a run of more steps continues from it
     best/                the model of the lowest held-out loss, if the run keeps it
     samples.jsonl        the texts with which the model continued the prompts of the settings
+    reference.safetensors  log-probabilities of the data by the reference model, if the method
+                         compares with it
     curve.png
     profile.txt, trace.json, if steps were profiled
 
@@ -29,6 +31,7 @@ from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, re
 from ..models.adapter_base import ADAPTER, base_of, cached
 from ..models.tokenizer import FILE as TOKENIZER
 from .listener import reading
+from .methods import METHODS
 from .naming import named
 from .settings import asks_for_more, differences, read_settings
 
@@ -36,11 +39,12 @@ if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
 
-HASHED = ("config.json", "*.safetensors")  # files of a model whose fingerprints a run keeps
+HASHED = ("config.json", "*.safetensors", "teach.json", "*.npy")  # whose fingerprints a run keeps
 LINES = {  # kinds of lines of a log, and what else such a line holds
     "loss": ("seconds", "tokens_per_second", "memory_bytes"),
-    "held_out_loss": ("unigram_baseline",),
+    "held_out_loss": (),
 }
+COUNTED = {f"held_out_{method.unit}" for method in METHODS.values()}  # one is in an evaluation
 BLOCK = 2**22  # bytes read at a time
 
 
@@ -52,6 +56,7 @@ class RunFolder:
         self.model, self.curve = folder / "model", folder / "curve.png"
         self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
         self.best_model, self.samples = folder / "best", folder / "samples.jsonl"
+        self.reference = folder / "reference.safetensors"
 
     @contextmanager
     def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
@@ -85,7 +90,7 @@ class RunFolder:
 
     def _leave(self, created: list[Path]) -> None:
         """Remove the files and folders created for a run that never began."""
-        for path in (self.settings, self.log, self.samples):
+        for path in (self.settings, self.log, self.samples, self.reference):
             path.unlink(missing_ok=True)
         if self.best_model.is_dir():
             remove(self.best_model)
@@ -202,6 +207,8 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 def _is_line(line: Any) -> bool:
     """Return whether a value is a line of a log: numbers by name, those of a step or evaluation."""
     if not isinstance(line, dict) or not is_integer(line.get("step")):
+        return False
+    if "held_out_loss" in line and not line.keys() & COUNTED:
         return False
     needed = {name for kind, names in LINES.items() if kind in line for name in (kind, *names)}
     return needed <= line.keys() and all(

@@ -18,6 +18,8 @@ from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
 from .lora import ALL, Lora
+from .method import FOLDERS, Method
+from .methods import METHODS, OPTIONS, using
 from .naming import named
 from .new_model import SIZES
 from .rates import DECAYS
@@ -37,12 +39,14 @@ OPTIMIZERS = ("adamw", "adamw8bit", *KINDS[1:])
 # first those of an adapter are 0)
 RATES = {"adafactor": (10.0, 300.0), "lion": (0.3, 0.3), "schedulefree": (2.5, 2.5)}
 DTYPES = ("float32", "bfloat16", "float16")
+LOSSES = tuple(dict.fromkeys(kind for method in METHODS.values() for kind in method.losses))
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
     *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
     *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
+    *("method", *(name for name in OPTIONS if name not in FOLDERS)),
 )
 
 
@@ -69,6 +73,35 @@ class Settings:
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
     tokens: int | None = setting(
         "data", f"Tokens in a row.  [default: of lines what most need, else {TOKENS}]", least=2
+    )
+
+    method: str = setting(
+        "method", "sft learns texts, kto answers that are good or not, distill a teacher; all"
+        " others learn pairs.", "sft", choices=(*METHODS,),
+    )  # fmt: skip
+    loss: str | None = setting(
+        "method", f"Of {using('loss')}.  [default: sigmoid, kto, jsd]", choices=LOSSES
+    )
+    beta: float | None = setting(
+        "method", "Strength of a preference, or of distill's jsd.  [default: 0.1, 0]", least=0
+    )
+    smoothing: float | None = setting(
+        "method", "Share of pairs that are the wrong way round.  [default: 0]", least=0, below=1
+    )
+    gamma: float | None = setting("method", "Margin of simpo.  [default: 0.5]", least=0)
+    nll: float | None = setting(
+        "method", "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]", least=0
+    )
+    desirable_weight: float | None = setting("method", "Of good answers in kto.", above=0)
+    undesirable_weight: float | None = setting("method", "Of all others.", above=0)
+    temperature: float | None = setting(
+        "method", "Of the predictions that distill compares.  [default: 1]", above=0
+    )
+    reference: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "method", "Folder of the model to compare with.  [default: the model before the run]"
+    )
+    teacher: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "method", "Folder of the model to learn from."
     )
 
     layers: int | None = setting("model", f"Of a new model.  [default: {SIZES['layers']}]", least=1)
@@ -243,6 +276,11 @@ class Settings:
         return self.keep_best or self.patience is not None
 
     @property
+    def learning(self) -> Method:
+        """The method, with its options."""
+        return METHODS[self.method].bound(self)
+
+    @property
     def precision(self) -> MixedPrecisionConfig:
         """The dtype of the computation, and the loss scale."""
         scale, dynamic = self.loss_scale, self.dynamic_scaling
@@ -269,6 +307,9 @@ class Settings:
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
         self._check_values()
+        if source is None and self.method != "sft":
+            raise ConfigError(f"{named(method=self.method)} {existing}")
+        self.check_method()
         if self.base is not None and source is None:
             raise ConfigError(f"{named('base')} {existing}")
         if self.train_weights and (self.quantize != "ternary" or source is not None):
@@ -276,6 +317,19 @@ class Settings:
             raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")
         if self.quantize is not None and source is None and not self.train_weights:
             raise ConfigError(f"{named('quantize')} {existing}")
+
+    def check_method(self) -> None:
+        """Raise a ConfigError for options that the method does not use, or does not take."""
+        method = METHODS[self.method]
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if value is not None and name not in method.uses:
+                problem = f"{named(method=self.method)} does not use {named(name)}"
+                raise ConfigError(f"{problem}; leave it out, or choose {using(name)}")
+        if self.loss is not None and self.loss not in method.losses:
+            cure = f"choose from {', '.join(method.losses)}"
+            raise ConfigError(f"{named(method=self.method)} has no {named(loss=self.loss)}; {cure}")
+        self.learning.check(self)
 
     def _check_values(self) -> None:
         """Raise a ConfigError for values that need others, or another form."""
@@ -303,7 +357,8 @@ class Settings:
         ``steps`` are those of the epochs, when the text is known.
         """
         ends = steps or self.steps or STEPS
-        rate = NEW_RATE if new else RATE if self.lora is None else ADAPTER_RATE
+        whole, adapted = METHODS[self.method].rates or (RATE, ADAPTER_RATE)
+        rate = NEW_RATE if new else whole if self.lora is None else adapted
         share = RATES.get(self.optimizer, (1.0, 1.0))[self.lora is not None]
         falls = "constant" if self.optimizer == "schedulefree" else "cosine"
         defaults = {
@@ -377,6 +432,8 @@ def kept(
         **{name: getattr(plan, name) for name in KEPT},
         "quantize": settings.quantize,
     }
+    folders = ((name, getattr(settings, name)) for name in FOLDERS)
+    result |= {name: None if path is None else str(Path(path).resolve()) for name, path in folders}
     if isinstance(text, Records):
         result["pack"] = settings.pack is not False
     if source is None:

@@ -7,7 +7,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -37,8 +37,10 @@ class Batch(NamedTuple):
     tokens: Array  # (batch, length)
     labels: Array  # a token, or IGNORE if it is not learned
     offsets: Array | None  # starts of the texts that share rows, see Transformer.logits
-    label_count: int  # number of labels that count in the loss
+    label_count: int  # number of labels that count in the loss, or of units of texts
     real: int  # number of tokens that are not padding
+    group: int = 1  # consecutive texts that belong together
+    beside: Mapping[str, Array] = {}  # of each token, what a method knows of it
 
 
 class Tokens(Protocol):
@@ -73,12 +75,13 @@ class TrainingData(NamedTuple):
 
     batches: Source
     held_out: list[Batch]
-    baseline: float  # held-out loss of predictions by token frequency only
+    baseline: float | None  # held-out loss of predictions by token frequency only
     learned: int  # number of tokens to train on
     held_out_tokens: int  # number of held-out tokens
     prompt: list[int]  # tokens from which a sample starts
     note: str  # message about truncated or repeated texts, or empty
     largest: tuple[int, int]  # rows, and tokens in a row, of the largest batch
+    examples: Sequence[Any] = ()  # texts to train on and those that are held out, of a method
 
 
 class Text(NamedTuple):

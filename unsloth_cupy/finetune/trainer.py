@@ -34,12 +34,17 @@ from .interrupt import Stop
 from .listener import Listener, announce, hearing
 from .loop import Loop
 from .lora import Lora
+from .method import PAIRS, TEXTS
+from .methods import METHODS
+from .naming import named
 from .preparation import device_name, in_place, prepare
 from .ranks import start
 from .records import Records
+from .reference import folder_of
 from .reporters import reporters
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
+from .taught import is_taught
 from .text import Text
 
 
@@ -172,11 +177,12 @@ class Trainer:
                 raise ConfigError("Trainer(ignore=) is for files; give it to read_data")
             if not self.ranks.alone and "-" in (text if isinstance(text, list) else [text]):
                 raise ConfigError("ranks do not share standard input; name a file in place of -")
-            self.text: Any = text if known else found(text, ignore, "Trainer: text")
+            self.text: Any = text if known else found(text, ignore, "Trainer: text", each.method)
             self.lines = isinstance(text, Records) or (
                 isinstance(self.text, DataFiles) and self.text.lines
             )
             each.check(self.source, lines=self.lines)
+            self._check_method()
             self.callbacks += reporters(each.report_to)
             if self.given is not None and not self.ranks.alone:
                 problem = "a model in memory is trained by one process"
@@ -185,10 +191,32 @@ class Trainer:
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
                 offload=each.offload, find_nan=each.find_nan,
-                packed=self.lines and each.pack is not False,
+                packed=self.lines and each.pack is not False, method=each.method,
             )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
         self.base_name = new if folder is None else folder.resolve().name
+
+    def _check_method(self) -> None:
+        """Raise a ConfigError if data or objective are not those of the method."""
+        method, reads = self.settings.method, METHODS[self.settings.method].reads
+        if method == "sft":
+            given = getattr(self.text, "method", "sft")
+        elif not self.lines:
+            if reads == METHODS["sft"].reads and not is_taught(Path(self.settings.teacher or "")):
+                return
+            what = {PAIRS: "pairs of answers", TEXTS: "texts"}.get(reads[0], "rated answers")
+            cure = f"give {named('text')}, a file of {what}"
+            raise ConfigError(f"{named(method=method)} learns from lines; {cure}")
+        else:
+            given = self.text.method
+        if METHODS[given].reads != reads:
+            cure = f"read it by read_data(..., method={method!r})"
+            raise ConfigError(f"Trainer(text=...): it was read for the method {given}; {cure}")
+        data = self.ranks.groups.data.size  # of which the command may not speak
+        self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
+        if self.objective is not next_token and method != "sft":
+            problem = f"{named(method=method)} has a loss of its own"
+            raise ConfigError(f"Trainer(objective=...): {problem}; leave one of them out")
 
     def train(self, stop: Stop | None = None) -> Run:
         """Train to the end, save the model, and return the run.
@@ -271,6 +299,9 @@ class Trainer:
             path = self.files.settings
             known = read_settings(path) if path.is_file() else {}
             base = fingerprints(folder, known.get("base") or {})
+        if self.settings.teacher is not None:
+            files = fingerprints(folder_of(self.settings.teacher), {})
+            base |= {f"teacher {name}": each for name, each in files.items()}
         return kept(self.settings, text, self.source, base) | self.evaluated
 
 

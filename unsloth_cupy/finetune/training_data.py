@@ -20,6 +20,8 @@ from ..models.chat import Span
 from ..models.tokenizer import check_tokens
 from .chat import Chat
 from .listener import reading
+from .method import Method
+from .methods import METHODS
 from .naming import named
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
@@ -41,14 +43,22 @@ class Example(NamedTuple):
     tokens: Array
     labels: Array
     line: int
+    desirable: bool = True  # whether its answer is good
+    reference: Array | None = None  # log-probabilities of its labels by a reference model
+    taught: Array | None = None  # rows of a teacher's stored predictions
 
 
 class Examples(Sequence[Example]):
-    """Many examples in little memory: 2 or 4 bytes for a token, and 1 for whether it is learned."""
+    """Many examples in little memory: 2 or 4 bytes for a token, and 1 for whether it is learned.
+
+    Log-probabilities of a reference model, if a method compares with them, are beside the tokens.
+    """
 
     def __init__(self, kind: np.dtype[Any]) -> None:
         self.kind = kind
-        self.tokens, self.learned = bytearray(), bytearray()
+        self.tokens, self.learned, self.desirable = bytearray(), bytearray(), bytearray()
+        self.reference: Array | None = None
+        self.taught: Array | None = None
         self.ends, self.lines = [0], list[int]()
         self.counts = Counter[str]()  # of answers, by what they are, and of their chats
 
@@ -58,6 +68,7 @@ class Examples(Sequence[Example]):
         self.learned += (example.labels != IGNORE).tobytes()
         self.ends.append(self.ends[-1] + len(example.tokens))
         self.lines.append(example.line)
+        self.desirable.append(example.desirable)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -67,7 +78,9 @@ class Examples(Sequence[Example]):
         tokens = np.frombuffer(self.tokens, self.kind, stop - start, start * self.kind.itemsize)
         learned = np.frombuffer(self.learned, bool, stop - start, start)
         tokens = tokens.astype(np.int64)
-        return Example(tokens, np.where(learned, tokens, IGNORE), self.lines[index])
+        beside = (None if a is None else a[start:stop] for a in (self.reference, self.taught))
+        labels, good = np.where(learned, tokens, IGNORE), bool(self.desirable[index])
+        return Example(tokens, labels, self.lines[index], good, *beside)
 
     def labels(self) -> Array:
         """Return the learned tokens of all examples."""
@@ -80,9 +93,10 @@ class Examples(Sequence[Example]):
 
     def largest(self, shape: "Shape") -> tuple[int, int]:
         """Return the rows, and the tokens in a row, of the largest batch of these examples."""
-        longest = max(stop - start for start, stop in pairwise(self.ends))
-        tokens = min(shape.batch * shape.length, self.ends[-1])
-        return (-(-tokens // longest) if shape.pack else min(shape.batch, len(self)), longest)
+        longest, group = max(self.lengths()), shape.method.group
+        tokens = min(shape.batch * group * shape.length, self.ends[-1])
+        rows = -(-tokens // longest) if shape.pack else min(shape.batch * group, len(self))
+        return max(1, rows // group), longest
 
     @property
     def most(self) -> int:
@@ -93,14 +107,16 @@ class Examples(Sequence[Example]):
 class Shape(NamedTuple):
     """The shape of a batch."""
 
-    batch: int  # rows
+    batch: int  # rows, or groups of rows that belong together
     length: int  # tokens in a row
     pack: bool  # whether examples share rows
     pad: int  # the token that fills rows up
+    method: Method = METHODS["sft"]
 
     def fits(self, count: int, used: int) -> bool:
-        """Return whether ``count`` examples of ``used`` tokens in all fit into one batch."""
-        return used <= self.batch * self.length if self.pack else count <= self.batch
+        """Return whether ``count`` groups of ``used`` tokens in all fit into one batch."""
+        most = self.batch * self.method.group * self.length
+        return used <= most if self.pack else count <= self.batch
 
     def batch_of(self, examples: Sequence[Example]) -> Batch:
         """Return examples as one batch: packed end to end, or one in each row.
@@ -113,12 +129,23 @@ class Shape(NamedTuple):
         tokens = np.full(size, self.pad, np.int64)
         labels = np.full_like(tokens, IGNORE)
         starts = ends if self.pack else np.arange(len(examples)) * size[1]
+        method, beside = self.method, dict[str, Array]()
+        if method.sums:
+            beside = {"real": np.zeros(size, bool), "desirable": np.ones(size, bool)}
+            if method.compares:
+                beside["reference"] = np.zeros(size, np.float32)
+        if examples[0].taught is not None:
+            beside["taught"] = np.full(size, -1)
         for start, example in zip(starts.tolist(), examples, strict=False):
             place = slice(start, start + len(example.tokens))
             tokens.reshape(-1)[place] = example.tokens
             labels.reshape(-1)[place] = example.labels
-        count = int((labels != IGNORE).sum())
-        return Batch(tokens, labels, ends if self.pack else None, count, int(ends[-1]))
+            own: dict[str, Any] = {"real": True, **example._asdict()}
+            for name, values in beside.items():
+                values.reshape(-1)[place] = own[name]
+        count = len(examples) // method.group if method.sums else int((labels != IGNORE).sum())
+        offsets = ends if self.pack else None
+        return Batch(tokens, labels, offsets, count, int(ends[-1]), method.group, beside)
 
 
 class Packed:
@@ -134,9 +161,12 @@ class Packed:
     ) -> None:
         self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
         self.place = place
-        self.starts = [0]  # number of the first example of each batch, counted over all epochs
+        self.starts = [0]  # number of the first group of each batch, counted over all epochs
+        self.group = shape.method.group
         known = examples.lengths() if isinstance(examples, Examples) else None
-        self.lengths = array("q", known or (len(example.tokens) for example in examples))
+        each = np.fromiter(known or (len(example.tokens) for example in examples), np.int64)
+        self.longest = each.reshape(-1, self.group).max(axis=1)  # text of each group
+        self.lengths = array("q", each.reshape(-1, self.group).sum(axis=1).tolist())
 
     def at(self, step: int) -> Batch:
         """Return the batch of one step."""
@@ -152,7 +182,7 @@ class Packed:
 
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the examples."""
-        step, wanted = 0, epochs * len(self.examples)
+        step, wanted = 0, epochs * len(self.lengths)
         while self.starts[-1] < wanted:
             self._find_batches(len(self.starts))
         while self.starts[step] < wanted:
@@ -162,19 +192,20 @@ class Packed:
     def epoch(self, step: int) -> float:
         """Return how often the examples were passed through in the first ``step`` batches."""
         self._find_batches(step)
-        return self.starts[step] / len(self.examples)
+        return self.starts[step] / len(self.lengths)
 
     def _examples(self, step: int) -> list[Example]:
         """Return the examples of a batch."""
         self._find_batches(step + 1)
-        return [self.examples[each] for each in self._indices(step)]
+        first, group = [each * self.group for each in self._indices(step)], range(self.group)
+        return [self.examples[number + place] for number in first for place in group]
 
     def _find_batches(self, count: int) -> None:
         """Find the limits of the first ``count`` batches."""
         while len(self.starts) <= count:
             first = last = self.starts[-1]
             used = self.lengths[self._index(last)]
-            while self.shape.fits(last - first + 1, used) and last - first < len(self.examples):
+            while self.shape.fits(last - first + 1, used) and last - first < len(self.lengths):
                 last += 1
                 used += self.lengths[self._index(last)]
             self.starts.append(last)
@@ -195,37 +226,46 @@ class Packed:
 
     def _size(self, batch: int) -> int:
         """Return the tokens of a batch, with its padding."""
-        lengths = [self.lengths[index] for index in self._indices(batch)]
-        return sum(lengths) if self.shape.pack else len(lengths) * max(lengths)
+        own = self._indices(batch)
+        if self.shape.pack:
+            return sum(self.lengths[index] for index in own)
+        return len(own) * self.group * int(self.longest[own].max())
 
     def _indices(self, batch: int) -> list[int]:
         return [self._index(n) for n in range(self.starts[batch], self.starts[batch + 1])]
 
     def _index(self, number: int) -> int:
-        """Return the index of an example by its number, counted over all epochs."""
-        epoch, place = divmod(number, len(self.examples))
+        """Return the index of a group by its number, counted over all epochs."""
+        epoch, place = divmod(number, len(self.lengths))
         return self._order(epoch)[place]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
     def _order(self, epoch: int) -> list[int]:
-        """Return the shuffled indices of the examples in an epoch."""
+        """Return the shuffled indices of the groups in an epoch."""
         order: list[int] = (
-            np.random.default_rng([self.seed, epoch]).permutation(len(self.examples)).tolist()
+            np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths)).tolist()
         )
         return order
 
 
 def sequential_batches(examples: Sequence[Example], shape: Shape) -> list[Batch]:
     """Return batches that hold each example once, in order."""
-    batches: list[Batch] = []
-    waiting: list[Example] = []
-    for example in examples:
-        used = sum(len(each.tokens) for each in waiting) + len(example.tokens)
-        if not shape.fits(len(waiting) + 1, used):
-            batches.append(shape.batch_of(waiting))
-            waiting = []
-        waiting.append(example)
-    return [*batches, shape.batch_of(waiting)]
+    return [
+        shape.batch_of([examples[number] for number in range(first, last)])
+        for first, last in consecutive(examples, shape)
+    ]
+
+
+def consecutive(examples: Sequence[Example], shape: Shape) -> Iterator[tuple[int, int]]:
+    """Yield the first example of each batch that fits, and the one after its last."""
+    group, first, used = shape.method.group, 0, 0
+    for start in range(0, len(examples), group):
+        own = sum(len(examples[number].tokens) for number in range(start, start + group))
+        if start > first and not shape.fits((start - first) // group + 1, used + own):
+            yield first, start
+            first, used = start, 0
+        used += own
+    yield first, len(examples)
 
 
 def from_text(
@@ -257,8 +297,14 @@ def from_records(
         have fewer than 4.
     """
     ends = [token for token in config.end_tokens if token < config.vocab]
-    cut = functools.partial(_examples, records, tokenizer, ends, shape.length, chat)
-    (train, long, lost), (held_out, *_) = cut(records.train), cut(records.held_out)
+    method = shape.method
+    cut = functools.partial(
+        _answers if method.sums else _examples, records, tokenizer, ends, shape.length, chat
+    )
+    more = (method.group,) if method.sums else ()
+    (train, long, lost), (held_out, *_) = (
+        cut(part, *more) for part in (records.train, records.held_out)
+    )
     for part, which in ((train, "learned"), (held_out, "held out")):
         if not part:
             raise ConfigError(
@@ -271,6 +317,9 @@ def from_records(
     place = None if lines_of_one else records.place
     batches = Packed(train, shape, seed, name, place)
     learned, held_out_labels = train.labels(), held_out.labels()
+    if method.compares:
+        for part in (train, held_out):
+            part.reference = np.zeros(part.ends[-1], np.float32)
     if len(learned) < LEAST:
         raise ConfigError(
             f"{named(text=records.where)} is too short: it has {len(learned)} token"
@@ -280,10 +329,16 @@ def from_records(
     first = held_out[0]
     begin = int((first.labels != IGNORE).argmax())
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
-    note = account(train, long, lost, shape.length)
-    baseline = unigram_baseline(learned, held_out_labels, config.vocab)
-    return TrainingData(batches, sequential_batches(held_out, shape), baseline, len(learned),
-                   len(held_out_labels), prompt, note, train.largest(shape))  # fmt: skip
+    if method.sums:
+        note, baseline = account_of_answers(train, method, long, lost, shape.length), None
+        counts = [part.counts["learned"] for part in (train, held_out)]
+    else:
+        note = account(train, long, lost, shape.length)
+        counts = [len(learned), len(held_out_labels)]
+        baseline = unigram_baseline(learned, held_out_labels, config.vocab)
+        baseline = None if method.losses else baseline  # another loss has none
+    return TrainingData(batches, sequential_batches(held_out, shape), baseline, counts[0],
+                   counts[1], prompt, note, train.largest(shape), (train, held_out))  # fmt: skip
 
 
 def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
@@ -299,6 +354,97 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
     if (more := counts["lessons"] - counts["chats"]) > 0:
         text += f"; {more:,} more texts, as the template writes the last answer in its own way"
     return text
+
+
+def account_of_answers(
+    examples: Examples, method: Method, cut: int, dropped: int, length: int
+) -> str:
+    """Return in words what of pairs, or of answers that are good or not, is learned."""
+    units, counts = len(examples) // method.group, examples.counts
+    of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
+    text = f"{units:,} of {units + dropped:,} {of_kind} are learned"
+    text += f" ({counts['learned']:,} of {counts['tokens']:,} tokens)"
+    text += f", {dropped:,} dropped, whose question fills {named(tokens=length)}" * bool(dropped)
+    text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
+    if same := counts["same"]:
+        text += f"; of {same:,} both answers are equal"
+    return text
+
+
+def _answers(
+    records: Records,
+    tokenizer: Any,
+    ends: Sequence[int],
+    most: int,
+    chat: Chat,
+    part: Sequence[Record],
+    group: int,
+) -> tuple[Examples, int, int]:
+    """Return the answers of records, how many units were truncated, and how many are dropped.
+
+    The end of a text of more than ``most`` tokens is left out.  A unit is dropped if nothing of an
+    answer is left.  Of answers that are rated, each is followed by its question with the answer of
+    the record before it, if ``group`` is 2.
+    """
+    result, long, dropped = Examples(token_kind(tokenizer)), 0, 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    counts = result.counts
+    other: tuple[Array, Array] | None = None  # the answer of the record before
+    rated = records.method == "kto"
+    if rated and group == 2:
+        other = _said(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
+    for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
+        texts = [(side, *_text_of(records, tokenizer, ends, chat, side)) for side in record.sides]
+        next_other = _said(*texts[0][1:])[1] if other is not None else None
+        for unit in [[text] for text in texts] if rated else [texts]:
+            own: list[tuple[Array, Array, bool]] = []
+            for side, tokens, learned in unit:
+                own.append((tokens, learned, bool(side.desirable)))
+                if other is not None:
+                    asked = _said(tokens, learned)[0]
+                    both = [np.concatenate(each) for each in zip(asked, other, strict=True)]
+                    own.append((both[0], both[1], bool(side.desirable)))
+            if not all(learned[:most].any() for _, learned, _ in own):
+                dropped += 1
+                continue
+            long += any(len(tokens) > most for tokens, *_ in own)
+            for tokens, learned, good in own:
+                labels = np.where(learned, tokens, IGNORE)[:most]
+                result.append(Example(tokens[:most], labels, record.line, good))
+            real = own if not rated else own[:1]
+            counts["tokens"] += sum(min(len(tokens), most) for tokens, *_ in real)
+            counts["learned"] += sum(int(learned[:most].sum()) for _, learned, _ in real)
+            counts["good"] += rated and own[0][2]
+            same = [np.array_equal(own[0][0], each[0]) for each in own[1:]]
+            counts["same"] += not rated and all(same)
+        other = next_other
+    return result, long, dropped
+
+
+def _text_of(
+    records: Records, tokenizer: Any, ends: Sequence[int], chat: Chat, record: Record
+) -> tuple[Array, Array]:
+    """Return the tokens of a question and its answer, and which of them are learned."""
+    try:
+        lessons = record.texts(chat)
+        if len(lessons) > 1:
+            cure = "give one answer"
+            raise ConfigError(f"the template writes the answers in {len(lessons)} texts; {cure}")
+    except ConfigError as error:
+        raise ConfigError(f"{records.place(record.line)}: {error}") from None
+    text, spans, _ = lessons[0]
+    tokens, owners = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
+    owners[:1] = NOBODY  # no token before it predicts it
+    if not (learned := owners != NOBODY).any():
+        cure = "write an answer that the tokenizer has tokens for"
+        raise ConfigError(f"{records.place(record.line)}: an answer has no tokens; {cure}")
+    return tokens, learned
+
+
+def _said(tokens: Array, learned: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return the question of a text and its answer, each as tokens and what of them is learned."""
+    start = int(learned.argmax())
+    return (tokens[:start], learned[:start]), (tokens[start:], learned[start:])
 
 
 def _examples(

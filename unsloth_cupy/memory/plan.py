@@ -23,7 +23,7 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan
 from .planned import Planned, recording_in
-from .planned_model import DEVICES, new_adapter, planned_training
+from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
@@ -93,7 +93,8 @@ def plan_memory(
         1f1b, of accumulate microbatches): the plan of the rank that holds most.
     objective : callable, optional
         The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
-        that of the next tokens.
+        that of the next tokens.  If it has ``planned(create)``, that returns the same loss with
+        what ``create(config)`` makes: another model, whose weights are counted.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
@@ -126,17 +127,12 @@ def plan_memory(
     for name, size in sizes.items():
         if not 1 <= size < 2**31:
             raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more, less than 2**31")
-    for name, value, known in (
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("device", device, tuple(DEVICES)),
-    ):
-        check_choice("plan_memory", name, value, known)
+    check_choice("plan_memory", "device", device, tuple(DEVICES))
     _check_optimizer(optimizer, state_bits, tensor_parallel)
     _check_adapter(rank, adapter, quantization)
     parsed = config if isinstance(config, Config) else parse(config)
-    parts = checkpoint_every
-    if parts is not None and not isinstance(parts, CheckpointConfig):
-        parts = CheckpointConfig(True, parts)
+    given = checkpoint_every
+    parts = given if isinstance(given, CheckpointConfig | None) else CheckpointConfig(True, given)
     layout = Layout(tensor_parallel, pipeline_parallel)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
@@ -153,6 +149,9 @@ def plan_memory(
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
+        other = getattr(objective, "planned", None)
+        if other is not None:  # the loss computes with another model, which is frozen
+            objective = other(partial(frozen_model, ledger, arrays=arrays, kind=kind))
         ledger.begin()
         alike = len(inputs) or min(accumulate, ALIKE)
         batches = _batches(arrays, (batch, tokens), alike, inputs)
@@ -208,6 +207,7 @@ def _check_inputs(inputs: Any, ranks: int) -> None:
 def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> None:
     from ..models.optimizers import conflict
 
+    check_choice("plan_memory", "optimizer", optimizer, OPTIMIZERS)
     problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel)
     if problem is not None:
         settings, why = problem

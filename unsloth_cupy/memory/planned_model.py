@@ -69,6 +69,15 @@ def new_adapter(
     return Adapter({"r": rank, "lora_dropout": dropout, TOKENS: tokens}, parameters)
 
 
+def frozen_model(ledger: "Ledger", config: "Config", *, arrays: Any, kind: Any) -> "Transformer":
+    """Return a model that is not trained, whose weights are counted."""
+    from ..models.transformer import Transformer
+
+    parameters = {name: arrays.of(shape, kind) for name, shape in config.shapes().items()}
+    ledger.enter(WEIGHTS, parameters)
+    return Transformer(config, parameters, {})
+
+
 def planned_training(
     ledger: "Ledger",
     config: "Config",

@@ -97,7 +97,12 @@ def mean_loss(
 
 @naming("Transformer", *LOSSES)
 def label_log_probs(
-    model: Network, tokens: Array, labels: Array, mask: Array | None, temperature: float
+    model: Network,
+    tokens: Array,
+    labels: Array,
+    mask: Array | None,
+    offsets: Array | None,
+    temperature: float,
 ) -> LogProbs:
     """Return the log-probabilities of the next labels, and what else the head's pass tells."""
     if model.division is not None or model.context is not None:
@@ -107,8 +112,8 @@ def label_log_probs(
         )
     require_head("log_probs", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
-    x = model.hidden(parameters, tokens, mask=mask)
-    shifted, cap = next_labels(tokens, labels, None), model.config.logit_softcap
+    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets)
+    shifted, cap = next_labels(tokens, labels, offsets), model.config.logit_softcap
     x, head = inputs_of_losses(model.config, parameters, x)
     return linear_log_probs(x, head, shifted, ignore=IGNORE, temperature=temperature, softcap=cap)
 

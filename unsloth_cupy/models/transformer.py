@@ -269,6 +269,7 @@ class Transformer(Network):
         labels: Array,
         *,
         mask: Array | None = None,
+        offsets: Array | None = None,
         temperature: float = 1.0,
     ) -> LogProbs:
         """Return the log-probability of each label, with entropy and relatives.
@@ -281,6 +282,8 @@ class Transformer(Network):
             -100 where a label does not count: its results are 0.
         mask : (batch, tokens) bool or int, optional
             As in ``logits``.
+        offsets : (texts + 1,) int, optional
+            As in ``logits``: the results are then one row, of all texts.
         temperature : float
             Of sampling, above 0; it divides the logits.
 
@@ -295,7 +298,7 @@ class Transformer(Network):
         ConfigError
             temperature is not above 0; or ranks divide the model.
         """
-        return label_log_probs(self, tokens, labels, mask, temperature)
+        return label_log_probs(self, tokens, labels, mask, offsets, temperature)
 
     @from_any_library
     def embeddings(

@@ -357,7 +357,7 @@ def _rows_of(array: Array, mask: Array | None) -> Array:
         return rows
     kept = contiguous(mask).reshape(-1)
     if isinstance(kept, np.ndarray):
-        return rows[kept]
+        return rows[np.flatnonzero(kept)]
     return zeroed(rows, kept)
 
 

@@ -1,0 +1,586 @@
+"""Methods beyond the next token: their first step is TRL's, on any batches, ranks and restarts."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from unsloth_cupy import losses
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import (
+    Callback,
+    Listener,
+    Lora,
+    Run,
+    Settings,
+    Trainer,
+    read_data,
+    teach,
+)
+from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.methods import METHODS
+from unsloth_cupy.finetune.records import Records
+from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.models import load
+
+from ..cli.test_cli import assert_one_clear_error, run
+from ..golden import generate_methods as golden
+from ..parallel.ranks import by_sockets
+
+LLAMA = Path(golden.__file__).parent / "models" / "llama"
+OURS = {  # settings of the methods of golden.TRL
+    "hinge": {"method": "dpo", "loss": "hinge"},
+    "kto": {"method": "kto", "desirable_weight": 1.5},
+}
+NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "rewards/margins": "margin",
+         "rewards/accuracies": "accuracy", "kl": "kl"}  # fmt: skip
+MEASURED = ("memory_bytes", "seconds", "tokens_per_second", "planned_bytes", "peak_bytes")
+
+
+def write(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def model_times(share: float, folder: Path) -> Path:
+    """Save the golden model with its weights times a number, with the tokenizer of words."""
+    model = load(LLAMA, dtype="float32")
+    for name, weight in model.parameters.items():
+        model.parameters[name] = weight * np.float32(share)
+    model.save(folder)
+    (folder / "tokenizer.json").write_text(golden.tokenizer().to_str())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("methods")
+    for share in (1.0, 0.9, 1.1):
+        model_times(share, folder / f"model-{share}")
+    write(folder / "pairs.jsonl", golden.pairs())
+    write(folder / "rated.jsonl", golden.rated())
+    rows = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in golden.pairs()]
+    write(folder / "texts.jsonl", rows)
+    return folder
+
+
+def data_of(home: Path, method: str) -> Path:
+    return home / f"{ {'kto': 'rated', 'distill': 'texts'}.get(method, 'pairs') }.jsonl"
+
+
+def trainer(home: Path, out: Path, *, lora: Any = None, **settings: Any) -> Trainer:
+    method = settings["method"]
+    if method == "distill":
+        settings = {"teacher": home / "model-0.9"} | settings
+    data = settings.pop("data", None) or data_of(home, method)
+    settings = {"eval": data, "lr": 1e-3, "steps": 1, "batch": 6, "tokens": 20} | settings
+    return Trainer(home / "model-1.0", data, Settings(out=out, **settings), lora=lora)
+
+
+def log(run: Run, *, leave: tuple[str, ...] = MEASURED) -> list[dict[str, Any]]:
+    return [{n: v for n, v in line.items() if n not in leave} for line in run.files.lines()]
+
+
+def assert_as_trl(
+    home: Path, out: Path, name: str, expected: dict[str, float], **more: Any
+) -> None:
+    settings = OURS.get(name, {"method": name}) | more
+    if METHODS[settings["method"]].compares:
+        settings["reference"] = home / f"model-{golden.SHARE.get(name, 0.9)}"
+    (line,) = [
+        line for line in trainer(home, out, **settings).train().files.lines() if "loss" in line
+    ]
+    for theirs, ours in NAMES.items():
+        if theirs in expected and not (ours == "accuracy" and name == "kto"):
+            assert line[ours] == pytest.approx(expected[theirs], rel=2e-5, abs=2e-6), (name, ours)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_first_step_is_that_of_trl(pack: bool, home: Path, tmp_path: Path) -> None:
+    steps = json.loads((LLAMA.parents[1] / "methods.json").read_text())["steps"]
+    assert steps.keys() == golden.TRL.keys()
+    assert steps["kto"]["kl"] > 0
+    for name, expected in steps.items():
+        assert_as_trl(home, tmp_path / name, name, expected, pack=pack)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl, beside torch and transformers")
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_step_is_that_of_trl_itself(home: Path, tmp_path: Path) -> None:
+    for name in golden.TRL:
+        assert_as_trl(home, tmp_path / name, name, golden.first_step(name))
+
+
+@pytest.mark.parametrize("method", ["cpo", "orpo", "kto", "distill"])
+def test_parts_of_a_batch_are_one_batch(method: str, home: Path, tmp_path: Path) -> None:
+    """Sums over pairs, tokens and answers are divided by those of the whole step."""
+    runs = [
+        trainer(
+            home, tmp_path / str(batch), method=method, batch=batch, accumulate=6 // batch,
+            pack=False, steps=2, evaluate_every=1,
+        ).train()
+        for batch in (6, 2)
+    ]  # fmt: skip
+    logs = [log(run) for run in runs]
+    assert [len(each) for each in logs] == [5, 5]
+    for line, other in zip(*logs, strict=True):
+        assert other == pytest.approx(line, rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
+    """A pair stays in one rank, k is that of all ranks, and the reference is shared."""
+
+    def asked(method: str, ranks: int, *more: str) -> list[str]:
+        given = {
+            "--data": data_of(home, method), "--eval": data_of(home, method), "--method": method,
+            "--out": tmp_path / f"{method}{len(more)}-{ranks}", "--batch": 3, "--tokens": 20,
+            "--steps": 2, "--lr": 1e-3, "--evaluate-every": 1,
+        }  # fmt: skip
+        words = [str(word) for pair in given.items() for word in pair]
+        words += ["--teacher", str(home / "model-0.9")] if method == "distill" else []
+        words += [] if ranks == 1 and "--zero" in more else more
+        return ["finetune", str(home / "model-1.0"), *words, "--"]
+
+    wanted = [("dpo", ()), ("orpo", ("--no-pack",)), ("kto", ("--zero", "1")), ("distill", ())]
+    both = chain.from_iterable(asked(method, 2, *more) for method, more in wanted)
+    for ended in by_sockets(2, "tests.parallel.commands", *both):
+        assert ended.code == 0, ended.said
+    for method, more in wanted:
+        done = run(*asked(method, 1, *more)[:-1])
+        assert done.exit_code == 0, done.output
+        logs = [
+            log(Run("", RunFolder(tmp_path / f"{method}{len(more)}-{n}"), None)) for n in (1, 2)
+        ]
+        assert len(logs[0]) == 5
+        for line, other in zip(*logs, strict=True):
+            assert other == pytest.approx(line, rel=1e-4, abs=2e-6), method
+
+
+class Halts(Callback):
+    """Requests a stop after some steps."""
+
+    def __init__(self, stop: Stop, step: int) -> None:
+        self.stop, self.step = stop, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            self.stop.signal = 2
+
+
+@pytest.mark.parametrize(
+    ("method", "lora"), [("dpo", None), ("kto", Lora(2)), ("distill", Lora(2))]
+)
+def test_a_run_that_goes_on_has_equal_bits(
+    method: str, lora: Any, home: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"method": method, "steps": 4, "batch": 2, "evaluate_every": 2}
+    stop, out = Stop(), tmp_path / "run"
+    halted = trainer(home, out, lora=lora, **options)
+    halted.callbacks = [Halts(stop, 2)]
+    with pytest.raises(Interrupted):
+        halted.train(stop)
+    known = out / "reference.safetensors"
+    assert known.exists() == (method != "distill")
+    again = trainer(home, out, lora=lora, **options).train()
+    expected = trainer(home, tmp_path / "whole", lora=lora, **options).train()
+    assert log(again) == log(expected)
+    both = [
+        load_file(*(each / "model").glob("*.safetensors")) for each in (out, tmp_path / "whole")
+    ]
+    assert both[0].keys() == both[1].keys()
+    for name, weight in both[1].items():
+        np.testing.assert_array_equal(both[0][name], weight)
+    with pytest.raises(ConfigError, match="holds a run with beta None"):
+        trainer(home, out, lora=lora, **options, beta=0.2).train()
+
+
+def test_a_lost_reference_is_computed_from_the_model_again(home: Path, tmp_path: Path) -> None:
+    """Of a run that trains all weights, the model in its checkpoint is another by then."""
+    options: dict[str, Any] = {"method": "dpo", "steps": 2, "decay": "constant"}
+    trainer(home, tmp_path / "run", **options | {"steps": 1}).train()
+    (tmp_path / "run" / "reference.safetensors").unlink()
+    again = trainer(home, tmp_path / "run", **options).train()
+    expected = trainer(home, tmp_path / "whole", **options).train()
+    losses_of_both = [made.losses for made in (again, expected)]
+    assert losses_of_both[0] == pytest.approx(losses_of_both[1], rel=1e-6)
+    assert abs(again.losses[1] - np.log(2)) > 1e-3
+
+
+def test_the_reference_is_that_of_a_folder(home: Path, tmp_path: Path) -> None:
+    """Its log-probabilities are what ``model.log_probs`` says, text after text."""
+    other = load(home / "model-0.9", dtype="float32")
+    loop = trainer(
+        home, tmp_path / "run", method="dpo", reference=home / "model-0.9"
+    ).train().loop  # fmt: skip
+    assert loop is not None
+    (train, _), words = loop.training_data.examples, golden.tokenizer()
+    assert len(train) == 2 * len(golden.pairs())
+    for number, pair in enumerate(golden.pairs()):
+        for place, side in enumerate(("chosen", "rejected")):
+            example = train[2 * number + place]
+            tokens = [*words.encode(pair["prompt"] + pair[side]).ids, 2]
+            asked = len(words.encode(pair["prompt"]).ids)
+            assert example.tokens.tolist() == tokens
+            labels = [-100] * asked + tokens[asked:]
+            assert example.labels.tolist() == labels
+            arrays = np.array([tokens]), np.array([labels])
+            expected = np.append(0, other.log_probs(*arrays).log_probs[0, :-1])
+            np.testing.assert_allclose(example.reference, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_is_that_of_the_library(home: Path, tmp_path: Path) -> None:
+    """Loss and gradients of a packed step are those of ``losses`` on rows of the same pairs."""
+    made = trainer(home, tmp_path / "run", method="cpo", beta=0.3, smoothing=0.1, nll=0.5)
+    prepared: list[Any] = []
+
+    class Keeps(Callback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            prepared.append({n: a.copy() for n, a in more["model"].parameters.items()})
+
+    made.callbacks = [Keeps()]
+    result = made.train()
+    model, words = load(home / "model-1.0", dtype="float32"), golden.tokenizer()
+    texts = [(p["prompt"], p[side]) for side in ("chosen", "rejected") for p in golden.pairs()]
+    tokens = np.zeros((12, 20), np.int64)
+    labels = np.full_like(tokens, -100)
+    for row, (asked, said) in enumerate(texts):
+        each, start = [*words.encode(asked + said).ids, 2], len(words.encode(asked).ids)
+        tokens[row, : len(each)], labels[row, start : len(each)] = each, each[start:]
+    mask = np.append(labels[:, 1:] != -100, np.zeros((12, 1), bool), axis=1)
+
+    def loss(model: Any) -> Any:
+        rows = model.log_probs(tokens, labels).log_probs
+        pairs = losses.preference(rows, mask, beta=0.3, smoothing=0.1)
+        return pairs + losses.nll(rows[:6], mask[:6]) * 0.5
+
+    value, gradients = model.value_and_gradients(loss)
+    line = next(line for line in log(result) if "loss" in line)
+    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
+    assert line["loss"] == pytest.approx(float(value), rel=1e-5)
+    assert line["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_kl_is_of_questions_with_the_answer_before(home: Path, tmp_path: Path) -> None:
+    loop = trainer(home, tmp_path / "run", method="kto").train().loop
+    assert loop is not None
+    train, rows, words = loop.training_data.examples[0], golden.rated(), golden.tokenizer()
+    assert len(train) == 2 * len(rows)
+    for number, row in enumerate(rows):
+        for place, said in enumerate((row["completion"], rows[number - 1]["completion"])):
+            example = train[2 * number + place]
+            assert example.tokens.tolist() == [*words.encode(row["prompt"] + said).ids, 2]
+            assert example.desirable == row["label"]
+    plain = trainer(home, tmp_path / "apo", method="kto", loss="apo_zero_unpaired").train()
+    assert plain.loop is not None
+    assert len(plain.loop.training_data.examples[0]) == len(rows)
+    assert "kl" not in log(plain)[1]
+
+
+def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
+    """Measures are in lines, progress, table, JSON and callbacks, by TRL's names there."""
+    words = ("finetune", home / "model-1.0", "--data", home / "pairs.jsonl", "--method", "dpo")
+    done = run(
+        *words, "--steps", 2, "--tokens", 9, "--out", tmp_path / "run", "--evaluate-every", 1
+    )
+    assert done.exit_code == 0, done.output
+    assert "5 of 5 pairs are learned" in done.output
+    assert "cut at --tokens 9" in done.output
+    assert "step 0/2: held-out loss 0.693, accuracy 0.000, margin 0.000" in done.output
+    assert "held-out reward chosen" in done.output
+    assert "unigram" not in done.output
+    shown = run(*words, "--steps", 3, "--json", "--out", tmp_path / "json")
+    result = json.loads(shown.stdout)
+    names = {"accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen"}
+    assert names | {f"held_out_{name}" for name in names} <= result.keys()
+    assert result["held_out_pairs"] == 1
+    heard: list[str] = []
+
+    class Hears(Callback):
+        def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            heard.extend(more["logs"])
+
+    made = trainer(home, tmp_path / "heard", method="orpo")
+    made.callbacks = [Hears()]
+    made.train()
+    assert {"rewards/accuracies", "nll_loss", "eval_rewards/margins", "eval_nll_loss"} <= {*heard}
+
+
+def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Hears(Listener):
+        def announce(self, text: str) -> None:
+            said.append(text)
+
+    long = {"prompt": "w1 " * 30, "chosen": " w2", "rejected": " w3"}
+    same = {"prompt": "w1", "chosen": " w2", "rejected": " w2"}
+    data = write(tmp_path / "pairs.jsonl", [*golden.pairs(), long, same])
+    made = trainer(home, tmp_path / "run", method="dpo", data=data, eval=home / "pairs.jsonl")
+    made.listener = Hears()
+    made.train()
+    expected = "7 of 8 pairs are learned (64 of 118 tokens), 1 dropped, whose question fills"
+    assert any(text.startswith(expected) for text in said), said[1]
+    assert any("of 1 both answers are equal" in text for text in said)
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill"])
+def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> None:
+    for lora in (None, Lora(4)):
+        made = trainer(home, tmp_path / f"run{lora is None}", method=method, lora=lora, steps=2)
+        lines = [line for line in made.train().files.lines() if "peak_bytes" in line]
+        assert lines
+        for line in lines[1:]:  # the first imports modules, whose objects count
+            planned, peak = line["planned_bytes"], line["peak_bytes"]
+            assert planned == pytest.approx(peak, rel=0.03)  # objects of Python count too
+
+
+def test_a_plan_of_a_method(home: Path) -> None:
+    def total(*words: Any) -> dict[str, str]:
+        done = run("plan", home / "model-1.0", "--tokens", 32, "--json", *words)
+        assert done.exit_code == 0, done.output
+        table = json.loads(done.output.splitlines()[0])
+        return {row["held"]: row["at the peak"] for row in table["rows"]} | {"": table["title"]}
+
+    taught = total("--method", "distill", "--teacher", home / "model-0.9")
+    plain, pairs = total("--batch", 4), total("--batch", 2, "--method", "orpo")
+    assert "orpo of pairs" in pairs[""]
+    assert pairs["weights"] == plain["weights"]
+    assert taught["weights"] != plain["weights"]
+    for words, said in (
+        (("--method", "distill"), "distill has nobody to learn from; give --teacher"),
+        (("--teacher", LLAMA), "--method sft does not use --teacher; leave it out, or choose dis"),
+        (("--method", "dpo", "--data-parallel", 2), "plan --method dpo is of one rank; leave the"),
+    ):
+        assert_one_clear_error(run("plan", home / "model-1.0", *words), said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "sft", "beta": 0.1}, "method=sft does not use beta; leave it out, or choose d"),
+        ({"method": "dpo", "gamma": 1.0}, "method=dpo does not use gamma; leave it out, or choose"),
+        ({"method": "orpo", "reference": "x"}, "does not use reference; .*choose dpo, ipo or kto"),
+        ({"method": "dpo", "loss": "simpo"}, "method=dpo has no loss=simpo; choose from sigmoid"),
+        ({"method": "dpo", "loss": "hinge", "smoothing": 0.1}, "'hinge' does not use smoothing"),
+        ({"method": "dpo", "beta": 0.0}, "beta must be above 0"),
+        ({"method": "kto", "beta": 0.0}, "beta must be above 0"),
+        ({"method": "dpo", "loss": "aot", "accumulate": 2}, "loss=aot compares all pairs of a st"),
+        ({"method": "distill", "teacher": None}, "nobody to learn from; give teacher"),
+        ({"method": "distill", "loss": "tvd", "beta": 0.5}, "does not use beta"),
+        ({"method": "dop"}, "method=dop is not known; choose from sft, dpo"),
+        ({"method": "dpo", "data": "rated"}, "rated.jsonl:1: holds prompt, completion, label; wr"),
+        ({"method": "kto", "data": "texts"}, "texts.jsonl:1: holds prompt, completion, and no la"),
+        ({"method": "sft", "data": "pairs"}, "holds preference pairs .*choose the method dpo, i"),
+        ({"method": "dpo", "reference": "other"}, "has another vocabulary: 'w199' is none there"),
+        ({"method": "dpo", "tokens": 200}, "tokens=200 is more than the 128 positions"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_error(
+    settings: dict[str, Any], said: str, home: Path, tmp_path: Path
+) -> None:
+    if settings.get("data"):
+        settings = settings | {"data": home / f"{settings['data']}.jsonl"}
+    if settings.get("reference") == "other":
+        shutil.copytree(home / "model-0.9", tmp_path / "other")
+        words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+        del words["model"]["vocab"]["w199"]
+        (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
+        settings = settings | {"reference": tmp_path / "other"}
+    with pytest.raises(ConfigError, match=said):
+        trainer(home, tmp_path / "run", **settings).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_are_read_for_their_method(home: Path, tmp_path: Path) -> None:
+    pairs = read_data(home / "pairs.jsonl", method="dpo")
+    assert isinstance(pairs, Records)
+    assert pairs.note.endswith("6 rows of prompt/chosen/rejected")
+    settings = Settings(method="simpo", steps=1, out=tmp_path / "run", tokens=20)
+    Trainer(home / "model-1.0", pairs, settings).train()
+    with pytest.raises(
+        ConfigError, match=r"read for the method dpo; read it by read_data\(..., me"
+    ):
+        Trainer(home / "model-1.0", pairs, Settings(method="kto"))
+    with pytest.raises(ConfigError, match="method=dpo learns from lines; give text, a file of pai"):
+        Trainer(home / "model-1.0", None, Settings(method="dpo"))
+    with pytest.raises(ConfigError, match="method=dpo is for an existing model; name its model"):
+        Trainer(None, pairs, Settings(method="dpo"))
+    with pytest.raises(ConfigError, match="method=dpo has a loss of its own"):
+        Trainer(home / "model-1.0", pairs, Settings(method="dpo"), objective=lambda model: 0)
+    with pytest.raises(ConfigError, match="method='dop'"):
+        read_data(home / "pairs.jsonl", method="dop")
+
+
+ASK = {"role": "user", "content": "hi"}
+GOOD, BAD = ({"role": "assistant", "content": said} for said in ("yes", "no"))
+QUIET = GOOD | {"weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("row", "chosen", "rejected"),
+    [
+        ({"prompt": "a", "chosen": " b", "rejected": " c"}, ("a", " b"), " c"),
+        ({"chosen": "it is blue", "rejected": "it is red"}, ("it is", " blue"), " red"),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, [ASK, GOOD], [ASK, BAD]),
+        ({"prompt": "hi", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, [ASK, GOOD], [ASK, BAD]),
+        ({"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]}, [ASK, GOOD], [ASK, BAD]),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, [ASK, GOOD], [ASK, BAD]),
+        ({"prompt": [ASK], "chosen": "yes", "rejected": "no"}, [ASK, GOOD], [ASK, BAD]),
+        ({"question": "hi", "chosen": "yes", "rejected": "no"}, [ASK, GOOD], [ASK, BAD]),
+        ({"conversations": [{"from": "human", "value": "hi"}],
+          "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
+         [ASK, GOOD], [ASK, BAD]),
+        ({"prompt": [ASK, GOOD, ASK], "chosen": [GOOD], "rejected": [BAD]},
+         [ASK, QUIET, ASK, GOOD], [ASK, QUIET, ASK, BAD]),
+        ({"Instruction": "hi", "Chosen": "yes", "Rejected": "no", "id": 3},
+         [ASK, GOOD], [ASK, BAD]),
+    ],
+)  # fmt: skip
+def test_pairs_of_every_form(row: Any, chosen: Any, rejected: Any, tmp_path: Path) -> None:
+    rows = [row, {"prompt": "other", "chosen": "x", "rejected": "y"}]
+    data = read_data(write(tmp_path / "pairs.jsonl", rows), method="dpo")
+    assert isinstance(data, Records)
+    (record,) = (each for each in (*data.train, *data.held_out) if each.line == 1)
+    asked = isinstance(chosen, tuple)
+    assert (record.prompt, record.answer) == (chosen if asked else ("", ""))
+    assert record.messages == ([] if asked else chosen)
+    assert record.rejected == rejected
+    assert [side.desirable for side in record.sides] == [True, False]
+    assert ("not read: the column id" in data.note) == ("id" in row)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "has chosen but no rejected; write prompt, chosen and r"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty; write"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "has chosen but no rejected; write"),
+        ({"prompt": "a", "chosen": "b", "rejected": [GOOD]}, "differ: text and messages"),
+        ({"text": "a"}, "holds text; write prompt, chosen and rejected"),
+        ({"prompt": "a", "completion": "b", "label": True}, "or choose the method kto"),
+        ({"chosen": [ASK], "rejected": [ASK, GOOD]}, "no message is the assistant's"),
+        ({"chosen": [ASK, GOOD], "rejected": [GOOD]}, "does not answer what both chats ask"),
+        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ({"prompt": "b", "chosen": "a", "rejected": "c", "margin": 1}, "margin.*remove the column"),
+        ({"prompt": "b", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "prompt is not what chos"),
+        ({"prompt": "b", "chosen": 3, "rejected": 4}, "chosen is 3, not text"),
+        ([1], "is \\[1\\], not an object"),
+    ],
+)  # fmt: skip
+def test_what_is_no_pair_is_refused_by_line(row: Any, said: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, row]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    with pytest.raises(ConfigError, match=f"pairs.jsonl:2: .*{said}"):
+        read_data(path, method="dpo")
+
+
+def test_answers_are_rated_in_every_form(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "completion": " b", "label": True},
+        {"prompt": [ASK], "completion": [GOOD], "label": 0},
+        {"messages": [ASK, GOOD, ASK, BAD], "kto_tag": "False"},
+        {"prompt": "a", "chosen": " c", "rejected": " d"},
+    ]
+    data = read_data(write(tmp_path / "rated.jsonl", rows), method="kto")
+    assert isinstance(data, Records)
+    records = sorted([*data.train, *data.held_out], key=lambda record: record.line)
+    assert [each.desirable for each in records] == [True, False, False, None]
+    assert [side.desirable for side in records[3].sides] == [True, False]
+    assert records[2].messages == [ASK, QUIET, ASK, BAD]
+    for row, said in (
+        ({"prompt": "a", "completion": "b"}, "holds prompt, completion, and no label; write prom"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "label is 2; write true"),
+        ({"prompt": "a", "completion": "", "label": True}, "completion is empty"),
+        ({"text": "a", "label": True}, "without a question"),
+    ):
+        path = write(tmp_path / "wrong.jsonl", [rows[0], row])
+        with pytest.raises(ConfigError, match=f"wrong.jsonl:2: .*{said}"):
+            read_data(path, method="kto")
+
+
+@pytest.fixture(scope="module")
+def stored(home: Path) -> Path:
+    folder = home / "taught"
+    words = ("--data", home / "texts.jsonl", "--tokens", 20, "--top-k", 256)
+    done = run("teach", home / "model-0.9", *words, "--out", folder)
+    assert done.exit_code == 0, done.output
+    assert "what is kept of them has 100.00% of the probability" in done.output
+    return folder
+
+
+class TestTaught:
+    """Predictions of a teacher that are stored."""
+
+    def test_all_tokens_are_as_the_teacher_itself(
+        self, stored: Path, home: Path, tmp_path: Path
+    ) -> None:
+        """Of a vocabulary that is stored as a whole; its rows are found in any order and batch."""
+        for pack, folder in ((True, "packed"), (False, "rows")):
+            both = [
+                trainer(
+                    home, tmp_path / f"{folder}{number}", method="distill", teacher=teacher,
+                    pack=pack, batch=2, steps=2, evaluate_every=1,
+                ).train()
+                for number, teacher in enumerate((stored, home / "model-0.9"))
+            ]  # fmt: skip
+            for line, other in zip(*map(log, both), strict=True):
+                assert line == pytest.approx(other, rel=1e-4, abs=2e-6)
+
+    def test_some_tokens_are_a_lower_bound(self, home: Path, tmp_path: Path) -> None:
+        report = teach(
+            home / "model-0.9", home / "texts.jsonl", tmp_path / "few", top_k=8, tokens=20
+        )
+        assert 0 < report.least_mass <= report.mean_mass < 1
+        rows, logs = (np.load(report.folder / f"{name}.npy") for name in ("tokens", "log_probs"))
+        asked = golden.tokenizer().encode(golden.pairs()[0]["prompt"]).ids
+        logits = load(home / "model-0.9").logits(np.array([asked]))[0, -1]
+        expected = logits - np.log(np.exp(logits).sum())
+        best = np.argsort(-expected)[:8]
+        np.testing.assert_array_equal(rows[0], best)
+        np.testing.assert_allclose(logs[0], expected[best], rtol=1e-5)
+        assert (report.rows, 8) == rows.shape
+        losses_of = [
+            trainer(home, tmp_path / str(n), method="distill", teacher=teacher).train().losses[0]
+            for n, teacher in enumerate((report.folder, home / "model-0.9"))
+        ]
+        assert 0 < losses_of[0] < losses_of[1]
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"tokens": 9}, "texts.jsonl:.: .* has no predictions of this text; teach with all"),
+            ({"loss": "tvd"}, "all but the forward divergence need others; leave loss and"),
+            ({"beta": 1.0}, "all but the forward divergence need others"),
+            ({"temperature": 2.0}, "at the temperature 1; leave temperature out, or teach at 2"),
+        ],
+    )  # fmt: skip
+    def test_what_does_not_fit_is_one_error(
+        self, settings: dict[str, Any], said: str, stored: Path, home: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigError, match=said):
+            trainer(home, tmp_path / "run", method="distill", teacher=stored, **settings).train()
+
+    def test_a_run_does_not_go_on_with_other_predictions(
+        self, stored: Path, home: Path, tmp_path: Path
+    ) -> None:
+        teacher = shutil.copytree(stored, tmp_path / "taught")
+        trainer(home, tmp_path / "run", method="distill", teacher=teacher).train()
+        logs = np.load(teacher / "log_probs.npy")
+        np.save(teacher / "log_probs.npy", logs - 1)
+        with pytest.raises(ConfigError, match=r"teacher log_probs\.npy has ch"):
+            trainer(home, tmp_path / "run", method="distill", teacher=teacher, steps=2).train()
+        (teacher / "tokens.npy").write_bytes(b"")
+        with pytest.raises(ConfigError, match="is broken"):
+            trainer(home, tmp_path / "other", method="distill", teacher=teacher).train()
+        assert_one_clear_error(
+            run("teach", home / "model-0.9", "--data", home / "texts.jsonl", "--out", teacher),
+            f"--out {teacher} exists; name a new folder",
+        )

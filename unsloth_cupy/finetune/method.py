@@ -1,0 +1,196 @@
+"""A method of training: what it reads, what it minimises, and what it measures.
+
+    loss = method(model, **method.inputs(batch), **method.counts([batch]))
+
+``inputs`` makes the arrays of a loss from a batch of texts, of which ``group`` belong together, as
+the two of a pair do; the loss adds sums to a ``sink``, which ``measures`` turns into the numbers of
+a line of the log.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from ..core.dtypes import FLOAT32, Array
+from ..models.loss import IGNORE
+from ..models.objective import next_token
+from ..ops.linear.embedding import embedding
+from ..placement import to_device_of
+from ..training.variable import Var
+from .text import Batch
+
+TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
+BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
+FOLDERS = ("reference", "teacher")  # settings that are other models
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Learns the next token of texts; another method changes what it needs.
+
+    Attributes
+    ----------
+    reads : tuple of str
+        The rows that it learns from: texts, pairs, rated (answers that are good or not).
+    uses : tuple of str
+        Its settings, of those that not all methods have.
+    losses : tuple of str
+        What the setting ``loss`` may be; the first is the default.
+    group : int
+        Texts that belong together.
+    unit : str
+        What its loss is a mean of, in the plural.
+    rates : (float, float), optional
+        Default learning rates, of a whole model and of adapters.
+    sums : int
+        How many sums its objective adds to the sink.
+    given : dict
+        Options of its loss.
+    """
+
+    reads: tuple[str, ...] = (TEXTS,)
+    uses: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    group: int = 1
+    unit: str = "tokens"
+    rates: tuple[float, float] | None = None
+    sums: int = 0
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def compares(self) -> bool:
+        """Whether its loss compares with the log-probabilities of a reference model."""
+        return "reference" in self.uses
+
+    @property
+    def others(self) -> Sequence[Any]:
+        """Other models that its loss computes with."""
+        return ()
+
+    def bound(self, settings: Any) -> Self:
+        """Return this method with the values of settings."""
+        return dataclasses.replace(self, given=self.options(settings))
+
+    def options(self, settings: Any) -> dict[str, Any]:
+        """Return the settings of this method that have a value, as its loss names them."""
+        chosen = {n: getattr(settings, n) for n in self.uses if n not in FOLDERS}
+        if self.losses:
+            chosen["kind"] = chosen.pop("loss", None) or self.losses[0]
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def check(self, settings: Any) -> None:
+        """Raise a ConfigError for values that the loss does not take."""
+
+    def __call__(self, model: Any, **batch: Any) -> Any:
+        """Return the loss of a batch, whose entries ``inputs`` and ``counts`` return."""
+        return next_token(model, **batch)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return what the objective takes of a batch, as arrays of the host."""
+        return {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Return the divisors of sums over batches."""
+        return {"count": max(1, sum(batch.label_count for batch in batches))}
+
+    def before(
+        self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
+    ) -> dict[str, Any]:
+        """Return constants of the objective that depend on all batches of a step.
+
+        ``batches`` are those of this rank; ``summed`` sums over ranks.
+        """
+        return {}
+
+    def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
+        """Return numbers for the log from the sums over the batches of a step."""
+        return {}
+
+    def full(self, batch: int, tokens: int) -> dict[str, Any]:
+        """Return the inputs of full rows, to plan their memory: views of those of one."""
+        rows = np.ones((self.group, tokens), np.int64)
+        beside: dict[str, Array] = {"desirable": rows > 0, "real": rows > 0}
+        beside |= {"reference": np.zeros(rows.shape, FLOAT32), "taught": np.zeros_like(rows)}
+        one = self.inputs(Batch(rows, rows, None, 1, rows.size, self.group, beside)).items()
+        return {
+            name: np.broadcast_to(array[:1], (batch * len(array), *array.shape[1:]))
+            for name, array in one
+            if array is not None
+        }
+
+
+def value_of(array: Any) -> Any:
+    """Return the array of a Var."""
+    return array.value if type(array) is Var else array
+
+
+def gathered(log_probs: Any, places: Array) -> Any:
+    """Return the entries at these places, counted row after row."""
+    return embedding(places, log_probs.reshape(-1, 1)).reshape(places.shape)
+
+
+def halves(count: int) -> tuple[slice, slice]:
+    """Return the first ``count`` rows and the others."""
+    return slice(count), slice(count, None)
+
+
+def stacked(sums: Sequence[Any], like: Array) -> Array:
+    """Return numbers and scalars as one array."""
+    return np.stack([np.asarray(value_of(each), like.dtype, like=like) for each in sums])
+
+
+def placed(arrays: Mapping[str, Any], like: Any) -> dict[str, Any]:
+    """Return arrays on the device of another, and all else as it is."""
+    return {
+        name: to_device_of(value, like) if isinstance(value, np.ndarray) else value
+        for name, value in arrays.items()
+    }
+
+
+def starts_of(batch: Batch) -> list[int]:
+    """Return where each text begins among all tokens, row after row, and their number."""
+    if batch.offsets is not None:
+        return [*map(int, batch.offsets)]
+    rows, width = batch.tokens.shape
+    return [width * row for row in range(rows + 1)]
+
+
+def every(batch: Batch, start: int) -> Batch:
+    """Return every ``group``-th text of a batch, from ``start``."""
+    step, beside = batch.group, batch.beside
+    arrays = {"tokens": batch.tokens, "labels": batch.labels, **beside}
+    starts, offsets = starts_of(batch), None
+    if batch.offsets is None:
+        chosen = {name: array[start::step] for name, array in arrays.items()}
+    else:
+        texts = [*zip(starts[start:-1:step], starts[start + 1 :: step], strict=True)]
+        where = np.concatenate([np.arange(*text) for text in texts] or [np.arange(0)])
+        chosen = {name: array.reshape(1, -1)[:, where] for name, array in arrays.items()}
+        offsets = np.cumsum([0, *(stop - begin for begin, stop in texts)])
+    tokens, labels = chosen.pop("tokens"), chosen.pop("labels")
+    return Batch(tokens, labels, offsets, batch.label_count, batch.real, 1, chosen)
+
+
+def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str, Array]:
+    """Return where the log-probabilities of answers are, a row for each of these texts.
+
+    ``places`` counts entries row after row; where ``mask`` is False it has the last, which is of no
+    token.  ``reference`` holds the log-probabilities of the batch at these places.
+    """
+    starts, labels = starts_of(batch), batch.labels.reshape(-1)
+    found = [
+        np.flatnonzero(labels[starts[text] + 1 : starts[text + 1]] != IGNORE) + starts[text]
+        for text in order
+    ]
+    longest = max(map(len, found), default=0)
+    places = np.full((len(found), longest), max(0, labels.size - 1))
+    mask = np.zeros(places.shape, bool)
+    for row, shown, each in zip(places, mask, found, strict=True):
+        row[: len(each)], shown[: len(each)] = each, True
+    arrays = {"places": places, "mask": mask}
+    if reference:  # of a token, which is predicted at the place before it
+        known = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
+        arrays["reference"] = known[places] * mask
+    return arrays

@@ -928,7 +928,7 @@ def wrong(tmp_path: Path) -> Path:
         ("plan missing", "missing does not exist"),
         ("plan empty.txt", "empty.txt cannot be read as JSON"),
         ("plan list", "must hold an object"),
-        ("plan unknown", "choose from bitnet"),
+        ("plan unknown", "choose from apertus"),
         ("plan no-tokenizer --dtype int8", "'int8' is not one of"),
         ("plan no-tokenizer --batch 0", "--batch"),
         ("plan no-tokenizer --plot no/a.png", "no is not a folder; make it, or name another file"),

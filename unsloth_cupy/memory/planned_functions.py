@@ -67,7 +67,9 @@ def _einsum(new: New, letters: str, *arrays: Any) -> Any:
     return new([sizes[letter] for letter in sides[1]], np.result_type(*(a.dtype for a in arrays)))
 
 
-def _joined(new: New, arrays: Sequence[Any], axis: int = 0) -> Any:
+def _joined(new: New, arrays: Sequence[Any], axis: int = 0, out: Any = None) -> Any:
+    if out is not None:
+        return out
     sizes = list(arrays[0].shape)
     sizes[axis] = sum(array.shape[axis] for array in arrays)
     return new(sizes, np.result_type(*(array.dtype for array in arrays)))

@@ -146,8 +146,7 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
             }
         }
     }
-    cp_async_wait<0>();
-    __syncthreads();  // the ring holds the result from here on
+    __syncthreads();  // the ring, which nothing is copied to any more, now holds the result
 
     const Result result{memory};
     each_row<M>([&](int m, int half) {

@@ -21,6 +21,7 @@ PUBLIC = (
 )
 
 ROUTERS = [c for c in op_cases(FOLDER / "ops_next", "router") if c.name != "sparsemixer"]
+LOW = np.array([[-300.0, -301, -302, -304], [-200, -200, -203, -201]])
 GROUPED = {"groups": 4, "top_groups": 2}
 
 
@@ -45,6 +46,7 @@ class TestRoute(KernelParity):
         Case("sigmoid as it is", rows=[3], experts=300, k=2, scores="sigmoid", normalize=False),
         Case("sqrt softplus", rows=[4], experts=24, k=5, scores="sqrt_softplus"),
         Case("groups of one", rows=[3], experts=4, k=2, scores="sigmoid", groups=4, top_groups=3),
+        Case("far below 0", arrays={"logits": LOW}, k=2, normalize=False),
         Case("one expert", rows=[3], experts=1, k=1),
         Case("no rows", rows=[0], experts=4, k=2),
     )  # fmt: skip

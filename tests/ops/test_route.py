@@ -21,7 +21,7 @@ PUBLIC = (
 )
 
 ROUTERS = [c for c in op_cases(FOLDER / "ops_next", "router") if c.name != "sparsemixer"]
-LOW = np.array([[-300.0, -301, -302, -304], [-200, -200, -203, -201]])
+LOW = np.array([[-300.0, -301, -302, -304], [-200, -202, -203, -201]])
 GROUPED = {"groups": 4, "top_groups": 2}
 
 
@@ -47,6 +47,7 @@ class TestRoute(KernelParity):
         Case("sqrt softplus", rows=[4], experts=24, k=5, scores="sqrt_softplus"),
         Case("groups of one", rows=[3], experts=4, k=2, scores="sigmoid", groups=4, top_groups=3),
         Case("far below 0", arrays={"logits": LOW}, k=2, normalize=False),
+        Case("no expert is allowed", arrays={"logits": [[-np.inf] * 4, [0.0, 2, 1, -1]]}, k=2),
         Case("one expert", rows=[3], experts=1, k=1),
         Case("no rows", rows=[0], experts=4, k=2),
     )  # fmt: skip

@@ -39,7 +39,7 @@ class TestRoute(KernelParity):
         Case("softmax", rows=[2, 3], experts=8, k=2),
         Case("softmax of all", rows=[7], experts=60, k=4, normalize=False),
         Case("softmax with bias", rows=[5], experts=33, k=3, given=["bias"]),
-        Case("softmax of k", rows=[5], experts=40, k=8, scores="softmax_of_k", given=["bias"]),
+        Case("softmax of k", rows=[90], experts=40, k=8, scores="softmax_of_k", given=["bias"]),
         Case("groups of softmax", rows=[5], experts=16, k=3, normalize=False, **GROUPED),
         Case("sigmoid", rows=[9], experts=12, k=3, scores="sigmoid", given=["bias"], scale=2.5,
              **GROUPED),

@@ -27,7 +27,6 @@ using Left = Tile<T, FORM == 2 ? ROWS : DEPTH>;
 using Right = Tile<T, FORM == 0 ? DEPTH : COLUMNS>;
 using Result = Tile<T, COLUMNS>;
 constexpr int STAGE = A_ROWS * Left::PITCH + B_ROWS * Right::PITCH;
-constexpr int MEMORY = STAGES * STAGE > ROWS * COLUMNS ? STAGES * STAGE : ROWS * COLUMNS;
 
 // Start copying COUNT rows of a tile from the first column on, of which `left` exist; row_of(i) is
 // the number of a row, or -1 past the last one: then it is 0.
@@ -59,8 +58,7 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
                const I *__restrict__ offsets, T *__restrict__ c,
                const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(T, memory);
-    // the numbers of the rows of a, in FORM 0 and 1, lie behind the ring and the result
-    int *const numbers = reinterpret_cast<int *>(memory + MEMORY);
+    __shared__ int numbers[ROWS];  // of the rows of a, in FORM 0 and 1
     const Part part = part_of(tiles, offsets, s);
     if (part.group < 0) return;
     const int lane = threadIdx.x % 32, warp = own_warp();

@@ -22,6 +22,7 @@ MOST = 1023  # groups of the kernel that lists tiles
 COLUMNS, DEPTH, STAGES = 128, 64, 3  # of a block in 16 bits: 96 KiB with 128 rows, sm_86 has 99
 SMALL, SMALL_DEPTH = 64, 16  # rows and columns, and depth, of a block in float32
 THREADS = 256
+STATIC = 512  # bytes of shared memory besides: the numbers of 128 rows
 
 
 class Groups(NamedTuple):
@@ -114,8 +115,8 @@ def add_rows(
 
 
 def _shared_bytes(rows: int) -> int:
-    """Return the bytes of the ring, or of the result if that is larger, and of numbers of rows."""
-    return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS) + 4 * rows
+    """Return the bytes of the ring, or of the result if that is larger."""
+    return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS)
 
 
 @cache

@@ -23,7 +23,6 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
 from unsloth_cupy.ops.attention import _decode
-from unsloth_cupy.ops.experts import _grouped
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import _norm
 from unsloth_cupy.profiling import binary
@@ -159,7 +158,6 @@ def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
     left = {  # what launch tables that fill the memory of a block leave for its static part
         "attention_decode": _decode.STATIC,
         "cross_entropy_over_": _launch.STATIC,
-        "grouped_linear": _grouped.STATIC,
         "norm_backward": _norm.STATIC,
     }
     beside = {k: most for k, most in static_memory().items() if most and k in dynamic()}

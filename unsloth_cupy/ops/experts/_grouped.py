@@ -22,7 +22,6 @@ MOST = 1023  # groups of the kernel that lists tiles
 COLUMNS, DEPTH, STAGES = 128, 64, 3  # of a block in 16 bits: 96 KiB with 128 rows, sm_86 has 99
 SMALL, SMALL_DEPTH = 64, 16  # rows and columns, and depth, of a block in float32
 THREADS = 256
-STATIC = 512  # bytes of shared memory besides: the numbers of 128 rows
 
 
 class Groups(NamedTuple):

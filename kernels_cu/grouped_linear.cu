@@ -27,10 +27,9 @@ using Left = Tile<T, FORM == 2 ? ROWS : DEPTH>;
 using Right = Tile<T, FORM == 0 ? DEPTH : COLUMNS>;
 using Result = Tile<T, COLUMNS>;
 constexpr int STAGE = A_ROWS * Left::PITCH + B_ROWS * Right::PITCH;
-constexpr int MEMORY = STAGES * STAGE > ROWS * COLUMNS ? STAGES * STAGE : ROWS * COLUMNS;
 
-// Start copying COUNT rows of a tile from the first column on, of which `left` exist; row_of(i) is
-// the number of a row, or -1 past the last one: then it is 0.
+// Start copying COUNT rows of a tile from the first column on, of which `left` exist; row_of(turn,
+// down) is the number of a row, or -1 past the last one: then it is 0.
 template <int COUNT, int WIDTH, class Row>
 DEVICE void copy(const Tile<T, WIDTH> &to, const T *from, int pitch, int left, Row row_of) {
     constexpr int CHUNKS = WIDTH / 8, STEP = THREADS / CHUNKS;
@@ -39,7 +38,7 @@ DEVICE void copy(const Tile<T, WIDTH> &to, const T *from, int pitch, int left, R
     for (int i = 0; i < (COUNT + STEP - 1) / STEP; i++) {
         const int down = i * STEP + threadIdx.x / CHUNKS;
         if (COUNT % STEP != 0 && down >= COUNT) break;
-        const int row = column < left ? row_of(down) : -1;
+        const int row = column < left ? row_of(i, down) : -1;
         const T *real = from + (row < 0 ? 0 : (long long)row * pitch + column);
         if constexpr (WIDE) {
             cp_async_16(to.at(down, chunk), real, row >= 0);
@@ -59,8 +58,6 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
                const I *__restrict__ offsets, T *__restrict__ c,
                const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(T, memory);
-    // the numbers of the rows of a, in FORM 0 and 1, lie behind the ring and the result
-    int *const numbers = reinterpret_cast<int *>(memory + MEMORY);
     const Part part = part_of(tiles, offsets, s);
     if (part.group < 0) return;
     const int lane = threadIdx.x % 32, warp = own_warp();
@@ -69,12 +66,14 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
     const int depth = FORM == 2 ? max(part.stop - part.first, 0) : none ? 0 : s.k;
     const int steps = (depth + DEPTH - 1) / DEPTH;
     const T *const matrix = FORM == 2 ? b : b + (none ? 0 : part.at);
+    constexpr int DOWN_BY = THREADS / (DEPTH / 8);  // rows between two that a thread copies
+    int numbers[(ROWS + DOWN_BY - 1) / DOWN_BY];     // of those rows of a, in FORM 0 and 1
     if constexpr (FORM != 2) {
-        for (int i = threadIdx.x; i < ROWS; i += THREADS) {
-            const int p = part.first + i;
+#pragma unroll
+        for (int i = 0; i < (ROWS + DOWN_BY - 1) / DOWN_BY; i++) {
+            const int p = part.first + i * DOWN_BY + threadIdx.x / (DEPTH / 8);
             numbers[i] = p < part.stop ? row_of<A_TOP>(order, p) : -1;
         }
-        __syncthreads();
     }
 
     auto load = [&](int step) {
@@ -84,21 +83,21 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
             const int k = step * DEPTH;
             if constexpr (FORM == 2) {
                 const int first = part.first + k, rows = part.stop - first;
-                copy<DEPTH>(left, a + part.row, s.m, s.m - part.row, [&](int i) {
+                copy<DEPTH>(left, a + part.row, s.m, s.m - part.row, [&](int, int i) {
                     return i < rows ? row_of<A_TOP>(order, first + i) : -1;
                 });
-                copy<DEPTH>(top, b + part.column, s.n, s.n - part.column, [&](int i) {
+                copy<DEPTH>(top, b + part.column, s.n, s.n - part.column, [&](int, int i) {
                     return i < rows ? row_of<B_TOP>(order, first + i) : -1;
                 });
             } else {
-                copy<ROWS>(left, a + k, s.k, s.k - k, [&](int i) { return numbers[i]; });
+                copy<ROWS>(left, a + k, s.k, s.k - k, [&](int turn, int) { return numbers[turn]; });
                 if constexpr (FORM == 0)
-                    copy<COLUMNS>(top, matrix + k, s.k, s.k - k, [&](int i) {
+                    copy<COLUMNS>(top, matrix + k, s.k, s.k - k, [&](int, int i) {
                         return part.column + i < s.n ? part.column + i : -1;
                     });
                 else
                     copy<DEPTH>(top, matrix + part.column, s.n, s.n - part.column,
-                                [&](int i) { return k + i < s.k ? k + i : -1; });
+                                [&](int, int i) { return k + i < s.k ? k + i : -1; });
             }
         }
         cp_async_commit();
@@ -146,8 +145,7 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
             }
         }
     }
-    cp_async_wait<0>();
-    __syncthreads();  // the ring holds the result from here on
+    __syncthreads();  // the ring, which nothing is copied to any more, now holds the result
 
     const Result result{memory};
     each_row<M>([&](int m, int half) {

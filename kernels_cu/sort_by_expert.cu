@@ -93,8 +93,7 @@ sort_by_expert(const I *__restrict__ experts, const int *__restrict__ counts,
         }
         totals[bin] = PARTS ? total : before;
     }
-    __syncthreads();
-    // where each bin begins: the sum of totals before it
+    // where each bin begins: the sum of totals before it; a thread reads those that it wrote
     int start = 0;
     for (int top = 0; top < BINS; top += THREADS) {
         const int bin = top + threadIdx.x, own = bin < BINS ? totals[bin] : 0;

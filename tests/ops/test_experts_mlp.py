@@ -102,6 +102,42 @@ def test_golden(golden: OpCase, dtype: Any) -> None:
         agree(gradient, layout(golden.grads[theirs.get(name, name)]))
 
 
+@both_dtypes
+@pytest.mark.parametrize(
+    "golden",
+    [c for c in op_cases(FOLDER / "ops_next", "experts") if c.name.startswith("block")],
+    ids=lambda c: c.name,
+)
+def test_whole_blocks(golden: OpCase, dtype: Any) -> None:
+    """Router, experts and shared experts of DeepSeek-V3 and Qwen3-Next, with all gradients."""
+    given = golden.params
+    bias = golden.inputs.get("gate.e_score_correction_bias")
+    arrays = {n: a.astype(dtype) for n, a in golden.inputs.items() if n in golden.grads}
+    tape = uc.Tape()
+    names = {name: tape.watch(array) for name, array in arrays.items()}
+    x = names["x"]
+    options: dict[str, Any] = {"k": given["num_experts_per_tok"]}
+    if bias is not None:
+        options |= {"scores": "sigmoid", "bias": bias.astype(dtype)}
+        options |= {"groups": given["n_group"], "top_groups": given["topk_group"]}
+        options |= {"scale": given["routed_scaling_factor"]}
+    routes = uc.route(uc.linear(x, names["gate.weight"]), **options)
+    y = uc.experts_mlp(x, names["experts.gate_up_proj"], names["experts.down_proj"], routes)
+    of = "shared_experts" if bias is not None else "shared_expert"
+    shared = uc.swiglu_mlp(
+        x, *(names[f"{of}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    )
+    if bias is None:
+        gate = uc.linear(x, names["shared_expert_gate.weight"])
+        ones = np.ones(shared.shape, dtype)
+        shared = uc.divide(shared, uc.exp(uc.broadcast_to(gate, shape=ones.shape) * -1.0) + ones)
+    y = y + shared
+    agree(y.value, golden.outputs["y"])
+    gradients = tape.gradients(y, [*names.values()], golden.inputs["cotangent"].astype(dtype))
+    for name, gradient in zip(names, gradients, strict=True):
+        agree(gradient, golden.grads[name])
+
+
 @pytest.mark.parametrize("wanted", [{"x"}, {"weights"}, {"gate_up", "down_bias"}, {"down"}])
 def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
     rng = np.random.default_rng(0)

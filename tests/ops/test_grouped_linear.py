@@ -41,6 +41,7 @@ class TestGroupedLinear(KernelParity):
         case("tiles of 128 rows", [131, 70], 136, 24, given=["bias"]),
         case("tiles of 64 rows", [30, 0, 66], 24, 264),
         case("one row each", [1] * 6, 40, 8),
+        case("more groups than a warp has lanes", [1, 0, 2] * 15, 8, 8),
         case("one group", [5], 8, 8),
         case("odd tiles of 128 rows", [129], 9, 5, given=["bias"]),
         case("no rows", [0, 0], 8, 8, given=["bias"]),

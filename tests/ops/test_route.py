@@ -21,6 +21,7 @@ PUBLIC = (
 )
 
 ROUTERS = [c for c in op_cases(FOLDER / "ops_next", "router") if c.name != "sparsemixer"]
+LOW = np.array([[-300.0, -301, -302, -304], [-200, -202, -203, -201]])
 GROUPED = {"groups": 4, "top_groups": 2}
 
 
@@ -38,13 +39,15 @@ class TestRoute(KernelParity):
         Case("softmax", rows=[2, 3], experts=8, k=2),
         Case("softmax of all", rows=[7], experts=60, k=4, normalize=False),
         Case("softmax with bias", rows=[5], experts=33, k=3, given=["bias"]),
-        Case("softmax of k", rows=[5], experts=40, k=8, scores="softmax_of_k", given=["bias"]),
+        Case("softmax of k", rows=[90], experts=40, k=8, scores="softmax_of_k", given=["bias"]),
         Case("groups of softmax", rows=[5], experts=16, k=3, normalize=False, **GROUPED),
         Case("sigmoid", rows=[9], experts=12, k=3, scores="sigmoid", given=["bias"], scale=2.5,
              **GROUPED),
         Case("sigmoid as it is", rows=[3], experts=300, k=2, scores="sigmoid", normalize=False),
         Case("sqrt softplus", rows=[4], experts=24, k=5, scores="sqrt_softplus"),
         Case("groups of one", rows=[3], experts=4, k=2, scores="sigmoid", groups=4, top_groups=3),
+        Case("far below 0", arrays={"logits": LOW}, k=2, normalize=False),
+        Case("no expert is allowed", arrays={"logits": [[-np.inf] * 4, [0.0, 2, 1, -1]]}, k=2),
         Case("one expert", rows=[3], experts=1, k=1),
         Case("no rows", rows=[0], experts=4, k=2),
     )  # fmt: skip

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError
+from unsloth_cupy.ops.experts.sort_by_expert import REPORTER, launch_sort
 
-from ..harness.parity import Case, KernelParity, emulator
+from ..harness.parity import Case, KernelAlone, KernelParity, emulator
 from .test_cross_entropy import reported
 
 # The public names, as other people's programs call them.
@@ -59,15 +59,25 @@ def test_any_schedule() -> None:
 
 @pytest.mark.parametrize("expert", [-1, 3])
 def test_an_expert_that_does_not_exist(expert: int) -> None:
-    experts = np.array([1, expert, 0, expert])
     with pytest.raises(RangeError, match=rf"experts holds {expert}; it must be in 0 \.\. 2"):
-        uc.sort_by_expert(experts, 3)
-    with emulator():  # as on a GPU, whose experts the host does not read
-        launch: Any = OPS["sort_by_expert_forward"].launch
-        order, offsets = launch([experts], {"count": 3})
-    assert re.search(rf"experts holds {expert} in row [13]; it must be in 0 \.\. 2", reported())
-    assert order.tolist() == [2, 0, 1, 3]
-    assert offsets.tolist() == [0, 1, 2, 2]
+        uc.sort_by_expert(np.array([1, expert, 0, expert]), 3)
+
+
+class TestExpertsThatDoNotExist(KernelAlone):
+    """A GPU's experts are not read by the host: such assignments come last, and are reported."""
+
+    op = "sort_by_expert_forward"
+    cases = (Case("before and behind"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        for expert in (-1, 3):
+            experts = np.array([1, expert, 0, expert])
+            with emulator():
+                order, offsets, places = launch_sort(experts, 3, places=True, who=REPORTER)
+            assert re.search(rf"experts holds {expert} in row [13]; it must be", reported())
+            assert order.tolist() == [2, 0, 1, 3]
+            assert offsets.tolist() == [0, 1, 2, 2]
+            assert places.tolist() == [1, -1, 0, -1]
 
 
 def test_bad_calls() -> None:

@@ -114,8 +114,8 @@ def add_rows(
 
 
 def _shared_bytes(rows: int) -> int:
-    """Return the bytes of the ring, or of the result if that is larger, and of numbers of rows."""
-    return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS) + 4 * rows
+    """Return the bytes of the ring, or of the result if that is larger."""
+    return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS)
 
 
 @cache

@@ -116,6 +116,12 @@ def read_adapter(
     )
     for module, rank in zip(stored, ranks, strict=True):
         _check_shapes(path, settings, module, rank, known[module], parameters)
+    if settings.get("lora_dropout") and PREFIX + f"lm_head.{DOWN}" in parameters:
+        warnings.warn(
+            f"{path / CONFIG}: lora_dropout={settings['lora_dropout']} is of all layers in peft;"
+            " here lm_head has none, so further training differs a little",
+            stacklevel=3,
+        )
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
     stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
     return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)

@@ -57,7 +57,8 @@ def test_ops_that_are_read_as_numbers_are_wide() -> None:
     assert named <= known.keys()
     wide = {name for name, op in known.items() if op.facts.get("autocast") == "float32"}
     assert wide == {"softmax", "cross_entropy", "scale_by", "dora_factor"} | {
-        *("sum", "mean", "divide", "power", "exp", "log")
+        *("sum", "mean", "divide", "power", "exp", "log"),
+        *("route", "balance_loss", "router_z_loss"),
     }
 
 

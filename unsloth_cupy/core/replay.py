@@ -59,9 +59,6 @@ class Recorded(StandIn):
         """Return a new array that ``new`` allocates, as every replay does again."""
         return self.recording.allocate(shape, dtype, new or _allocator(self))
 
-    def __len__(self) -> int:
-        return len(self.form)
-
     T = property(lambda self: self.lying(self.form.T))
     first = property(lambda self: self if self.start is None else self.start)
 

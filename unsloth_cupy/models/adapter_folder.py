@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -116,15 +116,20 @@ def read_adapter(
     )
     for module, rank in zip(stored, ranks, strict=True):
         _check_shapes(path, settings, module, rank, known[module], parameters)
-    if settings.get("lora_dropout") and PREFIX + f"lm_head.{DOWN}" in parameters:
-        warnings.warn(
-            f"{path / CONFIG}: lora_dropout={settings['lora_dropout']} is of all layers in peft;"
-            " here lm_head has none, so further training differs a little",
-            stacklevel=3,
-        )
+    _check_dropout(path / CONFIG, settings, parameters)
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
     stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
     return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+
+
+def _check_dropout(path: Path, settings: Mapping[str, Any], names: Collection[str]) -> None:
+    """Warn where peft has dropout and this library none."""
+    if settings.get("lora_dropout") and PREFIX + f"lm_head.{DOWN}" in names:
+        warnings.warn(
+            f"{path}: lora_dropout={settings['lora_dropout']} is of all layers in peft; here"
+            " lm_head has none, so further training differs a little",
+            stacklevel=4,
+        )
 
 
 def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -30,7 +30,7 @@ from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops
 from unsloth_cupy.bench.stopwatch import DeviceClock
 from unsloth_cupy.bench.timing import DEVICE_SCALES, launches
 from unsloth_cupy.core import gpu
-from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.dtypes import BFLOAT16, FLOAT32
 from unsloth_cupy.core.gpu import cupy
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.files import atomic_path
@@ -89,10 +89,10 @@ def large(name: str, scale: Scale, place: Any, rng: Any) -> str:
     return f"{worst:.1e} of a row away from float32"
 
 
-def of_case(proof: type[Any], case: parity.Case) -> list[Call]:
+def of_case(proof: type[Any], case: parity.Case, dtype: Any = BFLOAT16) -> list[Call]:
     """Return the calls of the sides that a Parity class tests, with arrays of NumPy."""
     dtypes = parity.dtypes(proof)
-    forward = case.draw(OPS[proof.op], BFLOAT16 if BFLOAT16 in dtypes else dtypes[-1])
+    forward = case.draw(OPS[proof.op], dtype if dtype in dtypes else dtypes[-1])
     if "backward" not in proof.sides or forward.op.backward is None:
         return [forward]
     outputs = parity.outputs_of(forward)
@@ -116,14 +116,20 @@ class Tested(NamedTuple):
 
 @functools.cache
 def tested() -> list[Tested]:
-    """Return the calls of all Parity classes, as a GPU of sm_90 launches them."""
+    """Return the calls of all Parity classes, as a GPU of sm_90 launches them.
+
+    They are in bfloat16; one in float32 follows for each kernel that only that dtype has.
+    """
     made, several = mock.Mock(wraps=counters._of_stream), []
     with mock.patch.object(counters, "_of_stream", made), stand_in.gpu("90") as machine:
         machine.strict = False
         for proof in parity.proofs():
             if issubclass(proof, parity.KernelAlone) or not issubclass(proof, parity.KernelParity):
                 continue
-            for call in (call for case in proof.cases for call in of_case(proof, case)):
+            calls = [call for case in proof.cases for call in of_case(proof, case)]
+            one = proof.cases[:1] if len(parity.dtypes(proof)) > 1 else ()
+            wide = [call for case in one for call in of_case(proof, case, FLOAT32)]
+            for call in (*calls, *wide):
                 made.reset_mock()
                 machine.launches.clear()
                 with proof.context():
@@ -131,6 +137,9 @@ def tested() -> list[Tested]:
                 sizes = [variants.constants(each.source) for each in machine.launches]
                 waits = made.called or any(int(each.get("CLUSTER", 1)) > 1 for each in sizes)
                 names = frozenset(launch.kernel for launch in machine.launches)
+                known = frozenset().union(*(each.kernels for each in several))
+                if any(call is each for each in wide) and names <= known:
+                    continue
                 several.append(Tested(proof, call, names, waits))
     return several
 

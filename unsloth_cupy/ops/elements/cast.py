@@ -113,10 +113,10 @@ def stacked(matrices: Sequence[Array], dtype: Any) -> Array:
     kinds = {np.dtype(dtype), *(m.dtype for m in matrices)} <= {*KERNEL_DTYPES}
     if not (kinds and dense) or target_of(lead) is None:
         return np.concatenate([m.astype(dtype, copy=False) for m in matrices])
-    rows = [*itertools.accumulate(len(m) for m in matrices)]
+    rows = [*itertools.accumulate(m.shape[0] for m in matrices)]
     whole = empty((rows[-1], lead.shape[1]), dtype, like=lead)
     for matrix, stop in zip(matrices, rows, strict=True):
-        _launch("cast", matrix, whole[stop - len(matrix) : stop])
+        _launch("cast", matrix, whole[stop - matrix.shape[0] : stop])
     return whole
 
 

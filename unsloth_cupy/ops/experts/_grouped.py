@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import empty, lanes
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.source import Constants
@@ -93,7 +93,7 @@ def multiply(
     file = "grouped_linear.cu" if narrow else "grouped_float32.cu"
     kernel = load(file, file.removesuffix(".cu"), a, chosen)
     kernel[tiles * across, THREADS, _shared_bytes(rows) if narrow else 0](
-        *(a, b, bias, groups.order if groups.top else None),
+        *(a, b, contiguous(bias), groups.order if groups.top else None),
         *(None if form == WEIGHTS else groups.tiles, groups.offsets, out, sizes),
     )
 

@@ -81,7 +81,7 @@ def experts_mlp(
         Of each expert the rows of the gate, then those of up.
     down : (experts, hidden, inner) float
     routes : Routes
-        What ``route`` returned: experts (*rows, k), integers, and weights (*rows, k), of the dtype
+        What ``route`` returned: experts, integers, and weights, ``(*rows, k)`` each, of the dtype
         of x or float32.
     gate_up_bias : (experts, 2 * inner) dtype of x or float32, optional
     down_bias : (experts, hidden) dtype of x or float32, optional

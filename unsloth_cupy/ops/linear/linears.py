@@ -139,7 +139,8 @@ def concatenate(arrays: Sequence[Any], out: Any) -> None:
     stops = [*itertools.accumulate(array.shape[-1] for array in arrays)]
     for array, stop in zip(arrays, stops, strict=True):
         part = out[..., stop - array.shape[-1] : stop]
-        launch_rows("arithmetic.cu", "scale", (array,), (part,), 1.0)
+        if array.size:
+            launch_rows("arithmetic.cu", "scale", (array,), (part,), 1.0)
 
 
 def _spans(weights: Sequence[Any]) -> list[slice]:

@@ -123,7 +123,7 @@ def lora_linear_forward(
     """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op."""
     rows = flat(x)
     dropped = _dropout(rows, dropout, seed)
-    low = empty((*x.shape[:-1], len(a)), x.dtype, like=x)
+    low = empty((*x.shape[:-1], a.shape[0]), x.dtype, like=x)
     gemm(dropped, in_dtype(a, x.dtype).T, out=flat(low))
     return adapted(x, rows, dropped, weight, flat(low), b, bias, factor, scale), low
 
@@ -191,7 +191,7 @@ def adapted(
     scale: float,
 ) -> Array:
     """Return y of x and its rows; ``dropped`` are these after dropout, ``low = dropped @ a.T``."""
-    y = empty((*x.shape[:-1], len(weight)), x.dtype, like=x)
+    y = empty((*x.shape[:-1], weight.shape[0]), x.dtype, like=x)
     to, first = flat(y), bias is not None and factor is None
     if first:
         y[...] = bias  # the products are added to it, in float32

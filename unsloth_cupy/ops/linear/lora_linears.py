@@ -102,7 +102,7 @@ def lora_down(
 ) -> tuple[Array | None, ...]:
     """Return ``x @ a.T`` for each a, as parts of one product; None for an absent a."""
     whole = stacked([each for each in (a, a2, a3) if each is not None], x.dtype)
-    low = empty((*x.shape[:-1], len(whole)), x.dtype, like=x)
+    low = empty((*x.shape[:-1], whole.shape[0]), x.dtype, like=x)
     gemm(flat(x), whole.T, out=flat(low))
     return tuple(None if part is None else low[..., part] for part in _spans([a, a2, a3]))
 
@@ -124,11 +124,11 @@ def lora_down_backward(
     present, spans = [each for each in factors if each is not None], _spans(factors)
     needed = {"x", "a", "a2", "a3"} if wanted is None else wanted
     dlows = [
-        np.zeros_like(x, shape=(*x.shape[:-1], len(factor))) if given is None else given
+        np.zeros_like(x, shape=(*x.shape[:-1], factor.shape[0])) if given is None else given
         for given, factor in zip((dlow, dlow2, dlow3), factors, strict=True)
         if factor is not None
     ]
-    columns, ranks = dlows[0], sum(map(len, present))
+    columns, ranks = dlows[0], sum(each.shape[0] for each in present)
     if len(dlows) > 1:
         columns = empty((*x.shape[:-1], ranks), x.dtype, like=x)
         concatenate(dlows, columns)
@@ -201,7 +201,7 @@ def _spans(factors: Sequence[Array | None]) -> list[slice | None]:
     spans: list[slice | None] = []
     stop = 0
     for each in factors:
-        start, stop = stop, stop + (0 if each is None else len(each))
+        start, stop = stop, stop + (0 if each is None else each.shape[0])
         spans.append(None if each is None else slice(start, stop))
     return spans
 

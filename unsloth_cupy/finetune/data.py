@@ -49,7 +49,7 @@ def found(
     """Return the files of training data that ``read_data`` reads."""
     every: Any = ignore
     check_choice(call, "method", method, tuple(METHODS))
-    if isinstance(every, str) or not isinstance(every, Collection):
+    if not isinstance(every, list | tuple | set | frozenset):
         raise ConfigError(f"{call}(ignore={ignore!r}): give a list of columns")
     files, note = ([], "") if data is None else located(data, call)
     several = isinstance(data, list | tuple)

@@ -129,7 +129,7 @@ def plan_memory(
             raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more, less than 2**31")
     check_choice("plan_memory", "device", device, tuple(DEVICES))
     _check_optimizer(optimizer, state_bits, tensor_parallel)
-    _check_adapter(rank, adapter, quantization)
+    _check_adapter(rank, adapter, quantization, objective)
     parsed = config if isinstance(config, Config) else parse(config)
     given = checkpoint_every
     parts = given if isinstance(given, CheckpointConfig | None) else CheckpointConfig(True, given)
@@ -216,7 +216,12 @@ def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> N
         raise ConfigError(f"plan_memory({optimizer=}): {why}; {cure}")
 
 
-def _check_adapter(rank: int | None, adapter: Any, quantization: str | None) -> None:
+def _check_adapter(
+    rank: int | None, adapter: Any, quantization: str | None, objective: Any
+) -> None:
+    if not (objective is None or callable(objective)):
+        problem = f"plan_memory(objective={objective!s:.80})"
+        raise ConfigError(f"{problem}: pass a function of a model and a batch, or leave it out")
     if rank is not None and adapter is not None:
         raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
     if adapter is not None and not hasattr(adapter, "parameters"):

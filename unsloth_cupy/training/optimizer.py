@@ -297,7 +297,7 @@ def _groups(
     """Return groups with the names of their parameters, then those that are in none."""
     result, rest = list[dict[str, Any]](), dict.fromkeys(parameters)
     every: Any = groups
-    if isinstance(every, Mapping | str) or not isinstance(every, Collection):
+    if not isinstance(every, list | tuple):
         raise ConfigError(f"{call}(groups={groups!s:.80}): pass a list of {EXAMPLE}")
     for group in every:
         what = f"{call}(groups=[..., {group!s:.80}])"

@@ -268,7 +268,7 @@ class Nf4(Quantized):
         size, fp4 = shape[0] * shape[1], kind == "fp4"
         blocks = -(-size // block)
         stored: Any = state.get("weight")
-        if hasattr(stored, "dtype") and stored.dtype in FLOATS:  # bytes by another name
+        if hasattr(stored, "view") and stored.dtype in FLOATS:  # bytes by another name
             state = {**state, "weight": stored.reshape(-1).view(np.uint8)[:, None]}
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
         check_table(call, state, "weight.quant_map", _four_bits.format_of(fp4).levels)

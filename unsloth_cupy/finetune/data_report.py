@@ -22,6 +22,7 @@ from .run_folder import model_folder, model_without_weights, words_folder
 from .text import BREAK, Text
 from .tokenizer import load_tokenizer
 from .training_data import NOBODY, encoded
+from .turns import end_tokens
 
 EXAMPLES = 3
 LONGEST_EXAMPLE = 2000  # characters
@@ -151,8 +152,7 @@ class Words:
             words = words_folder(folder)
             self.tokenizer, self.chat = load_tokenizer(words), Chat(words)
             config = model_without_weights(folder).config
-            ends = () if runs_on else config.end_tokens
-            self.ends = [token for token in ends if token < config.vocab]
+            self.ends = [] if runs_on else end_tokens(self.chat, self.tokenizer, config)
 
     def counts(self, record: Record, where: str) -> tuple[int, int]:
         """Return the length of a text, and how much of it is learned."""

@@ -37,7 +37,7 @@ from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
 from .text import Text, TrainingData
 from .tokenizer import train_tokenizer
-from .training_data import Shape, encoded, from_records, from_text
+from .training_data import Shape, encoded, ends_of, from_records, from_text
 from .turns import ending
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def with_tokens(
     """
     if settings.tokens is not None:
         return settings
-    ends = [token for token in config.end_tokens if token < config.vocab]
+    ends = ends_of(records, tokenizer, config, chat)
     lengths = []
     for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
         is_chat = bool(record.messages)

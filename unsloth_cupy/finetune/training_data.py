@@ -27,6 +27,7 @@ from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
 from .tokenizer import encode, token_kind
 from .tokens import tokens_of
+from .turns import end_tokens
 
 if TYPE_CHECKING:
     from ..models.config import Config
@@ -285,6 +286,13 @@ def from_text(
     )
 
 
+def ends_of(records: Records, tokenizer: Any, config: "Config", chat: Chat) -> list[int]:
+    """Return the tokens at which a model stops after a run: in chats, what ends an answer too."""
+    if records.chats:
+        return end_tokens(chat, tokenizer, config)
+    return [token for token in config.end_tokens if token < config.vocab]
+
+
 def from_records(
     records: Records, tokenizer: Any, config: "Config", shape: Shape, seed: int, chat: Chat
 ) -> TrainingData:
@@ -296,7 +304,7 @@ def from_records(
         No record has a label in its first ``shape.length`` tokens, or all records together
         have fewer than 4.
     """
-    ends = [token for token in config.end_tokens if token < config.vocab]
+    ends = ends_of(records, tokenizer, config, chat)
     method = shape.method
     cut = functools.partial(
         _answers if method.sums else _examples, records, tokenizer, ends, shape.length, chat

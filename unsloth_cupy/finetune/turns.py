@@ -9,10 +9,13 @@ generation stops at, which may be another than the model's end of text.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from ..models.chat import Chat, Message
+
+if TYPE_CHECKING:
+    from ..models.config import Config
 
 SYSTEM, ASK, SAY, AGAIN = "zqsystem", "zqask", "zqsay", "zqagain"  # words that no template has
 
@@ -76,6 +79,16 @@ def ending(chat: Chat, tokenizer: Any) -> Ending:
         longer = chat.text([*talk, message("user", AGAIN)])
         end = longer.partition(SAY)[2].partition(AGAIN)[0]
     return Ending(None, next(iter(end.split()), ""))
+
+
+def end_tokens(chat: Chat, tokenizer: Any, config: "Config") -> list[int]:
+    """Return the tokens that end what a model says: those of its config, and of its template."""
+    try:
+        token = ending(chat, tokenizer).token
+    except ConfigError:  # the template takes other chats than a question and an answer
+        token = None
+    every = dict.fromkeys((*config.end_tokens, *[token] * (token is not None)))
+    return [each for each in every if each is not None and each < config.vocab]
 
 
 def message(role: str, content: str) -> Message:

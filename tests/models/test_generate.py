@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
-from unsloth_cupy.models import create, drawing
+from unsloth_cupy.models import create, drawing, generate
 from unsloth_cupy.models.generate import Options
 
 from .peers import SIZES
@@ -136,15 +136,15 @@ def test_draws_of_part_of_a_vocabulary_and_of_all_rows_are_the_same(cut, monkeyp
     sort = lambda row, count: np.argsort(-row, kind="stable")[:count]  # noqa: E731
 
     def draws():
-        return [drawing._draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
+        return [generate._draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
 
-    monkeypatch.setattr(drawing, "FEW", 3)
+    monkeypatch.setattr(generate, "FEW", 3)
     actual = draws()
-    monkeypatch.setattr(drawing, "_likeliest", sort)
-    monkeypatch.setattr(drawing, "FEW", 97)
+    monkeypatch.setattr(generate, "likeliest", sort)
+    monkeypatch.setattr(generate, "FEW", 97)
     assert actual == draws()
     uniform = 0.05 + np.arange(len(rows))[:, None] / 130
-    assert drawing._draw_all(np.array(rows), options, uniform).tolist() == actual
+    assert drawing.draw_all(np.array(rows), options, uniform).tolist() == actual
 
 
 def test_stop_pads_and_ends_early(model):

@@ -8,8 +8,7 @@ from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.chat import CHATML_TOKENS
-from unsloth_cupy.models.drawing import _draw
-from unsloth_cupy.models.generate import Options
+from unsloth_cupy.models.generate import Options, _draw
 
 from .peers import CONFIGS, RELATIVES, batch, make
 

@@ -8,7 +8,7 @@ next token is where the cumulative sum of p passes a uniform random number.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,14 +16,16 @@ from ..core.call import check_options, is_integer, is_number
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
-from ..placement import to_numpy
+from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError
 from .config import Config
-from .drawing import choose, log_probs_of, penalise, wide
+from .drawing import draw_all, likeliest, log_probs_of, penalise, wide
 from .heads import CAUSAL, require_head
 from .network import Network
 from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
 from .positions import check
+
+FEW = 1024  # tokens among which top_p looks first
 
 # (tokens, True where not padding) on the host -> logits
 NextLogits = Callable[[Array, Array], Array]
@@ -210,7 +212,7 @@ def _steps(
                 penalise(logits, past, seen, options.repetition_penalty)
             if not allowed:
                 logits[:, ends] = -np.inf
-            drawn = choose(logits, options, draws)
+            drawn = _choose(logits, options, draws)
             note(logits, drawn)
             chosen = to_numpy(drawn)
         if (chosen < 0).any():
@@ -225,3 +227,47 @@ def _steps(
         past = np.concatenate([past, chosen[:, None].astype(like.dtype)], axis=1)
         seen = np.concatenate([seen, np.ones((batch, 1), bool)], axis=1)
         finished |= np.isin(chosen, ends)
+
+
+def _choose(logits: Any, options: Options, draws: Sequence[np.random.Generator]) -> Array:
+    """Return one token per row of (batch, vocab) logits, -1 where they hold NaN.
+
+    Row i takes its next number from ``draws[i]``.  On the host only the likeliest tokens are
+    sorted; a GPU draws all rows at once, and sends a token of each instead of its logits.
+    """
+    nan = np.isnan(logits).any(axis=-1)
+    if options.temperature == 0:
+        chosen = logits.argmax(axis=-1)
+    elif isinstance(logits, np.ndarray):
+        rows = zip(logits, nan, draws, strict=True)
+        drawn = [-1 if bad else _draw(row, options, draw.random()) for row, bad, draw in rows]
+        chosen = np.array(drawn, int)
+    else:
+        uniform = np.array([[draw.random()] for draw in draws])
+        chosen = draw_all(logits, options, to_device_of(uniform, logits))
+    return np.where(nan, -1, chosen)
+
+
+def _draw(logits: Array, options: Options, uniform: float) -> int:
+    """Return the token at which the cumulative sum of the kept probabilities passes uniform."""
+    order = np.arange(logits.size)
+    if options.top_k is not None:
+        order = likeliest(logits, options.top_k)
+    kept = logits[order]
+    with np.errstate(over="ignore"):  # temperatures near 0
+        weights = np.exp((kept - kept.max()) / options.temperature)
+    if options.top_p is not None:
+        share = options.top_p * weights.sum()
+        for count in (FEW, order.size):
+            first = likeliest(kept, count)
+            cumulative = weights[first].cumsum()
+            if cumulative[-1] > share or count >= order.size:
+                break
+        first = first[: np.searchsorted(cumulative, share) + 1]
+        order, weights = order[first], weights[first]
+    if options.min_p is not None:
+        weights = np.where(weights < options.min_p, 0, weights)
+    cumulative = weights.cumsum()
+    index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
+    last = np.searchsorted(cumulative, cumulative[-1])  # tokens after it have probability 0
+    return int(order[min(index, last)])

@@ -66,7 +66,7 @@ def logits_of(
 ) -> Any:
     """Return the logits of normalised hidden states: whole, of words or of labels of tokens."""
     if config.head != CAUSAL:
-        require_head("logits", config, TOKEN, SEQUENCE)
+        require_head("logits", config, CAUSAL, TOKEN, SEQUENCE)
         return linear(x, parameters[SCORE], parameters.get(SCORE_BIAS))
     x = entered(division, scaled_input(config, x))
     logits: Any = linear(x, head_weight(config, parameters), parameters.get(BIAS))

@@ -141,8 +141,12 @@ def chosen(values: Mapping[str, Any], head: str | None, labels: int | None) -> C
 def require_head(call: str, config: Config, *heads: str) -> None:
     """Raise a ConfigError unless the model has one of these heads."""
     if config.head not in heads:
-        cure = f"load the folder with head={heads[0]!r}, or call another method"
-        raise ConfigError(f"{call}: the head of this model is {config.head!r}; {cure}")
+        best = CAUSAL if config.head == NONE and CAUSAL in heads else heads[0]
+        what = f"the head of this model is {config.head!r}"
+        if config.head == NONE:
+            what += ": its files are those of a bare model, whose tensors have no prefix"
+        cure = f"load the folder with head={best!r}, or call another method"
+        raise ConfigError(f"{call}: {what}; {cure}")
 
 
 def sequence_scores(parameters: Mapping[str, Any], x: Any, mask: Any, offsets: Any) -> Any:

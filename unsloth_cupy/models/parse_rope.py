@@ -17,6 +17,7 @@ OF_ROPE = {
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
     *("partial_rotary_factor", "max_position_embeddings", "finetuned"),
+    "attn_factor",  # of other programs; transformers does not read it
 }
 
 

@@ -57,6 +57,11 @@ def adapted(machine: Machine, model: Transformer) -> Callable[[], Any]:
     return lambda: model.loss_and_gradients(tokens, tokens)
 
 
+def adapted_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    model.add_adapter(16)
+    return decode(machine, model)
+
+
 def decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
     config = model.config
     sizes = config.layers, ROWS, SLOTS, config.kv_heads, config.dim
@@ -92,7 +97,8 @@ def of_a_layer(what: Any, capability: str) -> Counter[str]:
 
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize(
-    ("what", "expected"), [(forward, 9), (backward, 19), (decode, 9), (adapted, 90)]
+    ("what", "expected"),
+    [(forward, 9), (backward, 19), (decode, 9), (adapted, 90), (adapted_decode, 28)],
 )
 def test_launches_of_a_llama_layer(
     what: Any, expected: int, capability: str, monkeypatch: pytest.MonkeyPatch

@@ -19,9 +19,11 @@ from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..ops.attention.rope_append import rope_append_
+from ..ops.elements.cast import in_dtype
 from ..ops.position.rope_qk import rope_qk
 from ..parallel.nccl import NcclCommunicator
 from ..placement import on_gpu_of_attribute, to_device_of
+from .adapter import DOWN, UP
 from .attending import project_of
 from .block import Call, blocks, embedded, join
 from .network import Network
@@ -52,6 +54,9 @@ class Step:
         self.chosen: Any = None
         self.model, self.cache = model, cache
         self.parameters = model.entered(model.parameters)
+        used = model.used(model.parameters, None)
+        low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
+        self.of_blocks = {**used, **low}  # adapters are rounded once, not in every step
         start, sinks = real.shape[1], cache.sinks
         self.tokens = self._placed(np.zeros((len(real), 1)))
         self.positions = self._placed(real.sum(axis=1, keepdims=True))
@@ -104,7 +109,7 @@ class Step:
                 self.seen[slots] |= numbers == slot[:, None]
         call = Call(
             model.config,
-            model.used(model.parameters, None),
+            self.of_blocks,
             self.tables,
             self.attend,
             project_of(model.config, model.adapter, None, model.division),

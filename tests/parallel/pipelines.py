@@ -108,7 +108,9 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
         assert sums.keys() == model.trainable.keys()
         for name, gradient in sums.items():
             total = np.sum([gradients[name] for _, gradients in expected], axis=0)
-            close(model.division.gathered(name, gradient), total)
+            # a bias of keys moves the scores of a query nearly alike: its gradient is a small rest
+            relative = 1e-4 if name.endswith("k_proj.bias") else 1e-5
+            close(model.division.gathered(name, gradient), total, relative)
         stage = ModelStage(model, model.trainable, step, objective)
         close(pipeline_loss(stage, batches[0]), objective(whole, **batches[0]))
     written(model, whole, rng)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import Array
+from ..core.dtypes import FLOAT32, Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
@@ -277,8 +277,8 @@ def _of_pairs(r: Array, n: Array, options: Options) -> tuple[Array, Array]:
     kind, beta = options.kind, options.beta
     half = len(r) // 2
     if kind == "orpo":
-        m, largest = r / n, -np.finfo(r.dtype).eps
-        certain = m > largest  # the odds of a probability of 1 are infinite: take the largest below
+        m, largest = r / n, -np.finfo(FLOAT32).eps
+        certain = m > largest  # the odds of a probability of 1 are infinite: take float32's largest
         m = np.where(certain, largest, m)
         # log(1 - exp(m)), by the branch that keeps digits
         log_rest = np.where(m > -math.log(2), np.log(-np.expm1(m)), np.log1p(-np.exp(m)))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.call import check_options, is_integer, is_number
 from ..core.dtypes import Array
+from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
 from ..placement import to_device_of, to_numpy
@@ -207,13 +208,14 @@ def _steps(
             logits = next_logits(past, seen)
             if options.repetition_penalty is not None or not allowed:
                 logits = to_numpy(logits)  # what changes them is on the host
-            logits = wide(logits)
-            if options.repetition_penalty is not None:
-                penalise(logits, past, seen, options.repetition_penalty)
-            if not allowed:
-                logits[:, ends] = -np.inf
-            drawn = _choose(logits, options, draws)
-            note(logits, drawn)
+            with device_of(logits):
+                logits = wide(logits)
+                if options.repetition_penalty is not None:
+                    penalise(logits, past, seen, options.repetition_penalty)
+                if not allowed:
+                    logits[:, ends] = -np.inf
+                drawn = _choose(logits, options, draws)
+                note(logits, drawn)
             chosen = to_numpy(drawn)
         if (chosen < 0).any():
             raise NonFiniteError(

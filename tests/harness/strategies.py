@@ -256,6 +256,12 @@ def _negative(rng: Any, shape: tuple[int, ...], sizes: Sizes) -> Any:
     return -0.1 - rng.random(shape)
 
 
+def _apart(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    """Logits of which no two are near: which are the largest is then no matter of rounding."""
+    order = rng.random(shape).argsort(axis=-1) if shape[-1] else np.zeros(shape)
+    return (order + 0.2 * rng.random(shape)) * (4 / max(shape[-1], 1)) - 2
+
+
 def _positive(rng: Any, shape: Any, sizes: Sizes) -> Any:
     return rng.random(shape) + 0.5
 
@@ -267,6 +273,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
     "grouped_linear.offsets": _ends,
+    "route_forward.logits": _apart,
     "sort_by_expert_forward.experts": lambda rng, shape, sizes: rng.integers(0, 3, shape),
     "page_table": _pages,
     "lengths": _lengths,
@@ -423,6 +430,9 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "softmax.axis": _some(-1),
     "temperature": _some(1.0, 0.7, 2.0),
     "softcap": _some(None, 0.5, 30.0),
+    "linear_log_probs_forward.softcap": _some(
+        None, 30.0
+    ),  # of saturated logits none is the largest
     "window": _window,
     "dropout": _some(0.0, 0.1, 0.9),
     "seed": lambda draw, sizes, arrays: draw(st.integers(0, 2**63 - 1)),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.dtypes import FLOATS, Array
 from ..errors import ConfigError
-from ..files import read_json
+from ..files import of_one_save, read_json
 from .adapter import CONFIG, PREFIX, module_of
 from .adapter_base import WEIGHTS
 from .checkpoint_files import opened
@@ -40,6 +40,10 @@ BASE_TABLE = re.compile(
 
 def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
     """Return the head that an adapter is for, and how many labels; None: the base's own."""
+    return of_one_save(lora, CONFIG, lambda: _implied_head(lora, base, labels))
+
+
+def _implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
     wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN}
     if not (lora / CONFIG).is_file() or not (base / "config.json").is_file():
         return None, labels
@@ -68,14 +72,13 @@ def base_for(
     of the base's.  A head that was trained apart from its table is no longer tied to it, and
     begins as the table.
     """
-    if not (lora / CONFIG).is_file() or not (lora / WEIGHTS).is_file():
+    file = lora / WEIGHTS
+    settings, found = of_one_save(lora, CONFIG, lambda: _settings_and_shapes(lora))
+    if settings is None:
         return config
-    settings = read_json(lora / CONFIG)
     tokens = listed_tokens(f"{lora / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
     whole = listed_modules(settings) & {"embed_tokens", "lm_head"}
     changes: dict[str, Any] = {}
-    with opened(file := lora / WEIGHTS) as tensors:
-        found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     low = any(".layers." not in name and ".lora_" in name for name in found)
     rows = whole or low or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
     if config.tied and rows and not settings.get(TIED):
@@ -97,6 +100,15 @@ def base_for(
         changes["vocab_size"] = size
     texts["config.json"] = {**texts["config.json"], **changes}
     return replace(config, vocab=size)
+
+
+def _settings_and_shapes(lora: Path) -> tuple[Any, dict[str, Any]]:
+    """Return an adapter's settings and the shapes of its tensors; None where there is none."""
+    if not (lora / CONFIG).is_file() or not (lora / WEIGHTS).is_file():
+        return None, {}
+    with opened(lora / WEIGHTS) as tensors:
+        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return read_json(lora / CONFIG), shapes
 
 
 def base_tables(names: Iterable[str], trained: Collection[str]) -> dict[str, str]:

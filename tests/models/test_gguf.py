@@ -386,7 +386,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_chunks_of_rows_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is never float32 as a whole, where it is bfloat16."""
-    make(tmp_path / "m", WIDE | {"vocab_size": 16_384}, dtype="bfloat16")
+    make(tmp_path / "m", WIDE | {"intermediate_size": 16_384}, dtype="bfloat16")
     models.export_gguf(tmp_path / "m", tmp_path / "whole.gguf", kind="q8_0")
     monkeypatch.setattr("unsloth_cupy.models.gguf._types.CHUNK", 3000)
     tracemalloc.start()
@@ -396,7 +396,7 @@ def test_chunks_of_rows_change_no_byte(tmp_path: Path, monkeypatch: pytest.Monke
     finally:
         tracemalloc.stop()
     assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "chunks.gguf").read_bytes()
-    assert peak < 4 * 16_384 * 256, "as stored and as written: 2 and 1.06 bytes a number"
+    assert peak < 5 * 16_384 * 256, "2 bytes a number as stored, twice while it is read; not 4 more"
 
 
 @pytest.mark.parametrize(("kind", "number"), [("q8_0", 5e6), ("q4_0", -4e5)])

@@ -277,6 +277,7 @@ def _write(
                 data = packed(tensor.name, tensor.read(), tensor.type)
                 _put(out, data, path)
                 bar.update(data.nbytes)
+                del data  # frees it before the next one is read
 
 
 def _put(out: Any, data: Array, path: Path) -> None:

@@ -2,13 +2,15 @@
 //
 //   w[r, c] = level[code] * absmax of the block of the value at start + r * columns + c
 //
-//   traffic     values * (sizeof(T) + 1 / 2) + blocks * 4, or * 1 with DOUBLE
+//   traffic     values * (sizeof(T) + 1 / 2) + blocks * 4, or * 1 with DOUBLE and of MXFP4
 //   constants   T         dtype of w
 //               LANES     values of one access, with one absmax: start and row distance of the part
 //                         are multiples of it
 //               THREADS   threads of a block
-//               FP4       the levels are those of FP4
+//               KIND      whose levels: NF4, FP4 or MXFP4
 //               DOUBLE    absmax is stored in 8 bits
+//               GROUPED, I    each row of the part is the matrix of a group; dtype of offsets: the
+//                         matrix of a group without rows is not written
 //
 //   The trick: the 16 levels are in 16 banks of shared memory: lanes that read different levels
 //   have no bank conflict, and lanes that read the same level share one access.
@@ -21,10 +23,13 @@ constexpr int BYTES = LANES < 2 ? 1 : LANES / 2;
 KERNEL(THREADS, 1536 / THREADS)
 nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
                 const float *__restrict__ absmax, const unsigned char *__restrict__ codes,
-                long long start, long long pitch, long long width, unsigned tiles, int shift) {
+                const I *__restrict__ offsets, long long start, long long pitch, long long width,
+                unsigned tiles, int shift) {
     __shared__ float levels[16];
-    if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
+    if (threadIdx.x < 16) levels[threadIdx.x] = level_of<KIND>(threadIdx.x);
     const long long row = blockIdx.x / tiles;
+    if constexpr (GROUPED)
+        if (offsets[row] >= offsets[row + 1]) return;
     const long long column =
         ((long long)(blockIdx.x % tiles) * DEPTH * THREADS + threadIdx.x) * LANES;
     const long long offset = start + row * pitch + column;
@@ -45,7 +50,7 @@ nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
             for (int j = 0; j < LANES; j += 2)
                 if (at + j < left) pairs[k].at[j / 2] = from[j / 2];
         }
-        size[k] = absmax_of<DOUBLE>((unsigned)((offset + at) >> shift), absmax, codes);
+        size[k] = absmax_of<KIND, DOUBLE>((unsigned)((offset + at) >> shift), absmax, codes);
     }
     __syncthreads();
 #pragma unroll
@@ -56,7 +61,7 @@ nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
         for (int j = 0; j < LANES; j++) {
             const bool low = LANES > 1 ? j % 2 : (offset + at) % 2;
             const unsigned pair = pairs[k].at[j / 2];
-            value[j] = levels[low ? pair & 15 : pair >> 4] * size[k];
+            value[j] = levels[low != (KIND == MXFP4) ? pair & 15 : pair >> 4] * size[k];
         }
         if (left - at >= LANES) store(w, first + at, value);  // not split in four: see vector.cuh
         else store(w + first + at, value, left - at);

@@ -2,8 +2,8 @@
 //
 //   out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax[block of (o, d)]    + out, if ADD
 //
-//   traffic     outputs * inputs / 2 + blocks * 4, or * 1 with DOUBLE, and again from L2 for every
-//               further ROWS rows; x once per block of threads, from L2; rows * outputs * sizeof(O)
+//   traffic     outputs * inputs / 2 + blocks * 4, or * 1 with DOUBLE and of MXFP4, and again from L2
+//               for every further ROWS rows; x once per block of threads, from L2; rows * outputs * sizeof(O)
 //   constants   T, O       dtypes of x; of out
 //               UNIT       columns that always share an absmax: 64, or 32
 //               UNITS      units that a warp takes at a time
@@ -14,7 +14,7 @@
 //               WIDE       units of the weight can be read in one access
 //               SIDE_BY_SIDE  so can the absmax of the units that a warp takes at a time
 //               X_WIDE     rows of x can be read 16 bytes at a time
-//               FP4        the levels are those of FP4
+//               KIND       whose levels: NF4, FP4 or MXFP4
 //               DOUBLE     absmax is stored in 8 bits
 //               ADD        the product is added to out
 //
@@ -29,6 +29,7 @@
 #include <common/ptx.cuh>
 
 constexpr bool EXACT = sizeof(T) == 4;  // no tensor cores
+constexpr bool POWERS = KIND == MXFP4, IN_BYTES = DOUBLE || POWERS;
 constexpr int THREADS = 32 * WARPS, OUTPUTS = 16 * TILES;
 constexpr int OWN = 2 * TILES;                        // rows of the weight that a lane reads
 constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that a lane reads of a unit of a row
@@ -38,7 +39,7 @@ constexpr int PITCH = 16 + 4;  // of sums: lanes write to different banks
 // The values of a unit that a lane has loaded or is loading.
 struct Part {
     unsigned codes[OWN][WORDS];
-    float size[OWN];  // absmax; with DOUBLE the scale of its code
+    float size[OWN];  // absmax; with DOUBLE the scale of its code; of MXFP4 nothing
     unsigned char code[OWN];
 };
 
@@ -72,13 +73,13 @@ struct Reader {
             const unsigned number = first[i] + unit;
             Vector<float, UNITS> sizes;
             Vector<unsigned char, UNITS> bytes;
-            if constexpr (DOUBLE) fetch(bytes, codes + number);
+            if constexpr (IN_BYTES) fetch(bytes, codes + number);
             else fetch(sizes, absmax + number);
             const float scale = DOUBLE ? absmax[SCALES + number / 256] : 0;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                parts[u].size[i] = DOUBLE ? scale : sizes.at[u];
-                if constexpr (DOUBLE) parts[u].code[i] = bytes.at[u];
+                if constexpr (!POWERS) parts[u].size[i] = DOUBLE ? scale : sizes.at[u];
+                if constexpr (IN_BYTES) parts[u].code[i] = bytes.at[u];
             }
         }
     }
@@ -101,8 +102,8 @@ struct Reader {
             }
             if constexpr (!SIDE_BY_SIDE) {
                 const unsigned block = number >> shift;
-                part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
-                if constexpr (DOUBLE) part.code[i] = codes[block];
+                if constexpr (!POWERS) part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
+                if constexpr (IN_BYTES) part.code[i] = codes[block];
             }
         }
     }
@@ -148,7 +149,7 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
     weight.read(now, first, units);
 
     // the tables: 16 levels; for each byte a pair of them, in 32 copies
-    if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
+    if (threadIdx.x < 16) levels[threadIdx.x] = level_of<KIND>(threadIdx.x);
     if constexpr (DOUBLE)
         for (int i = threadIdx.x; i < TABLE; i += THREADS) values[i] = absmax[i];
     __syncthreads();
@@ -156,8 +157,8 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
 #pragma unroll 4
         for (int i = threadIdx.x; i < 256 * 8; i += THREADS) {
             Vector<T, 2> pair;
-            pair.at[0] = T(levels[i / 8 / 16]);
-            pair.at[1] = T(levels[i / 8 % 16]);
+            pair.at[POWERS] = T(levels[i / 8 / 16]);  // of MXFP4 the second is in the high bits
+            pair.at[!POWERS] = T(levels[i / 8 % 16]);
             const unsigned word = reinterpret_cast<const unsigned &>(pair);
             reinterpret_cast<uint4 *>(table)[i] = make_uint4(word, word, word, word);
         }
@@ -200,8 +201,9 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
                 float size[OWN];
 #pragma unroll
                 for (int i = 0; i < OWN; i++)
-                    size[i] =
-                        DOUBLE ? decoded(values[part.code[i]], part.size[i], offset) : part.size[i];
+                    size[i] = POWERS   ? power_of_two(part.code[i])
+                              : DOUBLE ? decoded(values[part.code[i]], part.size[i], offset)
+                                       : part.size[i];
                 if constexpr (EXACT) {
 #pragma unroll
                     for (int c = 0; c < VALUES / 4; c++) {
@@ -210,7 +212,7 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
                         for (int i = 0; i < OWN; i++)
 #pragma unroll
                             for (int j = 0; j < 4; j++) {
-                                const int bit = c % 2 * 16 + j / 2 * 8 + (1 - j % 2) * 4;
+                                const int bit = c % 2 * 16 + j / 2 * 8 + (j % 2 == POWERS) * 4;
                                 w[i][j] = levels[part.codes[i][c / 2] >> bit & 15] * size[i];
                             }
 #pragma unroll

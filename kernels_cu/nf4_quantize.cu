@@ -9,7 +9,7 @@
 //               BLOCK      values that share an absmax: a power of two, 32 to 4096
 //               LANES      values of one access
 //               THREADS    threads of a block
-//               FP4        the levels are those of FP4
+//               KIND       whose levels: NF4, FP4 or MXFP4
 //
 //   The trick: a thread keeps 16 values, so all are read once.  The maximum is taken over bit
 //   patterns, which have the order of absolute values, with infinity and NaN as the largest: these
@@ -30,7 +30,7 @@ constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
 // Half-way between level I, in ascending order, and the next.
 template <int I> DEVICE float bound() {
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
-    if constexpr (!FP4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
+    if constexpr (KIND == NF4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
     else if constexpr (I == 7) return 0.0f;
     else if constexpr (I < 7) return (SIZES[7 - I] + SIZES[6 - I]) / -2;
     else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
@@ -45,7 +45,7 @@ DEVICE unsigned code_of(float value) {
     const float high = b ? (c ? bound<14>() : bound<12>()) : (c ? bound<10>() : bound<8>());
     const float low = b ? (c ? bound<6>() : bound<4>()) : (c ? bound<2>() : bound<0>());
     const unsigned rank = b * 4 + c * 2 + (value > (a ? high : low));
-    return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
+    return KIND == FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
 }
 
 KERNEL(THREADS, 1536 / THREADS)

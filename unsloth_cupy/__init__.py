@@ -98,6 +98,8 @@ from .ops.quantized.int8 import Int8 as Int8
 from .ops.quantized.int8 import int8_weight as int8_weight
 from .ops.quantized.int8_linear import int8_linear as int8_linear
 from .ops.quantized.int8_quantize import int8_quantize as int8_quantize
+from .ops.quantized.mxfp4 import Mxfp4 as Mxfp4
+from .ops.quantized.mxfp4 import mxfp4_quantize as mxfp4_quantize
 from .ops.quantized.nf4 import Nf4 as Nf4
 from .ops.quantized.nf4 import nf4_linear as nf4_linear
 from .ops.quantized.nf4 import nf4_quantize as nf4_quantize

@@ -1,5 +1,6 @@
-// 4-bit codes: the level of each code, and the largest absolute value (absmax) of a block of
-// values, stored in float32 or in 8 bits.
+// 4-bit codes: the level of each code, and the number that multiplies the levels of a block of
+// values: the largest absolute value (absmax), stored in float32 or in 8 bits; of MXFP4 a power of
+// two, stored as its exponent.
 #pragma once
 
 // The level of an NF4 code.
@@ -14,14 +15,19 @@ __device__ constexpr float nf4_level(int code) {
     return LEVELS[code];
 }
 
-// The level of an NF4 or an FP4 code.  An FP4 code has a sign, two bits of exponent and one of
-// mantissa.
-template <bool FP4> DEVICE float level_of(unsigned code) {
-    constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 2 / 3.0f, 1.0f, 1 / 3.0f, 0.5f, 1 / 6.0f, 0.25f};
+enum { NF4, FP4, MXFP4 };
+
+// The level of a code.  One of FP4 and MXFP4 has a sign, two bits of exponent and one of mantissa;
+// MXFP4 alone has a negative zero.
+template <int KIND> DEVICE float level_of(unsigned code) {
+    constexpr float FP4S[8] = {0.0f, 1 / 192.0f, 2 / 3.0f, 1.0f, 1 / 3.0f, 0.5f, 1 / 6.0f, 0.25f};
+    constexpr float MXFP4S[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     float level = 0;
 #pragma unroll
     for (int c = 0; c < 16; c++) {
-        const float value = !FP4 ? nf4_level(c) : c < 8 ? SIZES[c % 8] : 0.0f - SIZES[c % 8];
+        const float size = KIND == FP4 ? FP4S[c % 8] : MXFP4S[c % 8];
+        const float negative = KIND == FP4 ? 0.0f - size : -size;
+        const float value = KIND == NF4 ? nf4_level(c) : c < 8 ? size : negative;
         level = code == c ? value : level;
     }
     return level;
@@ -35,8 +41,14 @@ DEVICE float decoded(float value, float scale, float offset) {
     return __fadd_rn(__fmul_rn(value, scale), offset);
 }
 
-template <bool DOUBLE>
+// 2^(exponent - 127), the scale of a block of MXFP4; that of 0 has no normal number.
+DEVICE float power_of_two(unsigned exponent) {
+    return __uint_as_float(exponent ? exponent << 23 : 0x400000);
+}
+
+template <int KIND, bool DOUBLE>
 DEVICE float absmax_of(unsigned block, const float *absmax, const unsigned char *codes) {
+    if constexpr (KIND == MXFP4) return power_of_two(codes[block]);
     if constexpr (!DOUBLE) return absmax[block];
     return decoded(absmax[codes[block]], absmax[SCALES + block / 256], absmax[OFFSET]);
 }

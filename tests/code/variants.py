@@ -24,12 +24,15 @@ from unsloth_cupy import (
     AdamW,
     Lion,
     LossScaler,
+    Mxfp4,
     ScheduleFreeAdamW,
     attention_backward,
     attention_forward,
     attention_varlen_backward,
     attention_varlen_forward,
     clip_gradients,
+    grouped_linear,
+    linear,
     linear_backward,
     measure_gradients,
 )
@@ -205,6 +208,18 @@ def adapter_gradients(machine: Machine, dtype: Any, rank: int, shift: int, small
     lora_linear_backward(dy, None, x, weight, a, b, None, None, low, wanted={"b"})
 
 
+def exponents(machine: Machine, dtype: Any, rows: int) -> None:
+    """Multiply by a weight in MXFP4: by its codes if rows are few, by the dense stack if none."""
+    shape = (2, 64) if rows == 0 else (2048,)
+    packed, scales = (machine.array((*shape, size), "uint8") for size in (128, 8))
+    weight = Mxfp4(packed, scales, dtype=dtype)
+    x = machine.array((rows or 4, 256), dtype)
+    if rows:
+        linear(x, weight)
+    else:
+        grouped_linear(x, weight, machine.array((3,), "int32"))
+
+
 def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
     """Yield functions that launch kernels and are not ops: a name, a label, the function."""
     for dtype in KERNEL_DTYPES:
@@ -218,6 +233,9 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
                 adapter_gradients, dtype=dtype, rank=rank, shift=shift, small=bool(small)
             )
             yield "lora_linear_backward", words, run
+        for rows in (0, 4, 8, 16, 17):
+            run = functools.partial(exponents, dtype=dtype, rows=rows)
+            yield "linear", f"{dtype} mxfp4 rows={rows}", run
         narrow = dtype.itemsize == 2
         forms = [
             (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]

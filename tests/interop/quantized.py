@@ -11,11 +11,12 @@ from unsloth_cupy.models.quantized import KINDS
 SIZE = 64
 SHAPES = {"x": (2, 3, SIZE), "a": (4, SIZE), "b": (SIZE, 4), "bias": (SIZE,), "magnitude": (SIZE,)}
 Call = Callable[..., Any]
+MADE = {**KINDS, "mxfp4": uc.mxfp4_quantize}
 
 
 def weight(kind: str, seed: int = 0) -> Any:
     """Return a random quantized weight of a kind."""
-    return KINDS[kind](np.random.default_rng(seed).standard_normal((SIZE, SIZE), np.float32))
+    return MADE[kind](np.random.default_rng(seed).standard_normal((SIZE, SIZE), np.float32))
 
 
 def drawn(*names: str) -> list[Any]:
@@ -62,8 +63,8 @@ OWN: dict[str, tuple[str, str, Call]] = {
         lambda w, x: uc.ternary_linear(x, w, activations="int8"),
     ),
 }
-EVERY = [(kind, *call) for call in CALLS.values() for kind in KINDS] + [*OWN.values()]
-NAMES = [f"{call}-{kind}" for call in CALLS for kind in KINDS] + [*OWN]
+EVERY = [(kind, *call) for call in CALLS.values() for kind in MADE] + [*OWN.values()]
+NAMES = [f"{call}-{kind}" for call in CALLS for kind in MADE] + [*OWN]
 
 
 def gradients(call: Call, given: list[Any]) -> tuple[Any, list[Any]]:

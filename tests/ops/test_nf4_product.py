@@ -11,7 +11,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.ops.quantized import nf4, nf4_dequantize, nf4_product
-from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
+from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax, powers_of_two
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
 
 from ..harness.parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
@@ -32,6 +32,9 @@ def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:
         arrays["absmax"] = lambda rng: double_absmax(
             rng.random(-(-blocks // 256)).astype(np.float32) + 0.5, 3.0
         )
+    if how.get("kind") == "mxfp4":
+        arrays["absmax_codes"] = lambda rng: rng.integers(120, 130, blocks, np.uint8)
+        arrays["absmax"] = np.clip(powers_of_two(), 2.0**-14, 2.0**14)  # in float16
     return Case(label, few=rows, outputs=outputs, inputs=inputs, arrays=arrays, **how)
 
 
@@ -48,19 +51,23 @@ class TestNf4Product(KernelInPlace):
         {**NARROW, "few": 1},
         {**NARROW, "few": 16, "shift": 1},
     )
-    options = ({"add": False}, {"add": True, "fp4": True})
+    options = ({"add": False}, {"add": True, "kind": "fp4"})
     cases = (
         case("one row", 1, 33, 64),
         case("an odd number of rows", 3, 17, 192, double=True, add=True),
-        case("a short row", 5, 40, 32, fp4=True),
+        case("a short row", 5, 40, 32, kind="fp4"),
         case("units of 32", 7, 19, 96, block=128, double=True),
         case("blocks of 32", 2, 16, 128, block=32, add=True),
-        case("more columns than the warps take at once", 4, 21, 2240, double=True, fp4=True),
+        case("more columns than the warps take at once", 4, 21, 2240, double=True, kind="fp4"),
         case("8 rows", 8, 50, 1088, block=256),
         case("9 rows", 9, 15, 64, add=True),
         case("16 rows", 16, 37, 704, double=True),
+        case("one row of mxfp4", 1, 33, 96, block=32, kind="mxfp4"),
+        case("rows of mxfp4", 7, 40, 1088, block=32, kind="mxfp4", add=True),
+        case("16 rows of mxfp4", 16, 19, 64, block=32, kind="mxfp4"),
+        case("two tiles of mxfp4", 6, 2049, 32, block=32, kind="mxfp4"),
         case("two tiles", 6, 2050, 64, add=True),
-        case("two tiles of 16 rows", 13, 2048, 96, fp4=True, double=True),
+        case("two tiles of 16 rows", 13, 2048, 96, kind="fp4", double=True),
         case("blocks beyond a row", 2, 3, 64, block=4096),
         case("rows beside each other", 3, 16, 64, gaps=True, add=True),
         case("too many rows", 17, 8, 64),

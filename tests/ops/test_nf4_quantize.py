@@ -18,14 +18,16 @@ KINDS = pytest.mark.parametrize("kind", ["nf4", "fp4"])
 class TestNf4Quantize(KernelParity):
     op = "nf4_quantize_forward"
     sizes = ({"outputs": 64, "inputs": 64}, {"outputs": 64, "inputs": 64, "shift": 1})
-    options = tuple({"block": block, "fp4": block == 4096} for block in (64, *BLOCKS))
+    options = tuple(
+        {"block": block, "kind": ("nf4", "fp4")[block == 4096]} for block in (64, *BLOCKS)
+    )
     cases = (
         Case("odd", outputs=3, inputs=43),
-        Case("one value", outputs=1, inputs=1, fp4=True),
-        Case("whole blocks", outputs=4, inputs=64, fp4=True),
+        Case("one value", outputs=1, inputs=1, kind="fp4"),
+        Case("whole blocks", outputs=4, inputs=64, kind="fp4"),
         Case("slices", outputs=5, inputs=24, gaps=True, block=32),
         *(Case(f"blocks of {n}", outputs=3, inputs=n // 2 + 5, block=n) for n in BLOCKS),
-        Case("several blocks of threads", outputs=5, inputs=4096, block=1024, fp4=True),
+        Case("several blocks of threads", outputs=5, inputs=4096, block=1024, kind="fp4"),
         Case("no rows", outputs=0, inputs=4),
         Case("zeros", arrays={"w": np.eye(9)[:, :8]}, block=32),
         Case("short zeros", arrays={"w": np.zeros((3, 5))}),

@@ -22,7 +22,8 @@ from unsloth_cupy.ops.quantized.weight import Quantized
 from ..interop import quantized
 from ..machines.stand_in import gpu
 
-EVERY = pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
+ALL = {**KINDS, "mxfp4": uc.mxfp4_quantize}
+EVERY = pytest.mark.parametrize("quantize", ALL.values(), ids=ALL)
 Make = Callable[[Any], Quantized]
 
 
@@ -110,13 +111,13 @@ def test_wrong_weights(quantize: Make) -> None:
             quantize(bad)
     with pytest.raises(DTypeError, match="int64"):
         quantize(np.ones((4, 64), np.int64))
-    for shape in ((64,), (2, 4, 64), ()):
+    for shape in ((64,), (2, 1, 4, 64), ()):
         with pytest.raises(ShapeError, match=r"\(outputs, inputs\)"):
             quantize(np.ones(shape, np.float32))
     with pytest.raises((ConfigError, DTypeError), match="quantized already"):
         quantize(quantize(drawn(4, 64)))
     for value in (np.nan, np.inf, -np.inf):
-        w = drawn(5, 70)
+        w = drawn(5, 96)
         w[2, 69] = w[4, 3] = value
         with pytest.raises(RangeError, match=rf"w\[2, 69\] is {value}"):
             quantize(w)

@@ -19,13 +19,14 @@ FLOAT32 = FLOATS[2]
 
 
 class Stored:
-    """A matrix stored in fewer bits than its dtype, accepted by products without conversion."""
+    """Matrices stored in fewer bits than their dtype, accepted by products without conversion."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: np.dtype[Any]  # of its products, unless the other operand has another
     home: Any  # one of the arrays that store it
     computed_in: Callable[[Any], Any]  # (dtype): the same matrix with that dtype
     product: Callable[[Any, Any, bool], None]  # (a, out, add): out = a @ self, or out += a @ self
+    dense_where: Callable[[Any, Any], Any]  # (offsets, dtype) of a stack: matrices of groups
     trained = False  # whether it has a gradient
 
 

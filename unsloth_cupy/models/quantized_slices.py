@@ -14,7 +14,8 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..ops.quantized.int8 import Int8
-from ..ops.quantized.nf4 import BLOCKS, KINDS, NESTED, Nf4
+from ..ops.quantized.nf4 import BLOCKS, NESTED, Nf4
+from ..ops.quantized.nf4_quantize import KINDS
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import along

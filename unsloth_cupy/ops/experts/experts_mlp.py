@@ -30,7 +30,7 @@ from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
 from ._grouped import FORWARD, ROWS, WEIGHTS, add_rows, groups_of, multiply
-from .grouped_linear import parts, without_kernel
+from .grouped_linear import dense_stack, parts, stack_like, without_kernel
 from .route import Routes
 from .sort_by_expert import by_expert, launch_sort
 
@@ -77,9 +77,10 @@ def experts_mlp(
     Parameters
     ----------
     x : (*rows, hidden) float
-    gate_up : (experts, 2 * inner, hidden) float
+    gate_up : (experts, 2 * inner, hidden) float, or a quantized stack
         Of each expert the rows of the gate, then those of up.
-    down : (experts, hidden, inner) float
+    down : (experts, hidden, inner) float, or a quantized stack
+        An ``Nf4`` or ``Mxfp4`` is frozen; it is dense for one product at a time.
     routes : Routes
         What ``route`` returned: experts, integers, and weights, ``(*rows, k)`` each, of the dtype
         of x or float32.
@@ -170,6 +171,7 @@ def experts_mlp_forward(
 ) -> tuple[Array, Array, Array, Array]:
     """Return y of ``experts_mlp``; order and offsets of ``sort_by_expert``, and order's inverse."""
     how = _activation(activation, limit, alpha)
+    gate_up, down = stack_like(gate_up, x), stack_like(down, x)
     order, offsets, places = by_expert(experts, len(gate_up))
     k, wide = experts.shape[-1], np.promote_types(x.dtype, FLOAT32)
     rows, factors = flat(x), weights.reshape(-1).astype(wide)
@@ -203,18 +205,20 @@ def _launch(
     if (reason := without_kernel(gate_up, down)) is not None:
         return no_kernel(reason)
     how = _activation(activation, limit, alpha)
-    x, gate_up, down, experts, weights = map(contiguous, (x, gate_up, down, experts, weights))
+    x, experts, weights = map(contiguous, (x, experts, weights))
     count, hidden, inner = down.shape
     rows, k = x.size // hidden, experts.shape[-1]
     order, offsets, places = launch_sort(experts, count, places=True, who=REPORTER)
     groups = groups_of(x.dtype, offsets, count, rows * k, order, k)
     both = empty((rows * k, 2 * inner), x.dtype, like=x)
-    multiply(FORWARD, x, gate_up, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
+    stack = dense_stack(gate_up, offsets, x.dtype)
+    multiply(FORWARD, x, stack, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
+    del stack  # frees it before the next one is allocated
     act = empty((rows * k, inner), x.dtype, like=x)
     _launch_activation(both, act, how)
-    del both  # frees it before the next one is allocated
+    del both
     out = empty((rows * k, hidden), x.dtype, like=x)
-    multiply(FORWARD, act, down, out, groups, bias=_dense(down_bias))
+    multiply(FORWARD, act, dense_stack(down, offsets, x.dtype), out, groups, bias=_dense(down_bias))
     y = empty(x.shape, x.dtype, like=x)
     _combine(out, places, weights, y, k)
     return y, order, offsets, places
@@ -242,6 +246,7 @@ def experts_mlp_backward(
     """Return all gradients, 0 for experts without rows; None for those not ``wanted``."""
     how, wide = _activation(activation, limit, alpha), np.promote_types(x.dtype, FLOAT32)
     needed = _needed(wanted, x, gate_up, down, weights, gate_up_bias, down_bias)
+    gate_up, down = stack_like(gate_up, x), stack_like(down, x)
     k, order, rows, drows = experts.shape[-1], order.reshape(-1), flat(x), flat(dy)
     factors = weights.reshape(-1).astype(wide)
     dweights = np.zeros_like(factors)
@@ -307,18 +312,18 @@ def _launch_backward(
         return no_kernel(reason)
     how = _activation(activation, limit, alpha)
     needed = _needed(wanted, x, gate_up, down, weights, gate_up_bias, down_bias)
-    dy, x, gate_up, down, experts, weights = map(
-        contiguous, (dy, x, gate_up, down, experts, weights)
-    )
+    dy, x, experts, weights = map(contiguous, (dy, x, experts, weights))
     order, offsets, places = map(contiguous, (order, offsets, places))
     order, places = (a if a.dtype == np.int32 else a.astype(np.int32) for a in (order, places))
     count, hidden, inner = down.shape
     rows, k = x.size // hidden, experts.shape[-1]
     groups = groups_of(x.dtype, offsets, count, rows * k, order, k)
     both = empty((rows * k, 2 * inner), x.dtype, like=x)
-    multiply(FORWARD, x, gate_up, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
+    stack = dense_stack(gate_up, offsets, x.dtype)
+    multiply(FORWARD, x, stack, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
+    del stack
     act = empty((rows * k, inner), x.dtype, like=x)  # down^T dy, then the weighted activations
-    multiply(ROWS, dy, down, act, groups, a_in_order=False)
+    multiply(ROWS, dy, dense_stack(down, offsets, x.dtype), act, groups, a_in_order=False)
     dweights = empty(weights.shape, weights.dtype, like=x)
     own_bias = _dense(down_bias)
     chosen = _constants_of(x, weights, experts, own_bias, inner, hidden, k, count, how.name)
@@ -344,7 +349,7 @@ def _launch_backward(
     dx = None
     if "x" in needed:
         moved = empty((rows * k, hidden), x.dtype, like=x)
-        multiply(ROWS, both, gate_up, moved, groups)
+        multiply(ROWS, both, dense_stack(gate_up, offsets, x.dtype), moved, groups)
         dx = empty(x.shape, x.dtype, like=x)
         _combine(moved, places, None, dx, k)
     return (

@@ -32,8 +32,9 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     ----------
     x : (assignments, inputs) float
         Rows, sorted by group: those of group e are ``x[offsets[e]:offsets[e + 1]]``.
-    weight : (experts, outputs, inputs) float
-        A matrix for each group.
+    weight : (experts, outputs, inputs) float, or a quantized stack
+        A matrix for each group.  An ``Nf4`` or ``Mxfp4`` is frozen; on a CPU one matrix is dense at
+        a time, on a GPU those of all groups with rows.
     offsets : (experts + 1,) int32 or int64
         From 0 to the number of rows, as ``sort_by_expert`` returns them; groups may be empty.
     bias : (experts, outputs) dtype of x or float32, optional
@@ -63,7 +64,7 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     >>> dx, dweight, _, _ = grouped_linear_backward(np.ones_like(y), x, weight, offsets, None)
     >>> np.testing.assert_array_equal(dweight[:, 0, 0], [1, 2])
     """
-    outputs = weight.shape[1]
+    outputs, weight = weight.shape[1], stack_like(weight, x)
     dtype = x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype)
     y = empty((len(x), outputs), dtype, like=x)
     for expert, part in parts("grouped_linear", offsets, len(x)):
@@ -78,7 +79,8 @@ def _launch(x: Array, weight: Array, offsets: Array, bias: Array | None) -> Any:
     """Return y from two kernels: one lists the tiles of the groups, one multiplies."""
     if (reason := without_kernel(weight)) is not None:
         return no_kernel(reason)
-    x, weight, offsets = (contiguous(a) for a in (x, weight, offsets))
+    x, offsets = contiguous(x), contiguous(offsets)
+    weight = dense_stack(weight, offsets, x.dtype)
     y = empty((x.shape[0], weight.shape[1]), x.dtype, like=x)
     groups = groups_of(x.dtype, offsets, weight.shape[0], x.shape[0])
     multiply(FORWARD, x, weight, y, groups, bias=bias)
@@ -101,6 +103,7 @@ def grouped_linear_backward(
     dx = empty(x.shape, dy.dtype, like=x) if "x" in needed else None
     dweight = empty(weight.shape, dy.dtype, like=x) if "weight" in needed else None
     dbias = bias if bias is None or "bias" not in needed else np.empty_like(bias)
+    weight = stack_like(weight, x)
     for expert, part in parts(call, offsets, len(x)):
         if dx is not None:
             gemm(dy[part], weight[expert], out=dx[part])
@@ -123,13 +126,13 @@ def _launch_backward(
 ) -> Any:
     if (reason := without_kernel(weight)) is not None:
         return no_kernel(reason)
-    dy, x, weight, offsets = (contiguous(a) for a in (dy, x, weight, offsets))
     needed = requested_gradients("grouped_linear_backward", wanted, x=x, weight=weight, bias=bias)
+    dy, x, offsets = (contiguous(a) for a in (dy, x, offsets))
     groups = groups_of(x.dtype, offsets, weight.shape[0], x.shape[0])
     dx = dweight = dbias = None
     if "x" in needed:
         dx = empty(x.shape, x.dtype, like=x)
-        multiply(ROWS, dy, weight, dx, groups)
+        multiply(ROWS, dy, dense_stack(weight, offsets, x.dtype), dx, groups)
     if "weight" in needed:
         dweight = empty(weight.shape, weight.dtype, like=x)
         multiply(WEIGHTS, dy, x, dweight, groups)
@@ -141,11 +144,20 @@ def _launch_backward(
 
 def without_kernel(*weights: Any) -> str | None:
     """Return why no kernel multiplies by these stacks; None if one does."""
-    if any(isinstance(weight, Stored) for weight in weights):
-        return "a quantized stack is multiplied expert by expert"
     if weights[0].shape[0] > MOST:
         return f"{weights[0].shape[0]} experts: the kernel lists the tiles of up to {MOST}"
     return None
+
+
+def stack_like(weight: Any, x: Array) -> Any:
+    """Return a stack whose matrices have the dtype of x; dense ones have it anyway."""
+    return weight.computed_in(x.dtype) if isinstance(weight, Stored) else weight
+
+
+def dense_stack(weight: Any, offsets: Array, dtype: np.dtype[Any]) -> Array:
+    """Return a stack as the kernels read it; of a quantized one, matrices of groups with rows."""
+    dense: Array = weight.dense_where(offsets, dtype) if isinstance(weight, Stored) else weight
+    return contiguous(dense)
 
 
 def parts(call: str, offsets: Array, rows: int) -> Iterator[tuple[int, slice]]:

@@ -4,8 +4,11 @@ value = level[code] * absmax, where the code is the one whose level is nearest t
 of two equally near levels, the lower one.  Blocks are consecutive values of the flattened matrix,
 and the last may be short; a byte holds two codes, the first in its high bits.  NF4's levels divide
 a normal distribution into equal shares; FP4 has a sign, two bits of exponent and one of mantissa.
+So has MXFP4, whose levels are those numbers themselves, times a power of two in place of absmax;
+the first code of a byte is in its low bits.
 
-Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023; bytes and levels are bitsandbytes'.
+Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023; bytes and levels of NF4 and FP4 are
+bitsandbytes'.  OCP Microscaling Formats Specification 1.0, 2023: the levels of MXFP4.
 """
 
 from functools import cache
@@ -24,7 +27,11 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-FP4_SIZES = (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # codes 0 .. 7; 8 .. 15: negative
+KINDS = ("nf4", "fp4", "mxfp4")  # numbered as in four_bits.cuh
+SIZES = {  # levels of codes 0 .. 7; those of 8 .. 15 are negative
+    "fp4": (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4),
+    "mxfp4": (0, 0.5, 1, 1.5, 2, 3, 4, 6),
+}
 SMALLEST = np.float32(1e-38)  # lower bound of absmax as a divisor
 STEP = 2**18  # values encoded at a time
 
@@ -39,21 +46,23 @@ class Format(NamedTuple):
 
 
 @cache
-def format_of(fp4: bool) -> Format:
-    """Return the tables of NF4, or of FP4."""
+def format_of(kind: str) -> Format:
+    """Return the tables of a kind."""
     levels = np.array(NF4_LEVELS, np.float32)
-    if fp4:
-        sizes = np.array(FP4_SIZES, np.float32)
-        levels = np.concatenate([sizes, -sizes]) + np.float32(0)  # -0 is 0
+    if kind in SIZES:
+        sizes = np.array(SIZES[kind], np.float32)
+        levels = np.concatenate([sizes, -sizes])
+        levels += np.float32(0 if kind == "fp4" else -0.0)  # -0 is 0 in fp4
     ascending = np.argsort(levels, kind="stable").astype(np.uint8)
     ordered = levels[ascending]
     bounds = (ordered[:-1] + ordered[1:]) / np.float32(2)
     byte = np.arange(256)
-    pairs = np.stack([levels[byte >> 4], levels[byte & 15]], axis=1)
+    high, low = levels[byte >> 4], levels[byte & 15]
+    pairs = np.stack([low, high] if kind == "mxfp4" else [high, low], axis=1)
     return Format(levels, ascending, bounds, pairs)
 
 
-def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
+def encode(w: Array, block: int, kind: str) -> tuple[Array, Array]:
     """Return the packed codes and absmax of float32 values."""
     flat = w.reshape(-1)
     blocks, codes = -(-flat.size // block), empty((flat.size + flat.size % 2,), np.uint8, like=w)
@@ -65,23 +74,23 @@ def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
         absmax[top:stop] = size = np.abs(part).max(axis=1)
         with np.errstate(invalid="ignore"):  # callers check absmax, which shows infinite values
             share = part * (1 / np.maximum(size, SMALLEST))[:, None]
-        codes[top * block : stop * block] = _nearest(share, fp4).reshape(-1)
+        codes[top * block : stop * block] = _nearest(share, kind).reshape(-1)
     if whole < blocks:
         part = flat[whole * block :]
         absmax[whole] = size = np.maximum(np.abs(part).max(), SMALLEST)
         with np.errstate(invalid="ignore"):
-            codes[whole * block : flat.size] = _nearest(part / size, fp4)
+            codes[whole * block : flat.size] = _nearest(part / size, kind)
     if flat.size % 2:
-        codes[flat.size :] = _nearest(flat[:1] * 0, fp4)
+        codes[flat.size :] = _nearest(flat[:1] * 0, kind)
     return codes[::2] << 4 | codes[1::2], absmax
 
 
-def _nearest(share: Array, fp4: bool) -> Array:
+def _nearest(share: Array, kind: str) -> Array:
     """Return the codes whose levels are nearest to value / absmax."""
     ranks = np.zeros_like(share, dtype=np.uint8)
-    for bound in format_of(fp4).bounds:
+    for bound in format_of(kind).bounds:
         ranks += share > bound
-    return to_device_of(format_of(fp4).ascending, share)[ranks] if fp4 else ranks
+    return to_device_of(format_of(kind).ascending, share)[ranks] if kind != "nf4" else ranks
 
 
 def decode(
@@ -91,7 +100,7 @@ def decode(
     columns: slice,
     inputs: int,
     block: int,
-    fp4: bool,
+    kind: str,
 ) -> Array:
     """Return a part of a matrix with ``inputs`` columns, in float32."""
     top, left, width = rows.start, columns.start, columns.stop - columns.start
@@ -101,10 +110,10 @@ def decode(
     if inputs % 2 == left % 2 == width % 2 == 0:
         byte_columns = slice(left // 2, (left + width) // 2)
         codes = packed.reshape(len(packed) // max(1, inputs // 2), inputs // 2)[rows, byte_columns]
-        pairs = to_device_of(format_of(fp4).pairs.view(np.complex64)[:, 0], packed)
+        pairs = to_device_of(format_of(kind).pairs.view(np.complex64)[:, 0], packed)
         values = pairs[codes.astype(np.intp)].view(np.float32)  # indexing converts to it anyway
     else:
-        values = _one_by_one(packed, _indices(packed, rows, columns, inputs), fp4)
+        values = _one_by_one(packed, _indices(packed, rows, columns, inputs), kind)
     if inputs % block == left % block == width % block == 0:
         scales = absmax.reshape(len(absmax) // max(1, inputs // block), inputs // block)
         scales = scales[rows, left // block : (left + width) // block, None]
@@ -128,8 +137,9 @@ def _indices(like: Any, rows: slice, columns: slice, inputs: int) -> Array:
     return row_starts + np.arange(columns.start, columns.stop, like=like)
 
 
-def _one_by_one(packed: Array, indices: Array, fp4: bool) -> Array:
+def _one_by_one(packed: Array, indices: Array, kind: str) -> Array:
     """Return the levels of the codes at these indices."""
     bytes_of = packed[indices >> 1]
-    codes = np.where(indices & 1, bytes_of & 15, bytes_of >> 4)
-    return to_device_of(format_of(fp4).levels, packed)[codes]
+    high = (indices & 1) == (kind == "mxfp4")
+    codes = np.where(high, bytes_of >> 4, bytes_of & 15)
+    return to_device_of(format_of(kind).levels, packed)[codes]

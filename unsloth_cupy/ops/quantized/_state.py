@@ -31,13 +31,23 @@ def check_array(what: str, array: Any, dtype: Any, shape: tuple[int, ...] | None
         raise ShapeError(f"{what} is {actual}; it must be {wanted}", expected=wanted, actual=actual)
 
 
+def weight_shape(call: str, shape: Any, stacks: bool = False) -> tuple[int, ...]:
+    """Return the shape of a matrix, or of a stack of them, as Python integers.
+
+    Raise ShapeError if it is none.
+    """
+    listed = isinstance(shape, list | tuple) and len(shape) in (2, 2 + stacks)
+    if not listed or not all(is_integer(size) for size in shape):
+        wanted = "(outputs, inputs)" + " or (experts, outputs, inputs)" * stacks
+        problem = f"{call}: shape is {reprlib.repr(shape)}; it must be {wanted}"
+        raise ShapeError(problem, expected=wanted, actual=shape)
+    return tuple(map(int, shape))
+
+
 def matrix_shape(call: str, shape: Any) -> tuple[int, int]:
     """Return the shape of a matrix as two Python integers, or raise ShapeError."""
-    listed = isinstance(shape, list | tuple) and len(shape) == 2
-    if not listed or not all(is_integer(size) for size in shape):
-        problem = f"{call}: shape is {reprlib.repr(shape)}; it must be (outputs, inputs)"
-        raise ShapeError(problem, expected="(outputs, inputs)", actual=shape)
-    return int(shape[0]), int(shape[1])
+    rows, columns = weight_shape(call, shape)
+    return rows, columns
 
 
 def array_of(
@@ -74,14 +84,13 @@ def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[s
     return facts
 
 
-def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the shape of the matrix in ``facts``; raise ConfigError if there is none."""
+def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the weight in ``facts``; raise ConfigError if there is none."""
     shape = facts.get("shape")
-    listed = isinstance(shape, list | tuple) and len(shape) == 2
+    listed = isinstance(shape, list | tuple) and len(shape) in (2, 3)
     if not listed or not all(type(size) is int and size >= 0 for size in shape or ()):
-        raise ConfigError(f"{call}: shape {shape!r} is not that of a matrix")
-    rows, columns = shape or (0, 0)
-    return rows, columns
+        raise ConfigError(f"{call}: shape {shape!r} is not that of a matrix or a stack of them")
+    return tuple(shape or ())
 
 
 def check_table(call: str, state: Mapping[str, Any], name: str, expected: Array) -> None:

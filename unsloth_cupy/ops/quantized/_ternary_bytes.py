@@ -184,7 +184,7 @@ def _unpack_tq2(data: Array) -> Array:
 class ByteForms:
     """The methods of ``Ternary`` that write and read the byte layouts of other programs."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scales: Any
     planes: Any
     group: int | None

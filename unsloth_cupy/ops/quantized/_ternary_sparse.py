@@ -36,7 +36,7 @@ class Ell(NamedTuple):
     scale: Array
     group: int | None
     dtype: np.dtype[Any]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def product(self, x: Array) -> Array:
         """Return x @ w.T for x (*rows, inputs)."""
@@ -70,7 +70,7 @@ class Runs(NamedTuple):
     scale: Array
     group: int | None
     dtype: np.dtype[Any]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def product(self, x: Array) -> Array:
         """Return x @ w.T for x (*rows, inputs); a run takes one sum of columns of x."""
@@ -89,7 +89,7 @@ class Runs(NamedTuple):
         return _shaped(y, x, self.shape)
 
 
-def _rows(x: Any, shape: tuple[int, int]) -> Array:
+def _rows(x: Any, shape: tuple[int, ...]) -> Array:
     """Return the rows of x, float32 or float64; raise unless the last axis has ``inputs``."""
     if x.shape[-1:] != shape[1:]:
         raise ShapeError(
@@ -105,7 +105,7 @@ def _rows(x: Any, shape: tuple[int, int]) -> Array:
     )
 
 
-def _shaped(y: Array, x: Any, shape: tuple[int, int]) -> Array:
+def _shaped(y: Array, x: Any, shape: tuple[int, ...]) -> Array:
     """Return y with the leading axes and the dtype of x."""
     return y.reshape(*x.shape[:-1], shape[0]).astype(x.dtype, copy=False)
 
@@ -123,7 +123,7 @@ def _scale_at(scale: Array, group: int | None, columns: Array, row: int | None =
 class SparseForms:
     """The methods of ``Ternary`` that convert it to sparse forms, and back."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scale: Any
     group: int | None
     dtype: Any

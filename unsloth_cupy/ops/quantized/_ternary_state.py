@@ -21,7 +21,7 @@ def _inverse(scale: Any) -> Any:
 class FolderForm:
     """The methods of ``Ternary`` that convert it to the arrays of a checkpoint, and back."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: Any
     scale: Any
     planes: Any

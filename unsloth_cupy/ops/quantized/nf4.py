@@ -7,6 +7,7 @@ Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -22,10 +23,10 @@ from ..common import dynamic_codes
 from ..common.checks import check_choice
 from ..linear.linear import linear
 from . import _four_bits
-from ._state import array_of, check_array, check_table, json_of, matrix_shape, stored_shape
+from ._state import array_of, check_array, check_table, json_of, stored_shape, weight_shape
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
 from .nf4_product import has_kernel, nf4_product_
-from .nf4_quantize import nf4_quantize_forward
+from .nf4_quantize import KINDS, nf4_quantize_forward
 from .weight import (
     Quantized,
     check_finite,
@@ -37,7 +38,6 @@ from .weight import (
 )
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-KINDS = ("nf4", "fp4")
 NESTED = dynamic_codes.BLOCK  # blocks that share an absmax_scale
 
 
@@ -47,9 +47,9 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
 
     Parameters
     ----------
-    w : (outputs, inputs) float
-        The dense weight, an array of any library.  Blocks are consecutive values of it,
-        flattened; the last may be short.
+    w : (outputs, inputs) or (experts, outputs, inputs) float
+        The dense weight, or a stack of them, an array of any library.  Blocks are consecutive
+        values of it, flattened; the last may be short.
     block : int
         Values that share an absmax: a power of two, 32 to 4096.
     double : bool
@@ -69,7 +69,7 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     RangeError
         A value is not finite; the message names its position.
     ShapeError, DTypeError
-        w is not a matrix of floats, or is quantized already.
+        w is not a matrix or a stack of floats, or is quantized already.
 
     Examples
     --------
@@ -81,10 +81,11 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     >>> np.testing.assert_allclose(nf4_linear(x, weight), linear(x, weight), rtol=1e-5)
     """
     _check_format("nf4_quantize", block, kind)
-    w = dense_weight("nf4_quantize", w)
+    w = dense_weight("nf4_quantize", w, stacks=True)
     with device_of(w):
         values = in_kernel_dtype(w)
-        packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
+        flat = values.reshape(math.prod(w.shape[:-1]), w.shape[-1])
+        packed, absmax = nf4_quantize_forward(flat, block=block, kind=kind)
         check_finite("nf4_quantize", values, absmax)
         scales = _double_quantized(absmax) if double else {"absmax": absmax}
         return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **scales)
@@ -124,7 +125,7 @@ class Nf4(Quantized):
     def __init__(
         self,
         packed: Array,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         *,
         absmax: Array | None = None,
         absmax_codes: Array | None = None,
@@ -136,11 +137,10 @@ class Nf4(Quantized):
     ) -> None:
         _check_format("Nf4", block, kind)
         self.packed = self.home = packed
-        self.shape, self.dtype = matrix_shape("Nf4", shape), float_dtype("Nf4", dtype)
+        self.shape, self.dtype = weight_shape("Nf4", shape, stacks=True), float_dtype("Nf4", dtype)
         self.block, self.kind = int(block), kind
-        size = self.shape[0] * self.shape[1]
-        blocks = -(-size // block)
-        check_array("Nf4: packed", packed, np.uint8, (-(-size // 2),))
+        blocks = -(-self.size // block)
+        check_array("Nf4: packed", packed, np.uint8, (-(-self.size // 2),))
         if absmax_codes is None:
             check_array("Nf4: absmax", absmax, FLOAT32, (blocks,))
         else:
@@ -179,6 +179,8 @@ class Nf4(Quantized):
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns; absmax in float32 if a cut splits 256 blocks with one scale."""
         shape, block = self.shape, self.block
+        if self.ndim != 2:
+            raise ConfigError(f"{self!r} is a stack, whose matrices are not divided; dequantize it")
         if not in_blocks(shape, axis, places, block):
             borders = ", ".join(f"{where.start}:{where.stop}" for where in places)
             problem = f"{('rows', 'columns')[axis]} {borders} split blocks of {block} values"
@@ -195,20 +197,31 @@ class Nf4(Quantized):
         return type(self)(**arrays, **facts)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        inputs, fp4 = self.shape[1], self.kind == "fp4"
+        inputs = self.shape[-1]
         if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
-            arguments = (self.packed, self.absmax, rows, columns, inputs, self.block, fp4)
+            arguments = (self.packed, self.absmax, rows, columns, inputs, self.block, self.kind)
             return _four_bits.decode(*arguments).astype(dtype, copy=False)
         shape = rows.stop - rows.start, columns.stop - columns.start
         w, start = empty(shape, dtype, like=self.packed), rows.start * inputs + columns.start
         arrays = w, self.packed, self._absmax, self.absmax_codes
-        return nf4_dequantize_(*arrays, columns=inputs, start=start, block=self.block, fp4=fp4)
+        return nf4_dequantize_(
+            *arrays, columns=inputs, start=start, block=self.block, kind=self.kind
+        )
+
+    def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
+        """Return a stack in ``dtype``; matrices of groups without rows may hold anything."""
+        if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
+            return self.dequantize(dtype)
+        w = empty((self.rows, self.shape[-1]), dtype, like=self.packed)
+        arrays = w, self.packed, self._absmax, self.absmax_codes, offsets
+        how: Any = {"columns": self.shape[-1], "block": self.block, "kind": self.kind}
+        return nf4_dequantize_(*arrays, **how).reshape(self.shape)
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         if not (on_gpu(self.packed) and has_kernel(x, out)):
             return False
         arrays = self.packed, self._absmax, self.absmax_codes
-        nf4_product_(out, x, *arrays, block=self.block, fp4=self.kind == "fp4", add=add)
+        nf4_product_(out, x, *arrays, block=self.block, kind=self.kind, add=add)
         return True
 
     def state(self) -> dict[str, Any]:
@@ -221,7 +234,7 @@ class Nf4(Quantized):
             arrays["nested_quant_map"] = to_device_of(dynamic_codes.dynamic_map(True), self.packed)
             facts |= {"nested_blocksize": NESTED, "nested_dtype": "float32"}
             facts["nested_offset"] = self.absmax_offset
-        levels = _four_bits.format_of(self.kind == "fp4").levels
+        levels = _four_bits.format_of(self.kind).levels
         arrays["quant_map"] = to_device_of(levels, self.packed)
         text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
         arrays[f"quant_state.bitsandbytes__{self.kind}"] = to_device_of(text, self.packed)
@@ -265,13 +278,13 @@ class Nf4(Quantized):
         dtype = next((d for d in FLOATS if d.name == facts.get("dtype")), None)
         if dtype is None:
             raise ConfigError(f"{call}: dtype {facts.get('dtype')!r} is not a float dtype")
-        size, fp4 = shape[0] * shape[1], kind == "fp4"
+        size = math.prod(shape)
         blocks = -(-size // block)
         stored: Any = state.get("weight")
         if hasattr(stored, "view") and stored.dtype in FLOATS:  # bytes by another name
             state = {**state, "weight": stored.reshape(-1).view(np.uint8)[:, None]}
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
-        check_table(call, state, "weight.quant_map", _four_bits.format_of(fp4).levels)
+        check_table(call, state, "weight.quant_map", _four_bits.format_of(kind).levels)
         scales: dict[str, Any]
         if "weight.nested_absmax" in state:
             check_table(call, state, "weight.nested_quant_map", dynamic_codes.dynamic_map(True))
@@ -317,7 +330,7 @@ def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block
     """Return absmax by blocks; on a CPU, bitsandbytes saves it transposed and in bfloat16."""
     name = "weight.absmax"
     absmax = state.get(name)
-    if getattr(absmax, "ndim", 1) == 2:
+    if getattr(absmax, "ndim", 1) == 2 and len(shape) == 2:
         transposed = array_of(call, state, name, (shape[1] // block, shape[0]), FLOATS[1])
         return transposed.T.astype(FLOAT32).reshape(-1)
     return array_of(call, state, name, flat, FLOAT32)

@@ -1,14 +1,17 @@
 """Dequantization of a part of a 4-bit weight.
 
 w[r, c] = level[code] * absmax        of value start + r * columns + c of the flattened weight
+
+absmax is stored in float32, in 8 bits, or, of MXFP4, as a power of two: 2^(code - 127).
 """
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, lanes
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -16,6 +19,7 @@ from ...core.source import Constants
 from ...errors import ShapeError
 from ...placement import to_device_of
 from ..common import dynamic_codes
+from ..common.checks import check_choice
 from ..common.no_kernel import no_kernel
 from . import _four_bits
 
@@ -32,10 +36,21 @@ def double_absmax(scale: Array, offset: float) -> Array:
     return table
 
 
-def sizes_of(absmax: Array, codes: Array | None) -> Array:
-    """Return the float32 absmax of each block; with codes, ``absmax`` is a ``double_absmax``."""
+@cache
+def powers_of_two() -> Array:
+    """Return the values of the 8-bit exponents of MXFP4; 255, which none has, is infinite."""
+    return np.append(np.ldexp(np.float32(1), np.arange(TABLE - 1) - 127), np.float32(np.inf))
+
+
+def sizes_of(absmax: Array, codes: Array | None) -> Any:
+    """Return the float32 absmax of each block.
+
+    With codes, ``absmax`` is a ``double_absmax``, or ``powers_of_two`` where they are exponents.
+    """
     if codes is None:
         return absmax
+    if absmax.size == TABLE:
+        return absmax[codes]
     scales = np.repeat(absmax[SCALES:], dynamic_codes.BLOCK)[: codes.size]
     return absmax[:TABLE][codes] * scales + absmax[TABLE]
 
@@ -48,14 +63,19 @@ def check_held(
     inputs: int,
     values: int,
     block: int,
+    kind: str,
 ) -> None:
     """Raise ShapeError unless arrays hold ``values`` values, in whole rows of ``inputs``."""
+    check_choice(call, "kind", kind, _four_bits.KINDS)
     blocks, scales = -(-values // block), absmax if codes is None else codes
+    exponents = kind == "mxfp4"
+    if exponents and (codes is None or absmax.size != TABLE):
+        raise ShapeError(f"{call}: mxfp4 has absmax_codes, and {TABLE} powers of two as absmax")
     row_bytes, row_scales = max(1, inputs // 2), max(1, inputs // block)
     expected = -(-values // 2), blocks
     whole = inputs % 2 or packed.size % row_bytes == 0
     whole = whole and (inputs % block or scales.size % row_scales == 0)
-    if codes is not None:
+    if codes is not None and not exponents:
         whole = whole and absmax.size >= SCALES + -(-codes.size // dynamic_codes.BLOCK)
     if packed.size < expected[0] or scales.size < blocks or not whole:
         actual = packed.size, scales.size
@@ -65,8 +85,8 @@ def check_held(
 
 
 @op(
-    "w(outputs, inputs), packed(bytes): byte, absmax(scales): stat, absmax_codes?(blocks): byte"
-    " -> dense(outputs, inputs)",
+    "w(outputs, inputs), packed(bytes): byte, absmax(scales): stat, absmax_codes?(blocks): byte,"
+    " offsets?(groups+1): int -> dense(outputs, inputs)",
     widen=False,
     no_gradient="it changes an array, and the weight is frozen",
     traffic=lambda a: a["w"].nbytes + a["w"].size // 2 + a["absmax"].nbytes,
@@ -76,21 +96,33 @@ def nf4_dequantize_(
     packed: Array,
     absmax: Array,
     absmax_codes: Array | None = None,
+    offsets: Array | None = None,
     *,
     columns: int,
     start: int = 0,
     block: int = 64,
-    fp4: bool = False,
+    kind: str = "nf4",
 ) -> Array:
     """Write a part of a weight to w: the part whose first value has the flat index ``start``.
 
     ``columns`` is the width of the whole weight.  If there are ``absmax_codes``, ``absmax`` is a
-    ``double_absmax``.
+    ``double_absmax``; those of mxfp4 are exponents, and ``absmax`` is ``powers_of_two``.  With
+    ``offsets`` the weight is a stack of as many matrices as there are
+    groups of rows, and those of groups without rows are not written.
     """
+    if offsets is not None:
+        height, ends = len(w) // max(1, offsets.size - 1), offsets.tolist()
+        for group, (first, last) in enumerate(pairwise(ends)):
+            if first < last:
+                rows = slice(group * height, (group + 1) * height)
+                arrays = w[rows], packed, absmax, absmax_codes
+                how: Any = {"columns": columns, "block": block, "kind": kind}
+                nf4_dequantize_(*arrays, start=rows.start * columns, **how)
+        return w
     top, left = divmod(start, max(1, columns))
     part = slice(top, top + len(w)), slice(left, left + w.shape[1])
     sizes = sizes_of(absmax, absmax_codes)
-    w[...] = _four_bits.decode(packed, sizes, *part, columns, block, fp4)
+    w[...] = _four_bits.decode(packed, sizes, *part, columns, block, kind)
     return w
 
 
@@ -101,14 +133,20 @@ def _check(
     packed: Array,
     absmax: Array,
     absmax_codes: Array | None,
+    offsets: Array | None,
     columns: int,
     start: int,
     block: int,
+    kind: str,
 ) -> None:
     """Raise ShapeError unless the arrays hold the part of the weight."""
     rows, width = w.shape
     last = start + (rows - 1) * columns + width if w.size else 0
-    check_held(call, packed, absmax, absmax_codes, columns, last, block)
+    check_held(call, packed, absmax, absmax_codes, columns, last, block, kind)
+    groups = 1 if offsets is None else offsets.size - 1
+    if offsets is not None and (start or width != columns or not groups or rows % groups):
+        problem = f"{call}: {rows} rows of {width} from value {start} on"
+        raise ShapeError(f"{problem} are no {groups} matrices with rows of {columns}")
 
 
 @nf4_dequantize_.kernel
@@ -117,31 +155,40 @@ def _launch(
     packed: Array,
     absmax: Array,
     absmax_codes: Array | None,
+    offsets: Array | None,
     columns: int,
     start: int,
     block: int,
-    fp4: bool,
+    kind: str,
 ) -> Any:
     """Write the part of the weight to w by the kernel, and return w."""
     if not all(a is None or a.flags.c_contiguous for a in (w, packed, absmax, absmax_codes)):
         return no_kernel("w, codes or absmax are not contiguous")
     rows, width = w.shape
-    if width == columns or rows == 1:
+    if offsets is not None:
+        rows, width = offsets.size - 1, w.size // (offsets.size - 1)  # a matrix is a long row
+        row_stride = width
+    elif width == columns or rows == 1:
         rows, width, row_stride = 1, rows * width, 0  # the part is contiguous: one long row
     else:
         row_stride = columns
     count = lanes(start | row_stride | (width if rows > 1 else 0), w, packed)
-    constants = _constants(w.dtype, count, fp4, absmax_codes is not None)
+    double = absmax_codes is not None and kind != "mxfp4"
+    dtype = None if offsets is None else offsets.dtype
+    constants = _constants(w.dtype, count, kind, double, dtype)
     tiles = -(-width // (count * THREADS * DEPTH))
     kernel = load("nf4_dequantize.cu", "nf4_dequantize_", w, constants)
     shift = block.bit_length() - 1
     kernel[rows * tiles, THREADS](
-        w, packed, absmax, absmax_codes, start, row_stride, width, tiles, shift
+        *(w, packed, absmax, absmax_codes, contiguous(offsets)),
+        *(start, row_stride, width, tiles, shift),
     )
     return w
 
 
 @cache
-def _constants(dtype: Any, lanes: int, fp4: bool, double: bool) -> Constants:
+def _constants(dtype: Any, lanes: int, kind: str, double: bool, offsets: Any) -> Constants:
     """Return the constants of nf4_dequantize.cu."""
-    return Constants(T=dtype, LANES=lanes, THREADS=THREADS, FP4=fp4, DOUBLE=double)
+    number, index = _four_bits.KINDS.index(kind), offsets or np.dtype("int32")
+    shared = {"T": dtype, "LANES": lanes, "THREADS": THREADS, "KIND": number, "DOUBLE": double}
+    return Constants(**shared, GROUPED=offsets is not None, I=index)

@@ -40,14 +40,14 @@ def nf4_product_(
     absmax_codes: Array | None = None,
     *,
     block: int = 64,
-    fp4: bool = False,
+    kind: str = "nf4",
     add: bool = False,
 ) -> Array:
     """Write ``x @ w.T`` over out, or add it; for the arrays of w see ``nf4_dequantize_``."""
     outputs, inputs = out.shape[1], x.shape[1]
     whole = slice(0, outputs), slice(0, inputs)
     sizes = sizes_of(absmax, absmax_codes)
-    w = _four_bits.decode(packed, sizes, *whole, inputs, block, fp4)
+    w = _four_bits.decode(packed, sizes, *whole, inputs, block, kind)
     return gemm(x, w.astype(x.dtype, copy=False).T, out=out, add=add)
 
 
@@ -60,10 +60,11 @@ def _check(
     absmax: Array,
     absmax_codes: Array | None,
     block: int,
+    kind: str,
 ) -> None:
     """Raise ShapeError unless the arrays hold the whole weight."""
     inputs = x.shape[1]
-    check_held(call, packed, absmax, absmax_codes, inputs, out.shape[1] * inputs, block)
+    check_held(call, packed, absmax, absmax_codes, inputs, out.shape[1] * inputs, block, kind)
 
 
 def has_kernel(x: Array, out: Array) -> bool:
@@ -84,7 +85,7 @@ def _launch(
     absmax: Array,
     absmax_codes: Array | None,
     block: int,
-    fp4: bool,
+    kind: str,
     add: bool,
 ) -> Any:
     """Write or add the product to out by the kernel, and return out."""
@@ -102,11 +103,11 @@ def _launch(
     (rows, outputs), inputs = out.shape, x.shape[1]
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
     wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_stride, x) * size == 16
-    double = absmax_codes is not None
+    double = absmax_codes is not None and kind != "mxfp4"
     held = absmax if absmax_codes is None else absmax_codes
     side = lanes(inputs // unit, held) if block == unit else 1  # absmax that lie side by side
     chosen = _constants(
-        *(x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, side, x_wide, fp4),
+        *(x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, side, x_wide, kind),
         *(double, add),
     )
     kernel = load("nf4_product.cu", "nf4_product_", x, chosen)
@@ -130,7 +131,7 @@ def _constants(
     wide: bool,
     side: int,
     x_wide: bool,
-    fp4: bool,
+    kind: str,
     double: bool,
     add: bool,
 ) -> Constants:
@@ -161,7 +162,7 @@ def _constants(
         WIDE=wide,
         SIDE_BY_SIDE=units > 1 and side % units == 0,
         X_WIDE=x_wide,
-        FP4=fp4,
+        KIND=_four_bits.KINDS.index(kind),
         DOUBLE=double,
         ADD=add,
     )

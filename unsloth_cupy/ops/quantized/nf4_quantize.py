@@ -15,13 +15,15 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ..common.checks import check_choice
 from . import _four_bits
 
 VALUES, THREADS = 16, 256  # values of a thread, and threads of a block, which have 4096 values
 UINT8 = np.dtype("uint8")
+KINDS = ("nf4", "fp4")  # the first of those that are decoded
 
 
-def _sizes(shape: tuple[int, ...], *, block: int = 64, fp4: bool = False) -> dict[str, int]:
+def _sizes(shape: tuple[int, ...], *, block: int = 64, kind: str = "nf4") -> dict[str, int]:
     """Return the lengths of the results' axes, for a weight of this shape."""
     size = shape[0] * shape[1]
     return {"bytes": -(-size // 2), "blocks": -(-size // block)}
@@ -32,30 +34,36 @@ def _sizes(shape: tuple[int, ...], *, block: int = 64, fp4: bool = False) -> dic
     no_gradient="its results are integers; products with such a weight have a gradient",
     sizes=_sizes,
 )
-def nf4_quantize_forward(w: Array, *, block: int = 64, fp4: bool = False) -> tuple[Array, Array]:
+def nf4_quantize_forward(w: Array, *, block: int = 64, kind: str = "nf4") -> tuple[Array, Array]:
     """Return packed codes and absmax of a weight: see ``nf4_quantize``.
 
     The absmax of a block that holds NaN or infinity is NaN or infinity.
     """
-    return _four_bits.encode(w.astype(FLOAT32, copy=False), block, fp4)
+    return _four_bits.encode(w.astype(FLOAT32, copy=False), block, kind)
+
+
+@nf4_quantize_forward.require
+def _check(call: str, kind: str) -> None:
+    check_choice(call, "kind", kind, KINDS)
 
 
 @nf4_quantize_forward.kernel
-def _launch(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
+def _launch(w: Array, block: int, kind: str) -> tuple[Array, Array]:
     """Return packed codes and absmax from the kernel."""
     packed = empty((-(-w.size // 2),), UINT8, like=w)
     absmax = empty((-(-w.size // block),), FLOAT32, like=w)
-    constants = _constants(w.dtype, block, lanes(0, w), fp4)
+    constants = _constants(w.dtype, block, lanes(0, w), kind)
     kernel = load("nf4_quantize.cu", "nf4_quantize", w, constants)
     kernel[-(-w.size // (VALUES * THREADS)), THREADS](w, packed, absmax, w.size)
     return packed, absmax
 
 
 @cache
-def _constants(dtype: Any, block: int, lanes: int, fp4: bool) -> Constants:
+def _constants(dtype: Any, block: int, lanes: int, kind: str) -> Constants:
     """Return the constants of nf4_quantize.cu.
 
     A thread has 16 values: 256 threads share the largest block of values, and 2 threads the
     smallest.  An SM holds a whole number of blocks of 256 threads.
     """
-    return Constants(T=dtype, BLOCK=block, LANES=lanes, THREADS=THREADS, FP4=fp4)
+    number = KINDS.index(kind)
+    return Constants(T=dtype, BLOCK=block, LANES=lanes, THREADS=THREADS, KIND=number)

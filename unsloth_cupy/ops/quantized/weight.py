@@ -3,18 +3,22 @@
     y = linear(x, weight)           gemm(x, weight.T) calls the weight for x W^T
     dx = dy W                       gemm(dy, weight) calls it for dy W
 
+It may also be a stack of matrices, which ``grouped_linear`` and ``experts_mlp`` accept.
+
 A weight that has no kernel for a product is dequantized in chunks, each multiplied (by cuBLAS, on
 the host by NumPy) while it is still in cache: chunks of rows for x W^T, of columns for dy W.  So
 every result is one sum, rounded once, and the whole dense weight never exists.
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from ...core.call import is_integer
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_dtype
 from ...core.stand_in import is_planned, representative_steps
 from ...core.target import target_of
@@ -28,18 +32,23 @@ CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has 
 
 @on_gpu_of_attribute("home")
 class Quantized(Stored, ABC):
-    """A frozen matrix (outputs, inputs) in few bits, the base of ``Nf4``, ``Int8`` and ``Ternary``.
+    """A frozen matrix (outputs, inputs) in few bits.
 
-    ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as
-    their weight.  ``shape``, ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the
-    dense weight; ``dtype`` is the dtype that it is dequantized to by default.  ``nbytes`` counts
-    all arrays that store it.
+    It is the base of ``Nf4``, ``Mxfp4``, ``Int8`` and ``Ternary``.  ``linear``, ``lora_linear``,
+    ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as their weight.  ``shape``,
+    ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the dense weight; ``dtype``
+    is the dtype that it is dequantized to by default.  ``nbytes`` counts all arrays that store it.
+
+    An ``Nf4`` or ``Mxfp4`` may be a stack (experts, outputs, inputs): ``grouped_linear`` and
+    ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.
     """
 
     KIND: ClassVar[str]  # its name in errors and in files
 
-    ndim = 2
-    size = property(lambda self: self.shape[0] * self.shape[1])
+    shape: tuple[int, ...]
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: math.prod(self.shape))
+    rows = property(lambda self: math.prod(self.shape[:-1]))  # those of all matrices of a stack
     strides = ()  # part of the key of a replay
     device = property(lambda self: self.home.device)
     data = property(lambda self: self.home.data)
@@ -107,7 +116,18 @@ class Quantized(Stored, ABC):
         """
         call = f"{type(self).__name__}.dequantize"
         target = self.dtype if dtype is None else float_dtype(call, dtype)
-        return self._dense(slice(0, self.shape[0]), slice(0, self.shape[1]), target)
+        return self._rows(0, self.rows, target).reshape(self.shape)
+
+    def _rows(self, start: int, stop: int, dtype: np.dtype[Any]) -> Array:
+        """Return rows of the dense weight, counted through all matrices of a stack."""
+        return self._dense(slice(start, stop), slice(0, self.shape[-1]), dtype)
+
+    def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
+        """Return a stack in ``dtype``; matrices of groups without rows may hold anything.
+
+        ``offsets`` (experts + 1,) says where the rows of each group begin.
+        """
+        return self.dequantize(dtype)
 
     def astype(self, dtype: Any) -> Array:
         """Return the dense weight, a new array."""
@@ -129,15 +149,20 @@ class Quantized(Stored, ABC):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> Array:
+    def __getitem__(self, rows: slice | int) -> Array:
         kind: Any = rows
+        if self.ndim == 3 and is_integer(kind):
+            number, height = range(len(self))[kind], self.shape[1]
+            return self._rows(number * height, (number + 1) * height, self.dtype)
         start, stop, step = kind.indices(len(self)) if isinstance(kind, slice) else (0, 0, 0)
-        if step != 1:
-            raise ConfigError(f"{self!r}: only rows in order are taken; dequantize it for [{rows}]")
-        return self._dense(slice(start, max(start, stop)), slice(0, self.shape[1]), self.dtype)
+        if step != 1 or self.ndim != 2:
+            what = "rows in order are" if self.ndim == 2 else "one matrix is"
+            raise ConfigError(f"{self!r}: only {what} taken; dequantize it for [{rows}]")
+        return self._rows(start, max(start, stop), self.dtype)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.nbytes} bytes)"
+        sizes = " x ".join(map(str, self.shape))
+        return f"{type(self).__name__}({sizes}, {self.nbytes} bytes)"
 
     def product(self, a: Array, out: Array, add: bool) -> None:
         """Write ``a @ W`` to out, or add it, in chunks of columns of W."""
@@ -185,8 +210,11 @@ def on_gpu(array: Any) -> bool:
     return target_of(array) is not None
 
 
-def dense_weight(call: str, w: Any) -> Array:
-    """Return a dense weight as an array of NumPy or CuPy; raise unless it is a matrix of floats."""
+def dense_weight(call: str, w: Any, stacks: bool = False) -> Array:
+    """Return a dense weight as an array of NumPy or CuPy.
+
+    Raise unless it is a matrix of floats or, with ``stacks``, several matrices.
+    """
     if isinstance(w, Stored):
         raise DTypeError(f"{call}: w is quantized already: {w!r}; pass the dense weight")
     w = adopted(call, "w", w)
@@ -194,8 +222,9 @@ def dense_weight(call: str, w: Any) -> Array:
         actual = w.dtype
         problem = f"{call}: w is {actual}; pass an array of {', '.join(d.name for d in FLOATS)}"
         raise DTypeError(problem, expected=FLOATS, actual=actual)
-    if w.ndim != 2:
-        problem = f"{call}: w has shape {tuple(w.shape)}; pass a matrix (outputs, inputs)"
+    if w.ndim != 2 and not (stacks and w.ndim == 3):
+        cure = "pass a matrix (outputs, inputs)" + " or (experts, outputs, inputs)" * stacks
+        problem = f"{call}: w has shape {tuple(w.shape)}; {cure}"
         raise ShapeError(problem, expected=("outputs", "inputs"), actual=tuple(w.shape))
     return w
 
@@ -210,9 +239,9 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
     """Raise RangeError at the first value of w that is not finite, if ``extremes`` are not all."""
     if is_planned(w) or bool(np.isfinite(extremes).all()):
         return
-    row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(w)))
-    value = float(w[row, column])
-    raise RangeError(f"{call}: w[{row}, {column}] is {value}; all must be finite in float32")
+    place = tuple(int(index[0]) for index in np.nonzero(~np.isfinite(w)))
+    where, value = ", ".join(map(str, place)), float(w[place])
+    raise RangeError(f"{call}: w[{where}] is {value}; all must be finite in float32")
 
 
 def in_blocks(shape: Sequence[int], axis: int, places: Sequence[slice], block: int) -> bool:

@@ -1,0 +1,239 @@
+"""4-bit weights in the microscaling format MXFP4: what gpt-oss stores its experts in.
+
+w = level[code] * 2^(scale - 127)        one scale, a byte, for 32 consecutive values of a row
+
+The levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, so a weight in bfloat16 holds the
+values exactly.
+
+OCP Microscaling Formats (MX) Specification 1.0, 2023.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
+from ...core.gpu import device_of
+from ...core.stand_in import representative_steps
+from ...errors import ConfigError, ShapeError
+from ...placement import to_device_of
+from . import _four_bits
+from ._state import array_of, check_array, named
+from .nf4_dequantize import nf4_dequantize_, powers_of_two, sizes_of
+from .nf4_product import has_kernel, nf4_product_
+from .weight import Quantized, check_finite, dense_weight, in_kernel_dtype, on_gpu
+
+BLOCK = 32  # values that share a scale
+UINT8 = np.dtype("uint8")
+BIAS, LARGEST = 127, 254  # of exponents; 255 is not a number
+TOP = 2  # exponent of the largest level
+STEP = 2**18  # values encoded at a time
+HOW: Any = {"block": BLOCK, "kind": "mxfp4"}
+
+
+def mxfp4_quantize(w: Array) -> "Mxfp4":
+    """Quantize a weight to MXFP4: ``w`` is about ``level[code] * 2**(scale - 127)``.
+
+    The exponent of a block is that of its largest absolute value, less 2, that of the largest
+    level; values are rounded to the nearest level, of two equally near ones to that with an even
+    code, and are limited to 6.
+
+    Parameters
+    ----------
+    w : (outputs, inputs) or (experts, outputs, inputs) float
+        The dense weight, or a stack of them, an array of any library; inputs is a multiple of 32.
+
+    Returns
+    -------
+    weight : Mxfp4
+        On the device of w: 4.25 bits per value.
+
+    Raises
+    ------
+    RangeError
+        A value is not finite; the message names its position.
+    ShapeError, DTypeError
+        w is not a matrix or a stack of floats, inputs is not a multiple of 32, or w is quantized
+        already.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import Mxfp4, linear, mxfp4_quantize
+    >>> x, w = np.random.default_rng(0).standard_normal((2, 64, 64), np.float32)
+    >>> weight = mxfp4_quantize(w)
+    >>> assert isinstance(weight, Mxfp4) and weight.nbytes * 7 < w.nbytes
+    >>> again = mxfp4_quantize(weight.dequantize())
+    >>> np.testing.assert_array_equal(again.dequantize(), weight.dequantize())
+    >>> np.testing.assert_allclose(
+    ...     linear(x, weight), linear(x, weight.dequantize()), rtol=1e-5, atol=1e-5
+    ... )
+    """
+    w = dense_weight("mxfp4_quantize", w, stacks=True)
+    if w.shape[-1] % BLOCK:
+        problem = f"mxfp4_quantize: rows of w have {w.shape[-1]} values"
+        raise ShapeError(f"{problem}; they are divided into blocks of {BLOCK}: pad them with 0")
+    with device_of(w):
+        values = in_kernel_dtype(w)
+        blocks = values.reshape(values.size // BLOCK, BLOCK)
+        packed = empty((len(blocks), BLOCK // 2), UINT8, like=w)
+        scales, sizes = empty((len(blocks),), UINT8, like=w), empty((len(blocks),), FLOAT32, like=w)
+        rows = STEP // BLOCK
+        for top in representative_steps(w, range(0, len(blocks), rows)):
+            part = slice(top, min(top + rows, len(blocks)))
+            packed[part], scales[part], sizes[part] = _encoded(blocks[part].astype(FLOAT32))
+        check_finite("mxfp4_quantize", values, sizes)
+        shape = *w.shape[:-1], w.shape[-1] // BLOCK
+        return Mxfp4(packed.reshape(*w.shape[:-1], -1), scales.reshape(shape), dtype=w.dtype)
+
+
+def _encoded(part: Array) -> tuple[Array, Array, Array]:
+    """Return bytes of codes, scales and the largest absolute values of float32 blocks."""
+    sizes = np.abs(part).max(axis=1)
+    exponents = np.where(sizes > 0, np.frexp(sizes)[1] - 1 - TOP, -BIAS)
+    exponents = np.clip(exponents, -BIAS, LARGEST - BIAS)
+    with np.errstate(invalid="ignore", over="ignore"):  # callers check sizes
+        shares = np.ldexp(np.abs(part), -exponents[:, None])
+    codes = np.zeros(part.shape, UINT8)
+    levels = _four_bits.SIZES["mxfp4"]
+    for code, (low, high) in enumerate(pairwise(levels)):
+        middle = (low + high) / 2
+        codes += shares >= middle if code % 2 else shares > middle  # a tie goes to an even code
+    codes |= np.where(part < 0, UINT8.type(8), UINT8.type(0))
+    return codes[:, ::2] | codes[:, 1::2] << 4, (exponents + BIAS).astype(UINT8), sizes
+
+
+class Mxfp4(Quantized):
+    """A frozen MXFP4 weight, or a stack of them; see ``Quantized`` for its interface.
+
+    Attributes
+    ----------
+    packed : (..., outputs, inputs / 2) uint8
+        Two codes per byte, the first in its low bits.
+    scales : (..., outputs, inputs / 32) uint8
+        The exponent of each block of 32 values, plus 127.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other, or dtype is not that of floats.
+    """
+
+    KIND = "mxfp4"
+
+    def __init__(self, packed: Array, scales: Array, *, dtype: Any = FLOAT32) -> None:
+        if len(packed.shape) not in (2, 3) or packed.shape[-1] * 2 % BLOCK:
+            problem = f"Mxfp4: packed is {tuple(packed.shape)}; it must be"
+            raise ShapeError(f"{problem} (..., outputs, bytes), 16 bytes for each block of {BLOCK}")
+        self.shape = (*map(int, packed.shape[:-1]), int(packed.shape[-1]) * 2)
+        check_array("Mxfp4: packed", packed, UINT8, tuple(packed.shape))
+        check_array("Mxfp4: scales", scales, UINT8, (*self.shape[:-1], self.shape[-1] // BLOCK))
+        self.packed = self.home = packed
+        self.scales, self.dtype = scales, float_dtype("Mxfp4", dtype)
+        self._powers = to_device_of(powers_of_two(), packed)
+
+    def held(self) -> dict[str, Any]:
+        """Return the arrays that store the weight, by name."""
+        return {"packed": self.packed, "scales": self.scales}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the arguments of the constructor other than the arrays of ``held``."""
+        return {"dtype": self.dtype}
+
+    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+        """Return rows or columns of a matrix; columns are cut between blocks."""
+        if self.ndim != 2:
+            raise ConfigError(f"{self!r} is a stack, whose matrices are not divided; dequantize it")
+        borders = [border for where in places for border in (where.start, where.stop)]
+        if axis and any(border % BLOCK for border in borders):
+            problem = f"{self!r}: columns {borders} split blocks of {BLOCK} values"
+            raise ConfigError(f"{problem}; cut at multiples of {BLOCK}, or use int8")
+
+        def part(array: Array, values: int) -> Array:
+            if not axis:
+                return np.concatenate([array[where] for where in places])
+            cuts = [slice(where.start // values, where.stop // values) for where in places]
+            return np.concatenate([array[:, where] for where in cuts], axis=1)
+
+        return type(self)(part(self.packed, 2), part(self.scales, BLOCK), **self.facts())
+
+    def _arrays(self) -> tuple[Array, Array, Array]:
+        """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
+        return self.packed.reshape(-1), self._powers, self.scales.reshape(-1)
+
+    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
+        inputs, (packed, powers, scales) = self.shape[-1], self._arrays()
+        if not (on_gpu(packed) and dtype in KERNEL_DTYPES):
+            sizes = sizes_of(powers, scales)
+            arguments = (packed, sizes, rows, columns, inputs, BLOCK, "mxfp4")
+            return _four_bits.decode(*arguments).astype(dtype, copy=False)
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        w, start = empty(shape, dtype, like=packed), rows.start * inputs + columns.start
+        return nf4_dequantize_(w, packed, powers, scales, columns=inputs, start=start, **HOW)
+
+    def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
+        """Return a stack in ``dtype``; matrices of groups without rows may hold anything."""
+        if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
+            return self.dequantize(dtype)
+        w = empty((self.rows, self.shape[-1]), dtype, like=self.packed)
+        dense = nf4_dequantize_(w, *self._arrays(), offsets, columns=self.shape[-1], **HOW)
+        return dense.reshape(self.shape)
+
+    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
+        if not (on_gpu(self.packed) and has_kernel(x, out)):
+            return False
+        nf4_product_(out, x, *self._arrays(), add=add, **HOW)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the arrays of files, by the ends of their names: blocks and their scales."""
+        blocks = self.packed.reshape(*self.scales.shape, BLOCK // 2)
+        return {"weight_blocks": blocks, "weight_scales": self.scales}
+
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
+        """Return the ``quantization_config`` of a checkpoint with such weights."""
+        return {"quant_method": "mxfp4"}
+
+    def requantized(self, w: Array) -> Self:
+        """Return another weight, quantized in the same way as this one."""
+        quantized: Any = mxfp4_quantize(w)
+        return quantized
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], dtype: Any = FLOAT32) -> Self:
+        """Return the weight from the arrays of ``state``, or from those of a released gpt-oss.
+
+        The two names end in ``blocks`` and ``scales``: (..., outputs, inputs / 32, 16) and
+        (..., outputs, inputs / 32) uint8.  ``dtype`` is the dtype of the dense weight, which files
+        do not contain.
+
+        Raises
+        ------
+        ConfigError
+            An array is missing, or its shape, dtype or values do not fit the other array; the
+            message names it.
+        """
+        call = "Mxfp4.from_state"
+        ends = {
+            end: [n for n in named(call, state) if n.endswith(end)] for end in ("blocks", "scales")
+        }
+        if any(len(names) != 1 for names in ends.values()) or len(state) != 2:
+            names = ", ".join(map(str, state)) or "nothing"
+            raise ConfigError(
+                f"{call}: there is {names}; pass two arrays, ..._blocks and ..._scales"
+            )
+        (blocks_name,), (scales_name,) = ends.values()
+        shape = tuple(getattr(state[scales_name], "shape", ()))
+        if len(shape) not in (2, 3):
+            raise ConfigError(
+                f"{call}: {scales_name} is {shape}; it must be (..., outputs, blocks)"
+            )
+        scales = array_of(call, state, scales_name, shape, UINT8)
+        blocks = array_of(call, state, blocks_name, (*shape, BLOCK // 2), UINT8)
+        if bool((scales > LARGEST).any()):
+            raise ConfigError(f"{call}: {scales_name} holds 255, which stands for no number")
+        packed = blocks.reshape(*shape[:-1], shape[-1] * BLOCK // 2)
+        return cls(packed, scales, dtype=float_dtype(call, dtype))

@@ -21,6 +21,7 @@ from unsloth_cupy.finetune.settings import Settings
 from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.ops.quantized.int8 import Int8
+from unsloth_cupy.ops.quantized.mxfp4 import Mxfp4
 from unsloth_cupy.ops.quantized.nf4 import Nf4
 from unsloth_cupy.ops.quantized.ternary import Ternary
 
@@ -75,6 +76,7 @@ def model() -> models.Transformer:
 
 ONE, KEYS, TOKENS = parallel.SingleCommunicator(), normal(2, 2, 1, 4), np.array([[1, 2, 3]])
 NF4, INT8 = uc.nf4_quantize(normal(4, 64)), uc.int8_weight(normal(4, 8))
+MXFP4 = uc.mxfp4_quantize(normal(4, 64))
 TERNARY = uc.ternary_quantize(normal(4, 32))
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4,
         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -181,6 +183,7 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "broadcast_to": (uc.broadcast_to, {"x": normal(2, 3), "shape": (2, 3)}),
     "Nf4": (Nf4, {**NF4.held(), **NF4.facts()}),
     "Int8": (Int8, {**INT8.held(), **INT8.facts()}),
+    "Mxfp4": (Mxfp4, {**MXFP4.held(), **MXFP4.facts()}),
     "Ternary": defaults(Ternary, **TERNARY.held(), shape=(4, 32)),
     "Ternary.unpack": defaults(
         Ternary.unpack, data=TERNARY.pack("planes"), layout="planes", shape=(4, 32)
@@ -189,7 +192,7 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         f"{type(weight).__name__}.from_state": (
             partial(restored, type(weight)), weight.state(),
         )
-        for weight in (NF4, INT8, TERNARY)
+        for weight in (NF4, INT8, MXFP4, TERNARY)
     },
     "Tape.gradients": (of(uc.Tape, "gradients"), {"of": normal(3), "wrt": [normal(3)]}),
     "SingleCommunicator.split": (ONE.split, {"color": 0}),

@@ -634,7 +634,7 @@ def gpu(
     counters._kept.clear()
     workspaces = dict(gemm.workspaces)
     gemm.workspaces.clear()
-    core_gpu._several.cache_clear()
+    core_gpu._several.clear()
     if devices is not None:
         _forget_devices()
     try:
@@ -650,7 +650,7 @@ def gpu(
         gemm.workspaces.clear()
         gemm.workspaces.update(workspaces)
         counters._kept.clear()
-        core_gpu._several.cache_clear()
+        core_gpu._several.clear()
         faults._records.clear()  # of devices that are gone
         faults._records.update(records)
         for name, module in before.items():

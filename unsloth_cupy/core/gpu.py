@@ -123,15 +123,15 @@ def count() -> int:
     return known.cuda.runtime.getDeviceCount() if known and known.cuda.is_available() else 0
 
 
+_several: dict[int, bool] = {}
+
+
 def several_gpus() -> bool:
-    """Return whether CuPy sees more than one GPU."""
-    return _several(id(sys.modules.get("cupy")))
-
-
-@functools.lru_cache(1)
-def _several(of: int) -> bool:
-    """Ask the driver once, and again after CuPy has been imported."""
-    return count() > 1
+    """Return whether CuPy sees more than one GPU; the driver is asked once, after its import."""
+    known = id(sys.modules.get("cupy"))
+    if known not in _several:  # no functools.cache, of which dynamo warns
+        _several[known] = count() > 1
+    return _several[known]
 
 
 def number(array: Any) -> int:

@@ -19,7 +19,7 @@ from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.gpu import device_of
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError, ShapeError
-from ...placement import to_device_of
+from ...placement import check_library, to_device_of
 from . import _four_bits
 from ._state import array_of, check_array, named
 from .nf4_dequantize import nf4_dequantize_, powers_of_two, sizes_of
@@ -125,6 +125,7 @@ class Mxfp4(Quantized):
     KIND = "mxfp4"
 
     def __init__(self, packed: Array, scales: Array, *, dtype: Any = FLOAT32) -> None:
+        check_library("Mxfp4: packed", packed)
         if len(packed.shape) not in (2, 3) or packed.shape[-1] * 2 % BLOCK:
             problem = f"Mxfp4: packed is {tuple(packed.shape)}; it must be"
             raise ShapeError(f"{problem} (..., outputs, bytes), 16 bytes for each block of {BLOCK}")

@@ -57,6 +57,7 @@ WARPGROUPS = (
 # Kernels that do otherwise, what they show instead, and why.
 OTHERS = {
     "cross_entropy_forward": (READ,),  # a row gives two numbers
+    "log_probs_forward": (READ,),  # a row gives a handful of numbers
     "attention_forward": (COPY, PRODUCT),  # reads go to shared memory; results leave by fragments
     "attention_forward_sm90": WARPGROUPS,
     "attention_backward_sm90": WARPGROUPS,
@@ -128,7 +129,8 @@ def wanted(variant: Variant) -> tuple[str, ...]:
         shown = READ, INTEGERS if values["X"] == "signed char" else PRODUCT
     if values.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
-    narrow = {"cast": "U", "cross_entropy_backward": "G", "cross_entropy_over_": "G"}.get(kernel)
+    named = "cross_entropy_backward", "cross_entropy_over_", "log_probs_backward"
+    narrow = {"cast": "U", **dict.fromkeys(named, "G")}.get(kernel)
     if narrow is not None:  # a result of another dtype: as many values
         shown = READ, store(SIZES[values[narrow]] * int(values["LANES"]))
     return shown

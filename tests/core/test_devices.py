@@ -43,6 +43,7 @@ from unsloth_cupy import (
     memory_pool,
     models,
     multiply,
+    mxfp4_quantize,
     nf4_linear,
     nf4_quantize,
     placement,
@@ -271,9 +272,10 @@ def counts(place: Callable[..., Any]) -> Any:
 
 def quantizes(place: Callable[..., Any]) -> Any:
     w, x = place(np.ones((32, 64), "f")), place(np.ones((2, 64), "f"))
-    made = [nf4_quantize(w, double=True), int8_weight(w), ternary_quantize(w)]
+    makers = mxfp4_quantize, int8_weight, ternary_quantize
+    made = [nf4_quantize(w, double=True), *(quantize(w) for quantize in makers)]
     results = [linear(x, weight) for weight in made]
-    results += [nf4_linear(x, made[0]), int8_linear(x, made[1]), ternary_linear(x, made[2])]
+    results += [nf4_linear(x, made[0]), int8_linear(x, made[2]), ternary_linear(x, made[3])]
     results += [weight.dequantize() for weight in made]
     return results, [array for weight in made for array in weight.held().values()]
 
@@ -342,7 +344,8 @@ USES = {
     layers: "attention_layer attention_layer_backward lora_linears LoraLayer rope_tables"
     " MultiHeadAttention",
     casts: "Autocast cast compute_copies",
-    quantizes: "Nf4 Int8 Ternary nf4_quantize nf4_linear int8_weight ternary_quantize",
+    quantizes: "Nf4 Mxfp4 Int8 Ternary nf4_quantize nf4_linear mxfp4_quantize int8_weight"
+    " ternary_quantize",
     reports: "check_errors",
     counts: "memory_pool MemoryPool",
     moves: "to_device to_host",

@@ -58,6 +58,7 @@ COMPOSED: Calls = {
     "ternary_quantize": (uc.ternary_quantize, {"w": W}),
     "nf4_quantize": (uc.nf4_quantize, {"w": W, "block": 64, "double": False}),
     "int8_weight": (uc.int8_weight, {"w": W}),
+    "mxfp4_quantize": (uc.mxfp4_quantize, {"w": W}),
     "int8_quantize": (uc.int8_quantize, {"x": W}),
     "experts_mlp": (
         uc.experts_mlp,

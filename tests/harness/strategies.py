@@ -148,7 +148,13 @@ def _part_of_blocks(draw: Draw, sizes: Sizes) -> None:
     sizes["columns"] = columns = left + sizes["inputs"] + right
     sizes["top"] = draw(st.integers(0, 2))
     sizes["start"] = sizes["top"] * columns + left
+    stack = columns == sizes["inputs"] and not sizes["top"] and draw(st.booleans())
+    sizes["groups+1"] = 1 + draw(st.integers(1, 3))
+    if stack:
+        sizes["outputs"] *= sizes["groups+1"] - 1
+    sizes["assignments"] = draw(st.integers(0, 5))
     _blocks(draw, sizes)
+    sizes["given"]["offsets"] = stack
 
 
 def _slots(draw: Draw, sizes: Sizes) -> None:
@@ -272,7 +278,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     ),
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
-    "grouped_linear.offsets": _ends,
+    **dict.fromkeys(("grouped_linear.offsets", "nf4_dequantize_.offsets"), _ends),
     "route_forward.logits": _apart,
     "sort_by_expert_forward.experts": lambda rng, shape, sizes: rng.integers(0, 3, shape),
     "page_table": _pages,
@@ -470,6 +476,10 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "max_keys": _most("max_keys"),
     "wanted": _some(None),
     "kind": _some("kto"),
+    **dict.fromkeys(
+        ("nf4_dequantize_.kind", "nf4_product_.kind", "nf4_quantize_forward.kind"),
+        _some("nf4", "fp4"),
+    ),
     "preference_forward.kind": _some("sigmoid", "ipo", "simpo", "robust", "bco_pair", "orpo"),
     "policy_forward.kind": _some("grpo", "dapo", "luspo", "sapo"),
     "advantages_forward.kind": _some("grpo", "gdpo", "rloo"),

@@ -98,6 +98,22 @@ def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
                 np.testing.assert_array_equal(actual, full)
 
 
+def test_weights_of_classes_may_be_apart() -> None:
+    """These ops take arrays as they are: kernels read weights without the space between them."""
+    x, weight = np.random.default_rng(0).standard_normal((2, 3, 4), np.float32)
+    apart, labels = np.array([0.5, 9, 2, 9, 4, 9], np.float32)[::2], np.arange(3)
+    found: list[Any] = []
+    with emulator():
+        for options in ({"class_weights": apart}, {"class_weights": apart.copy()}):
+            loss, lse = uc.linear_cross_entropy_forward(x, weight, labels, **options)
+            arrays = np.ones_like(loss), None, x, weight, labels, lse
+            results = *uc.linear_cross_entropy_backward(*arrays, **options)[:2], loss
+            both = uc.linear_cross_entropy_gradients(x, weight, labels, **options)
+            found.append([*results, *both])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "linear_log_probs"])
 def test_a_quantized_head_is_frozen(op: str) -> None:
     rng = np.random.default_rng(0)

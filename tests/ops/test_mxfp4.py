@@ -161,7 +161,7 @@ def test_a_stack_is_dense_for_one_product_at_a_time() -> None:
 
 def test_wrong_calls() -> None:
     weight = uc.mxfp4_quantize(drawn(2, 4, 64))
-    with pytest.raises(ShapeError, match=r"rows of w have 40 values; .* blocks of 32"):
+    with pytest.raises(ShapeError, match=r"rows of w have 40 values, no whole blocks of 32"):
         uc.mxfp4_quantize(drawn(4, 40))
     with pytest.raises(ShapeError, match="weight has 3 axes"):
         uc.linear(drawn(3, 64), weight)

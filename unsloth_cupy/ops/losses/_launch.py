@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-from ...core.arrays import lanes
+from ...core.arrays import contiguous, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
@@ -103,17 +103,18 @@ def refused(options: Options) -> Any:
     return no_kernel("label smoothing with class weights") if both else None
 
 
-def _dtype(weights: Array | None) -> Any:
-    return None if weights is None else weights.dtype
+def _dense(weights: Array | None) -> tuple[Array | None, Any]:
+    """Return contiguous weights of the classes, and their dtype."""
+    return (None, None) if weights is None else (contiguous(weights), weights.dtype)
 
 
 def launch_losses(logits: Array, labels: Array, options: Options, loss: Array, lse: Array) -> None:
     """Write the loss and lse of each row."""
     ignore, smoothing, z_loss, softcap, weights = options
-    vocab = logits.shape[-1]
+    vocab, (weights, kind) = logits.shape[-1], _dense(weights)
     access, cap = access_of(vocab, logits), softcap is not None
     types = logits.dtype, logits.dtype, labels.dtype
-    chosen = constants(*types, vocab, access, cap, smoothing > 0, "losses", 0, _dtype(weights))
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "losses", 0, kind)
     blocks = -(-labels.size * chosen["ROW_THREADS"] // chosen["THREADS"])
     kernel = load("cross_entropy.cu", "cross_entropy_forward", logits, chosen)
     kernel[blocks, chosen["THREADS"]](
@@ -133,10 +134,10 @@ def launch_gradients(
 ) -> None:
     """Write the gradient of the logits to out, which may be the logits."""
     ignore, smoothing, z_loss, softcap, weights = options
-    vocab = logits.shape[-1]
+    vocab, (weights, kind) = logits.shape[-1], _dense(weights)
     access, cap = access_of(vocab, logits, out), softcap is not None
     types = logits.dtype, out.dtype, labels.dtype
-    chosen = constants(*types, vocab, access, cap, smoothing > 0, "gradients", 0, _dtype(weights))
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "gradients", 0, kind)
     threads, slack = chosen["THREADS"], access.ragged * (access.lanes - 1)
     blocks = labels.size * -(-(vocab + slack) // (threads * access.lanes))
     kernel = load("cross_entropy.cu", "cross_entropy_backward", logits, chosen)
@@ -157,12 +158,10 @@ def launch_both(
 ) -> None:
     """Write the loss to loss and the gradient of the logits to out, which may be the logits."""
     ignore, smoothing, z_loss, softcap, weights = options
-    vocab = logits.shape[-1]
+    vocab, (weights, kind) = logits.shape[-1], _dense(weights)
     access, cap = access_of(vocab, logits, out), softcap is not None
     types, shared = (logits.dtype, out.dtype, labels.dtype), limits(logits).shared
-    chosen = constants(
-        *(*types, vocab, access, cap, smoothing > 0, "both", shared, _dtype(weights))
-    )
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "both", shared, kind)
     threads = chosen["THREADS"]
     blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
     stored_bytes = chosen["STORED"] * threads * access.lanes * logits.dtype.itemsize

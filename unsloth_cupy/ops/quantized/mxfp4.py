@@ -74,8 +74,9 @@ def mxfp4_quantize(w: Array) -> "Mxfp4":
     """
     w = dense_weight("mxfp4_quantize", w, stacks=True)
     if w.shape[-1] % BLOCK:
-        problem = f"mxfp4_quantize: rows of w have {w.shape[-1]} values"
-        raise ShapeError(f"{problem}; they are divided into blocks of {BLOCK}: pad them with 0")
+        problem = f"mxfp4_quantize: rows of w have {w.shape[-1]} values, no whole blocks of {BLOCK}"
+        expected = (*w.shape[:-1], -(-w.shape[-1] // BLOCK) * BLOCK)
+        raise ShapeError(f"{problem}; pad them with 0", expected=expected, actual=w.shape)
     with device_of(w):
         values = in_kernel_dtype(w)
         blocks = values.reshape(values.size // BLOCK, BLOCK)
@@ -97,7 +98,7 @@ def _encoded(part: Array) -> tuple[Array, Array, Array]:
     exponents = np.clip(exponents, -BIAS, LARGEST - BIAS)
     with np.errstate(invalid="ignore", over="ignore"):  # callers check sizes
         shares = np.ldexp(np.abs(part), -exponents[:, None])
-    codes = np.zeros(part.shape, UINT8)
+    codes = np.zeros_like(part, UINT8)
     levels = _four_bits.SIZES["mxfp4"]
     for code, (low, high) in enumerate(pairwise(levels)):
         middle = (low + high) / 2
@@ -127,8 +128,9 @@ class Mxfp4(Quantized):
     def __init__(self, packed: Array, scales: Array, *, dtype: Any = FLOAT32) -> None:
         check_library("Mxfp4: packed", packed)
         if len(packed.shape) not in (2, 3) or packed.shape[-1] * 2 % BLOCK:
-            problem = f"Mxfp4: packed is {tuple(packed.shape)}; it must be"
-            raise ShapeError(f"{problem} (..., outputs, bytes), 16 bytes for each block of {BLOCK}")
+            expected = f"(..., outputs, bytes), 16 bytes for each block of {BLOCK}"
+            problem = f"Mxfp4: packed is {tuple(packed.shape)}; it must be {expected}"
+            raise ShapeError(problem, expected=expected, actual=tuple(packed.shape))
         self.shape = (*map(int, packed.shape[:-1]), int(packed.shape[-1]) * 2)
         check_array("Mxfp4: packed", packed, UINT8, tuple(packed.shape))
         check_array("Mxfp4: scales", scales, UINT8, (*self.shape[:-1], self.shape[-1] // BLOCK))

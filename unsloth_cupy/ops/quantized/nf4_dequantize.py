@@ -70,7 +70,8 @@ def check_held(
     blocks, scales = -(-values // block), absmax if codes is None else codes
     exponents = kind == "mxfp4"
     if exponents and (codes is None or absmax.size != TABLE):
-        raise ShapeError(f"{call}: mxfp4 has absmax_codes, and {TABLE} powers of two as absmax")
+        problem = f"{call}: mxfp4 has absmax_codes, and {TABLE} powers of two as absmax"
+        raise ShapeError(problem, expected=(TABLE,), actual=tuple(absmax.shape))
     row_bytes, row_scales = max(1, inputs // 2), max(1, inputs // block)
     expected = -(-values // 2), blocks
     whole = inputs % 2 or packed.size % row_bytes == 0
@@ -146,7 +147,8 @@ def _check(
     groups = 1 if offsets is None else offsets.size - 1
     if offsets is not None and (start or width != columns or not groups or rows % groups):
         problem = f"{call}: {rows} rows of {width} from value {start} on"
-        raise ShapeError(f"{problem} are no {groups} matrices with rows of {columns}")
+        problem += f" are no {groups} matrices with rows of {columns}"
+        raise ShapeError(problem, expected=(groups, columns), actual=(rows, width))
 
 
 @nf4_dequantize_.kernel

@@ -6,7 +6,7 @@
 //   top1: no column has a larger z than the label, and none before it an equal one
 //
 //   where label == ignore, every result and the gradient are 0, and the row is not read
-//   dx = z' * (dlog_prob * ([column == label] - p) - dentropy * p * (log(p) + entropy))
+//   dx = z' * (dlog_prob * ([column == label] - p) - dentropy * p * (log(p) + entropy) + dlse * p)
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T)
 //               backward  rows * COLUMNS * (sizeof(T) + sizeof(G))
@@ -77,8 +77,8 @@ log_probs_forward(const T *__restrict__ logits, const I *__restrict__ labels,
                   const B *__restrict__ bias, float *__restrict__ log_probs,
                   float *__restrict__ entropy, float *__restrict__ log_sum_squares,
                   float *__restrict__ mean_logit, bool *__restrict__ top1, float *__restrict__ lse,
-                  long long *__restrict__ faults, long long who, long long rows,
-                  const __grid_constant__ Options o) {
+                  float *__restrict__ largest, long long *__restrict__ faults, long long who,
+                  long long rows, const __grid_constant__ Options o) {
     __shared__ Exchange<2 * WARPS> tops;
     __shared__ Exchange<4 * WARPS> others;
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
@@ -105,6 +105,7 @@ log_probs_forward(const T *__restrict__ logits, const I *__restrict__ labels,
 
     const float log = sum == 0 ? 0 : logf(sum), inverse = sum == 0 ? 0 : 1 / sum;
     if (sum == 0) top = 0;  // all logits are -inf
+    largest[row] = sum == 0 ? counts ? __int_as_float(0xff800000) : 0 : top;
     lse[row] = sum == 0 ? counts ? __int_as_float(0xff800000) : 0 : log + top;
     log_probs[row] = wrong ? __int_as_float(0x7fffffff) : counts ? (target - top) - log : 0;
     entropy[row] = log - sums[0] * inverse;
@@ -118,10 +119,10 @@ constexpr int TILE = THREADS * LANES;             // columns of a block
 constexpr int TILES = (WIDTH + TILE - 1) / TILE;  // tiles of a row
 
 KERNEL(THREADS)
-log_probs_backward(const float *__restrict__ dlog_probs, const float *__restrict__ dentropy,
-                   const T *logits, const I *__restrict__ labels, const B *__restrict__ bias,
-                   const float *__restrict__ entropy, const float *__restrict__ lse, G *dlogits,
-                   const __grid_constant__ Options o) {
+log_probs_backward(const T *logits, const I *__restrict__ labels, const B *__restrict__ bias,
+                   const float *__restrict__ dlog_probs, const float *__restrict__ dentropy,
+                   const float *__restrict__ dlse, const float *__restrict__ entropy,
+                   const float *__restrict__ lse, G *dlogits, const __grid_constant__ Options o) {
     const long long row = blockIdx.x / TILES, start = row * COLUMNS;
     const int column = blockIdx.x % TILES * TILE + threadIdx.x * LANES - lead(start);
     if (column >= COLUMNS) return;
@@ -133,6 +134,7 @@ log_probs_backward(const float *__restrict__ dlog_probs, const float *__restrict
     float on_label = dlog_probs == nullptr ? 0 : dlog_probs[row];
     if (counts && (label < 0 || label >= COLUMNS)) on_label = __int_as_float(0x7fffffff);
     const float of_entropy = dentropy == nullptr ? 0 : dentropy[row];
+    const float of_lse = on_label - (dlse == nullptr ? 0 : dlse[row]);
     const float row_lse = lse[row] < LOWEST ? 0 : lse[row], row_entropy = entropy[row];
     float d[LANES];
     widen(d, v);
@@ -144,7 +146,7 @@ log_probs_backward(const float *__restrict__ dlog_probs, const float *__restrict
             const float tanh = z / (o.softcap * o.inverse_temperature);
             slope *= 1 - tanh * tanh;
         }
-        d[j] = p == 0 ? 0 : -p * (on_label + of_entropy * (z - row_lse + row_entropy));
+        d[j] = p == 0 ? 0 : -p * (of_lse + of_entropy * (z - row_lse + row_entropy));
         if (column + j == label) d[j] += on_label;
         d[j] = counts ? d[j] * slope : 0;
     }

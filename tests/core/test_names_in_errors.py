@@ -111,6 +111,10 @@ COMPOSED: Calls = {
         parallel.vocab_parallel_linear_cross_entropy,
         PARTS | {"x": X, "weight": W, "max_bytes": None, "sequence_axis": 0},
     ),
+    "vocab_parallel_linear_log_probs": (
+        parallel.vocab_parallel_linear_log_probs,
+        {"labels": LABELS, "vocab": 8, "comm": COMM, "x": X, "weight": W, "sequence_axis": 0},
+    ),
 }
 WITHOUT_ARRAYS = {  # or they take functions
     *("check_errors", "checkpoint", "explain", "find_nan", "format_bytes", "memory_pool"),

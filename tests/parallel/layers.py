@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_cupy import Tape, cross_entropy, embedding, linear, linear_cross_entropy
+from unsloth_cupy import (
+    LogProbs,
+    Tape,
+    cross_entropy,
+    embedding,
+    linear,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from unsloth_cupy import parallel as many
 from unsloth_cupy.parallel import Communicator, part, shard
 
@@ -18,6 +26,7 @@ LOSSES = (
     {"smoothing": 0.3, "z_loss": 0.1, "softcap": 2.0},
     {"smoothing": 1.0},
 )
+HEADS = ({}, {"temperature": 0.7, "scale": 2.0}, {"softcap": 2.0})
 RNG = np.random.default_rng(0)
 
 
@@ -84,6 +93,8 @@ def vocabulary(comm: Communicator) -> None:
         dloss = drawn(3, 5)
         for options in Sample.one_in(2, (*LOSSES[number:], *LOSSES[:number])):
             losses(comm, vocab, [4 * x, table], tokens, dloss, options | {"ignore": -1})
+        for options in Sample.one_in(2, (*HEADS[number:], *HEADS[:number])):
+            log_probs(comm, vocab, [4 * x, table], tokens, dloss, options | {"ignore": -1})
 
 
 def lookups(comm: Communicator, vocab: int, table: Any, tokens: Any, dx: Any) -> None:
@@ -130,6 +141,36 @@ def losses(comm, vocab, arrays, labels, dloss, options) -> None:
         for divided in ways:
             for one, other in zip(learned(divided, given, dloss), expected, strict=True):
                 close(one, other)
+
+
+def log_probs(comm, vocab, arrays, labels, seed, options) -> None:
+    """All fields, and the gradients of both that have one; words tie, within and between ranks."""
+    arrays[1][vocab // 2 :] = arrays[1][: -(vocab // 2)]
+    more = options | {"comm": comm, "max_bytes": 100}
+    found: list[Any] = []
+
+    def both(result: Any) -> Any:
+        found.append([getattr(each, "value", each) for each in result])
+        return result.log_probs + result.entropy * (seed + 0.5)
+
+    def alone(x: Any, w: Any) -> Any:
+        return both(linear_log_probs(x, w, labels, **options))
+
+    def heads(x: Any, w: Any) -> Any:
+        w = shard(w, 0, comm)
+        return both(many.vocab_parallel_linear_log_probs(x, w, labels, vocab, **more))
+
+    def along(x: Any, w: Any) -> Any:
+        x, w, axis = shard(x, 1, comm), shard(w, 0, comm), {"sequence_axis": 1}
+        return both(many.vocab_parallel_linear_log_probs(x, w, labels, vocab, **more, **axis))
+
+    expected = learned(alone, arrays, seed)
+    for way in (heads, along):
+        for one, other in zip(learned(way, arrays, seed), expected, strict=True):
+            close(one, other)
+        for name, one, other in zip(LogProbs._fields, found[-1], found[0], strict=True):
+            assert one.dtype == other.dtype, name
+            close(one, other)
 
 
 def all_checks(comm: Communicator) -> None:

@@ -1,5 +1,6 @@
 """Models divided among ranks equal those of one device: loss, gradients, tokens, files."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..conftest import FOLDER
 from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, RELATIVES, SIZES
 from . import held, pipelines
-from .ranks import close
+from .ranks import close, likelihoods
 
 ROPES = ("llama llama3", "llama linear", "llama yarn", "llama dynamic", "phi3 longrope")
 ONLINE = {  # whose layers are rounded at every call, as BitNet is trained
@@ -62,6 +63,13 @@ def equal(folder: Path, comm: Communicator, name: str, **options: Any) -> None:
         assert actual.keys() == gradients.keys()
         for key, gradient in actual.items():
             close(division.gathered(key, gradient), gradients[key])
+    for one, other in zip(*(m.log_probs(tokens, labels) for m in (model, whole)), strict=True):
+        close(one, other)
+    likely = partial(likelihoods, tokens=tokens, labels=labels)
+    (loss, actual), (expected, gradients) = (m.value_and_gradients(likely) for m in (model, whole))
+    close(loss, expected)
+    for key, gradient in actual.items():
+        close(division.gathered(key, gradient), gradients[key])
     close(model.logits(tokens), whole.logits(tokens))
     made = model.generate(tokens, max_new_tokens=4, stop=())
     np.testing.assert_array_equal(made, whole.generate(tokens, max_new_tokens=4, stop=()), name)

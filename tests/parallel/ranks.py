@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+
+from unsloth_cupy import sum as total
 
 ROOT = Path(__file__).parent.parent.parent
 BESIDE = Path(sys.executable).parent / "mpiexec"
@@ -82,6 +84,13 @@ def run(ranks: int, *arguments: str, limit: float = 120) -> subprocess.Completed
         timeout=limit,
         check=False,
     )
+
+
+def likelihoods(model: Any, tokens: Any, labels: Any, **options: Any) -> Any:
+    """A loss of log-probabilities and entropies; ranks that divide rows have a share of it."""
+    found = model.log_probs(tokens, labels, temperature=0.7, **options)
+    ranks = 1 if model.context is None else model.context.size
+    return total(found.log_probs * found.log_probs + found.entropy) * (1 / (tokens.size * ranks))
 
 
 def close(actual: object, expected: object, relative: float = 1e-5) -> None:

@@ -17,7 +17,7 @@ from unsloth_cupy.parallel import (
     part,
 )
 
-from .ranks import close
+from .ranks import close, likelihoods
 
 CONFIG = {
     "model_type": "llama",
@@ -158,6 +158,15 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
             for name, gradient in many.sums(own).items():
                 close(gradient, grads[name])
                 np.testing.assert_array_equal(sums[name], gradient, name)
+            both = (m.log_probs(tokens, labels, offsets=offsets) for m in (model, whole))
+            for one, other in zip(*both, strict=True):
+                close(one, other)
+            likely = partial(likelihoods, tokens=tokens, labels=labels, offsets=offsets)
+            expected, grads = whole.value_and_gradients(likely)
+            share, own = model.value_and_gradients(likely)
+            close(comm.all_reduce(np.array(float(share))), expected)
+            for name, gradient in many.sums(own).items():
+                close(gradient, grads[name])
 
 
 def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, Any]) -> None:

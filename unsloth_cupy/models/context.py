@@ -15,6 +15,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..parallel.communicator import Communicator, part
 from ..parallel.ring import ring_attention, ring_order
+from ..parallel.taped import taped, value_of
 from ..parallel.ulysses import ulysses_attention
 from ..placement import to_device_of, to_numpy
 from .positions import Places
@@ -63,6 +64,24 @@ class Context(NamedTuple):
     def own(self, x: Any) -> Any:
         """Return this rank's columns of (rows, tokens), padded with the last column."""
         return x[:, to_device_of(self.order.clip(max=max(self.length - 1, 0)), x)]
+
+    def whole(self, own: Any) -> Any:
+        """Return (rows, tokens) of all ranks; its gradient is the sum of those of all ranks."""
+        columns = to_device_of(self.order, value_of(own))
+        kept = columns < self.length
+
+        def spread(x: Any) -> Any:
+            full = np.zeros_like(x, shape=(len(x), self.length))
+            full[:, columns[kept]] = x[:, kept]
+            return self.comm.all_reduce(full)
+
+        def back(dy: Any, wanted: Any) -> dict[str, Any]:
+            return {"own": np.where(kept, self.own(self.comm.all_reduce(dy)), dy.dtype.type(0))}
+
+        value = value_of(own)
+        flags = value.dtype.kind == "b"
+        y = spread(value.astype(np.int32)) != 0 if flags else spread(value)
+        return y if flags else taped("log_probs", y, back, own=own)
 
     def places(self, all_places: Places) -> Places:
         """Return the places of this rank's tokens, out of those of all tokens."""

@@ -11,7 +11,10 @@ from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
 from ..ops.losses.linear_log_probs import LogProbs, linear_log_probs
-from ..parallel.vocabulary import vocab_parallel_linear_cross_entropy
+from ..parallel.vocabulary import (
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_log_probs,
+)
 from ..placement import full_like
 from ..training.tape import Tape, take_gradients
 from ..training.variable import Var
@@ -27,7 +30,7 @@ from .objective import LossRecord, as_array
 IGNORE = -100  # the label of a token that does not count
 LOSSES = (  # functions that check labels
     *("linear_cross_entropy", "linear_cross_entropy_gradients", "linear_log_probs"),
-    "vocab_parallel_linear_cross_entropy",
+    *("vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_probs"),
 )
 
 
@@ -105,17 +108,21 @@ def label_log_probs(
     temperature: float,
 ) -> LogProbs:
     """Return the log-probabilities of the next labels, and what else the head's pass tells."""
-    if model.division is not None or model.context is not None:
-        raise ConfigError(
-            "log_probs: ranks divide the model, and each has a part of the vocabulary or of the"
-            " tokens; load it whole"
-        )
     require_head("log_probs", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
-    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets)
-    shifted, cap = next_labels(tokens, labels, offsets), model.config.logit_softcap
+    context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
+    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
+    shifted = own_tokens(context, next_labels(tokens, labels, offsets))
     x, head = inputs_of_losses(model.config, parameters, x)
-    return linear_log_probs(x, head, shifted, ignore=IGNORE, temperature=temperature, softcap=cap)
+    options: dict[str, Any] = {
+        "ignore": IGNORE, "temperature": temperature, "softcap": model.config.logit_softcap
+    }  # fmt: skip
+    if model.division is None:
+        found = linear_log_probs(x, head, shifted, **options)
+    else:
+        vocab, comm = model.config.vocab, model.division.comm
+        found = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)
+    return found if context is None else LogProbs(*(context.whole(each) for each in found))
 
 
 def _on_tape(model: Network, x: Var, head: Any, shifted: Array, count: Any) -> Var:

@@ -296,7 +296,7 @@ class Transformer(Network):
         Raises
         ------
         ConfigError
-            temperature is not above 0; or ranks divide the model.
+            temperature is not above 0.
         """
         return label_log_probs(self, tokens, labels, mask, offsets, temperature)
 

@@ -26,5 +26,6 @@ from .ulysses import ulysses_attention as ulysses_attention
 from .vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .vocabulary import vocab_parallel_embedding as vocab_parallel_embedding
 from .vocabulary import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+from .vocabulary import vocab_parallel_linear_log_probs as vocab_parallel_linear_log_probs
 from .zero import Zero1 as Zero1
 from .zero3 import Zero3 as Zero3

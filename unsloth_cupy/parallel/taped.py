@@ -8,7 +8,7 @@ from ..errors import GradientError
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 
-Back = Callable[..., Mapping[str, Any]]  # (dy, wanted): gradients by the names of arguments
+Back = Callable[..., Mapping[str, Any]]  # (*dys, wanted): gradients by the names of arguments
 
 
 class Exchanged(NamedTuple):
@@ -21,7 +21,7 @@ class Exchanged(NamedTuple):
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
         """Add the gradients of inputs to grads."""
-        gradients = self.back(take["y"], frozenset(inputs))
+        gradients = self.back(*take.values(), frozenset(inputs))
         for name, index in inputs.items():
             grads[index] = add_up(grads.get(index), gradients[name])
 
@@ -40,15 +40,20 @@ def values_of(call: str, **arrays: Any) -> list[Any]:
 
 
 def taped(call: str, y: Any, back: Back, **arguments: Any) -> Any:
-    """Return y as a Var of the arguments' tape if any is a Var; ``back`` gives their gradients."""
+    """Return y as a Var of the arguments' tape if any is a Var; ``back`` gives their gradients.
+
+    Of several results, a tuple, ``back`` takes the gradients in order; None for an unused one.
+    """
     variables = {name: each for name, each in arguments.items() if type(each) is Var}
     if not variables:
         return y
     tape = next(iter(variables.values())).tape
     if any(var.tape is not tape for var in variables.values()):
         raise GradientError(f"{call}: arguments are on two tapes; watch them on one")
-    result = Var(y, tape)
-    values = {name: var.value for name, var in variables.items()} | {"y": y}
+    ys = {f"y{i}": each for i, each in enumerate(y)} if type(y) is tuple else {"y": y}
+    results = {name: Var(each, tape) for name, each in ys.items()}
+    values = {name: var.value for name, var in variables.items()} | ys
     inputs = {name: var.index for name, var in variables.items()}
-    tape.note(Exchanged(back, values, inputs, {"y": result.index}))
-    return result
+    outputs = {name: var.index for name, var in results.items()}
+    tape.note(Exchanged(back, values, inputs, outputs))
+    return tuple(results.values()) if type(y) is tuple else results["y"]

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and cross entropy: ranks divide the vocabulary.
+"""Vocabulary-parallel embedding, cross entropy and log-probabilities: ranks divide the vocabulary.
 
 lse = log(sum over ranks of exp(lse of the rank))      loss = lse - z[label] + z_loss * lse**2
 
@@ -14,11 +14,17 @@ import numpy as np
 from ..core.arrays import rounded
 from ..core.call import check_options, is_integer, is_number
 from ..errors import ConfigError, DTypeError, ShapeError, naming
+from ..ops.activations.softmax import finite
 from ..ops.linear.embedding import embedding, embedding_backward
 from ..ops.losses.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from ..ops.losses.linear_cross_entropy import (
     linear_cross_entropy_backward,
     linear_cross_entropy_forward,
+)
+from ..ops.losses.linear_log_probs import (
+    LogProbs,
+    linear_log_probs_backward,
+    linear_log_probs_forward,
 )
 from ..training.tape import add_up
 from .communicator import Communicator, check_axis, check_communicator, part
@@ -198,6 +204,101 @@ def vocab_parallel_linear_cross_entropy(
     return taped(call, loss, back, x=x, weight=weight)
 
 
+@naming("vocab_parallel_linear_log_probs", "linear_log_probs", "all_gather")
+@check_options
+def vocab_parallel_linear_log_probs(
+    x: Any,
+    weight: Any,
+    labels: Any,
+    vocab: int,
+    *,
+    comm: Communicator,
+    ignore: int = -100,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    sequence_axis: int | None = None,
+) -> LogProbs:
+    """Return ``linear_log_probs`` of a head whose rows are divided among ranks.
+
+    Ranks exchange seven numbers per row, and never logits.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        Equal in all ranks, or this rank's part along sequence_axis; so is its gradient, which is
+        summed over ranks.
+    weight : (this rank's words, hidden) float
+        ``shard(weight, 0, comm)``.
+    labels : (*rows) int32 or int64
+        Equal in all ranks, each in 0 .. vocab - 1, or equal to ignore.
+    vocab : int
+        Number of words of all ranks; at least one per rank.
+    comm : Communicator
+    ignore, temperature, scale, softcap, max_bytes
+        As in ``linear_log_probs``.
+    sequence_axis : int, optional
+        Gather x along this axis first.
+
+    Returns
+    -------
+    result : LogProbs
+        Each ``(*rows)``, equal in all ranks; float32, or float64 for float64 arrays.
+
+    Raises
+    ------
+    ShapeError, ConfigError
+        weight is not this rank's part of vocab, or there are more ranks than words.
+    """
+    call = "vocab_parallel_linear_log_probs"
+    x = entered(x, comm, sequence_axis)
+    rows, table, _ = values_of(call, x=x, weight=weight, labels=labels)
+    _check_integers(f"{call}: labels", labels)
+    words = _words(call, len(table), vocab, comm)
+    local, is_local = _local(labels, words, ignore, vocab)
+    local = np.where((labels != ignore) & (local == NONE), 0, local).astype(labels.dtype)
+    options: dict[str, Any] = {
+        "ignore": NONE, "temperature": temperature, "scale": scale, "softcap": softcap,
+        "max_bytes": max_bytes,
+    }  # fmt: skip
+    log_probs, entropy, squares, mean, top1, own_lse, largest = linear_log_probs_forward(
+        rows, table, local, **options
+    )
+    kind, words_share = log_probs.dtype, (words.stop - words.start) / vocab
+    held = is_local | np.isnan(log_probs)  # a wrong label is NaN in all ranks
+    own = log_probs, entropy, squares, words_share * mean, held * (1 + top1), own_lse, largest
+    # (ranks, *rows) of each, in the order of ranks: all of them compute equal bits
+    every = comm.all_gather(np.stack([result.astype(kind) for result in own])[None])
+    log_probs, entropies, squares, means, holds, lses, largest = every.swapaxes(0, 1)
+    lse = _log_sum(lses)
+    share = finite(lses) - finite(lse)  # log of each rank's part of the probability
+    some, best = lses > -math.inf, (largest == largest.max(axis=0)).argmax(axis=0)[None]
+    entropy = np.where(some, np.exp(share) * (entropies - share), 0).sum(axis=0)
+    results = (
+        np.where(holds > 0, log_probs + share, 0).sum(axis=0),
+        entropy,
+        _log_sum(np.where(some, squares + 2 * share, -math.inf)),
+        means.sum(axis=0),
+        np.take_along_axis(holds, best, axis=0)[0] > 1,
+    )
+    counted = [np.where(labels != ignore, each, each.dtype.type(0)) for each in results]
+
+    def back(dlog_probs: Any, dentropy: Any, wanted: Any) -> dict[str, Any]:
+        dlse = dlocal = None
+        if dlog_probs is not None:  # the lse is of all words, the label of one rank
+            dlocal = np.where(is_local, dlog_probs, 0).astype(kind)
+            dlse = (dlocal - dlog_probs).astype(kind)
+        arrays = rows, table, local, None, entropy, lse
+        dx, dweight, *_ = linear_log_probs_backward(
+            dlocal, dentropy, dlse, *arrays, wanted=wanted, **options
+        )
+        return {"x": dx, "weight": dweight}
+
+    learned = taped(call, tuple(counted[:2]), back, x=x, weight=weight)
+    return LogProbs(*learned, *counted[2:])
+
+
 class Rows(NamedTuple):
     """The labels of a loss, the words of this rank, and the options."""
 
@@ -291,7 +392,13 @@ def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any
 
 def _lse(own_lse: Any, comm: Communicator) -> Any:
     """Return the lse over all words, from the lse over each rank's words."""
-    top = comm.all_reduce(own_lse, "max")
-    top = np.where(top == -math.inf, 0, top)
+    top = finite(comm.all_reduce(own_lse, "max"))
     with np.errstate(divide="ignore"):
         return np.log(comm.all_reduce(np.exp(own_lse - top))) + top
+
+
+def _log_sum(x: Any) -> Any:
+    """Return log(sum(exp(x))) over the first axis."""
+    top = finite(x.max(axis=0))
+    with np.errstate(divide="ignore"):
+        return np.log(np.exp(x - top).sum(axis=0)) + top

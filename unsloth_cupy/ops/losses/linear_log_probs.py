@@ -129,10 +129,10 @@ def linear_log_probs(
     >>> np.testing.assert_allclose(result.log_probs, [np.log(p[0, 0]), np.log(p[1, 7]), 0], 1e-4)
     >>> np.testing.assert_allclose(result.entropy[0], -(p[0] * np.log(p[0])).sum(), rtol=1e-4)
     >>> assert isinstance(result, LogProbs) and result.top1.tolist() == [True, False, False]
-    >>> *_, lse = linear_log_probs_forward(x, weight, labels, temperature=2.0)
+    >>> *_, lse, largest = linear_log_probs_forward(x, weight, labels, temperature=2.0)
     >>> ones = np.ones(3, np.float32)
     >>> dx, dweight, _, _ = linear_log_probs_backward(
-    ...     ones, None, x, weight, labels, None, result.entropy, lse, temperature=2.0
+    ...     ones, None, None, x, weight, labels, None, result.entropy, lse, temperature=2.0
     ... )
     >>> assert not dx[2].any()
     """
@@ -153,7 +153,7 @@ def linear_log_probs(
 @op(
     "x(*rows, hidden), weight(vocab, hidden): weight, labels(*rows): int, bias?(vocab): param"
     " -> log_probs(*rows): stat, entropy(*rows): stat, log_sum_squares(*rows): stat,"
-    " mean_logit(*rows): stat, top1(*rows): bool, lse(*rows): stat",
+    " mean_logit(*rows): stat, top1(*rows): bool, lse(*rows): stat, largest(*rows): stat",
     widen=False,  # products take 16-bit operands as they are
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
@@ -168,8 +168,8 @@ def linear_log_probs_forward(
     scale: float = 1.0,
     softcap: float | None = None,
     max_bytes: int | None = None,
-) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """Return the fields of ``linear_log_probs``, and lse, which the backward op needs."""
+) -> tuple[Array, ...]:
+    """Return the fields of ``linear_log_probs``; lse, for the backward op; the largest z."""
     check_labels("linear_log_probs", labels, ignore, len(weight))
     options = Options(temperature, scale, softcap, ignore)
 
@@ -192,7 +192,7 @@ def _launch(
     scale: float,
     softcap: float | None,
     max_bytes: int | None,
-) -> tuple[Array, Array, Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Return all results: cuBLAS computes a chunk of logits, a kernel its results."""
     options = Options(temperature, scale, softcap, ignore, keep_all=True)
     bias = None if bias is None else contiguous(bias)
@@ -217,11 +217,11 @@ def _forward(
     options: Options,
     max_bytes: int | None,
     write: Callable[[Array, Array, tuple[Array, ...]], None],
-) -> tuple[Array, Array, Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Return all results; ``write(logits, labels, results)`` computes those of a chunk."""
     rows, wanted, kept = _kept(x, labels, options)
     kinds = [*[np.promote_types(x.dtype, FLOAT32)] * 4, np.dtype(bool)]
-    kinds.append(kinds[0])
+    kinds += kinds[:2]
     results = tuple(empty(wanted.shape, kind, like=x) for kind in kinds)
     for part, logits in chunks(rows, weight, max_bytes):
         write(logits, wanted[part], tuple(result[part] for result in results))
@@ -251,6 +251,7 @@ def _kept(x: Array, labels: Array, options: Options) -> tuple[Array, Array, Arra
 def linear_log_probs_backward(
     dlog_probs: Array | None,
     dentropy: Array | None,
+    dlse: Array | None,
     x: Array,
     weight: Array,
     labels: Array,
@@ -265,7 +266,10 @@ def linear_log_probs_backward(
     max_bytes: int | None = None,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, None, Array | None]:
-    """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
+    """Return the gradients of x, weight and bias; None for one that is not ``wanted``.
+
+    A rank that has a part of the vocabulary passes the entropy and the lse of all words.
+    """
     check_labels("linear_log_probs_backward", labels, ignore, len(weight))
     options = Options(temperature, scale, softcap, ignore)
 
@@ -274,7 +278,7 @@ def linear_log_probs_backward(
             each = tuple(None if a is None else a[part] for a in rows)
             _gradient(logits[part], each, bias, options, out[part])
 
-    arrays = dlog_probs, dentropy, labels, entropy, lse
+    arrays = labels, dlog_probs, dentropy, dlse, entropy, lse
     return _backward(x, weight, bias, arrays, options, max_bytes, wanted, write, own_buffer=False)
 
 
@@ -282,6 +286,7 @@ def linear_log_probs_backward(
 def _launch_backward(
     dlog_probs: Array | None,
     dentropy: Array | None,
+    dlse: Array | None,
     x: Array,
     weight: Array,
     labels: Array,
@@ -300,16 +305,16 @@ def _launch_backward(
     bias = None if bias is None else contiguous(bias)
 
     def write(logits: Array, rows: Any, out: Array) -> None:
-        dlog_probs, dentropy, labels, entropy, lse = rows
+        labels, *others = rows
         chosen = _constants(*_forms(logits, out, labels, bias), softcap is not None, False)
         threads, lanes = chosen["THREADS"], chosen["LANES"]
         width = logits.shape[-1] + chosen["RAGGED"] * (lanes - 1)
         kernel = load("log_probs.cu", "log_probs_backward", logits, chosen)
         kernel[labels.size * -(-width // (threads * lanes)), threads](
-            *(dlog_probs, dentropy, logits, labels, bias, entropy, lse, out), _numbers(options)
+            *(logits, labels, bias, *others, out), _numbers(options)
         )
 
-    arrays = dlog_probs, dentropy, labels, entropy, lse
+    arrays = labels, dlog_probs, dentropy, dlse, entropy, lse
     narrow = x.dtype != FLOAT32
     return _backward(x, weight, bias, arrays, options, max_bytes, wanted, write, own_buffer=narrow)
 
@@ -327,7 +332,7 @@ def _backward(
     own_buffer: bool,
 ) -> tuple[Array | None, Array | None, None, Array | None]:
     """Return dx, dweight, None and dbias; ``write(logits, arrays, out)`` is of a chunk."""
-    rows, labels, kept = _kept(x, arrays[2], options)
+    rows, labels, kept = _kept(x, arrays[0], options)
     if kept is None:  # NaN in a row without a label would reach dweight
         rows = zeroed(rows, labels != options.ignore)
     each = [None if a is None else contiguous(a).reshape(-1) for a in arrays]
@@ -345,7 +350,7 @@ def _backward(
         rows, weight, max_bytes, write_part, own_buffer=own_buffer, wanted=wanted
     )
     if dx is not None and kept is not None:
-        whole = np.zeros_like(x, shape=(arrays[2].size, x.shape[-1]))
+        whole = np.zeros_like(x, shape=(arrays[0].size, x.shape[-1]))
         whole[kept] = dx
         dx = whole
     dx = None if dx is None else dx.reshape(x.shape)
@@ -420,6 +425,7 @@ def _measure(
         z.sum(axis=-1) / z.shape[-1],
         z.argmax(axis=-1) == labels,
         log + top,
+        np.where(total > 0, top, -np.inf),
     )
     for result, value in zip(results, values, strict=True):
         result[...] = np.where(has_label, value, 0)
@@ -429,19 +435,20 @@ def _gradient(
     logits: Array, arrays: tuple[Any, ...], bias: Array | None, options: Options, out: Array
 ) -> None:
     """Write the gradient of the logits of some rows to out, which may be the logits."""
-    dlog_probs, dentropy, labels, entropy, lse = arrays
+    labels, dlog_probs, dentropy, dlse, entropy, lse = arrays
     has_label = labels != options.ignore
     z, slope = logits_to_z(logits, bias, *options[:3])
     log_p = z - finite(lse)[:, None]
     result = np.exp(log_p)
     on_label = np.zeros_like(lse) if dlog_probs is None else dlog_probs
+    of_lse = -on_label if dlse is None else dlse - on_label
     if dentropy is None:
-        result *= -on_label[:, None]
+        result *= of_lse[:, None]
     else:
         factor = np.maximum(log_p, LEAST)
         factor += entropy[:, None]
         factor *= -dentropy[:, None]
-        factor -= on_label[:, None]
+        factor += of_lse[:, None]
         result *= factor
     columns = np.where(has_label, labels, 0)
     result[np.arange(labels.size, like=labels), columns] += on_label

@@ -102,6 +102,8 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
+            if model.origin and ranks.first:
+                echo(model.origin, err=True)
             template, backend = tokenizer.template, tokenizer.backend
             if chat and template.stored and (end := ending(template, backend)).text:
                 ends = model.config.end_tokens

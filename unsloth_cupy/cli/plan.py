@@ -20,6 +20,7 @@ from ..memory.ledger import MemoryPlan
 from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
+from ..models.gguf.opening import source_of
 from ..profiling.scale import plan_ranks
 from .options import (
     ATTENTION,
@@ -106,9 +107,9 @@ def plan(
     from ..files import read_json
     from ..models.parse import parse
 
-    folder = None if config.is_file() else model_folder(config)
     path = config_file(config)
-    values = read_json(path)
+    folder = None if path == config else model_folder(config)
+    values, own = read_json(path), source_of(path.parent) == path.parent
     adapter, stored = (None, None) if folder is None else model_without_weights(folder)[1:]
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
@@ -155,7 +156,7 @@ def plan(
         settings += "".join(
             f", {each}" for each in (pipeline_schedule, parts, context_attention) if each
         )
-        show(scale_plan, str(path), settings, rate_source, batch * length, plot)
+        show(scale_plan, str(path if own else config), settings, rate_source, batch * length, plot)
         return
 
     @functools.cache
@@ -171,7 +172,7 @@ def plan(
         memory_plan = planned(batch, length)
     extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
     extra += f", {method} of {learning.unit}" if learning is not None else ""
-    title = f"{path}: {batch} x {length} tokens, {dtype}{extra}"
+    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
     here = machine.device_memory(None if device == "cpu" else device)[0]

@@ -23,6 +23,7 @@ from ..placement import to_device_of
 from .chat import Chat
 from .data import found
 from .limit import tokens_of
+from .listener import announce
 from .metrics import Watch, perplexity
 from .naming import named
 from .records import Records
@@ -161,6 +162,8 @@ def evaluate(
             home = base_of(source, base)
             lora = None if home is None else source
             model = models.load(home or source, lora=lora, quantize=quantize, device=device)
+            if model.origin:
+                announce(model.origin)
         config = model.config
         length = tokens_of(tokens, config.positions)
         pad = config.pad_token

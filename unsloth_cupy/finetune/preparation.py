@@ -317,7 +317,7 @@ def summary(loop: Loop) -> str:
     return (
         f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
         f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
-        f" {loop.run.folder}"
+        f" {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
     )
 
 

@@ -29,6 +29,7 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
 from ..models.adapter_base import ADAPTER, base_of, cached
+from ..models.gguf.opening import folder_of
 from ..models.tokenizer import FILE as TOKENIZER
 from .listener import reading
 from .methods import METHODS
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
 
-HASHED = ("config.json", "*.safetensors", "teach.json", "*.npy")  # whose fingerprints a run keeps
+# whose fingerprints a run keeps
+HASHED = ("config.json", "gguf.json", "*.safetensors", "teach.json", "*.npy")
 LINES = {  # kinds of lines of a log, and what else such a line holds
     "loss": ("seconds", "tokens_per_second", "memory_bytes"),
     "held_out_loss": (),
@@ -251,7 +253,7 @@ def words_folder(folder: Path, base: Any = None) -> Path:
 
 def config_file(path: Path) -> Path:
     """Return the config.json of a path: the file itself, or that of a model, run or base model."""
-    if path.is_file():
+    if path.is_file() and folder_of(path) == path:
         return path
     folder = model_folder(path)
     return (base_of(folder) or folder) / "config.json"
@@ -267,6 +269,7 @@ def model_folder(path: Path) -> Path:
     if not path.exists():
         cure = missing_folder_advice(path, "name a folder with config.json in it")
         raise ConfigError(f"{path} does not exist; {cure}")
+    path = folder_of(path)
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")
     if (path / "config.json").exists() or (path / ADAPTER).exists():

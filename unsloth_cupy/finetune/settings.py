@@ -11,6 +11,7 @@ from ..core.call import is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
 from ..models.context import KINDS as CONTEXTS
+from ..models.gguf.opening import source_of
 from ..models.optimizers import OPTIMIZERS as KINDS
 from ..models.optimizers import conflict
 from ..models.quantized import KINDS as QUANTIZED
@@ -424,7 +425,7 @@ def kept(
     """Return the content of settings.json: all that a resumed run must have in common."""
     path, plan = text.path, settings.decided(new=source is None)
     result = {
-        "model": None if source is None else str(source.resolve()),
+        "model": None if source is None else str(source_of(source).resolve()),
         "text": text.name,
         "text_file": None if path is None else str(path.resolve()),
         "text_bytes": text.size,

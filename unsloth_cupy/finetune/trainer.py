@@ -194,7 +194,7 @@ class Trainer:
                 packed=self.lines and each.pack is not False, method=each.method,
             )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
-        self.base_name = new if folder is None else folder.resolve().name
+        self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")
 
     def _check_method(self) -> None:
         """Raise a ConfigError if data or objective are not those of the method."""

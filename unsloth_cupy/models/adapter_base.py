@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..files import missing_folder_advice, read_json
 from .checkpoint_files import opened
+from .gguf.opening import folder_of, source_of
 
 ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
@@ -41,12 +42,17 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
     name = settings.get(BASE) if base is None else os.fspath(base)
     named = isinstance(name, str) and name.strip(" ./")
     places = _places(folder, str(name), settings.get("revision")) if named else []
-    found = next((place for place in places if _is_folder(place)), None)
+    found = next((place for place in places if _is_model(place)), None)
     if found is None:
         said = f"{folder / ADAPTER}: {BASE} is {name!r}" if base is None else f"base={name!r}"
         advice = missing_folder_advice(Path(str(name)), CURE)
         raise ConfigError(f"{said}, which is not a folder here; {advice}")
-    return found
+    return folder_of(found)
+
+
+def _is_model(path: Path) -> bool:
+    """Return whether a path is a folder or a GGUF file."""
+    return _is_folder(path) or (path.suffix.lower() == ".gguf" and path.is_file())
 
 
 def _is_folder(path: Path) -> bool:
@@ -116,4 +122,4 @@ def base_name(config: Mapping[str, Any], folder: Path | None) -> str | None:
         and not _is_folder(Path(known))
     ):
         return known
-    return None if folder is None else str(folder.resolve())
+    return None if folder is None else str(source_of(folder).resolve())

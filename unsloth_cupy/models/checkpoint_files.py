@@ -23,6 +23,9 @@ from ..machine import format_bytes
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
+from .gguf.finding import find_gguf_tensors
+from .gguf.opening import MARK, source_of
+from .gguf.reading import opened_gguf
 from .heads import OWN, Choice
 from .lazy_parameter import LazyParameter, StoredTensor
 from .names import HEAD, TABLE, parameter_name
@@ -70,7 +73,7 @@ def read_tensors(
     layout = {file: [name for name in homes if homes[name].file == file] for file in handles}
     for name in (name for names in layout.values() for name in names if holds(name)):
         parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
-    layout = {file: names for file, names in layout.items() if names}
+    layout = {SINGLE if file.endswith(".gguf") else file: n for file, n in layout.items() if n}
     return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
@@ -87,6 +90,9 @@ def find_tensors(
         A file is missing or truncated; a tensor is missing or unexpected, does not have the shape
         that config.json implies, or does not have a float dtype.
     """
+    if (folder / MARK).is_file():
+        source = source_of(folder)
+        return find_gguf_tensors(source, config, choice), [str(source)]
     homes: dict[str, StoredTensor] = {}
     files, shapes = _weight_files(folder), config.shapes()
     quantized = _find_quantized(folder, files, shapes)
@@ -258,7 +264,10 @@ def _weight_files(folder: Path) -> list[str]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise a ConfigError that names a missing or broken one."""
+    """Open a safetensors or GGUF file; raise a ConfigError that names a missing or broken one."""
+    if path.suffix == ".gguf":
+        yield opened_gguf(path)
+        return
     try:
         _check_header(regular(path))
         stream = safetensors.safe_open(path, framework="np")

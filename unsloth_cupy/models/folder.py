@@ -26,9 +26,10 @@ from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
+from .gguf.opening import folder_of
 from .heads import CAUSAL, Choice, chosen
 from .joined import Joined
-from .lazy_parameter import LazyParameter, StoredTensor
+from .lazy_parameter import LazyParameter, StoredTensor, formats_of
 from .outer_folder import base_for, implied_head
 from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
@@ -121,7 +122,7 @@ def load(
     DeviceError
         The device does not exist; the message names those that do.
     """
-    path = path_of("load", folder)
+    path = folder_of(path_of("load", folder))
     if not path.is_dir():
         cure = missing_folder_advice(path, "pass one that holds config.json")
         raise ConfigError(f"load: {path} is not a folder; {cure}")
@@ -167,6 +168,7 @@ def load(
                 division.stages.dtype = kind
             model = Transformer(division.config if division else config, parameters, texts, layout)
             model.folder, model.division, model.parts = path, division, rank_parts
+            model.origin = formats_of(stored_in)
             own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
             model.words = next(map(Path, own), None)
             if lora is not None:

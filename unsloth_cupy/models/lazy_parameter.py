@@ -1,12 +1,14 @@
 """Parameters in open files, which are read only as far as requested."""
 
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from ..core.dtypes import Array
+from ..machine import format_bytes
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 from .quantized_slices import narrow
@@ -14,7 +16,10 @@ from .quantized_weights import assembled
 
 
 class StoredTensor(NamedTuple):
-    """Where a parameter is stored: the file, its name and dtype there; and its whole shape."""
+    """Where a parameter is stored: the file, its name and dtype there; and its whole shape.
+
+    ``dense`` computes the parameter of the tensors, in another ``format``, that stand for it.
+    """
 
     file: str
     stored: str
@@ -23,6 +28,22 @@ class StoredTensor(NamedTuple):
     kind: type[Quantized] | None = None  # class of a quantized weight
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
     inverse: bool = False  # the weight is codes / scale
+    dense: Callable[[Mapping[str, Array]], Array] | None = None
+    format: str = ""  # the name of that format
+    bytes: int = 0  # of its tensors
+
+
+def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
+    """Return the formats of a checkpoint that became dense, as a line; None: it has none."""
+    sizes, counts = Counter[str](), Counter(home.format for home in homes.values())
+    for home in homes.values():
+        sizes[home.format] += home.bytes
+    counts.pop("", None)
+    whole = max(1, sizes.total())
+    parts = (f"{n} {each} ({sizes[each] / whole:.1%})" for each, n in counts.most_common())
+    kinds = {home.dtype.name for home in homes.values() if home.format and home.dtype}
+    size = f"{format_bytes(sizes.total())}, read as {' and '.join(sorted(kinds))}"
+    return f"tensors: {', '.join(parts)}; {size}" if counts else None
 
 
 class LazyParameter:
@@ -40,17 +61,21 @@ class LazyParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the stored tensor."""
+        if self.home.dense is not None:
+            return self.home.shape
         return tuple(self.files[self.home.file].get_slice(self.home.stored).get_shape())
 
     def __getitem__(self, key: Any) -> Any:
         """Return a part, and read no more than it; with an ellipsis, the whole."""
-        if key is ...:
-            return self.whole()
+        if key is ... or self.home.dense is not None:
+            return self.whole() if key is ... else owned(self.whole()[key])
         return self._cast(self.files[self.home.file].get_slice(self.home.stored)[key])
 
     def whole(self) -> Any:
         """Return the whole parameter, an array or a quantized weight."""
         home = self.home
+        if home.dense is not None:
+            return self._cast(home.dense({key: each[...] for key, each in self.tensors().items()}))
         if home.kind is None:
             return self._cast(self.files[home.file].get_tensor(home.stored))
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)

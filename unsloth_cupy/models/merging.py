@@ -20,8 +20,10 @@ from ..files import check_room, path_of, read_json, replacing_files
 from ..machine import format_bytes
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
-from .checkpoint_files import DTYPES, INDEX
+from .checkpoint_files import DTYPES, INDEX, SINGLE
 from .folder import GENERATION
+from .gguf.opening import source_of
+from .lazy_parameter import formats_of
 from .names import TABLE
 from .quantized_weights import saved_config, stored_kind
 from .stored import StoredModel, stored_model
@@ -131,7 +133,8 @@ def merge(
             shutil.copyfile(source, partial / name)
         if "tokenizer.json" not in tokenizer_files:
             notes.append(f"{model.folder} holds no tokenizer.json: copy one into {target}")
-        if model.adapter is None and chosen is None:
+        others = any(home.dense for home in model.homes.values())
+        if model.adapter is None and chosen is None and not others:
             size, kind = _copy(model, partial, target), _stored_dtype(model)
         else:
             size, kind = _write(model, chosen, partial, target, progress)
@@ -154,9 +157,10 @@ def _new_folder(out: Any) -> Path:
 
 def _notes(model: StoredModel) -> list[str]:
     """Return what is not as a reader may expect."""
-    notes = []
+    notes, formats = [], formats_of(model.homes)
     if model.adapter is None:
-        notes.append(f"{model.path} holds no adapter: this is a copy of the model")
+        notes.append(f"{source_of(model.path)} holds no adapter: this is a copy of the model")
+    notes += [f"dense here, of {formats}"] if formats else []
     if model.texts["config.json"] != read_json(model.folder / "config.json"):
         notes.append("the part that reads images is left out: this is the language model")
     return notes
@@ -202,7 +206,8 @@ def _write(
     """Write config and merged weights; return the size of the weights and the dtype of matrices."""
     main = (chosen or model.homes[TABLE].dtype or FLOAT32).name
     layout: dict[str, dict[str, Unwritten]] = {}
-    first = next(h.file for h in model.homes.values() if not Path(h.file).is_absolute())
+    own = (home.file for home in model.homes.values() if not Path(home.file).is_absolute())
+    first = next(own, SINGLE)
     for name, home in model.homes.items():
         if home.kind is Ternary:
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"

@@ -22,6 +22,7 @@ from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened
 from .config import Config
 from .folder import read_config, with_generation
+from .gguf.opening import folder_of
 from .lazy_parameter import LazyParameter, StoredTensor
 from .names import ADAPTED, TABLE
 from .outer_folder import base_for, implied_head
@@ -79,7 +80,7 @@ def stored_model(
     ConfigError
         A file is missing or broken, or contradicts config.json; the message begins with ``call``.
     """
-    path = path_of(call, folder)
+    path = folder_of(path_of(call, folder))
     if not path.is_dir():
         cure = missing_folder_advice(
             path, "pass one that holds config.json, or the folder of an adapter"

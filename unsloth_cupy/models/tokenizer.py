@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..files import TOKENIZER, of_library, path_of, read_text
 from ..placement import to_numpy
 from .chat import Chat, Message, Tools
+from .gguf.opening import folder_of
 
 FILE = "tokenizer.json"
 
@@ -41,7 +42,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
-        path = path_of("Tokenizer", folder)
+        path = folder_of(path_of("Tokenizer", folder))
         self.backend, self.template = load_tokenizer(path), Chat(path)
 
     @classmethod

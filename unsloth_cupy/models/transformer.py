@@ -56,7 +56,11 @@ class Transformer(Network):
         Low-rank weights added to linear layers; the parameters are then frozen.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
+    origin : str or None
+        The formats of the file or folder that it was read from, if they are dense here.
     """
+
+    origin: str | None = None
 
     def __init__(
         self,

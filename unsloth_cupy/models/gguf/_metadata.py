@@ -35,9 +35,10 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
     }
     if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
         values["attention.sliding_window"] = config.window or 0
-    if known.windows:
-        sliding = [kind == SLIDING for kind in config.layer_types]
+    sliding = [kind == SLIDING for kind in config.layer_types]
+    if known.windows or len({*sliding}) > 1:  # llama.cpp reads it only where it knows windows
         values["attention.sliding_window_pattern"] = sliding
+    if known.windows:
         values["rope.freq_base_swa"] = float(local.base)
     if known.softcap:
         values["attn_logit_softcapping"] = config.softcap

@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
 def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list[Tensor]:
     """Return all tensors of a model's file, in the order in which they are written."""
-    names, result = _names(config, known), []
+    names, result = names_of("export_gguf", config, known), []
     is_own = config.tied and known.output == "own"
     head = names(HEAD if is_own or not config.tied else TABLE)
     stored_shapes = config.shapes()
@@ -55,8 +55,8 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
     return result
 
 
-def _names(config: Config, known: Architecture) -> Callable[[str], str]:
-    """Return the function from a parameter's name to its name in the file."""
+def names_of(call: str, config: Config, known: Architecture) -> Callable[[str], str]:
+    """Return the function from a parameter's name to its name in a file."""
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
     table = gguf.get_tensor_name_map(number, config.layers)
 
@@ -66,7 +66,7 @@ def _names(config: Config, known: Architecture) -> Callable[[str], str]:
         gguf_name = table.get_name(stored, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise ConfigError(
-                f"export_gguf: the installed gguf has no name for {stored} of a"
+                f"{call}: the installed gguf has no name for {stored} of a"
                 f" {config.model_type}; install a newer one: pip install -U gguf"
             )
         return gguf_name

@@ -81,7 +81,9 @@ def tokenizer(
         values["pre"] = "default"
         values["add_space_prefix"], notes = prefix_of(words.values)
         values["scores"] = _scores(texts, merges)
-        notes += _other_cuts(words.model["vocab"], merges)
+        if other := _other_cuts(words.model["vocab"], merges):
+            notes += other
+            values["merges"] = [" ".join(merge) for merge in merges]  # for readers that take them
     else:
         values["pre"], notes = words_of(words.values)
         values["merges"] = [" ".join(merge) for merge in merges]

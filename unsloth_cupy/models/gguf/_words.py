@@ -24,7 +24,20 @@ NAMES = {
     (rf"{CASES[0]}|{CASES[1]}|\p{{N}}|{PATHS}", True): "tekken",
     (rf"{CASES[0]}{SHORT}?|{CASES[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}", False): "gpt-4o",
 }
-
+# llama.cpp's other names of these rules, which its own converter writes.
+ALIASES = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
+    **dict.fromkeys(("phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), "gpt-2"),
+    **dict.fromkeys(("granite-docling", "gigachat", "a.x-4.0", "mellum"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
+    **dict.fromkeys(("minerva-7b", "mellum2"), "smollm"),
+    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), "qwen2"),
+    **dict.fromkeys(("solar-open", "grok-2"), "qwen2"),
+    **dict.fromkeys(("smaug-bpe", "chatglm-bpe", "glm4"), "dbrx"),
+    **dict.fromkeys(("llama4", "kanana2", "minimax-m2"), "gpt-4o"),
+}
+NORMALISED = ("qwen2", "deepseek-r1-qwen")  # Qwen's tokenizers, which llama.cpp runs without NFC
+BEGUN = ("llama-bpe", "tekken")  # rules with which texts begin with a token, if a file does not say
 
 CASED = ("tekken", "gpt-4o")  # llama.cpp's rules only approximate these
 
@@ -53,6 +66,17 @@ def words_of(values: Mapping[str, Any]) -> tuple[str, list[str]]:
             "llama.cpp splits some words differently: it knows case only in ASCII, and no marks"
         )
     return name, notes
+
+
+def rule_of(name: str) -> tuple[str, bool]:
+    """Return the rule that llama.cpp calls so, and whether a word that is a token is not split.
+
+    Raises
+    ------
+    KeyError
+        It is not known.
+    """
+    return {known: rule for rule, known in NAMES.items()}[ALIASES.get(name, name)]
 
 
 def _rule(parts: list[Mapping[str, Any]]) -> str:

@@ -1,0 +1,398 @@
+"""GGUF files as models: those of ``export_gguf``, and as llama.cpp's converter writes them."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from unsloth_cupy import models
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models.gguf import TYPES
+
+from .exported import IN_LLAMA_CPP, byte_level, make, read, write_tokenizer
+from .peers import CONFIGS, LLAMA3, SIZES
+from .test_gguf import PLAIN, WIDE
+from .test_gguf_tokenizer import around, characters, split
+
+gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
+FAMILIES = PLAIN | {f"llama.cpp's {name}": each for name, each in IN_LLAMA_CPP.items()}
+MORE = {
+    **{name: CONFIGS[name] for name in ("mistral", "qwen2 window", "phi3 longrope", "llama yarn")},
+    **{name: CONFIGS[name] for name in ("llama linear", "gemma gelu", "llama one kv head")},
+    "ministral": {
+        "model_type": "ministral",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+SCALED = ("gemma2", "gemma3")  # the queries of these two configs are stored times a factor
+TOKENS = np.arange(3, 15)[None]
+TEXT = "the theory in the end, Nine"
+
+
+def both(folder: Path, config: Any, kind: str = "f32", **options: Any) -> tuple[Any, Any]:
+    """Return a model of a folder, and that of the file into which it was exported."""
+    model = make(folder / "m", config, **options)
+    models.export_gguf(model, folder / "m.gguf", kind=kind)
+    return model, models.load(folder / "m.gguf")
+
+
+def copied(
+    source: Path,
+    target: Path,
+    changes: Mapping[str, Any],
+    tensors: Callable[[str], tuple[Any, ...]] | None = None,
+    **options: Any,
+) -> Path:
+    """Copy a file with other values of keys (None: without them) and of tensors."""
+    reader = gguf.GGUFReader(source)
+    values = {name: each.contents() for name, each in reader.fields.items()}
+    out = gguf.GGUFWriter(target, values["general.architecture"], **options)
+    for name, value in (values | changes).items():
+        if name.startswith("GGUF.") or name == "general.architecture" or value is None:
+            continue
+        kinds = {bool: out.add_bool, int: out.add_uint32, float: out.add_float32}
+        kinds |= {str: out.add_string, list: out.add_array}
+        kinds[type(value)](name, value)
+    for each in reader.tensors:
+        name, *more = (each.name,) if tensors is None else tensors(each.name)
+        data, kind = more or (each.data, each.tensor_type)
+        out.add_tensor(name, np.array(data), raw_dtype=kind)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return target
+
+
+@pytest.mark.parametrize("name", FAMILIES | MORE)
+def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
+    """All parameters, the config but for what a file does not say, logits, tokens of a text."""
+    model, loaded = both(tmp_path, (FAMILIES | MORE)[name])
+    actual, expected = loaded.logits(TOKENS), model.logits(TOKENS)
+    if name in SCALED:
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    else:
+        close = 1e-6 if "mistral3" in name else 0  # yarn's factor is float32 in a file
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=close * np.abs(expected).max())
+        assert loaded.parameters.keys() == model.parameters.keys()
+        for key, array in model.parameters.items():
+            most = 0 if model.config.norm_offset == 0 else 1.2e-7  # of the sum with 1, in float32
+            np.testing.assert_allclose(loaded.parameters[key], array, rtol=0, atol=most)
+    np.testing.assert_array_equal(loaded.tokenizer.encode(TEXT), model.tokenizer.encode(TEXT))
+    greedy = model.generate(TOKENS, max_new_tokens=6)
+    np.testing.assert_array_equal(loaded.generate(TOKENS, max_new_tokens=6), greedy)
+    facts = ("layer_types", "window", "tied", "end_tokens", "pad_token", "positions", "eps")
+    for fact in facts:
+        assert getattr(loaded.config, fact) == getattr(model.config, fact), fact
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gemma", "qwen2", "phi3", "llama.cpp's nemotron"])
+def test_sixteen_bits_are_kept(family: str, kind: str, tmp_path: Path) -> None:
+    dtype = {"f16": "float16", "bf16": "bfloat16"}[kind]
+    model, loaded = both(tmp_path, FAMILIES[family], kind, dtype=dtype)
+    np.testing.assert_array_equal(loaded.logits(TOKENS), model.logits(TOKENS))
+    assert {each.dtype.name for each in loaded.parameters.values()} == {dtype}
+    for key, array in model.parameters.items():
+        np.testing.assert_array_equal(loaded.parameters[key], array)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model whose rows all blocks divide."""
+    folder = tmp_path_factory.mktemp("wide")
+    make(folder, WIDE)
+    return folder
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_that_is_written_is_read(kind: str, wide: Path, tmp_path: Path) -> None:
+    models.export_gguf(wide, tmp_path / "m.gguf", kind=kind)
+    loaded, (_, dense, types) = models.load(tmp_path / "m.gguf"), read(tmp_path / "m.gguf")
+    for name, stored in (("mlp.down_proj", "ffn_down"), ("input_layernorm", "attn_norm")):
+        actual = loaded.parameters[f"model.layers.0.{name}.weight"]
+        np.testing.assert_array_equal(actual, dense[f"blk.0.{stored}.weight"].astype(actual.dtype))
+    assert loaded.table.dtype == {"f16": "float16", "bf16": "bfloat16"}.get(kind, "float32")
+    counted = [f" {types['blk.0.ffn_down.weight']} (", "f32 (", loaded.table.dtype.name]
+    assert all(each in str(loaded.origin) for each in counted)
+    one = models.load(tmp_path / "m.gguf", dtype="bfloat16")
+    assert {each.dtype.name for each in one.parameters.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S", "IQ1_M"]
+)
+def test_types_that_only_others_write(kind: str, wide: Path, tmp_path: Path) -> None:
+    models.export_gguf(wide, tmp_path / "m.gguf", kind="f32")
+    number = getattr(gguf.GGMLQuantizationType, kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 60, (256, 256 // numbers * size), np.uint8)
+
+    def tensors(name: str) -> tuple[Any, ...]:
+        return (name, blocks, number) if name == "blk.0.ffn_down.weight" else (name,)
+
+    loaded = models.load(copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {}, tensors))
+    expected = gguf.quants.dequantize(blocks, number)
+    assert np.ptp(expected) > 0
+    np.testing.assert_array_equal(
+        loaded.parameters["model.layers.0.mlp.down_proj.weight"], expected
+    )
+
+
+@pytest.mark.slow
+def test_transformers_reads_the_same_file(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="a peer")
+    transformers = pytest.importorskip("transformers", reason="a peer")
+    for name in ("llama", "qwen2", "starcoder2", "nemotron"):
+        folder = tmp_path / name
+        folder.mkdir()
+        _, loaded = both(folder, {"model_type": name, "num_key_value_heads": 2}, "q8_0")
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="m.gguf")
+        with torch.no_grad():
+            expected = peer(torch.tensor(TOKENS)).logits.numpy()
+        np.testing.assert_allclose(loaded.logits(TOKENS), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_as_llama_3_stretches_them_get_their_numbers_back(tmp_path: Path) -> None:
+    scaling = {"factor": 32.0, "original_max_position_embeddings": 8192}
+    config = {**CONFIGS["llama llama3"], "head_dim": 64, "rope_scaling": LLAMA3 | scaling}
+    model, loaded = both(tmp_path, config)
+    assert loaded.config.ropes == model.config.ropes
+    factors = np.linspace(1, 3, 32, dtype=np.float32)  # of no rule
+
+    def tensors(name: str) -> tuple[Any, ...]:
+        kind = gguf.GGMLQuantizationType.F32
+        return (name, factors, kind) if name == "rope_freqs.weight" else (name,)
+
+    other = models.load(copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {}, tensors))
+    rope = other.config.ropes["full_attention"]
+    assert (rope.scaling or {})["rope_type"] == "longrope"
+    np.testing.assert_array_equal(np.float32((rope.scaling or {})["short_factor"]), factors)
+
+
+# ---- files as llama.cpp's own converter writes them ----------------------------------------------
+def test_numbers_by_layer_and_periods(tmp_path: Path) -> None:
+    model, _ = both(tmp_path, PLAIN["gemma3"])
+    layers = model.config.layers
+    changes = {
+        "gemma3.attention.head_count_kv": [model.config.kv_heads] * layers,
+        "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.attention.causal": True,
+        "gemma3.rope.scaling.type": "none",
+        "tokenizer.ggml.add_bos_token": None,
+    }
+    loaded = models.load(copied(tmp_path / "m.gguf", tmp_path / "n.gguf", changes))
+    slides = [kind == "sliding_attention" for kind in loaded.config.layer_types]
+    assert slides == [(layer + 1) % 2 != 0 for layer in range(layers)]
+    assert loaded.config.kv_heads == model.config.kv_heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"llama.attention.head_count_kv": [2, 4, 2]}, r"head_count_kv differs by layer"),
+        ({"llama.expert_count": 8}, r"llama.expert_count is 8, which is not known here"),
+        ({"llama.rope.scaling.type": "dynamic"}, r"rope.scaling.type is 'dynamic'"),
+        ({"llama.attention.value_length": 3}, r"value_length is 3, unlike attention.key_length"),
+        ({"llama.block_count": None}, r"llama.block_count is missing"),
+        ({"llama.block_count": 2}, r"not part of the llama of its keys"),
+        ({"llama.block_count": 4}, r"tensor 'blk.3.attn_q.weight' is missing"),
+        ({"llama.feed_forward_length": 8}, r"'blk.0.ffn_gate.weight' is \(48, 32\), not \(8, 32\)"),
+        ({"tokenizer.ggml.pre": "bloom"}, r"rule that is not known here, 'bloom'; put n.gguf and"),
+        ({"tokenizer.ggml.model": "t5"}, r"its tokenizer is 't5'; known are gpt2 and llama"),
+    ],
+)
+def test_what_is_not_understood_is_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    both(tmp_path, {"model_type": "llama"})
+    with pytest.raises(ConfigError, match=problem):
+        models.load(copied(tmp_path / "m.gguf", tmp_path / "n.gguf", changes))
+
+
+def test_broken_and_strange_files(tmp_path: Path) -> None:
+    both(tmp_path, {"model_type": "llama"})
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[:500])
+    (tmp_path / "none.gguf").write_bytes(b"no GGUF file")
+    for name in ("cut", "none"):
+        with pytest.raises(ConfigError, match=rf"{name}.gguf is truncated, broken or no GGUF file"):
+            models.load(tmp_path / f"{name}.gguf")
+    with pytest.raises(ConfigError, match=r"gone.gguf does not exist; name a file that exists"):
+        models.load(tmp_path / "gone.gguf")
+    integers = np.zeros((4, 8), np.int32), gguf.GGMLQuantizationType.I32
+
+    def tensors(name: str) -> tuple[Any, ...]:
+        return (name, *integers) if name == "output.weight" else (name,)
+
+    strange = copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {}, tensors)
+    with pytest.raises(ConfigError, match=r"does not convert I32, of 'output.weight'; install"):
+        models.load(strange)
+    other = data.replace(b"llama", b"mamba")
+    (tmp_path / "other.gguf").write_bytes(other)
+    with pytest.raises(ConfigError, match=r"its architecture is 'mamba'; known are apertus, arcee"):
+        models.load(tmp_path / "other.gguf")
+
+
+def test_parts(tmp_path: Path) -> None:
+    model, _ = both(tmp_path, {"model_type": "llama"})
+    copied(tmp_path / "m.gguf", tmp_path / "part.gguf", {}, split_max_tensors=12)
+    parts = sorted(tmp_path.glob("part-*.gguf"))
+    assert len(parts) > 2
+    loaded = models.load(parts[1])
+    np.testing.assert_array_equal(loaded.logits(TOKENS), model.logits(TOKENS))
+    parts[-1].rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match=rf"{parts[-1].name} is missing, a part of"):
+        models.load(parts[0])
+
+
+def test_a_head_that_is_a_copy_of_the_table_is_tied(tmp_path: Path) -> None:
+    model, loaded = both(tmp_path, PLAIN["olmo2"])
+    assert model.config.tied
+    assert loaded.config.tied
+    assert "lm_head.weight" not in loaded.parameters
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+SPLIT += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("steps", [None, split(SPLIT)], ids=["gpt2", "llama3"])
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "<s> $A </s>"])
+def test_byte_level_tokenizers(steps: Any, single: str, tmp_path: Path) -> None:
+    values = byte_level(97) | {"post_processor": around(single)}
+    if steps:
+        values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+        values["model"]["ignore_merges"] = True
+    tool = {"id": len(values["model"]["vocab"]), "content": "<tool>", "special": False,
+            "lstrip": False, "rstrip": False,
+            "single_word": False, "normalized": False}  # fmt: skip
+    values["added_tokens"].append(tool)
+    template = "{{ messages[0].content }}</s>"
+    loaded = of_words(tmp_path, values, chat_template=template, eos_token="</s>", unk_token="<pad>")
+    same(values, loaded, "the inn </s>", "Then, 1234 thine<s> hats\n\n  on", "<tool>there")
+    assert loaded.chat([{"role": "user", "content": "hi"}]) == "hi</s>"
+    settings = json.loads(loaded.template.files["tokenizer_config.json"])
+    assert (settings["bos_token"], settings["unk_token"]) == ("<s>", "<pad>")
+
+
+def test_tokenizers_over_characters(tmp_path: Path) -> None:
+    values = characters() | {"post_processor": around("<s> $A")}
+    values["decoder"] = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    }
+    loaded = of_words(tmp_path, values, unk_token="<unk>")
+    same(values, loaded, "the heat", "that\nthe  eat", "tea</s>the")
+    tokens = loaded.encode("that the")
+    assert loaded.decode(tokens) == "that the"
+    again = models.Tokenizer(
+        copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {"tokenizer.ggml.add_bos_token": None})
+    )
+    np.testing.assert_array_equal(again.encode("that the"), tokens)  # as llama.cpp assumes
+
+
+def of_words(folder: Path, values: dict[str, Any], **settings: Any) -> models.Tokenizer:
+    """Return the tokenizer of an exported model with these words."""
+    make(folder / "m", {"model_type": "llama"})
+    write_tokenizer(folder / "m", values, **settings)
+    models.export_gguf(folder / "m", folder / "m.gguf")
+    return models.Tokenizer(folder / "m.gguf")
+
+
+def same(values: dict[str, Any], loaded: models.Tokenizer, *texts: str) -> None:
+    """Compare the tokens of texts, and the texts of tokens."""
+    original = Tokenizer.from_str(json.dumps(values))
+    for text in texts:
+        expected = original.encode(text).ids
+        assert loaded.encode(text).tolist() == expected, text
+        assert loaded.decode(expected) == original.decode(expected)
+
+
+def test_a_tokenizer_of_its_own_beside_the_file(tmp_path: Path) -> None:
+    model, _ = both(tmp_path, {"model_type": "llama"})
+    folder = tmp_path / "both"
+    folder.mkdir()
+    copied(tmp_path / "m.gguf", folder / "n.gguf", {"tokenizer.ggml.pre": "bloom"})
+    with pytest.raises(ConfigError, match="rule that is not known here"):
+        models.load(folder)
+    shutil.copyfile(tmp_path / "m" / "tokenizer.json", folder / "tokenizer.json")
+    loaded = models.load(folder)
+    np.testing.assert_array_equal(loaded.tokenizer.encode(TEXT), model.tokenizer.encode(TEXT))
+    copied(tmp_path / "m.gguf", folder / "o.gguf", {})
+    with pytest.raises(ConfigError, match=r"holds 2 models \(n.gguf, o.gguf\); name one"):
+        models.load(folder)
+
+
+def test_the_whole_tokenizer_of_a_file_goes_first(tmp_path: Path) -> None:
+    both(tmp_path, {"model_type": "llama"})
+    values = byte_level(97, [("t", "h")])
+    changes = {"tokenizer.huggingface.json": json.dumps(values)}
+    tokenizer = models.Tokenizer(copied(tmp_path / "m.gguf", tmp_path / "n.gguf", changes))
+    assert (
+        tokenizer.encode("the").tolist() == Tokenizer.from_str(json.dumps(values)).encode("the").ids
+    )
+
+
+# ---- what is done with it ------------------------------------------------------------------------
+def test_adapters_merges_and_saves(tmp_path: Path) -> None:
+    _, loaded = both(tmp_path, {"model_type": "llama"}, "q8_0")
+    loaded.add_adapter(2, seed=3)
+    for name, array in loaded.adapter.parameters.items():
+        array[...] = np.random.default_rng(len(name)).normal(0, 0.1, array.shape)
+    expected = loaded.logits(TOKENS)
+    loaded.save_adapter(tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert named["base_model_name_or_path"] == str(tmp_path / "m.gguf")
+    np.testing.assert_array_equal(models.load(tmp_path / "adapter").logits(TOKENS), expected)
+    report = models.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert "q8_0" in str(report)
+    merged = models.load(tmp_path / "merged")
+    np.testing.assert_allclose(merged.logits(TOKENS), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(merged.tokenizer.encode(TEXT), loaded.tokenizer.encode(TEXT))
+    loaded.adapter = None
+    loaded.save(tmp_path / "saved")
+    again = models.load(tmp_path / "saved")
+    assert again.origin is None
+    np.testing.assert_array_equal(again.logits(TOKENS), loaded.logits(TOKENS))
+    assert (tmp_path / "m.gguf").stat().st_size < 100_000, "the file is as it was"
+    copy = models.merge(tmp_path / "m.gguf", tmp_path / "copy")
+    assert "m.gguf holds no adapter" in str(copy)
+    np.testing.assert_array_equal(models.load(copy.folder).logits(TOKENS), loaded.logits(TOKENS))
+
+
+def test_commands_take_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    both(tmp_path, {"model_type": "llama"}, "q8_0")
+    Path("text.txt").write_text("the theory in the end is that the inn is thin. " * 60)
+
+    def run(*words: str) -> str:
+        result = click.testing.CliRunner().invoke(group, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "q8_0 (" in run("generate", "m.gguf", "the", "--max-new-tokens", "2")
+    assert "q8_0 (" in run("evaluate", "m.gguf", "--data", "text.txt", "--tokens", "16")
+    assert "m.gguf" in run("plan", "m.gguf")
+    learn = ["finetune", "m.gguf", "--text", "text.txt", "--tokens", "16", "--lora", "2"]
+    assert "q8_0 (" in run(*learn, "--steps", "1", "--out", "run")
+    settings = json.loads(Path("run/settings.json").read_text())
+    assert settings["model"] == str(tmp_path / "m.gguf")
+    assert "run is finished" in run(*learn, "--steps", "1", "--out", "run")
+    assert "q4_0" in run("export", "run", "n.gguf", "--type", "q4_0")
+    run("merge", "run", "merged")
+    assert SIZES["vocab_size"] == models.load("merged").config.vocab

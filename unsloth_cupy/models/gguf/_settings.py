@@ -1,0 +1,320 @@
+"""The config.json that a GGUF file's keys and tensors describe: the inverse of ``_metadata.py``."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...ops.position.rope_tables import RULES, frequencies
+from ..config import FULL, SLIDING
+from ..families import FAMILIES, Family
+from ._families import ARCHITECTURES, Architecture
+from ._metadata import EPSILON
+from .reading import GgufFile
+
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # of config.json; others have llama.cpp's names
+# Keys whose values change nothing here.
+HARMLESS = {
+    *("vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout"),
+    *("use_parallel_residual", "rope.scaling.yarn_ext_factor"),
+}
+SAME = {  # keys that may repeat another
+    "attention.value_length": "attention.key_length",
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length_swa": "attention.key_length",
+    "rope.dimension_count_swa": "rope.dimension_count",
+}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CLOSE = 2e-6  # of float32 that were computed in another order
+
+
+class Keys:
+    """The keys of one architecture; those that nothing took are refused."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.name = file, str(file.values.get("general.architecture"))
+        prefix = f"{self.name}."
+        values = file.values.items()
+        self.left = {k.removeprefix(prefix): v for k, v in values if k.startswith(prefix)}
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; a list of equal numbers, of all layers, is one."""
+        value = self.left.pop(key, default)
+        if isinstance(value, list) and value and not isinstance(value[0], bool):
+            if len({*value}) > 1:
+                self.refuse(f"{self.name}.{key} differs by layer ({str(value)[:60]})")
+            return value[0]
+        return value
+
+    def need(self, key: str) -> Any:
+        """Return the value of a key that every file has."""
+        value = self.take(key)
+        return self.refuse(f"{self.name}.{key} is missing") if value is None else value
+
+    def refuse(self, problem: str) -> Any:
+        """Raise a ConfigError."""
+        cure = "take the model's Hugging Face folder"
+        raise ConfigError(f"{self.file.path}: {problem}; {cure}")
+
+    def check_rest(self) -> None:
+        """Raise for a key that nothing has read, unless its value is nothing, as 0 or False."""
+        for key, value in self.left.items():
+            if key not in HARMLESS and value not in (None, False, 0, "", "none", []):
+                self.refuse(f"{self.name}.{key} is {str(value)[:60]}, which is not known here")
+
+
+def settings(file: GgufFile) -> dict[str, Any]:
+    """Return the config.json of a file.
+
+    Raises
+    ------
+    ConfigError
+        The architecture is not known, or a key is missing or has no meaning here.
+    """
+    keys = Keys(file)
+    window = keys.take("attention.sliding_window") or None
+    pattern = keys.left.pop("attention.sliding_window_pattern", None)
+    kind = _model_type(keys, window, pattern)
+    family, known = FAMILIES[kind], ARCHITECTURES[kind]
+    heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    for key, other in SAME.items():
+        if (value := keys.take(key)) is not None and value != keys.left.get(other, value):
+            keys.refuse(f"{keys.name}.{key} is {value}, unlike {other}")
+    dim = keys.take("attention.key_length") or hidden // heads
+    layers = keys.need("block_count")
+    values: dict[str, Any] = {
+        "model_type": kind,
+        "vocab_size": _rows(file),
+        "hidden_size": hidden,
+        "intermediate_size": keys.need("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.take("attention.head_count_kv") or heads,
+        "max_position_embeddings": keys.need("context_length"),
+        "hidden_act": ACTIVATIONS.get(known.activation, known.activation),
+        "tie_word_embeddings": tied(file),
+    }
+    if family.scaled_embedding:
+        values["hidden_activation"] = values["hidden_act"]
+    if dim * heads != hidden or "head_dim" in family.defaults:
+        values["head_dim"] = dim
+    epsilon = keys.take(EPSILON[family.norms.kind])
+    if isinstance(family.eps, str):
+        values[family.eps] = _short(epsilon or keys.need(EPSILON[family.norms.kind]))
+    elif epsilon is not None and not math.isclose(epsilon, family.eps, rel_tol=1e-6):
+        keys.refuse(f"{keys.name}.{EPSILON[family.norms.kind]} is {epsilon}, not {family.eps}")
+    values |= _flags(file, family) | _windows(keys, family, layers, window, pattern)
+    values |= _scales(keys, family, known, dim, hidden // heads if layers == known.deep else dim)
+    values |= _rope(keys, family, values, dim)
+    keys.check_rest()
+    return values | _tokens(file)
+
+
+def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
+    """Return the model type of a file: of those with one architecture, the one with its windows."""
+    types = [kind for kind, known in ARCHITECTURES.items() if known.name == keys.name]
+    if not types:
+        listed = ", ".join(sorted({known.name for known in ARCHITECTURES.values()}))
+        keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
+    some = isinstance(pattern, list) and len({*pattern}) > 1
+    wanted = ("none",) if window is None else ("named", "most") if some else ("all", "most")
+    return next((kind for kind in types if FAMILIES[kind].windows in wanted), types[0])
+
+
+def _rows(file: GgufFile) -> int:
+    """Return the number of rows of the embedding table."""
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise ConfigError(f"{file.path} holds no token_embd.weight; it is no language model")
+    return table.shape[0]
+
+
+def tied(file: GgufFile) -> bool:
+    """Return whether the head of a file is its embedding table."""
+    head, table = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
+    if head is None:
+        return True
+    alike = head.type == table.type and head.shape == table.shape
+    return alike and all(np.array_equal(head.data[n], table.data[n]) for n in range(len(head.data)))
+
+
+def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
+    """Return the keys that say which tensors a model has."""
+    first = {name.removeprefix("blk.0.") for name in file.tensors if name.startswith("blk.0.")}
+    facts = (
+        (family.qkv_bias, "attn_q.bias" in first or "attn_qkv.bias" in first),
+        (family.output_bias, "attn_output.bias" in first),
+        (family.mlp_bias, "ffn_down.bias" in first),
+        (family.query_key_if, "attn_q_norm.weight" in first),
+        (family.parallel, "ffn_norm.weight" not in first),
+    )
+    return {key: there for key, there in facts if isinstance(key, str)}
+
+
+def _windows(
+    keys: Keys, family: Family, layers: int, window: int | None, pattern: Any
+) -> dict[str, Any]:
+    """Return the keys of the layers that see only a window of keys."""
+    if window is None:
+        return {"sliding_window": None} if "sliding_window" in family.defaults else {}
+    values: dict[str, Any] = {"sliding_window": window}
+    if "use_sliding_window" in family.defaults:
+        values["use_sliding_window"] = True
+    if family.windows == "all":
+        return values
+    if isinstance(pattern, list):
+        values["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:layers]]
+    elif pattern is not None:
+        values["sliding_window_pattern"] = int(pattern)
+    elif family.windows in ("late", "named"):
+        keys.refuse(f"{keys.name}.attention.sliding_window_pattern is missing")
+    return values
+
+
+def _scales(
+    keys: Keys, family: Family, known: Architecture, dim: int, length: int
+) -> dict[str, Any]:
+    """Return the keys that scale, cap or clip."""
+    values: dict[str, Any] = {}
+    named = {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "clip_qkv": "attention.clamp_kqv",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+        "logit_scale": "logit_scale",
+    }
+    for key, theirs in named.items():
+        if key in family.obeys and (value := keys.take(theirs)):
+            values[key] = _short(value)
+        elif key in family.obeys and key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            values[key] = None
+    if "query_pre_attn_scalar" in family.obeys:
+        values["query_pre_attn_scalar"] = length
+    if values.get("attention_multiplier") is None and "attention_multiplier" in family.obeys:
+        values["attention_multiplier"] = dim**-0.5
+    return values
+
+
+def _rope(keys: Keys, family: Family, values: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """Return the keys of rotary positions."""
+    rotated = keys.take("rope.dimension_count") or dim
+    base = _short(keys.take("rope.freq_base") or 10_000.0)
+    local = keys.take("rope.freq_base_swa")
+    result: dict[str, Any] = {"rope_theta": base}
+    if "rope_local_base_freq" in family.defaults:
+        result["rope_local_base_freq"] = _short(local or 10_000.0)
+    elif local is not None and not math.isclose(local, base, rel_tol=1e-6):
+        keys.refuse(f"{keys.name}.rope.freq_base_swa is {local}, not {base}")
+    if rotated != dim or (family.partial and "partial_rotary_factor" in family.defaults):
+        result["partial_rotary_factor"] = rotated / dim
+    scaling = _scaling(keys, rotated, base, values["max_position_embeddings"])
+    if ORIGINAL in keys.left and "original_max_position_embeddings" in family.defaults:
+        result["original_max_position_embeddings"] = keys.left[ORIGINAL]
+    if "llama_4_scaling_beta" in family.obeys:
+        beta = keys.take("attention.temperature_scale")
+        length = keys.take("attention.temperature_length") or keys.left.pop(ORIGINAL, None)
+        scaling |= {"llama_4_scaling_beta": _short(beta)} if beta else {}
+        scaling |= {"original_max_position_embeddings": length} if length else {}
+    keys.left.pop(ORIGINAL, None)
+    if "rope_parameters" in family.defaults:  # which a file that says nothing would have
+        both = {"rope_type": "default", "rope_theta": base, **scaling}
+        return {**result, "rope_parameters": both}
+    return {**result, "rope_scaling": scaling} if scaling else result
+
+
+ORIGINAL = "rope.scaling.original_context_length"
+
+
+def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str, Any]:
+    """Return the stretching of rotary positions, as the values of rope_scaling."""
+    tensors = keys.file.tensors
+    kind, original = keys.take("rope.scaling.type", "none"), keys.left.get(ORIGINAL)
+    factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear")
+    attention = keys.take("rope.scaling.attn_factor") or keys.take("rope.scaling.yarn_attn_factor")
+    betas = {key: keys.take(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+    log = keys.take("rope.scaling.yarn_log_multiplier") or 0.0
+    if "rope_factors_long.weight" in tensors:
+        names = {"long_factor": "rope_factors_long", "short_factor": "rope_factors_short"}
+        factors = {k: keys.file.get_tensor(f"{each}.weight") for k, each in names.items()}
+        return {
+            "rope_type": "longrope",
+            **{key: [_short(each) for each in array] for key, array in factors.items()},
+            "original_max_position_embeddings": original or positions,
+            "attention_factor": 1.0 if attention is None else _short(attention),
+        }
+    if "rope_freqs.weight" in tensors:
+        factors_of = np.asarray(keys.file.get_tensor("rope_freqs.weight"), np.float64)
+        return _stretched(factors_of, rotated, base, positions)
+    if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
+        return {"rope_type": "linear", "factor": _short(factor or 1.0)}
+    if kind == "yarn" and factor:
+        grown = 1 + 0.1 * math.log(max(factor, 1))  # what llama.cpp multiplies attn_factor by
+        own = 1 + 0.1 * log * math.log(max(factor, 1)) if log else 1.0
+        attention_factor = _short((1.0 if attention is None else attention) * grown / own)
+        return {
+            "rope_type": "yarn",
+            "factor": _short(factor),
+            "original_max_position_embeddings": original or positions,
+            "attention_factor": attention_factor,
+            **{key: _short(value) for key, value in betas.items() if value is not None},
+        }
+    if kind not in ("none", "default"):
+        keys.refuse(f"{keys.name}.rope.scaling.type is {kind!r}")
+    return {}
+
+
+def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dict[str, Any]:
+    """Return the llama3 scaling whose wavelengths are stretched so, or longrope with these factors.
+
+    Between the ends, 1 / factor is linear in the frequency: two such give the numbers of llama3.
+    """
+    angles, most = frequencies(rotated, base).astype(np.float64), float(factors.max())
+    between = (factors > 1 + 1e-6) & (factors < most - 1e-6 * most)
+    turns, tries = angles[between] / (2 * np.pi), [dict(LLAMA3)]
+    smooth = (1 / factors[between] - 1 / most) / (1 - 1 / most)
+    if len(turns):
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        length = float(((low + smooth * (high - low)) / turns).mean())
+        tries.append({**LLAMA3, "original_max_position_embeddings": round(length)})
+    if len(turns) > 1:  # with a low_freq_factor of 1, which only sets the unit of the others
+        slope, start = np.polyfit(turns, smooth, 1)
+        high = 1 - 1 / start if start else 4.0
+        tries.append({**LLAMA3, "high_freq_factor": round(float(high), 3)})
+        tries[-1]["original_max_position_embeddings"] = round(float(slope * (high - 1)))
+    for each in tries:
+        scaling: dict[str, Any] = {"rope_type": "llama3", "factor": _short(most), **each}
+        if scaling["original_max_position_embeddings"] < 1 or scaling["high_freq_factor"] <= 1:
+            continue
+        made = frequencies(rotated, base) / RULES["llama3"](scaling, 1, rotated, base)[0]
+        if np.allclose(made, factors, rtol=CLOSE, atol=0):
+            return scaling
+    plain = [_short(each) for each in factors]
+    return {
+        "rope_type": "longrope",
+        "long_factor": plain,
+        "short_factor": plain,
+        "original_max_position_embeddings": positions,
+        "attention_factor": 1.0,
+    }
+
+
+def _tokens(file: GgufFile) -> dict[str, Any]:
+    """Return the tokens that begin, end and pad texts."""
+    names = {**{role: role for role in ("bos", "eos", "eot", "eom")}, "pad": "padding"}
+    ids = {r: file.values.get(f"tokenizer.ggml.{name}_token_id") for r, name in names.items()}
+    rows = _rows(file)
+    ids = {role: each for role, each in ids.items() if each is not None and 0 <= each < rows}
+    ends = [*dict.fromkeys(ids[role] for role in ("eos", "eot", "eom") if role in ids)]
+    values: dict[str, Any] = {"bos_token_id": ids.get("bos"), "pad_token_id": ids.get("pad")}
+    return {**values, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def _short(value: Any) -> float:
+    """Return a float32 as the shortest number that rounds to it: 1e-05 in place of 9.99...e-06."""
+    return float(str(FLOAT32.type(value)))

@@ -1,0 +1,117 @@
+"""Where each parameter of a model is in a GGUF file, and how it is got from there."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ..config import Config
+from ..heads import Choice
+from ..lazy_parameter import StoredTensor
+from ..names import HEAD, is_norm
+from .reading import CODES, GgufFile, opened_gguf
+
+# Tensors that are read with config.json, or are of a head that a model does not have.
+SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+OUTPUT = "output.weight"
+
+
+def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, StoredTensor]:
+    """Return where each parameter of a model is stored in a file, in the config's order.
+
+    Raises
+    ------
+    ConfigError
+        A tensor is missing, unexpected, or of another shape than its keys imply.
+    """
+    file = opened_gguf(path)
+    from ._families import ARCHITECTURES
+    from ._tensors import names_of
+
+    known = ARCHITECTURES[config.model_type]
+    name_of, homes = names_of("load", config, known), dict[str, StoredTensor]()
+    left = file.tensors.keys() - {*SETTINGS}
+    for name, shape in config.shapes().items():
+        if name in choice.optional and name != HEAD:
+            continue
+        if ".act_fn." in name:
+            homes[name] = _of_keys(file, name, shape)
+            continue
+        stored = name_of(name)
+        tensor = file.tensors.get(stored)
+        if tensor is None and name in choice.optional:
+            continue
+        if tensor is None or tensor.shape != shape:
+            problem = "is missing" if tensor is None else f"is {tensor.shape}, not {shape}"
+            raise ConfigError(f"{path}: tensor {stored!r} {problem}; fetch the file again")
+        left.discard(stored)
+        dense = _undone(config, interleaved=known.interleaved, name=name)
+        dtype = CODES[file.code]
+        if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), dense):
+            dtype = FLOAT32
+        place = str(path), stored, shape, dtype
+        kind, size = tensor.type.name.lower(), tensor.data.nbytes
+        homes[name] = StoredTensor(*place, dense=dense, format=kind, bytes=size)
+    if HEAD not in config.shapes():  # it is the table, or another head takes its place
+        left.discard(OUTPUT)
+    if left:
+        more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+        problem = f"tensor {min(left)!r}{more} not part of the {config.model_type} of its keys"
+        raise ConfigError(f"{path}: {problem}; take the model's Hugging Face folder")
+    return homes
+
+
+def _holds(dtype: Any, stored: Array, dense: Callable[[Mapping[str, Array]], Array]) -> bool:
+    """Return whether a dtype holds the weight of a norm, which a file may have plus 1."""
+    offset, wide = np.float32(0), dense({"weight": stored})
+    if isinstance(dense, partial):
+        offset = np.float32(dense.args[0])
+    return np.array_equal(wide.astype(dtype).astype(FLOAT32) + offset, stored)
+
+
+def _undone(
+    config: Config, *, interleaved: bool, name: str
+) -> Callable[[Mapping[str, Array]], Array]:
+    """Return the function from a tensor as llama.cpp has it to the parameter; see ``_reader``."""
+    *_, module, part = name.split(".")
+    if interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
+        return partial(_halves, config.heads if module == "q_proj" else config.kv_heads)
+    if config.norm_offset and module.endswith("norm") and part == "weight":
+        return partial(_less, config.norm_offset)
+    return _same
+
+
+def _same(state: Mapping[str, Array]) -> Array:
+    return state["weight"]
+
+
+def _less(offset: float, state: Mapping[str, Array]) -> Array:
+    """Return the weight of a norm without the offset that the model adds."""
+    weight = state["weight"]
+    return (weight.astype(FLOAT32) - np.float32(offset)).astype(weight.dtype)
+
+
+def _halves(heads: int, state: Mapping[str, Array]) -> Array:
+    """Return rows of heads with rotary pairs half a head apart, which are adjacent in a file."""
+    array = state["weight"]
+    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+
+
+def _of_keys(file: GgufFile, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    """Return a number of xielu, which a file has among its keys."""
+    layer, part = int(name.split(".")[2]), name.rpartition(".")[2]
+    try:
+        number = file.values[f"xielu.{part}"][layer]
+    except (KeyError, IndexError, TypeError):
+        problem = f"xielu.{part} is not a number for each layer"
+        raise ConfigError(f"{file.path}: {problem}; fetch the file again") from None
+
+    def dense(state: Any) -> Array:
+        return np.full(shape, number, FLOAT32)
+
+    return StoredTensor(str(file.path), OUTPUT, shape, CODES[file.code], dense=dense)

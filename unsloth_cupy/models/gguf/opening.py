@@ -1,0 +1,96 @@
+"""A GGUF file as a Hugging Face folder: config.json and the tokenizer, without the weights.
+
+    folder = folder_of(Path("model.gguf"))
+
+The folder is temporary.  Its gguf.json names the file, and ``source_of`` returns that.
+"""
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...files import missing_folder_advice, read_json
+from .reading import PART, opened_gguf, parts_of
+
+MARK = "gguf.json"
+BESIDE = (  # files of a folder that replace what its GGUF file says
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
+_folders: dict[tuple[Any, ...], Path] = {}
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of a model: the path, or one for a GGUF file or a folder that holds one.
+
+    Raises
+    ------
+    ConfigError
+        The file is missing or broken, or something in it is not understood.
+    """
+    file = gguf_in(path)
+    if file is None:
+        return path
+    states = [each.stat() for each in (file, *_beside(path)) if each.is_file()]
+    key = (path.absolute(), *((state.st_size, state.st_mtime_ns) for state in states))
+    if key not in _folders:
+        home = Path(tempfile.mkdtemp(prefix="unsloth_cupy-gguf-"))
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+        name = PART.sub(r"\1", file.name).removesuffix(".gguf")
+        _folders[key] = _written(file, path, home / name)
+    return _folders[key]
+
+
+def gguf_in(path: Path) -> Path | None:
+    """Return the GGUF file that a path names, or that alone holds the weights of a folder."""
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.exists():
+            cure = missing_folder_advice(path, "name a file that exists")
+            raise ConfigError(f"{path} does not exist; {cure}")
+        return parts_of(path)[0]
+    names = ("config.json", "adapter_config.json", MARK, "settings.json")
+    if not path.is_dir() or any((path / name).exists() for name in names):
+        return None
+    files = sorted({parts_of(each)[0] for each in path.glob("*.gguf")})
+    if len(files) > 1:
+        listed = ", ".join(each.name for each in files[:3])
+        raise ConfigError(f"{path} holds {len(files)} models ({listed}); name one of the files")
+    return files[0] if files else None
+
+
+def source_of(folder: Path) -> Path:
+    """Return the GGUF file of a folder that ``folder_of`` made, or the folder."""
+    mark = folder / MARK
+    return Path(read_json(mark)["file"]) if mark.is_file() else folder
+
+
+def _beside(path: Path) -> list[Path]:
+    """Return the files of a folder that replace what its GGUF file says."""
+    return [path / name for name in BESIDE if path.is_dir() and (path / name).is_file()]
+
+
+def _written(file: Path, path: Path, folder: Path) -> Path:
+    """Write the files of a folder; return it."""
+    opened = opened_gguf(file)
+    from ._settings import settings
+    from ._vocabulary import tokenizer_files
+
+    config = settings(opened)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    state = file.stat()
+    mark = {"file": str(file.resolve()), "bytes": state.st_size, "changed": state.st_mtime_ns}
+    texts: dict[str, Any] = {"config.json": config, "generation_config.json": ends, MARK: mark}
+    if not (path / "tokenizer.json").is_file():
+        whole = opened.values.get("tokenizer.huggingface.json")
+        texts |= tokenizer_files(opened)
+        texts |= {"tokenizer.json": json.loads(whole)} if isinstance(whole, str) else {}
+    folder.mkdir()
+    for name, values in texts.items():
+        (folder / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+    for each in _beside(path):
+        shutil.copyfile(each, folder / each.name)
+    return folder

@@ -1,0 +1,166 @@
+"""A GGUF file, or one in several parts, open: its keys, and its tensors as arrays.
+
+file = opened_gguf(Path("model.gguf"))
+file.values["llama.block_count"]
+file.get_tensor("blk.0.attn_q.weight")
+"""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import BFLOAT16, FLOAT32, Array
+from ...errors import ConfigError
+from ...files import of_library
+
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
+AT_ONCE = 1 << 22  # numbers that are converted at a time
+
+
+def opened_gguf(path: Path) -> "GgufFile":
+    """Return an open file; that of one part has all parts.
+
+    Raises
+    ------
+    ConfigError
+        The package gguf is missing, or a file is missing or broken, or has a type of tensors that
+        the package does not know.
+    """
+    parts = parts_of(path)
+    for part in parts:
+        if not part.is_file():
+            raise ConfigError(f"{part} is missing, a part of {path.name}; copy it beside this one")
+    states = ((each, each.stat()) for each in parts)
+    return _opened(tuple((each, state.st_size, state.st_mtime_ns) for each, state in states))
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model, the first one first, of which ``path`` is one."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    return [path.with_name(f"{match[1]}-{n + 1:05}-of-{count:05}.gguf") for n in range(count)]
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(states: tuple[tuple[Path, int, int], ...]) -> "GgufFile":
+    return GgufFile([path for path, _, _ in states])
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: its shape, its type, and the numbers or blocks of its rows."""
+
+    shape: tuple[int, ...]
+    type: Any
+    data: Array
+
+
+class GgufFile:
+    """The keys and tensors of a file.  Its methods are those of an open safetensors file.
+
+    Attributes
+    ----------
+    values : dict
+        The keys of the first part.
+    tensors : dict of str to Stored
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        try:
+            import gguf
+        except ImportError:
+            cure = "install it with pip install 'unsloth_cupy[gguf]'"
+            raise ConfigError(f"{paths[0]} needs the package gguf; {cure}") from None
+        self.path = paths[0]
+        self.values: dict[str, Any] = {}
+        self.tensors: dict[str, Stored] = {}
+        for path in paths:
+            try:
+                reader = gguf.GGUFReader(path)
+                if not self.values:
+                    self.values = {name: each.contents() for name, each in reader.fields.items()}
+            except BaseException as error:
+                if not of_library(error):
+                    raise
+                problem = f"{path} is truncated, broken or no GGUF file"
+                raise ConfigError(f"{problem} ({error}); copy it again") from None
+            for each in reader.tensors:
+                shape = tuple(int(size) for size in reversed(each.shape))
+                self.tensors[each.name] = Stored(shape, each.tensor_type, each.data)
+        self._check_types()
+        matrices = {each.type.name for each in self.tensors.values() if len(each.shape) > 1}
+        only = matrices.pop() if len(matrices) == 1 else "F32"
+        self.code = only if only in CODES else "F32"  # of matrices, which vectors follow
+
+    def _check_types(self) -> None:
+        """Raise a ConfigError for a type of tensors that the package cannot convert."""
+        examples = {each.type: (name, each) for name, each in self.tensors.items()}
+        for name, each in examples.values():
+            try:
+                _dense(each.data[:1], each.type)
+            except NotImplementedError:
+                problem = f"the package gguf does not convert {each.type.name}, of {name!r}"
+                cure = "install a newer one (pip install -U gguf), or take a file of another type"
+                raise ConfigError(f"{self.path}: {problem}; {cure}") from None
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return [*self.tensors]
+
+    def metadata(self) -> dict[str, str]:
+        """Return the texts that a safetensors file may hold: none."""
+        return {}
+
+    def get_slice(self, name: str) -> "Rows":
+        """Return a tensor that is not read yet."""
+        return Rows(self, name)
+
+    def get_tensor(self, name: str) -> Array:
+        """Return a tensor as an array."""
+        return Rows(self, name)[...]
+
+
+class Rows:
+    """A tensor of a file, of which rows are converted when they are asked for."""
+
+    def __init__(self, file: GgufFile, name: str) -> None:
+        self.file, self.stored = file, file.tensors[name]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return [*self.stored.shape]
+
+    def get_dtype(self) -> str:
+        """Return the name of the dtype of results; vectors are float32."""
+        return self.file.code if len(self.stored.shape) > 1 else "F32"
+
+    def __getitem__(self, key: Any) -> Array:
+        """Return a part; the rows that it needs are converted, in float32, and rounded once."""
+        rows, others = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+        if rows is ... or not isinstance(rows, slice) or not self.stored.shape:
+            return self._of(slice(None))[key]
+        result = self._of(rows)
+        return result[(slice(None), *others)] if others else result
+
+    def _of(self, rows: slice) -> Array:
+        shape, kind, data = self.stored
+        part, dtype = data[rows], CODES[self.get_dtype()]
+        result = np.empty((len(part), *shape[1:]), dtype)
+        step = max(1, AT_ONCE // max(1, result[:1].size))
+        for top in range(0, len(part), step):
+            result[top : top + step] = _dense(part[top : top + step], kind)
+        return result
+
+
+def _dense(data: Array, kind: Any) -> Array:
+    """Return rows of a tensor as floats."""
+    from gguf.quants import dequantize
+
+    if kind.name in ("F16", "F32", "F64"):
+        return np.asarray(data)
+    return np.asarray(dequantize(np.ascontiguousarray(data), kind), FLOAT32)

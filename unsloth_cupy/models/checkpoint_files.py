@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -29,7 +30,9 @@ from .gguf.reading import opened_gguf
 from .heads import OWN, Choice
 from .lazy_parameter import LazyParameter, StoredTensor
 from .names import HEAD, TABLE, parameter_name
-from .quantized_weights import inverse_scales, part_of, tensors_of
+from .other_weights import KEYS, Found, Part, part_in, stored_weight
+from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
+from .text_configs import text_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -37,6 +40,10 @@ DTYPES = {
     "BF16": BFLOAT16,
     "F32": np.dtype("float32"),
     "F64": np.dtype("float64"),
+}
+FLOAT8 = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ROWS = 4096  # of tensors that are compared, at a time
@@ -95,9 +102,19 @@ def find_tensors(
         return find_gguf_tensors(source, config, choice), [str(source)]
     homes: dict[str, StoredTensor] = {}
     files, shapes = _weight_files(folder), config.shapes()
-    quantized = _find_quantized(folder, files, shapes)
+    facts = text_config(read_json(folder / "config.json")).get(KEY) or {}
+    method = facts.get("quant_method") if facts.get("quant_method") in KEYS else None
+    quantized = {} if method else _find_quantized(folder, files, shapes)
+    others: Found = {}
     for file in files:
-        _find(folder / file, config, homes, quantized, choice)
+        _find(folder / file, config, homes, quantized, choice, method, others)
+    table = homes.get(TABLE)
+    for name, parts in others.items():
+        if name in homes:
+            problem = f"tensor {name!r} is there, and so is {min(parts)!r} of a quantized one"
+            raise ConfigError(f"{folder}: {problem}; keep one")
+        home = stored_weight(facts, name, (shapes | {HEAD: shapes[TABLE]})[name], parts)
+        homes[name] = home._replace(dtype=FLOATS[2] if table is None else table.dtype)
     if config.tied and HEAD in homes:
         _check_tied(folder, homes)
     if missing := [name for name in shapes if name not in {*homes, *choice.optional}]:
@@ -112,7 +129,7 @@ def find_tensors(
 def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
     """Let a tied model's head be its table where that is missing; raise where both differ."""
     head, table = homes[HEAD], homes.setdefault(TABLE, homes[HEAD])
-    if head is table or None in (head.dtype, table.dtype):
+    if head is table or None in (head.dtype, table.dtype) or head.dense or table.dense:
         return
     with opened(folder / head.file) as first, opened(folder / table.file) as second:
         parts = first.get_slice(head.stored), second.get_slice(table.stored)
@@ -143,22 +160,30 @@ def _find(
     homes: dict[str, StoredTensor],
     quantized: Quantizeds,
     choice: Choice,
+    method: Any,
+    others: Found,
 ) -> None:
     """Add every tensor of a file to homes; raise at the first that is not part of the model.
 
-    A tied model's head is added too: files may hold only it, or both.
+    A tied model's head is added too: files may hold only it, or both.  Parts of weights that other
+    programs quantized are added to ``others``.
     """
     shapes = config.shapes()
     shapes |= {HEAD: shapes[TABLE]}
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
             name = parameter_name(stored)
-            if name is None or part_of(name, shapes) is not None or name in choice.unread:
+            if name is None or name in choice.unread:
+                continue
+            if method is None and part_of(name, shapes) is not None:
                 continue
             if name not in shapes and name in choice.optional:
                 continue
             part = tensors.get_slice(stored)
             shape, code = tuple(part.get_shape()), part.get_dtype()
+            if (other := part_in(method, name, code, shapes)) is not None:
+                others.setdefault(other[0], {})[other[1]] = Part(path.name, stored, shape, code)
+                continue
             problem = None
             if name not in shapes:
                 problem = f"is not part of the {config.model_type} that config.json describes"
@@ -279,7 +304,30 @@ def opened(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} is truncated or broken ({error}); copy it again") from None
     with stream as tensors:
         _check_names(path, tensors)
-        yield tensors
+        yield Tensors(path, tensors)
+
+
+class Tensors:
+    """An open safetensors file, which also reads numbers in 8 bits that safetensors does not."""
+
+    def __init__(self, path: Path, stream: Any) -> None:
+        self._path, self._stream = path, stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def get_tensor(self, name: str) -> Array:
+        """Return a whole tensor."""
+        dtype = FLOAT8.get(self._stream.get_slice(name).get_dtype())
+        if dtype is None:
+            whole: Array = self._stream.get_tensor(name)
+            return whole
+        with self._path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            facts = json.loads(file.read(size))[name]
+            first, last = facts["data_offsets"]
+            file.seek(8 + size + first)
+            return np.frombuffer(file.read(last - first), dtype).reshape(facts["shape"])
 
 
 def _check_header(path: Path) -> None:

@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from .config import SLIDING, Config
 from .families import FAMILIES, Family
 from .heads import CAUSAL, NONE, head_of, labels_of
+from .other_weights import KEYS, check_quantization
 from .parse_layers import activation_of, layers_of
 from .parse_rope import rope_of
 from .quantized_weights import inverse_scales
@@ -15,7 +16,7 @@ from .reading import Reader, check_keys, token_ids
 from .recognition import recognised
 from .text_configs import body_of, text_config
 
-QUANTIZED = ("bitsandbytes", "bitnet")  # supported values of quantization_config's quant_method
+QUANTIZED = ("bitsandbytes", "bitnet", *KEYS)  # supported values of quant_method
 UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
 }
@@ -49,6 +50,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
         known = " or ".join(QUANTIZED)
         raise ConfigError(f"config: quantization_config is not one of {known}; {cure}")
+    if facts:
+        check_quantization(facts)
     for key, cure in UNSUPPORTED.items():
         if values.get(key):
             raise ConfigError(f"config: {key} is set; {cure}")

@@ -1,0 +1,319 @@
+"""Folders that other programs quantized: GPTQ, AWQ, FP8 and compressed-tensors, read as dense.
+
+The codes are packed here as the makers document them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+
+from unsloth_cupy import AdamW, models
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.parallel import SingleCommunicator
+
+from .exported import make
+
+Array = np.ndarray
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+TOKENS = np.arange(3, 15)[None]
+NAMES = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "int8": "I8", "int32": "I32",
+         "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # fmt: skip
+E4M3 = ml_dtypes.float8_e4m3fn
+Made = tuple[Array, dict[str, Array]]  # the dense weight, and the tensors that stand for it
+
+
+def packed(codes: Array, bits: int) -> Array:
+    """Pack codes along the last axis, without gaps, the first in the lowest bits of an int32."""
+    each = codes.astype(np.uint64)
+    words = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] * bits // 32) + 1), np.uint64)
+    for i in range(codes.shape[-1]):
+        word, shift = divmod(i * bits, 32)
+        value = each[..., i] << np.uint64(shift)
+        words[..., word] |= value & np.uint64(0xFFFFFFFF)
+        words[..., word + 1] |= value >> np.uint64(32)
+    return words[..., :-1].astype(np.uint32).view(np.int32)
+
+
+def gptq(
+    draw: Any, outputs: int, inputs: int, *, bits: int = 4, group: int = 32, older: bool = True,
+    order: bool = False, sym: bool = False,
+) -> Made:  # fmt: skip
+    group = inputs if group == -1 else group
+    codes = draw.integers(0, 2**bits, (outputs, inputs))
+    places = np.arange(inputs) // group
+    places = draw.permutation(places) if order else places
+    scales = draw.uniform(0.01, 0.03, (outputs, inputs // group)).astype(np.float16)
+    zeros = draw.integers(1, 2**bits, scales.shape)
+    zeros = np.full_like(zeros, 2 ** (bits - 1)) if sym else zeros
+    dense = (codes - zeros[:, places]) * scales[:, places].astype(np.float32)
+    state = {
+        "qweight": np.ascontiguousarray(packed(codes, bits).T),
+        "qzeros": packed((zeros - older).T, bits),
+        "scales": np.ascontiguousarray(scales.T),
+        "g_idx": places.astype(np.int32),
+    }
+    return dense, state
+
+
+def awq(draw: Any, outputs: int, inputs: int, *, group: int = 32) -> Made:
+    codes, places = draw.integers(0, 16, (outputs, inputs)), np.arange(inputs) // group
+    scales = draw.uniform(0.01, 0.03, (outputs, inputs // group)).astype(np.float16)
+    zeros = draw.integers(0, 16, scales.shape)
+    dense = (codes - zeros[:, places]) * scales[:, places].astype(np.float32)
+
+    def ordered(columns: Array) -> Array:
+        parts = columns.reshape(len(columns), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        return packed(parts.reshape(len(columns), -1), 4)
+
+    state = {"qweight": ordered(codes.T), "qzeros": ordered(zeros.T)}
+    return dense, {**state, "scales": np.ascontiguousarray(scales.T)}
+
+
+def fp8(
+    draw: Any, outputs: int, inputs: int, *, grid: tuple[int, ...] = (), key: str = "weight_scale",
+    dtype: Any = np.float32,
+) -> Made:  # fmt: skip
+    """Return a weight with scales of (a block's rows, its columns), or of as many as () says."""
+    codes = draw.normal(0, 40, (outputs, inputs)).astype(E4M3)
+    shape: Any = grid
+    if key == "weight_scale_inv":
+        shape = tuple(-(-size // each) for size, each in zip((outputs, inputs), grid, strict=True))
+    elif len(grid):
+        shape = (outputs, *grid[1:])
+    scales = (2.0 ** draw.integers(-9, -6, shape)).astype(dtype)
+    wide = np.asarray(scales, np.float32)
+    if key == "weight_scale_inv":
+        wide = wide.repeat(grid[0], 0).repeat(grid[1], 1)[:outputs, :inputs]
+    elif len(grid):
+        wide = wide.reshape(outputs, 1)
+    extra = {"input_scale": np.float32(0.5).reshape(())} if key == "weight_scale" else {}
+    return codes.astype(np.float32) * wide, {"weight": codes, key: scales, **extra}
+
+
+def compressed(
+    draw: Any, outputs: int, inputs: int, *, bits: int = 4, group: int | None = 32,
+    zeros: bool = False, pack: bool = True,
+) -> Made:  # fmt: skip
+    half, width = 2 ** (bits - 1), inputs if group is None else group
+    codes = draw.integers(-half, half, (outputs, inputs))
+    scales = draw.uniform(0.01, 0.03, (outputs, inputs // width)).astype(ml_dtypes.bfloat16)
+    zero = draw.integers(-half, half, scales.shape) * zeros
+    places = np.arange(inputs) // width
+    dense = (codes - zero[:, places]) * scales[:, places].astype(np.float32)
+    if not pack:
+        state = {"weight": codes.astype(np.int8), "weight_scale": scales}
+        return dense, state | ({"weight_zero_point": zero.astype(np.int8)} if zeros else {})
+    state = {"weight_packed": packed(codes + half, bits), "weight_scale": scales}
+    state["weight_shape"] = np.array([outputs, inputs])
+    if zeros:
+        state["weight_zero_point"] = np.ascontiguousarray(packed((zero + half).T, bits).T)
+    return dense, state
+
+
+def group_of(**weights: Any) -> dict[str, Any]:
+    """Return config_groups of compressed-tensors."""
+    known = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    whole = {**known, "group_size": 32, "dynamic": False, "observer": "minmax", **weights}
+    activations = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+    scheme = {"targets": ["Linear"], "weights": whole, "input_activations": activations}
+    return {"config_groups": {"group_0": {**scheme, "output_activations": None}}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False,
+        "damp_percent": 0.1, "true_sequential": True, "lm_head": False}  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+       "modules_to_not_convert": None}  # fmt: skip
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+CT = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+      "quantization_status": "compressed", "kv_cache_scheme": None, **group_of()}  # fmt: skip
+BLOCK = {"grid": (32, 48), "key": "weight_scale_inv"}
+CASES: dict[str, tuple[dict[str, Any], Callable[..., Made], dict[str, Any]]] = {
+    **{f"gptq {bits}": (GPTQ | {"bits": bits}, gptq, {"bits": bits}) for bits in (2, 3, 4, 8)},
+    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, {"older": False}),
+    "gptq act order": (GPTQ | {"desc_act": True}, gptq, {"order": True}),
+    "gptq one group": (GPTQ | {"group_size": -1}, gptq, {"group": -1}),
+    "gptq symmetric": (GPTQ | {"sym": True}, gptq, {"sym": True}),
+    "gptq by layer": (GPTQ | {"dynamic": {".*": {"bits": 8}}}, gptq, {"bits": 8}),
+    "awq": (AWQ, awq, {}),
+    "awq older keys": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32}, awq, {}),
+    "fp8 blocks": (FP8 | {"weight_block_size": [32, 48]}, fp8, BLOCK),
+    "fp8 blocks e8m0": (
+        FP8 | {"weight_block_size": [32, 48], "scale_fmt": "ue8m0"},
+        fp8,
+        {**BLOCK, "dtype": ml_dtypes.float8_e8m0fnu},
+    ),
+    "fp8 tensor": (FP8 | {"ignored_layers": ["lm_head"]}, fp8, {}),
+    "fp8 row": ({"quant_method": "fbgemm_fp8"}, fp8, {"grid": (1, 1)}),
+    "fp8 channel": (FP8, fp8, {"grid": (1,)}),
+    **{
+        f"packed {bits} {zeros}": (
+            CT | group_of(num_bits=bits, symmetric=not zeros),
+            compressed,
+            {"bits": bits, "zeros": zeros},
+        )
+        for bits in (3, 4, 8)
+        for zeros in (False, True)
+    },
+    "packed by row": (CT | group_of(strategy="channel"), compressed, {"group": None}),
+    "int8": (
+        CT | {"format": "int-quantized"} | group_of(num_bits=8, strategy="channel"),
+        compressed,
+        {"bits": 8, "group": None, "pack": False, "zeros": True},
+    ),
+    "naive int4": (
+        CT | {"format": "naive-quantized"} | group_of(),
+        compressed,
+        {"pack": False},
+    ),
+    "float": (
+        CT | {"format": "float-quantized"} | group_of(num_bits=8, type="float", strategy="channel"),
+        fp8,
+        {"grid": (1, 1)},
+    ),
+}
+
+
+def write(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Write a safetensors file with dtypes that NumPy's writer does not know."""
+    header, start = {}, 0
+    for name, array in tensors.items():
+        place = [start, start := start + array.nbytes]
+        header[name] = {
+            "dtype": NAMES[array.dtype.name],
+            "shape": array.shape,
+            "data_offsets": place,
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = [np.ascontiguousarray(array).tobytes() for array in tensors.values()]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+
+
+def folder(path: Path, case: str) -> dict[str, Array]:
+    """Write a model of a case; return all its weights, as they are when dense."""
+    facts, maker, options = CASES[case]
+    model = make(path, CONFIG, dtype="float16")
+    dense, stored = {}, {}
+    draw = np.random.default_rng(5)
+    for name, array in model.parameters.items():
+        if ".layers." not in name or array.ndim != 2:
+            dense[name] = stored[name] = array
+            continue
+        wide, state = maker(draw, *array.shape, **options)
+        dense[name] = wide.astype(np.float16)
+        stored |= {name.removesuffix("weight") + key: each for key, each in state.items()}
+    write(path / "model.safetensors", stored)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": facts}))
+    return dense
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_dense_as_they_are_read(case: str, tmp_path: Path) -> None:
+    dense = folder(tmp_path, case)
+    model = models.load(tmp_path)
+    for name, array in model.parameters.items():
+        assert array.dtype == np.float16
+        np.testing.assert_array_equal(array, dense[name], err_msg=name)
+    assert str(CASES[case][0]["quant_method"]) in str(model.origin)
+    assert "14 " in str(model.origin)
+    wide = models.load(tmp_path, dtype="float32")
+    assert wide.table.dtype == np.float32
+    assert np.abs(wide.logits(TOKENS)).max() > 0.1
+
+
+@pytest.mark.parametrize("case", ["gptq act order", "awq", "fp8 blocks", "packed 4 True"])
+def test_what_is_done_with_them(case: str, tmp_path: Path) -> None:
+    """Training of an adapter, merging and saving, by ranks and quantized again."""
+    dense = folder(tmp_path / "m", case)
+    model = models.load(tmp_path / "m", dtype="float32")
+    plain = model.logits(TOKENS)
+    model.add_adapter(4, seed=1)
+    optimizer = AdamW(model.trainable, lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
+        losses.append(float(loss))
+        optimizer.step(gradients)
+    assert losses[2] < losses[0]
+    trained = model.logits(TOKENS)
+    model.save_adapter(tmp_path / "adapter")
+    report = models.merge(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    assert any("dense here" in note for note in report.notes)
+    merged = models.load(tmp_path / "merged")
+    np.testing.assert_allclose(merged.logits(TOKENS), trained, rtol=1e-4, atol=1e-5)
+    model.adapter = None
+    model.save(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config
+    with safetensors.safe_open(tmp_path / "saved" / "model.safetensors", "np") as file:
+        assert {*file.keys()} == {*dense}
+    np.testing.assert_array_equal(models.load(tmp_path / "saved").logits(TOKENS), plain)
+    alone = models.load(tmp_path / "m", dtype="float32", communicator=SingleCommunicator())
+    np.testing.assert_array_equal(alone.logits(TOKENS), plain)
+    four = models.load(tmp_path / "m", dtype="float32", quantize="nf4")
+    assert type(four.parameters["model.layers.0.mlp.up_proj.weight"]).__name__ == "Nf4"
+
+
+def changed(path: Path, **facts: Any) -> None:
+    """Change the quantization_config of a folder."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= facts
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("case", "facts", "problem"),
+    [
+        ("gptq 4", {"strange": 3}, r"quantization_config of gptq: strange=3 is not read; load"),
+        ("gptq 4", {"checkpoint_format": "marlin"}, r"checkpoint_format=marlin is not read; it mu"),
+        ("gptq 4", {"bits": 5}, r"bits=5 is not read; it must be 2 or 3 or 4 or 8"),
+        ("gptq 4", {"bits": 8}, r"qweight' is \(12, 64\), not \(24, 64\), as quantization_config"),
+        ("awq", {"version": "gemv"}, r"version=gemv is not read; it must be gemm"),
+        ("fp8 blocks", {"fmt": "e5m2"}, r"fmt=e5m2 is not read"),
+        ("packed 4 True", {"format": "nvfp4-pack-quantized"}, r"format=nvfp4-pack-quantized is n"),
+        ("packed 4 True", {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not read"),
+        ("packed 4 True", group_of(strategy="odd"), r"weights of group_0: strategy=odd is not"),
+        ("packed 4 True", {"config_groups": {"g": {"weights": None}}}, r"without its weights"),
+        ("float", group_of(type="float", num_bits=4), r"weights of group_0 are floats of 4 bits"),
+        ("gptq 4", {"quant_method": "aqlm"}, r"is not one of bitsandbytes or bitnet or gptq"),
+    ],
+)
+def test_what_is_not_understood_is_refused(
+    case: str, facts: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    folder(tmp_path, case)
+    changed(tmp_path, **facts)
+    with pytest.raises(ConfigError, match=problem):
+        models.load(tmp_path)
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    folder(tmp_path, "gptq 4")
+    file = tmp_path / "model.safetensors"
+    with safetensors.safe_open(file, "np") as tensors:
+        stored = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    name = "model.layers.1.mlp.up_proj.qzeros"
+    write(file, {key: array for key, array in stored.items() if key != name})
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.up_proj.qzeros is missing, a part of its"):
+        models.load(tmp_path)
+    weight = stored["model.layers.0.self_attn.q_proj.scales"]
+    write(file, stored | {"model.layers.1.mlp.up_proj.weight": np.zeros((96, 64), np.float16)})
+    with pytest.raises(ConfigError, match=r"up_proj.weight' is there, and so is 'g_idx'"):
+        models.load(tmp_path)
+    write(file, stored | {"model.layers.0.self_attn.q_proj.scales": weight[:, :32]})
+    with pytest.raises(ConfigError, match=r"q_proj.scales' is \(2, 32\), not \(2, 64\)"):
+        models.load(tmp_path)

@@ -112,11 +112,27 @@ def test_several_files(folder, tmp_path):
         load(tmp_path / "parts-True")
 
 
+def test_a_single_file_goes_before_an_index_of_others(folder):
+    transformers = pytest.importorskip("transformers", reason="a peer")
+    pytest.importorskip("torch", reason="a peer")
+    tensors = load_file(folder / "model.safetensors")
+    older = {name: array * 0 for name, array in tensors.items()}
+    save_file(older, folder / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(older, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = load(folder)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    stored = peer.state_dict()["model.norm.weight"].float().numpy()
+    np.testing.assert_array_equal(model.parameters["model.norm.weight"].astype(np.float32), stored)
+    np.testing.assert_array_equal(
+        model.parameters["model.norm.weight"], tensors["model.norm.weight"]
+    )
+
+
 def test_index_names_no_file_elsewhere(folder):
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="of two saves; remove the one that you do not mean"):
-        load(folder)
+    load(folder)  # the single file goes first, as in transformers
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="file in this folder"):
         load(folder)

@@ -258,10 +258,12 @@ def write_tensors(
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the safetensors files of a checkpoint."""
-    if (folder / INDEX).exists() and (folder / SINGLE).exists():
-        problem = f"{folder} holds {SINGLE} and {INDEX}, of two saves"
-        raise ConfigError(f"{problem}; remove the one that you do not mean")
+    """Return the names of the safetensors files of a checkpoint.
+
+    As in transformers, a single file goes before an index, which may be of an earlier save.
+    """
+    if (folder / SINGLE).exists():
+        return [SINGLE]
     if (folder / INDEX).exists():
         weights = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
@@ -272,8 +274,6 @@ def _weight_files(folder: Path) -> list[str]:
                 problem = "is not the name of a safetensors file in this folder"
                 raise ConfigError(f"{folder / INDEX}: {file!r} {problem}")
         return files
-    if (folder / SINGLE).exists():
-        return [SINGLE]
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     files = [file for file in files if not file.startswith("adapter_")]
     if files:

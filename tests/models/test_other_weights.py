@@ -281,7 +281,21 @@ def changed(path: Path, **facts: Any) -> None:
         ("gptq 4", {"strange": 3}, r"quantization_config of gptq: strange=3 is not read; load"),
         ("gptq 4", {"checkpoint_format": "marlin"}, r"checkpoint_format=marlin is not read; it mu"),
         ("gptq 4", {"bits": 5}, r"bits=5 is not read; it must be 2 or 3 or 4 or 8"),
-        ("gptq 4", {"bits": 8}, r"qweight' is \(12, 64\), not \(24, 64\), as quantization_config"),
+        ("gptq 4", {"bits": 8}, r"96 codes of 8 bits do not take 12 int32, as quantization_config"),
+        (
+            "gptq 4",
+            {"group_size": 64},
+            r"down_proj.weight: its scales are 3 along 96 columns",
+        ),
+        ("gptq 4", {"format": "gptq_v2", "checkpoint_format": "gptq"}, r"format are two formats"),
+        ("awq", {"group_size": 48}, r"its scales are 2 along 64 columns|3 along 96 columns"),
+        ("awq", {"backend": "llm-awq"}, r"backend=llm-awq is not read"),
+        ("fp8 blocks", {"weight_block_size": [32, 32]}, r"its scales are 2 along 96 columns"),
+        ("fp8 blocks", {"weight_block_size": None}, r"its scales are 2 along 64 rows, unlike the"),
+        ("packed 4 True", group_of(group_size=16), r"its scales are 3 along 96 columns"),
+        ("packed 4 True", group_of(num_bits=8), r"96 codes of 8 bits do not take 12 int32"),
+        ("packed 4 True", {"config_groups": None}, r"its scales are 3 along 96 columns"),
+        ("packed 4 True", {"transform_config": {"a": 1}}, r"transform_config=.* is not read"),
         ("awq", {"version": "gemv"}, r"version=gemv is not read; it must be gemm"),
         ("fp8 blocks", {"fmt": "e5m2"}, r"fmt=e5m2 is not read"),
         ("packed 4 True", {"format": "nvfp4-pack-quantized"}, r"format=nvfp4-pack-quantized is n"),
@@ -304,8 +318,7 @@ def test_what_is_not_understood_is_refused(
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     folder(tmp_path, "gptq 4")
     file = tmp_path / "model.safetensors"
-    with safetensors.safe_open(file, "np") as tensors:
-        stored = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    stored = stored_tensors(file)
     name = "model.layers.1.mlp.up_proj.qzeros"
     write(file, {key: array for key, array in stored.items() if key != name})
     with pytest.raises(ConfigError, match=r"layers.1.mlp.up_proj.qzeros is missing, a part of its"):
@@ -316,4 +329,70 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         models.load(tmp_path)
     write(file, stored | {"model.layers.0.self_attn.q_proj.scales": weight[:, :32]})
     with pytest.raises(ConfigError, match=r"q_proj.scales' is \(2, 32\), not \(2, 64\)"):
+        models.load(tmp_path)
+    order = "model.layers.0.self_attn.q_proj.g_idx"
+    write(file, stored | {order: np.zeros(64, np.int32)})
+    with pytest.raises(ConfigError, match=r"q_proj.weight: its g_idx does not give each group its"):
+        models.load(tmp_path)
+    write(file, stored | {order: np.zeros(32, np.int32)})
+    with pytest.raises(ConfigError, match=r"q_proj.g_idx' is \(32,\), not \(64,\)"):
+        models.load(tmp_path)
+    codes = "model.layers.0.self_attn.q_proj.qweight"
+    write(file, stored | {codes: stored[codes].view(np.float32)})
+    with pytest.raises(ConfigError, match=r"q_proj.qweight' is F32; it must be I32"):
+        models.load(tmp_path)
+
+
+def stored_tensors(file: Path) -> dict[str, Array]:
+    """Return the tensors of a safetensors file that has none in float8."""
+    with safetensors.safe_open(file, "np") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+
+
+def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
+    dense = folder(tmp_path, "gptq 4")
+    file = tmp_path / "model.safetensors"
+    bias = {"model.layers.1.mlp.up_proj.bias": np.zeros(96, np.float16)}
+    write(file, stored_tensors(file) | bias)
+    assert {*models.load(tmp_path).parameters} == {*dense}
+    bias["model.layers.1.mlp.up_proj.bias"][3] = 1
+    write(file, stored_tensors(file) | bias)
+    with pytest.raises(ConfigError, match=r"up_proj.bias' is not part of the llama that config"):
+        models.load(tmp_path)
+
+
+def test_zero_points_that_are_not_packed(tmp_path: Path) -> None:
+    """Those of compressed-tensors before 0.9 are numbers in 8 bits, one for each group."""
+    dense = folder(tmp_path, "packed 4 True")
+    file = tmp_path / "model.safetensors"
+    stored = stored_tensors(file)
+    for name, zero in stored.items():
+        if name.endswith("zero_point"):
+            nibbles = zero.view(np.uint32)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+            codes = (nibbles & 15).reshape(-1, zero.shape[1]).astype(np.int8)
+            stored[name] = codes - np.int8(8)
+    write(file, stored)
+    for name, array in models.load(tmp_path).parameters.items():
+        np.testing.assert_array_equal(array, dense[name], err_msg=name)
+
+
+def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
+    dense = folder(tmp_path, "packed by row")
+    file = tmp_path / "model.safetensors"
+    stored, name = stored_tensors(file), "model.layers.0.mlp.down_proj.weight"
+    scales = stored[f"{name}_scale"]
+    stored[f"{name}_scale"] = np.concatenate([scales, scales * ml_dtypes.bfloat16(2)], 1)
+    write(file, stored)
+    changed(tmp_path, **group_of(group_size=64))
+    expected = np.concatenate([dense[name][:, :64], dense[name][:, 64:] * 2], 1)
+    np.testing.assert_array_equal(models.load(tmp_path).parameters[name], expected)
+
+
+@pytest.mark.parametrize("rows", [3, 32])
+def test_scales_of_parts_of_rows_are_refused(rows: int, tmp_path: Path) -> None:
+    folder(tmp_path, "packed by row")
+    file = tmp_path / "model.safetensors"
+    stored, name = stored_tensors(file), "model.layers.0.mlp.up_proj.weight_scale"
+    write(file, stored | {name: stored[name][:rows]})
+    with pytest.raises(ConfigError, match=rf"up_proj.weight: its scales are {rows} along 96 rows"):
         models.load(tmp_path)

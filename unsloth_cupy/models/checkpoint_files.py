@@ -177,7 +177,10 @@ def _find(
                 continue
             if method is None and part_of(name, shapes) is not None:
                 continue
-            if name not in shapes and name in choice.optional:
+            if name not in shapes and (
+                name in choice.optional
+                or (method == "gptq" and _is_no_bias(tensors, stored, name, shapes))
+            ):
                 continue
             part = tensors.get_slice(stored)
             shape, code = tuple(part.get_shape()), part.get_dtype()
@@ -200,6 +203,12 @@ def _find(
             if problem:
                 raise ConfigError(f"{path}: tensor {stored!r} {problem}")
             homes[name] = StoredTensor(path.name, stored, shape, DTYPES[code])
+
+
+def _is_no_bias(tensors: Any, stored: str, name: str, shapes: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is the bias of zeros that AutoGPTQ gave to layers without one."""
+    layer = name.removesuffix("bias")
+    return layer != name and f"{layer}weight" in shapes and not tensors.get_tensor(stored).any()
 
 
 def write_folder(

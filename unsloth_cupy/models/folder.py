@@ -72,7 +72,7 @@ def load(
         Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
         differ from config.json's, generation_config.json.  Or an adapter folder of peft, whose
         base model is here: in the folder that it names, or by that name in the local cache of
-        models ($HF_HUB_CACHE or $HF_HOME/hub).
+        models ($HF_HUB_CACHE or $HF_HOME/hub).  Or a GGUF file, or a folder that holds one.
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
@@ -80,7 +80,8 @@ def load(
     quantize : str, optional
         nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized as they are read, by
         ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
-        already: by transformers with bitsandbytes, or packed BitNet layers.
+        already: by transformers with bitsandbytes, or packed BitNet layers.  Those of GPTQ, AWQ,
+        FP8, compressed-tensors and GGUF become dense as they are read.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
         tokens, whole modules); tables of the base in it take the place of the folder's.

@@ -35,6 +35,13 @@ PARTS = {  # names after a layer's name of what makes its weight, by quant_metho
 OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point", "output_scale")
 CODES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}  # bytes of a number
 SIZES = {**CODES, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+FLOATS = ("F16", "BF16", "F32", "F64", "F8_E8M0")
+DTYPES_OF = {  # of the parts of a weight, but of numbers in 8 bits
+    **dict.fromkeys(("qweight", "qzeros", "weight_packed"), ("I32",)),
+    **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), ("I32", "I64")),
+    **dict.fromkeys(("scales", "weight_scale", "weight_scale_inv"), FLOATS),
+    "weight_zero_point": ("I32", "I8", "F8_E4M3"),
+}
 AT_ONCE = 1 << 22  # numbers that are computed at a time
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of 8 in the i-th lowest bits of an int32
 LINKED = ("gptq", "gptq_v2")  # values of checkpoint_format
@@ -43,32 +50,39 @@ FORMATS = (
     "dense",
 )
 ANY = ...
+HOW = {  # keys that say how GPTQ and AWQ found the codes, or which kernels read them
+    **dict.fromkeys(("group_size", "desc_act", "act_group_aware", "static_groups"), ANY),
+    **dict.fromkeys(("sym", "true_sequential", "damp_percent", "dynamic", "lm_head"), ANY),
+    **dict.fromkeys(("damp_auto_increment", "meta", "model_name_or_path", "mse"), ANY),
+    **dict.fromkeys(("model_file_base_name", "tokenizer", "dataset", "batch_size"), ANY),
+    **dict.fromkeys(("block_name_to_quantize", "module_name_preceding_first_block"), ANY),
+    **dict.fromkeys(("use_cuda_fp16", "max_input_length", "cache_block_outputs"), ANY),
+    **dict.fromkeys(("modules_in_block_to_quantize", "pad_token_id", "backend"), ANY),
+    **dict.fromkeys(("model_seqlen", "exllama_config", "use_exllama", "version"), ANY),
+    **dict.fromkeys(("disable_exllama", "hyb_act", "offload_to_disk", "device"), ANY),
+    "pack_dtype": ("int32",),
+}
+BACKENDS = (  # of AWQ: kernels for this format; that of llm-awq has its own
+    *("auto", "autoawq", "auto_trainable", "machete", "marlin", "exllama_v1", "exllama_v2", "gemm"),
+    *("gemm_triton", "torch_awq", "torch_fused_awq"),
+)
 # Values of the keys of quantization_config that are understood; ... stands for any.
 KEYS: Mapping[str, Mapping[str, Any]] = {
     "gptq": {
+        **HOW,
         "bits": (2, 3, 4, 8),
         "checkpoint_format": LINKED,
         "format": LINKED,
         "is_marlin_format": (False,),
-        "pack_dtype": ("int32",),
-        **dict.fromkeys(("group_size", "desc_act", "act_group_aware", "static_groups"), ANY),
-        **dict.fromkeys(("sym", "true_sequential", "damp_percent", "dynamic", "lm_head"), ANY),
-        **dict.fromkeys(("damp_auto_increment", "meta", "model_name_or_path", "mse"), ANY),
-        **dict.fromkeys(("model_file_base_name", "tokenizer", "dataset", "batch_size"), ANY),
-        **dict.fromkeys(("block_name_to_quantize", "module_name_preceding_first_block"), ANY),
-        **dict.fromkeys(("use_cuda_fp16", "max_input_length", "cache_block_outputs"), ANY),
-        **dict.fromkeys(("modules_in_block_to_quantize", "pad_token_id", "backend"), ANY),
-        **dict.fromkeys(("model_seqlen", "exllama_config", "use_exllama", "version"), ANY),
-        **dict.fromkeys(("disable_exllama", "hyb_act", "offload_to_disk", "device"), ANY),
     },
     "awq": {
+        **HOW,
         **dict.fromkeys(("bits", "w_bit"), (4,)),
         **dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm", "GEMM")),
         "zero_point": (True,),
-        "pack_dtype": ("int32",),
-        **dict.fromkeys(("group_size", "q_group_size", "modules_to_not_convert", "sym"), ANY),
-        **dict.fromkeys(("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"), ANY),
-        **dict.fromkeys(("exllama_config", "lm_head", "meta", "model_name_or_path"), ANY),
+        "backend": BACKENDS,
+        **dict.fromkeys(("q_group_size", "modules_to_not_convert", "do_fuse"), ANY),
+        **dict.fromkeys(("fuse_max_seq_len", "modules_to_fuse"), ANY),
     },
     "fp8": {
         "fmt": ("e4m3", "float8_e4m3fn"),
@@ -122,6 +136,9 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
     if method not in KEYS:
         return
     _check(f"{KEY} of {method}", facts, {**KEYS[method], "quant_method": (method,)})
+    if len({facts.get(key) for key in ("checkpoint_format", "format")} - {None}) == 2:
+        problem = "checkpoint_format and format are two formats"
+        raise ConfigError(f"config: {KEY} of {method}: {problem}; remove the one that is wrong")
     groups = facts.get("config_groups") or {}
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
@@ -165,18 +182,18 @@ def stored_weight(
     Raises
     ------
     ConfigError
-        A tensor is missing, or its shape is not that of such a weight.
+        A tensor is missing, or its shape or dtype is not that of such a weight.
     """
     method = str(facts["quant_method"])
     read = {key: part for key, part in parts.items() if key not in OF_ACTIVATIONS}
-    main = next((key for key in ("qweight", "weight_packed", "weight") if key in read), None)
+    main = next((key for key in ("qweight", "weight_packed", "weight") if key in read), "weight")
     scale = "weight_scale_inv" if "weight_scale_inv" in read else "weight_scale"
-    needed = ("qzeros", "scales") if method in ("gptq", "awq") else (scale,)
-    if missing := [key for key in ("weight" * (main is None), *needed) if key and key not in read]:
+    needed = (main, *(("qzeros", "scales") if method in ("gptq", "awq") else (scale,)))
+    if missing := [key for key in needed if key not in read]:
         problem = f"{name.removesuffix('weight')}{missing[0]} is missing, a part of its {method}"
         raise ConfigError(f"{problem}; copy the checkpoint again")
-    make = _maker(facts, name, shape, read, str(main))
-    first = read[str(main)]
+    make = _Weight(facts, name, shape, read).reader(main)
+    first = read[main]
     others = {key: (part.file, part.stored) for key, part in read.items() if key != main}
     kind = f"{method} {make.keywords['label']}"
     size = sum(part.bytes for part in parts.values())
@@ -185,62 +202,125 @@ def stored_weight(
     )
 
 
-def _maker(
-    facts: Mapping[str, Any],
-    name: str,
-    shape: tuple[int, ...],
-    parts: Mapping[str, Part],
-    main: str,
-) -> "partial[Array]":
-    """Return the function from a weight's tensors to the weight; check their shapes."""
-    method, packed = facts["quant_method"], parts[main].shape
-    outputs, inputs = shape
+class _Weight(NamedTuple):
+    """What config.json and the headers of files say of a weight."""
 
-    def check(key: str, expected: Sequence[int]) -> None:
-        actual = parts[key].shape
-        if actual != tuple(expected):
-            problem = f"tensor {parts[key].stored!r} is {actual}, not {tuple(expected)}"
+    facts: Mapping[str, Any]
+    name: str
+    shape: tuple[int, ...]  # outputs, inputs
+    parts: Mapping[str, Part]
+
+    def reader(self, main: str) -> "partial[Array]":
+        """Return the function from a weight's tensors to the weight."""
+        outputs, inputs = self.shape
+        method = self.facts["quant_method"]
+        whole = {"shape": self.shape, "name": self.name}
+        self.check_dtypes()
+        if main == "qweight":
+            groups = self.parts["scales"].shape[0]
+            places = self.places(1, groups, self.known("group_size", "q_group_size", default=128))
+            self.check("scales", (groups, outputs))
+        if main == "qweight" and method == "gptq":
+            bits = self.bits(self.parts["qweight"].shape[0], self.known("bits", default=4))
+            self.check("qweight", (-(-inputs * bits // 32), outputs))
+            self.check("qzeros", (groups, -(-outputs * bits // 32)))
+            if "g_idx" in self.parts:
+                self.check("g_idx", (inputs,))
+            older = (self.facts.get("checkpoint_format") or self.facts.get("format")) != LINKED[1]
+            how = {"bits": bits, "older": older, "label": f"{bits} bits", **whole}
+            return partial(_of_gptq, columns=places, **how)
+        if main == "qweight":
+            self.check("qweight", (inputs, outputs // 8))
+            self.check("qzeros", (groups, outputs // 8))
+            return partial(_of_awq, columns=places, label="4 bits", **whole)
+        grid, rows, columns = self.scales()
+        zeros = self.parts.get("weight_zero_point")
+        if main == "weight":
+            self.check("weight", self.shape)
+            if zeros is not None:
+                self.check("weight_zero_point", grid, self.parts[self.scale].shape)
+            label = "e4m3" if self.parts["weight"].code == "F8_E4M3" else "int8"
+            return partial(_of_numbers, grid=grid, rows=rows, columns=columns, label=label)
+        words = self.parts["weight_packed"].shape
+        bits = self.bits(words[-1], self.known("num_bits", default=8))
+        self.check("weight_packed", (outputs, words[-1]))
+        if zeros is not None and zeros.code == "I32":
+            counts = (-(-grid[0] * bits // 32), -(-grid[0] // (32 // bits)))
+            self.check("weight_zero_point", *((count, grid[1]) for count in counts))
+        elif zeros is not None:
+            self.check("weight_zero_point", grid, self.parts["weight_scale"].shape)
+        if "weight_g_idx" in self.parts:
+            self.check("weight_g_idx", (inputs,))
+        how = {"bits": bits, "grid": grid, "rows": rows, "label": f"{bits} bits", **whole}
+        return partial(_of_packed, columns=columns, **how)
+
+    @property
+    def scale(self) -> str:
+        """The name of the scales of a weight that is not of GPTQ or AWQ."""
+        return "weight_scale_inv" if "weight_scale_inv" in self.parts else "weight_scale"
+
+    def known(self, *keys: str, default: int) -> list[int]:
+        """Return all values of a setting: those of the folder, of groups and of single layers."""
+        dynamic, groups = self.facts.get("dynamic"), self.facts.get("config_groups")
+        more = [*dynamic.values()] if isinstance(dynamic, Mapping) else []
+        if isinstance(groups, Mapping):
+            sources = [group["weights"] for group in groups.values()]
+        else:
+            own = {key: default for key in keys[:1] if not any(map(self.facts.get, keys))}
+            sources = [own, self.facts, *(each for each in more if isinstance(each, Mapping))]
+        found = (each.get(key) for each in sources for key in keys)
+        return [int(value) for value in found if value]
+
+    def places(self, axis: int, count: int, known: Sequence[int]) -> Array:
+        """Return which of ``count`` scales each row or column has, in groups of a known size."""
+        size = self.shape[axis]
+        fits = {min(each, size) if each > 0 else size for each in known}
+        fits = {each for each in fits if -(-size // each) == count}
+        if len(fits) != 1:
+            which = f"{count} along {size} {('rows', 'columns')[axis]}"
+            problem = f"{self.name}: its scales are {which}, unlike the groups or blocks of {KEY}"
+            raise ConfigError(f"{problem}; correct these, or copy the checkpoint again")
+        return np.arange(size) // fits.pop()
+
+    def scales(self) -> tuple[tuple[int, int], Array, Array]:
+        """Return the rows and columns of scales, and which each row and column of codes has."""
+        stored = self.parts[self.scale].shape
+        grid = (*stored, 1, 1)[:2] if len(stored) < 3 else (0, 0)
+        blocks = [self.facts.get("weight_block_size", (128, 128))]  # as in transformers
+        groups = self.facts.get("config_groups") or {}
+        blocks += [group["weights"].get("block_structure") for group in groups.values()]
+        every = [each for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
+        rows = self.places(0, grid[0], [1, -1, *(int(each[0]) for each in every)])
+        widths = [-1, *self.known("group_size", default=-1), *(int(each[1]) for each in every)]
+        return grid, rows, self.places(1, grid[1], widths)
+
+    def bits(self, words: int, known: Sequence[int]) -> int:
+        """Return the number of bits of which a column's or row's codes take this many int32."""
+        inputs = self.shape[1]
+        for bits in (each for each in known if 1 <= each <= 8):
+            if words in (-(-inputs * bits // 32), -(-inputs // (32 // bits))):
+                return bits
+        listed = " or ".join(map(str, dict.fromkeys(known)))
+        problem = f"{inputs} codes of {listed} bits do not take {words} int32"
+        raise ConfigError(f"{self.name}: {problem}, as {KEY} says; copy the checkpoint again")
+
+    def check(self, key: str, *expected: tuple[int, ...]) -> None:
+        """Raise a ConfigError for a tensor of another shape."""
+        part = self.parts[key]
+        if part.shape not in expected:
+            problem = f"tensor {part.stored!r} is {part.shape}, not {expected[0]}"
             raise ConfigError(f"{problem}, as {KEY} says; copy the checkpoint again")
 
-    if main == "qweight" and method == "gptq":
-        bits = facts.get("bits") or 4
-        if isinstance(facts.get("dynamic"), Mapping) and packed[0] * 32 % inputs == 0:
-            bits = packed[0] * 32 // inputs  # a layer may have others
-        groups = parts["scales"].shape[0]
-        check("qweight", (-(-inputs * bits // 32), outputs))
-        check("scales", (groups, outputs))
-        check("qzeros", (groups, -(-outputs * bits // 32)))
-        older = (facts.get("checkpoint_format") or facts.get("format")) != "gptq_v2"
-        return partial(_of_gptq, shape=shape, bits=bits, older=older, label=f"{bits} bits")
-    if main == "qweight":
-        groups = parts["scales"].shape[0]
-        check("qweight", (inputs, outputs // 8))
-        check("scales", (groups, outputs))
-        check("qzeros", (groups, outputs // 8))
-        return partial(_of_awq, shape=shape, label="4 bits")
-    blocks = facts.get("weight_block_size")
-    if method == "compressed-tensors":
-        every = [group["weights"] for group in (facts.get("config_groups") or {}).values()]
-        structures = {tuple(each.get("block_structure") or ()) for each in every} - {()}
-        blocks = min(structures, default=None)
-        if main == "weight_packed":
-            bits = _bits(
-                name, inputs, packed[-1], [int(each.get("num_bits") or 8) for each in every]
-            )
-            check("weight_packed", (outputs, packed[-1]))
-            return partial(_of_packed, shape=shape, bits=bits, label=f"{bits} bits")
-    check("weight", shape)
-    label = "e4m3" if parts["weight"].code == "F8_E4M3" else parts["weight"].code.lower()
-    return partial(_of_numbers, shape=shape, blocks=blocks, label=label)
-
-
-def _bits(name: str, count: int, words: int, known: Sequence[int]) -> int:
-    """Return the number of bits of which this many codes take this many int32."""
-    for bits in dict.fromkeys((*known, 4, 8)):
-        if words in (-(-count * bits // 32), -(-count // (32 // bits))):
-            return bits
-    problem = f"{count} codes of {' or '.join(map(str, known))} bits do not take {words} int32"
-    raise ConfigError(f"tensor {name!r}: {problem}; copy the checkpoint again")
+    def check_dtypes(self) -> None:
+        """Raise a ConfigError for a tensor of a dtype that it does not have in this format."""
+        groups = self.facts.get("config_groups") or {}
+        types = {group["weights"].get("type") or "int" for group in groups.values()} or {"float"}
+        own = [code for kind, code in (("float", "F8_E4M3"), ("int", "I8")) if kind in types]
+        for key, part in self.parts.items():
+            allowed = own if key == "weight" else DTYPES_OF[key]
+            if part.code not in allowed:
+                problem = f"tensor {part.stored!r} is {part.code}; it must be {', '.join(allowed)}"
+                raise ConfigError(f"{problem}; copy the checkpoint again")
 
 
 def unpacked(words: Array, bits: int, count: int) -> Array:
@@ -276,15 +356,25 @@ def _scaled(codes: Array, scales: Array, zeros: Any, rows: Array, columns: Array
     return result
 
 
-def _groups(inputs: int, count: int, order: Array | None = None) -> Array:
-    """Return the group of each column: as ``order`` says, or ``count`` equal ones in a row."""
-    if order is not None:
-        return np.asarray(order)
-    return np.arange(inputs) // -(-inputs // max(1, count))
+def _ordered(name: str, order: Array | None, columns: Array) -> Array:
+    """Return the group of each column: as ``order`` says, in which groups are equally large."""
+    if order is None or (order == -1).all():  # unset
+        return columns
+    if not np.array_equal(np.sort(order), columns):
+        problem = f"{name}: its g_idx does not give each group its {np.sum(columns == 0)} columns"
+        raise ConfigError(f"{problem}; copy the checkpoint again")
+    return order
 
 
 def _of_gptq(
-    state: Mapping[str, Array], *, shape: tuple[int, ...], bits: int, older: bool, label: str
+    state: Mapping[str, Array],
+    *,
+    shape: tuple[int, ...],
+    name: str,
+    bits: int,
+    older: bool,
+    columns: Array,
+    label: str,
 ) -> Array:
     """Return a weight of GPTQ.  Older files have zero - 1 in place of zero, modulo 2^bits."""
     outputs, inputs = shape
@@ -292,57 +382,54 @@ def _of_gptq(
     zeros = unpacked(state["qzeros"], bits, outputs)
     if older:
         zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
-    columns = _groups(inputs, len(state["scales"]), state.get("g_idx"))
+    columns = _ordered(name, state.get("g_idx"), columns)
     return _scaled(codes, state["scales"].T, zeros.T, np.arange(outputs), columns)
 
 
-def _of_awq(state: Mapping[str, Array], *, shape: tuple[int, ...], label: str) -> Array:
+def _of_awq(
+    state: Mapping[str, Array], *, shape: tuple[int, ...], name: str, columns: Array, label: str
+) -> Array:
     """Return a weight of AWQ, whose columns are in another order in each int32."""
-    outputs, inputs = shape
+    outputs = shape[0]
     back = np.argsort(AWQ_ORDER)
 
-    def columns(packed: Array) -> Array:
+    def ordered(packed: Array) -> Array:
         codes = unpacked(packed, 4, outputs)
         return codes.reshape(len(codes), -1, 8)[:, :, back].reshape(len(codes), -1)
 
-    codes, zeros = columns(state["weight"]), columns(state["qzeros"])
-    groups = _groups(inputs, len(zeros))
-    return _scaled(codes.T, state["scales"].T, zeros.T, np.arange(outputs), groups)
+    codes, zeros = ordered(state["weight"]), ordered(state["qzeros"])
+    return _scaled(codes.T, state["scales"].T, zeros.T, np.arange(outputs), columns)
 
 
 def _of_packed(
-    state: Mapping[str, Array], *, shape: tuple[int, ...], bits: int, label: str
+    state: Mapping[str, Array],
+    *,
+    shape: tuple[int, ...],
+    name: str,
+    bits: int,
+    grid: tuple[int, int],
+    rows: Array,
+    columns: Array,
+    label: str,
 ) -> Array:
     """Return a weight of compressed-tensors, whose codes and zeros are from -2^(bits - 1) on."""
-    (outputs, inputs), half = shape, 1 << (bits - 1)
-    codes, scales = unpacked(state["weight"], bits, inputs), state["weight_scale"]
-    scales = scales.reshape(len(scales), -1) if scales.ndim else scales.reshape(1, 1)
-    zeros: Any = np.full((1, 1), half)
+    half = 1 << (bits - 1)
+    zeros: Any = np.full(grid, half)
     stored = state.get("weight_zero_point")
-    if stored is not None:  # packed along the rows
-        zeros = unpacked(stored.T, bits, outputs).T
-    rows = np.arange(outputs) if len(scales) == outputs else np.zeros(outputs, int)
-    columns = _groups(inputs, scales.shape[1], state.get("weight_g_idx"))
-    if stored is None:
-        zeros = np.broadcast_to(zeros, scales.shape)
-    return _scaled(codes, scales, zeros, rows, columns)
+    if stored is not None and stored.dtype == np.int32:  # packed along the rows
+        zeros = unpacked(stored.T, bits, grid[0]).T
+    elif stored is not None:
+        zeros = zeros + stored.reshape(grid)
+    codes = unpacked(state["weight"], bits, shape[1])
+    columns = _ordered(name, state.get("weight_g_idx"), columns)
+    return _scaled(codes, state["weight_scale"].reshape(grid), zeros, rows, columns)
 
 
 def _of_numbers(
-    state: Mapping[str, Array], *, shape: tuple[int, ...], blocks: Any, label: str
+    state: Mapping[str, Array], *, grid: tuple[int, int], rows: Array, columns: Array, label: str
 ) -> Array:
     """Return a weight of numbers in 8 bits, with scales of blocks, groups, rows or of all."""
-    codes = state["weight"]
     scales = state["weight_scale_inv" if "weight_scale_inv" in state else "weight_scale"]
-    if scales.ndim < 2:
-        scales = scales.reshape(-1, 1)
-    places = []
-    for axis, (size, count) in enumerate(zip(shape, scales.shape, strict=True)):
-        block = blocks[axis] if blocks and count > 1 else -(-size // count)
-        if -(-size // block) != count:
-            problem = f"its scales {scales.shape} do not fit {shape} in blocks of {block}"
-            raise ConfigError(f"a weight in {label}: {problem}; copy the checkpoint again")
-        places.append(np.arange(size) // block)
     zeros = state.get("weight_zero_point")
-    zeros = None if zeros is None else zeros.reshape(scales.shape)
-    return _scaled(codes, scales, zeros, *places)
+    zeros = None if zeros is None else zeros.reshape(grid)
+    return _scaled(state["weight"], scales.reshape(grid), zeros, rows, columns)

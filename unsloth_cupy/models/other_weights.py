@@ -12,7 +12,7 @@ activations is not read: activations keep the dtype of the model.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -214,7 +214,7 @@ class _Weight(NamedTuple):
         """Return the function from a weight's tensors to the weight."""
         outputs, inputs = self.shape
         method = self.facts["quant_method"]
-        whole = {"shape": self.shape, "name": self.name}
+        of_layer = partial(_ordered, self.name)
         self.check_dtypes()
         if main == "qweight":
             groups = self.parts["scales"].shape[0]
@@ -227,12 +227,12 @@ class _Weight(NamedTuple):
             if "g_idx" in self.parts:
                 self.check("g_idx", (inputs,))
             older = (self.facts.get("checkpoint_format") or self.facts.get("format")) != LINKED[1]
-            how = {"bits": bits, "older": older, "label": f"{bits} bits", **whole}
-            return partial(_of_gptq, columns=places, **how)
+            make = partial(_of_gptq, shape=self.shape, bits=bits, older=older, label=f"{bits} bits")
+            return partial(make, columns=partial(of_layer, places))
         if main == "qweight":
             self.check("qweight", (inputs, outputs // 8))
             self.check("qzeros", (groups, outputs // 8))
-            return partial(_of_awq, columns=places, label="4 bits", **whole)
+            return partial(_of_awq, outputs=outputs, columns=places, label="4 bits")
         grid, rows, columns = self.scales()
         zeros = self.parts.get("weight_zero_point")
         if main == "weight":
@@ -251,8 +251,8 @@ class _Weight(NamedTuple):
             self.check("weight_zero_point", grid, self.parts["weight_scale"].shape)
         if "weight_g_idx" in self.parts:
             self.check("weight_g_idx", (inputs,))
-        how = {"bits": bits, "grid": grid, "rows": rows, "label": f"{bits} bits", **whole}
-        return partial(_of_packed, columns=columns, **how)
+        make = partial(_of_packed, inputs=inputs, bits=bits, grid=grid, rows=rows)
+        return partial(make, columns=partial(of_layer, columns), label=f"{bits} bits")
 
     @property
     def scale(self) -> str:
@@ -285,14 +285,14 @@ class _Weight(NamedTuple):
     def scales(self) -> tuple[tuple[int, int], Array, Array]:
         """Return the rows and columns of scales, and which each row and column of codes has."""
         stored = self.parts[self.scale].shape
-        grid = (*stored, 1, 1)[:2] if len(stored) < 3 else (0, 0)
+        first, second = (*stored, 1, 1)[:2] if len(stored) < 3 else (0, 0)
         blocks = [self.facts.get("weight_block_size", (128, 128))]  # as in transformers
         groups = self.facts.get("config_groups") or {}
         blocks += [group["weights"].get("block_structure") for group in groups.values()]
         every = [each for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
-        rows = self.places(0, grid[0], [1, -1, *(int(each[0]) for each in every)])
+        rows = self.places(0, first, [1, -1, *(int(each[0]) for each in every)])
         widths = [-1, *self.known("group_size", default=-1), *(int(each[1]) for each in every)]
-        return grid, rows, self.places(1, grid[1], widths)
+        return (first, second), rows, self.places(1, second, widths)
 
     def bits(self, words: int, known: Sequence[int]) -> int:
         """Return the number of bits of which a column's or row's codes take this many int32."""
@@ -356,7 +356,7 @@ def _scaled(codes: Array, scales: Array, zeros: Any, rows: Array, columns: Array
     return result
 
 
-def _ordered(name: str, order: Array | None, columns: Array) -> Array:
+def _ordered(name: str, columns: Array, order: Array | None) -> Array:
     """Return the group of each column: as ``order`` says, in which groups are equally large."""
     if order is None or (order == -1).all():  # unset
         return columns
@@ -370,10 +370,9 @@ def _of_gptq(
     state: Mapping[str, Array],
     *,
     shape: tuple[int, ...],
-    name: str,
     bits: int,
     older: bool,
-    columns: Array,
+    columns: Callable[[Array | None], Array],
     label: str,
 ) -> Array:
     """Return a weight of GPTQ.  Older files have zero - 1 in place of zero, modulo 2^bits."""
@@ -382,15 +381,12 @@ def _of_gptq(
     zeros = unpacked(state["qzeros"], bits, outputs)
     if older:
         zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
-    columns = _ordered(name, state.get("g_idx"), columns)
-    return _scaled(codes, state["scales"].T, zeros.T, np.arange(outputs), columns)
+    order = columns(state.get("g_idx"))
+    return _scaled(codes, state["scales"].T, zeros.T, np.arange(outputs), order)
 
 
-def _of_awq(
-    state: Mapping[str, Array], *, shape: tuple[int, ...], name: str, columns: Array, label: str
-) -> Array:
+def _of_awq(state: Mapping[str, Array], *, outputs: int, columns: Array, label: str) -> Array:
     """Return a weight of AWQ, whose columns are in another order in each int32."""
-    outputs = shape[0]
     back = np.argsort(AWQ_ORDER)
 
     def ordered(packed: Array) -> Array:
@@ -404,12 +400,11 @@ def _of_awq(
 def _of_packed(
     state: Mapping[str, Array],
     *,
-    shape: tuple[int, ...],
-    name: str,
+    inputs: int,
     bits: int,
     grid: tuple[int, int],
     rows: Array,
-    columns: Array,
+    columns: Callable[[Array | None], Array],
     label: str,
 ) -> Array:
     """Return a weight of compressed-tensors, whose codes and zeros are from -2^(bits - 1) on."""
@@ -420,9 +415,8 @@ def _of_packed(
         zeros = unpacked(stored.T, bits, grid[0]).T
     elif stored is not None:
         zeros = zeros + stored.reshape(grid)
-    codes = unpacked(state["weight"], bits, shape[1])
-    columns = _ordered(name, state.get("weight_g_idx"), columns)
-    return _scaled(codes, state["weight_scale"].reshape(grid), zeros, rows, columns)
+    codes, order = unpacked(state["weight"], bits, inputs), columns(state.get("weight_g_idx"))
+    return _scaled(codes, state["weight_scale"].reshape(grid), zeros, rows, order)
 
 
 def _of_numbers(

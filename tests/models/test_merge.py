@@ -86,7 +86,9 @@ def test_weights_are_those_of_the_method(tmp_path: Path) -> None:
         texts = (json.loads((tmp_path / folder / name).read_text()) for folder in ("base", "out"))
         assert next(texts) == next(texts)
     assert (report.dtype, report.notes) == ("bfloat16", ())
-    assert str(report).endswith("bfloat16, adapters of 21 layers merged")
+    assert report.kept.share == pytest.approx(1, abs=0.01)
+    line = f"bfloat16, adapters of 21 layers merged ({report.kept.share:.1%} of the change)"
+    assert str(report).endswith(line)
 
 
 def test_in_another_dtype_it_is_rounded_once(tmp_path: Path) -> None:

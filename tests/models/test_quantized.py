@@ -1,5 +1,6 @@
 """Models of quantized weights: from dense folders, from bitsandbytes', on the tape and back."""
 
+import contextlib
 import json
 import shutil
 import tracemalloc
@@ -153,7 +154,8 @@ def test_merging(kind: str, tmp_path: Path) -> None:
     model.save(tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     before = quantized_of(again)
-    again.merge_adapter(requantize=True)
+    with pytest.warns(match="59.4%") if kind == "ternary" else contextlib.nullcontext():
+        again.merge_adapter(requantize=True)
     after = quantized_of(again)
     assert before.keys() == after.keys()
     for name in after:
@@ -162,6 +164,58 @@ def test_merging(kind: str, tmp_path: Path) -> None:
         if adapted:
             anew = KINDS[kind](model.parameters[name])
             assert np.array_equal(after[name].dequantize(), anew.dequantize())
+
+
+@EVERY
+@pytest.mark.parametrize("size", [0.003, 0.5])
+def test_what_is_kept_of_a_change(kind: str, size: float) -> None:
+    """A change by 0.3 % of the weights is rounded away; by half of them, only in ternary ones."""
+    model = small(head_dim=32)
+    models.quantize(model, kind)
+    model.add_adapter(4, targets=["q_proj", "down_proj"], seed=1)
+    before = {name: each.dequantize() for name, each in quantized_of(model).items()}
+    draw, changes = np.random.default_rng(2), {}
+    for module in model.adapter.scales:
+        name, prefix = f"{module}.weight", f"base_model.model.{module}.lora_"
+        a, b = (model.adapter.parameters[f"{prefix}{each}.weight"] for each in "AB")
+        b[...] = draw.standard_normal(b.shape)
+        b *= size * np.linalg.norm(before[name]) / np.linalg.norm(b @ a)
+        changes[name] = model.adapter.scales[module] * (b.astype("f8") @ a)
+    warned = size < 0.1 or kind == "ternary"
+    with pytest.warns(match="is lost in rounding to") if warned else contextlib.nullcontext():
+        kept = model.merge_adapter(requantize=True)
+    moved = {
+        name: model.parameters[name].dequantize().astype("f8") - before[name] for name in changes
+    }
+    parts = {name: (moved[name] * change).sum() for name, change in changes.items()}
+    sizes = {name: (change**2).sum() for name, change in changes.items()}
+    assert kept.layers == pytest.approx({n: parts[n] / sizes[n] for n in parts}, rel=1e-4, abs=2e-5)
+    share = sum(parts.values()) / sum(sizes.values())
+    assert kept.share == pytest.approx(share, rel=1e-4, abs=2e-5)
+    assert f"{share:.1%} of the adapter's change is kept; least in model.layers." in str(kept)
+
+
+def test_what_sixteen_bits_keep(tmp_path: Path) -> None:
+    """A change of much less than the 8 bits of a bfloat16 is rounded away, too."""
+    model = small(head_dim=32)
+    model.save(tmp_path / "base")
+    model = models.load(tmp_path / "base", dtype="bfloat16")
+    model.save(tmp_path / "bf16")
+    model = models.load(tmp_path / "bf16")
+    model.add_adapter(4, seed=1)
+    for name, each in model.trainable.items():
+        if "lora_B" in name:
+            each[...] = 1e-4 * np.random.default_rng(1).standard_normal(each.shape)
+    model.save_adapter(tmp_path / "adapter")
+    report = models.merge(tmp_path / "adapter", tmp_path / "out")
+    assert report.notes[-1].endswith("; bfloat16 rounds the rest away, dtype='float32' keeps it")
+    assert 0 < report.kept.share < 0.9
+    assert f"merged ({report.kept.share:.1%} of the change)" in str(report)
+    with pytest.warns(match=r"lost in rounding to bfloat16: load\(folder, dtype='float32'\)"):
+        kept = model.merge_adapter()
+    assert kept.layers == pytest.approx(report.kept.layers)
+    wide = models.merge(tmp_path / "adapter", tmp_path / "wide", dtype="float32")
+    assert (wide.kept.share, wide.kept.layers, len(wide.notes)) == (1.0, {}, 1)
 
 
 @EVERY

@@ -38,6 +38,7 @@ from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
 from .heads import CAUSAL, NONE, SEQUENCE, TOKEN
+from .kept import Kept
 from .names import ADAPTED, HEAD, TABLE, TEXT, is_norm, stored_name
 from .outer_weights import (
     LOW_RANK,
@@ -180,10 +181,14 @@ class Adapter:
             return parameters
         return replaced(parameters, self.parameters, self.tokens, self.scales)
 
-    def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
-        """Return the parameters of a model with the adapter merged into the weights."""
+    def merged(
+        self, parameters: Mapping[str, Any], requantize: bool = False
+    ) -> tuple[dict[str, Any], Kept]:
+        """Return the parameters of a model with the adapter merged, and what is kept of it."""
         self.check_merges(parameters)
-        return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
+        kept = Kept()
+        merged = {n: self.merge(n, each, requantize, kept) for n, each in parameters.items()}
+        return merged, kept
 
     def check_merges(self, names: Collection[str]) -> None:
         """Raise a ConfigError if an adapter's bias is of a layer that has none to add it to."""
@@ -192,11 +197,19 @@ class Adapter:
             problem = f"merge: {alone[0]} has no bias, to which that of its adapter could be added"
             raise ConfigError(f"{problem}; keep the adapter apart: load(base, lora=folder)")
 
-    def merge(self, name: str, weight: Any, requantize: bool = False) -> Any:
+    def adds_to(self, name: str) -> bool:
+        """Return whether the adapter has a product of low rank that is added to a weight."""
+        first = LOW_RANK.get(name, (f"{PREFIX}{name.removesuffix('weight')}{DOWN}",))[0]
+        return first in self.parameters and name not in self.tokens
+
+    def merge(
+        self, name: str, weight: Any, requantize: bool = False, kept: Kept | None = None
+    ) -> Any:
         """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
 
         Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
-        one is quantized again, and one without an adapter is unchanged.
+        one is quantized again, and one without an adapter is unchanged.  ``kept`` measures those
+        that are rounded.
         """
         outer = merged(name, weight, self.parameters, self.tokens)
         if outer is not None:
@@ -210,13 +223,19 @@ class Adapter:
             return weight.dequantize() if quantized and not requantize else weight
         prefix = f"{PREFIX}{module}."
         names = LOW_RANK.get(name, (prefix + DOWN, prefix + UP))
-        merged_weight = lora_merge(
-            weight,
+        wide = np.promote_types(weight.dtype, FLOAT32)
+        exact = lora_merge(
+            weight if kept is None else weight.astype(wide),
             *low_rank(name, *(self.parameters[each] for each in names)),
             scale=self.scales[module],
             magnitude=self.parameters.get(prefix + MAGNITUDE),
         )
-        return weight.requantized(merged_weight) if quantized and requantize else merged_weight
+        merged_weight = exact.astype(weight.dtype, copy=False)
+        if quantized and requantize:
+            merged_weight = weight.requantized(merged_weight)
+        if kept is not None and merged_weight is not exact:
+            kept.measure(name, weight, exact, merged_weight)
+        return merged_weight
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""

@@ -23,6 +23,7 @@ from ..ops.quantized.weight import Quantized
 from .checkpoint_files import DTYPES, INDEX, SINGLE
 from .folder import GENERATION
 from .gguf.opening import source_of
+from .kept import ENOUGH, Kept
 from .lazy_parameter import formats_of
 from .names import TABLE
 from .quantized_weights import saved_config, stored_kind
@@ -52,6 +53,9 @@ class Merged:
         Dtype of the matrices; of a copy of quantized weights, their kind.
     notes : tuple of str
         What is not as a reader may expect.
+    kept : Kept
+        The share of the adapter's change that is left after weights were rounded, ``kept.share``,
+        and that of each weight, ``kept.layers``.
     """
 
     folder: Path
@@ -59,9 +63,11 @@ class Merged:
     layers: int
     dtype: str
     notes: tuple[str, ...]
+    kept: Kept
 
     def __str__(self) -> str:
         done = f"adapters of {self.layers} layers merged" if self.layers else "a copy"
+        done += f" ({self.kept.share:.1%} of the change)" * bool(self.kept.layers)
         line = f"{self.folder}: {format_bytes(self.bytes)}, {self.dtype}, {done}"
         return "\n".join([line, *(f"note: {note}" for note in self.notes)])
 
@@ -126,7 +132,7 @@ def merge(
     model = stored_model("merge", folder, base, wide)
     if model.adapter is not None:
         model.adapter.check_merges(model.homes)
-    notes = _notes(model)
+    notes, kept = _notes(model), Kept()
     with replacing_files(target, "config.json", "merge") as partial:
         tokenizer_files = {each.name: each for each in _tokenizer_files(model)}
         for name, source in tokenizer_files.items():
@@ -137,9 +143,11 @@ def merge(
         if model.adapter is None and chosen is None and not others:
             size, kind = _copy(model, partial, target), _stored_dtype(model)
         else:
-            size, kind = _write(model, chosen, partial, target, progress)
+            size, kind = _write(model, chosen, partial, target, progress, kept)
     layers = 0 if model.adapter is None else len(model.adapter.stored)
-    return Merged(target, size, layers, kind, tuple(notes))
+    if kept.share < ENOUGH:
+        notes.append(f"{kept}; {kind} rounds the rest away, dtype='float32' keeps it")
+    return Merged(target, size, layers, kind, tuple(notes), kept)
 
 
 def _new_folder(out: Any) -> Path:
@@ -201,7 +209,7 @@ def _stored_dtype(model: StoredModel) -> str:
 
 
 def _write(
-    model: StoredModel, chosen: Any, partial: Path, target: Path, progress: bool
+    model: StoredModel, chosen: Any, partial: Path, target: Path, progress: bool, kept: Kept
 ) -> tuple[int, str]:
     """Write config and merged weights; return the size of the weights and the dtype of matrices."""
     main = (chosen or model.homes[TABLE].dtype or FLOAT32).name
@@ -213,7 +221,7 @@ def _write(
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
-        read = _rounded(model, name, dtype)
+        read = _rounded(model, name, dtype, kept)
         file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
         layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
     size = sum(tensor.bytes for tensors in layout.values() for tensor in tensors.values())
@@ -238,7 +246,9 @@ def _write(
     return size, main
 
 
-def _rounded(model: StoredModel, name: str, dtype: "np.dtype[Any]") -> Callable[[], Array]:
+def _rounded(
+    model: StoredModel, name: str, dtype: "np.dtype[Any]", kept: Kept
+) -> Callable[[], Array]:
     """Return the function that reads a parameter, merges its adapter and rounds it."""
     stored = model.homes[name].dtype
 
@@ -253,6 +263,8 @@ def _rounded(model: StoredModel, name: str, dtype: "np.dtype[Any]") -> Callable[
             if np.isfinite(most):
                 cure = f"{dtype} does not hold {most:g}; choose bfloat16 or float32"
             raise ConfigError(f"merge: {name} holds numbers that are not finite; {cure}")
+        if rounded is not weight and model.adapter is not None and model.adapter.adds_to(name):
+            kept.measure(name, model.read(name, wide), weight, rounded)
         return rounded
 
     return read

@@ -21,6 +21,7 @@ from ..errors import ConfigError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..ops.losses.linear_log_probs import LogProbs
+from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
@@ -33,6 +34,7 @@ from .config import Config
 from .division import divided_adapter
 from .gather import whole_parameters
 from .heads import SEQUENCE, pooled, sequence_scores
+from .kept import Kept
 from .loss import label_log_probs, mean_loss
 from .names import HEAD, TABLE
 from .network import Network
@@ -112,10 +114,17 @@ class Transformer(Network):
             problem = "ranks keep parts of this model's tables, which this needs whole"
             raise ConfigError(f"{call}: {problem}; call it {when}, or use ranks of data alone")
 
-    def merge_adapter(self, *, requantize: bool = False) -> None:
+    def merge_adapter(self, *, requantize: bool = False) -> Kept:
         """Merge the adapter into the weights, which become new arrays, and remove it.
 
-        All quantized weights become dense; ``requantize`` quantizes them again, with new errors.
+        All quantized weights become dense; ``requantize`` quantizes them again, with new errors,
+        and a light change is then rounded away.  Below 90 % of the change a warning says so.
+
+        Returns
+        -------
+        kept : Kept
+            The share of the change that is in the weights, ``kept.share`` and ``kept.layers``:
+            <merged - weight, change> / <change, change> over the weights that were rounded.
 
         Raises
         ------
@@ -126,7 +135,15 @@ class Transformer(Network):
             raise ConfigError(
                 "merge_adapter: there is no adapter; call add_adapter(rank), or load(lora=folder)"
             )
-        self.parameters, self.adapter = self.adapter.merged(self.parameters, requantize), None
+        self.parameters, kept = self.adapter.merged(self.parameters, requantize)
+        values = self.parameters.values()
+        kinds = {type(each).__name__ for each in values if isinstance(each, Quantized)}
+        cure = "without requantize weights are dense, and models.merge(folder, out) writes these"
+        if not kinds:
+            kinds, cure = {self.table.dtype.name}, "load(folder, dtype='float32') keeps it"
+        kept.warn("merge_adapter", " and ".join(sorted(kinds)), cure)
+        self.adapter = None
+        return kept
 
     @naming("resize")
     def resize(self, vocab: int, *, multiple: int = 1) -> None:

@@ -375,6 +375,32 @@ def test_adapters_merges_and_saves(tmp_path: Path) -> None:
     np.testing.assert_array_equal(models.load(copy.folder).logits(TOKENS), loaded.logits(TOKENS))
 
 
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0", "f16"])
+def test_what_a_file_keeps_of_an_adapter(kind: str, folder: bool, tmp_path: Path) -> None:
+    """Weights of a q4_0 file that are written as q4_0 again snap back to where they were."""
+    _, loaded = both(tmp_path, WIDE, "q4_0")
+    loaded.add_adapter(2, seed=3, targets=["q_proj", "down_proj"])
+    for name, array in loaded.adapter.parameters.items():
+        if "lora_B" in name:
+            array[...] = np.random.default_rng(len(name)).normal(0, 2e-4, array.shape)
+    loaded.save_adapter(tmp_path / "adapter")
+    source = tmp_path / "adapter" if folder else loaded
+    report = models.export_gguf(source, tmp_path / "again.gguf", kind=kind)
+    before, after = (read(tmp_path / f"{name}.gguf")[1] for name in ("m", "again"))
+    models.export_gguf(loaded, tmp_path / "exact.gguf", kind="f32")
+    exact = read(tmp_path / "exact.gguf")[1]
+    names = [n for n in before if "attn_q.weight" in n or "ffn_down.weight" in n]
+    assert report.kept.layers.keys() == {*names}
+    for name in names:
+        change = (exact[name] - before[name]).astype("f8")
+        share = ((after[name] - before[name]) * change).sum() / (change**2).sum()
+        assert report.kept.layers[name] == pytest.approx(share, abs=1e-4)
+    assert (report.kept.share < 0.1) == (kind == "q4_0")
+    assert any("q4_0 rounds the rest away" in note for note in report.notes) == (kind == "q4_0")
+    assert f"{report.kept.share:.1%} of the adapter's change is kept" in str(report)
+
+
 def test_commands_take_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     both(tmp_path, {"model_type": "llama"}, "q8_0")

@@ -203,13 +203,18 @@ class Adapter:
         return first in self.parameters and name not in self.tokens
 
     def merge(
-        self, name: str, weight: Any, requantize: bool = False, kept: Kept | None = None
+        self,
+        name: str,
+        weight: Any,
+        requantize: bool = False,
+        kept: Kept | None = None,
+        exact: bool = False,
     ) -> Any:
         """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
 
         Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
         one is quantized again, and one without an adapter is unchanged.  ``kept`` measures those
-        that are rounded.
+        that are rounded; with ``exact`` none is, and they are float32 at least.
         """
         outer = merged(name, weight, self.parameters, self.tokens)
         if outer is not None:
@@ -224,18 +229,20 @@ class Adapter:
         prefix = f"{PREFIX}{module}."
         names = LOW_RANK.get(name, (prefix + DOWN, prefix + UP))
         wide = np.promote_types(weight.dtype, FLOAT32)
-        exact = lora_merge(
-            weight if kept is None else weight.astype(wide),
+        result = lora_merge(
+            weight if kept is None and not exact else weight.astype(wide),
             *low_rank(name, *(self.parameters[each] for each in names)),
             scale=self.scales[module],
             magnitude=self.parameters.get(prefix + MAGNITUDE),
         )
-        merged_weight = exact.astype(weight.dtype, copy=False)
+        if exact:
+            return result
+        rounded = result.astype(weight.dtype, copy=False)
         if quantized and requantize:
-            merged_weight = weight.requantized(merged_weight)
-        if kept is not None and merged_weight is not exact:
-            kept.measure(name, weight, exact, merged_weight)
-        return merged_weight
+            rounded = weight.requantized(rounded)
+        if kept is not None and rounded is not result:
+            kept.measure(name, weight, result, rounded.__getitem__)
+        return rounded
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""

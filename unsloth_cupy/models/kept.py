@@ -7,10 +7,13 @@ and is rounded away: ``merged`` is then ``weight``, and kept is 0.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.dtypes import Array
+import numpy as np
+
+from ..core.dtypes import FLOAT32, Array
 
 AT_ONCE = 1 << 22  # numbers that are compared at a time
 ENOUGH = 0.9  # of the change; below it a merge warns
@@ -48,15 +51,18 @@ class Kept:
         least = min(self.layers, key=self.layers.__getitem__)
         return f"{line}; least in {least.removesuffix('.weight')}: {self.layers[least]:.1%}"
 
-    def measure(self, name: str, weight: Any, exact: Array, merged: Any) -> None:
-        """Add a weight: before, merged without rounding, and as it is after the merge."""
+    def measure(
+        self, name: str, weight: Any, exact: Array, merged: Callable[[slice], Array]
+    ) -> None:
+        """Add a weight: before, merged without rounding, and rows of it as merged and rounded."""
         kept = whole = 0.0
+        wide = np.promote_types(exact.dtype, FLOAT32)
         step = max(1, AT_ONCE // max(1, exact.shape[1]))
         for top in range(0, exact.shape[0], step):
             rows = slice(top, top + step)
-            before = weight[rows].astype(exact.dtype)
-            change = exact[rows] - before
-            kept += float(((merged[rows].astype(exact.dtype) - before) * change).sum(dtype="f8"))
+            before = weight[rows].astype(wide)
+            change = exact[rows].astype(wide) - before
+            kept += float(((merged(rows).astype(wide) - before) * change).sum(dtype="f8"))
             whole += float((change * change).sum(dtype="f8"))
         self.sums[name] = kept, whole
 

@@ -264,7 +264,7 @@ def _rounded(
                 cure = f"{dtype} does not hold {most:g}; choose bfloat16 or float32"
             raise ConfigError(f"merge: {name} holds numbers that are not finite; {cure}")
         if rounded is not weight and model.adapter is not None and model.adapter.adds_to(name):
-            kept.measure(name, model.read(name, wide), weight, rounded)
+            kept.measure(name, model.read(name, wide), weight, rounded.__getitem__)
         return rounded
 
     return read

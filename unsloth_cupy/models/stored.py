@@ -57,12 +57,12 @@ class StoredModel(NamedTuple):
             return LazyParameter(name, place, handles, dtype).whole()
 
     def merged(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
-        """Return a parameter with its adapter merged, if it has one."""
+        """Return a parameter with its adapter merged, if it has one, in float32 at least."""
         own = None if self.adapter is None else self.adapter.parameters.get(ADAPTED + name)
         if own is not None:  # it takes the place of the base's, which may lack it
             return own.astype(dtype or FLOAT32)
         weight = self.read(name, dtype)
-        return weight if self.adapter is None else self.adapter.merge(name, weight)
+        return weight if self.adapter is None else self.adapter.merge(name, weight, exact=True)
 
 
 def stored_model(

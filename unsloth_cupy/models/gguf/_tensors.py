@@ -26,6 +26,7 @@ class Tensor(NamedTuple):
     """A tensor of a file, and how to get it."""
 
     name: str
+    stored: str  # its Hugging Face name, if it has one
     shape: tuple[int, ...]
     type: Type
     read: Callable[[], Array]
@@ -42,7 +43,7 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
     def add(stored: str, name: str, read: Callable[[], Array]) -> None:
         shape = stored_shapes[stored]
         wanted = kind.of(name, shape, config, name == head)
-        result.append(Tensor(name, shape, dividing(shape, wanted), read, wanted))
+        result.append(Tensor(name, stored, shape, dividing(shape, wanted), read, wanted))
 
     for stored in stored_shapes:
         if ".act_fn." in stored:  # which are in the metadata
@@ -51,7 +52,7 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
     if is_own:
         add(TABLE, names(HEAD), lambda: read(TABLE))
     for name, array in _rope_factors(config):
-        result.append(Tensor(name, array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
+        result.append(Tensor(name, "", array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
 
 

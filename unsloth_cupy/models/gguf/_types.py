@@ -155,6 +155,11 @@ def packed(name: str, array: Array, kind: Type) -> Array:
     return result
 
 
+def unpacked(data: Array, kind: Type, rows: slice) -> Array:
+    """Return rows of a tensor, of which ``packed`` made the bytes, in float32."""
+    return gguf.quants.dequantize(data[rows], kind)
+
+
 def _check(name: str, part: Array, kind: Type) -> None:
     """Raise a ConfigError unless all values are finite and in the range of the type."""
     most = max(float(part.max(initial=0)), -float(part.min(initial=0)))

@@ -1,6 +1,7 @@
 """Write a model and its tokenizer to one GGUF file: ``export_gguf``."""
 
 import contextlib
+import functools
 import re
 import sys
 from collections import Counter
@@ -18,8 +19,10 @@ from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
+from ..adapter import Adapter
 from ..config import Config
 from ..heads import CAUSAL, require_head
+from ..kept import ENOUGH, Kept
 from ..reading import token_ids
 from ..stored import stored_model
 from ..transformer import Transformer
@@ -46,26 +49,33 @@ class Export:
         Number of tensors of each type.
     notes : tuple of str
         What llama.cpp computes differently from this model, and rows that are not whole blocks.
+    kept : Kept
+        The share of an adapter's change that is left after weights were rounded, ``kept.share``,
+        and that of each tensor, ``kept.layers``.
     """
 
     file: Path
     bytes: int
     types: Mapping[str, int]
     notes: tuple[str, ...]
+    kept: Kept
 
     def __str__(self) -> str:
         types = ", ".join(f"{number} {name}" for name, number in self.types.items())
         line = f"{self.file}: {format_bytes(self.bytes)}, tensors: {types}"
+        line += f"; {self.kept}" * bool(self.kept.layers)
         return "\n".join([line, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export: its config, a function that reads a parameter, its tokenizer's folder."""
+    """A model to export: its config, functions that read a parameter, its tokenizer's folder."""
 
     config: Config
     texts: Mapping[str, Mapping[str, Any]]
     read: "Read"
+    plain: "Read"  # without the adapter
+    adapter: Adapter | None
     folder: Path | None
     name: str
 
@@ -141,7 +151,9 @@ def export_gguf(
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
-    tensor_list = tensors(source.config, known, KINDS[kind], source.read)
+    tensor_list, kept = tensors(source.config, known, KINDS[kind], source.read), Kept()
+    plain = tensors(source.config, known, KINDS[kind], source.plain) if source.adapter else []
+    before = {t.name: t.read for t in plain if source.adapter and source.adapter.adds_to(t.stored)}
     notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {
         "general.type": "model",
@@ -150,9 +162,11 @@ def export_gguf(
         **metadata(source.config, known, source.read),
         **words,
     }
-    _write(path, known.name, values, tensor_list, progress)
+    _write(path, known.name, values, tensor_list, progress, before, kept)
+    if kept.share < ENOUGH:
+        notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 keeps more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
-    return Export(path, path.stat().st_size, dict(types), tuple(notes))
+    return Export(path, path.stat().st_size, dict(types), tuple(notes), kept)
 
 
 def _check_packages() -> None:
@@ -191,14 +205,15 @@ def _source(model: Any, tokenizer: Any, base: Any) -> Source:
         name = "model" if model.folder is None else model.folder.resolve().name
 
         def merged(name: str) -> Any:
-            return arrays[name] if adapter is None else adapter.merge(name, arrays[name])
+            array = arrays[name]
+            return array if adapter is None else adapter.merge(name, array, exact=True)
 
-        read = _dense(merged)
-        return Source(model.config, model.texts, read, chosen or model.folder, name)
+        reads = _dense(merged), _dense(arrays.__getitem__)
+        return Source(model.config, model.texts, *reads, adapter, chosen or model.folder, name)
     stored = stored_model("export_gguf", model, base)
-    read = _dense(stored.merged)
-    name = stored.path.resolve().name
-    return Source(stored.config, stored.texts, read, chosen or stored.words, name)
+    reads = _dense(stored.merged), _dense(stored.read)
+    name, words = stored.path.resolve().name, chosen or stored.words
+    return Source(stored.config, stored.texts, *reads, stored.adapter, words, name)
 
 
 def _dense(read: Callable[[str], Any]) -> "Read":
@@ -244,13 +259,22 @@ def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
 
 
 def _write(
-    path: Path, name: str, values: Mapping[str, Any], tensors: list["Tensor"], progress: bool
+    path: Path,
+    name: str,
+    values: Mapping[str, Any],
+    tensors: list["Tensor"],
+    progress: bool,
+    before: Mapping[str, Callable[[], Array]],
+    kept: Kept,
 ) -> None:
-    """Write keys, then tensor after tensor, to a temporary file that becomes ``path``."""
+    """Write keys, then tensor after tensor, to a temporary file that becomes ``path``.
+
+    ``kept`` measures the tensors that an adapter changed, of which ``before`` reads the old ones.
+    """
     import gguf
     from tqdm import tqdm
 
-    from ._types import packed, size_of
+    from ._types import packed, size_of, unpacked
 
     total = sum(size_of(tensor.shape, tensor.type) for tensor in tensors)
     key_bytes = sum(len(str(value)) for value in values.values())
@@ -274,10 +298,14 @@ def _write(
             dynamic_ncols=True,
         ) as bar:  # fmt: skip
             for tensor in tensors:
-                data = packed(tensor.name, tensor.read(), tensor.type)
+                array = tensor.read()
+                data = packed(tensor.name, array, tensor.type)
                 _put(out, data, path)
                 bar.update(data.nbytes)
-                del data  # frees it before the next one is read
+                if tensor.name in before and tensor.type.name != "F32":
+                    dense = functools.partial(unpacked, data, tensor.type)
+                    kept.measure(tensor.name, before[tensor.name](), array, dense)
+                del array, data  # frees them before the next one is read
 
 
 def _put(out: Any, data: Array, path: Path) -> None:

@@ -403,6 +403,9 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
     ("make", "message"),
     [
         (broken({"peft_type": "IA3"}), "peft_type is 'IA3'; it must be LORA"),
+        (broken({"peft_type": "VERA"}), "peft_type is 'VERA'; it must be LORA: merge the adapter"),
+        (broken({"peft_type": "OFT"}), "peft_type is 'OFT'; it must be LORA: merge the adapter"),
+        (broken({"init_lora_weights": "loftq"}), "'loftq' changed; convert it in peft"),
         (broken({"bias": "all"}), "bias is 'all', which is not supported"),
         (broken({"modules_to_save": ["lm_head"]}), "lm_head.weight is missing"),
         (broken({"lora_alpha": -1}), "lora_alpha is -1; it must be positive"),

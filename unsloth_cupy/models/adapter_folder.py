@@ -30,6 +30,7 @@ from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .checkpoint_files import opened
 from .config import Config
+from .initial_weights import INITIAL, initial_pairs, joined, plain_settings
 from .names import TABLE, parameter_name
 from .outer_folder import outer_tensors, tables_of
 
@@ -52,7 +53,7 @@ MERGE = (
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
 )
 PICKLE = "adapter_model.bin"
-# Initialisations that subtract the initial adapter from the base weights.
+# Initialisations that subtract the initial adapter from the base weights; INITIAL can be repeated.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
@@ -61,10 +62,13 @@ def read_adapter(
     config: Config,
     dtype: np.dtype[Any],
     place: Callable[[Array], Array] = lambda array: array,
+    weights: Callable[[str], Any] | None = None,
 ) -> Adapter:
     """Return the adapter of a folder; each tensor is checked against the model's config.
 
     Tensors whose dtype cannot be combined with the model's become float32, which always can.
+    ``weights`` returns a weight of the base by its name: one that began with a part of these
+    (PiSSA, OLoRA) becomes one of twice the rank, which adds to the base as it is.
 
     Raises
     ------
@@ -76,6 +80,7 @@ def read_adapter(
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
+    initial = settings.get("init_lora_weights")
     known = linear_layers(config) | tables_of(config)
     outer = outer_tensors(path, settings, tensors, config)
     stored = dict[str, str]()
@@ -119,7 +124,21 @@ def read_adapter(
     _check_dropout(path / CONFIG, settings, parameters)
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
     stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
-    return Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+    adapter = Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+    return adapter if initial not in INITIAL else _plain(path, adapter, weights)
+
+
+def _plain(path: Path, adapter: Adapter, weights: Callable[[str], Any] | None) -> Adapter:
+    """Return an adapter for the base as it is, of one for a base without the initial product."""
+    kind, own = adapter.settings["init_lora_weights"], dict(adapter.parameters)
+    if weights is None:
+        cure = "load it into the whole dense model, and save_adapter writes it for the plain base"
+        raise ConfigError(f"{path / CONFIG}: it needs the weights that {kind!r} changed; {cure}")
+    pairs = initial_pairs(f"load(lora={str(path)!r})", kind, adapter.scales, own, weights)
+    for names, pair in pairs.items():
+        own |= dict(zip(names, joined(own[names[0]], own[names[1]], pair), strict=True))
+    plain, home = plain_settings(adapter.settings), path / CONFIG
+    return Adapter(plain, own, stored=adapter.stored, others=adapter.others, path=home)
 
 
 def _check_dropout(path: Path, settings: Mapping[str, Any], names: Collection[str]) -> None:
@@ -168,7 +187,8 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
         if value != default and value not in (None, [], {}, False):
             raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; {MERGE}")
     initialisation = settings.get("init_lora_weights")
-    if isinstance(initialisation, str) and initialisation.startswith(RESIDUAL):
+    residual = isinstance(initialisation, str) and initialisation.startswith(RESIDUAL)
+    if residual and initialisation not in INITIAL:
         cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
         raise ConfigError(
             f"{path}: it needs the base weights that {initialisation!r} changed; {cure}"

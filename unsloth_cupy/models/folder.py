@@ -173,7 +173,9 @@ def load(
             own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
             model.words = next(map(Path, own), None)
             if lora is not None:
-                adapter = read_adapter(lora, config, model.table.dtype, place)
+                whole = division is None and rank_parts is None
+                weights = parameters.__getitem__ if whole else None
+                adapter = read_adapter(lora, config, model.table.dtype, place, weights)
                 adapter.base = path
                 model.adapter = divided_adapter(adapter, division)
             return model

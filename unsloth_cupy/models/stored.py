@@ -101,6 +101,6 @@ def stored_model(
     config, texts, homes, state = of_one_save(whole, "config.json", found)
     if home is None:
         return StoredModel(call, path, whole, config, texts, homes, None, state)
-    adapter = read_adapter(path, config, dtype or homes[TABLE].dtype or FLOAT32)
-    config = with_generation(path, config, texts)
-    return StoredModel(call, path, whole, config, texts, homes, adapter, state)
+    model = StoredModel(call, path, whole, config, texts, homes, None, state)
+    adapter = read_adapter(path, config, dtype or homes[TABLE].dtype or FLOAT32, weights=model.read)
+    return model._replace(adapter=adapter, config=with_generation(path, config, texts))

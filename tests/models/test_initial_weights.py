@@ -1,15 +1,17 @@
 """Adapters that begin with a part of the base, which peft takes out of it: PiSSA and OLoRA."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unsloth_cupy import models
+from unsloth_cupy import AdamW, models
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Settings, Trainer
 
-from .exported import make
+from .exported import byte_level, make, write_tokenizer
 
 TOKENS = np.arange(3, 15)[None]
 
@@ -61,3 +63,113 @@ def test_parts_of_the_base_that_an_adapter_began_with(
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     with pytest.raises(ConfigError, match=rf"{kind} takes a part of .*: its weight is quantized"):
         models.load(tmp_path / "base", lora=tmp_path / "adapter", quantize="nf4")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # in peft
+@pytest.mark.parametrize(("kind", "dora"), [("pissa", False), ("olora", False), ("pissa", True)])
+def test_beginning_as_peft_does(kind: str, dora: bool, tmp_path: Path) -> None:
+    """Gradients differ in signs alone, of vectors whose products do not."""
+    torch = pytest.importorskip("torch", reason="peft is made of it")
+    peft = pytest.importorskip("peft", reason="whose files these are")
+    transformers = pytest.importorskip("transformers", reason="whose models peft adapts")
+    make(tmp_path / "base", "llama")
+    targets = ["q_proj", "down_proj"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="float32")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, init_lora_weights=kind, target_modules=targets, use_dora=dora,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    theirs = peft.get_peft_model(plain, config)
+    labels = torch.from_numpy(TOKENS)
+    theirs(labels, labels=labels).loss.backward()
+    model = models.load(tmp_path / "base")
+    model.add_adapter(3, alpha=5, targets=targets, init=kind, dora=dora)
+    _, gradients = model.loss_and_gradients(TOKENS, TOKENS)
+    names = {name.replace(".default", ""): each for name, each in theirs.named_parameters()}
+    for name, gradient in gradients.items():
+        expected = np.abs(names[name.replace("vector", "vector.weight")].grad.numpy())
+        error = np.abs(np.abs(gradient) - expected).max()
+        assert error <= 2e-4 * expected.max(), name
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_done_with_them(kind: str, dtype: str, tmp_path: Path) -> None:
+    make(tmp_path / "base", "llama", dtype=dtype)
+    model = models.load(tmp_path / "base")
+    before = model.logits(TOKENS).astype("f4")
+    model.add_adapter(3, alpha=5, init=kind)
+    near = {"rtol": 0, "atol": (1e-4 if dtype == "float32" else 0.03) * np.abs(before).max()}
+    np.testing.assert_allclose(model.logits(TOKENS).astype("f4"), before, **near)
+    first = next(name for name in model.trainable if name.endswith("lora_A.weight"))
+    assert len(model.trainable[first]) == 3
+    optimizer, losses = AdamW(model.trainable, lr=0.01), []
+    for _ in range(3):
+        loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
+        losses.append(float(loss))
+        optimizer.step(gradients)
+    assert losses[2] < losses[0]
+    trained = model.logits(TOKENS).astype("f4")
+    assert np.abs(trained - before).max() > 2 * near["atol"]
+    np.testing.assert_array_equal(model.base.logits(TOKENS).astype("f4"), before)
+    written = model.generate(TOKENS, max_new_tokens=4)
+    model.save_adapter(tmp_path / "adapter")
+    facts = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (facts["r"], facts["lora_alpha"], facts["init_lora_weights"]) == (6, 10, True)
+    again = models.load(tmp_path / "base", lora=tmp_path / "adapter")
+    np.testing.assert_allclose(again.logits(TOKENS).astype("f4"), trained, **near)
+    np.testing.assert_array_equal(again.generate(TOKENS, max_new_tokens=4), written)
+    models.merge(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    merged = models.load(tmp_path / "merged").logits(TOKENS)
+    np.testing.assert_allclose(merged, trained, **near)
+    if dtype == "float32":
+        model.merge_adapter()
+        np.testing.assert_allclose(model.logits(TOKENS), trained, **near)
+
+
+def test_what_quantization_lost(tmp_path: Path) -> None:
+    """LoftQ begins nearer to the dense model than the quantized one is."""
+    make(tmp_path / "base", "llama")
+    dense = models.load(tmp_path / "base")
+    model = models.load(tmp_path / "base", quantize="nf4")
+    name = "model.layers.1.mlp.up_proj"
+    weight: Any = model.parameters[f"{name}.weight"]
+    assert not hasattr(model.parameters["model.layers.1.self_attn.k_proj.weight"], "dequantize")
+    lost = dense.parameters[f"{name}.weight"] - weight.dequantize()
+    model.add_adapter(4, alpha=3, init="loftq")
+    own = model.adapter.parameters
+    a, b = (own[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    u, s, v = np.linalg.svd(lost, full_matrices=False)
+    np.testing.assert_allclose(0.75 * b @ a, u[:, :4] * s[:4] @ v[:4], atol=1e-5 * s[0])
+    assert not model.adapter.initial
+    model.save_adapter(tmp_path / "adapter")
+    again = models.load(tmp_path / "base", quantize="nf4", lora=tmp_path / "adapter")
+    np.testing.assert_array_equal(again.logits(TOKENS), model.logits(TOKENS))
+    models.load(tmp_path / "base", quantize="nf4").save(tmp_path / "four")
+    four = models.load(tmp_path / "four")
+    with pytest.raises(ConfigError, match=r"q_proj.weight is quantized; load a dense folder so"):
+        four.add_adapter(4, init="loftq")
+
+
+def test_what_has_no_such_beginning(tmp_path: Path) -> None:
+    make(tmp_path / "base", "llama")
+    model = models.load(tmp_path / "base")
+    for options, problem in (
+        ({"init": "eva"}, "init='eva'"),
+        ({"init": "pissa", "targets": ["lm_head"]}, "lm_head, which is outside of the blocks"),
+        ({"init": "olora", "rank": 70}, r"a weight \(.*\) has no 70 of them; lower it"),
+        ({"init": "loftq"}, "this model has no quantized weight; load a dense folder so"),
+        ({"init": "loftq", "dora": True}, "has no DoRA"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            model.add_adapter(**{"rank": 2, **options})
+        assert model.adapter is None
+    four = models.load(tmp_path / "base", quantize="nf4")
+    with pytest.raises(ConfigError, match="its weight is quantized"):
+        four.add_adapter(2, init="pissa")
+    model.add_adapter(2, init="pissa")
+    write_tokenizer(tmp_path / "base", byte_level(model.config.vocab))
+    (tmp_path / "text.txt").write_text("the theory in the end is that the inn is thin. " * 60)
+    settings = Settings(steps=1, tokens=16, out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="save_adapter makes it a plain one of twice the rank"):
+        Trainer(model, tmp_path / "text.txt", settings).train()

@@ -195,6 +195,10 @@ def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Fac
         base = base_of(folder, plan.base) or folder
         find_tensors(base, read_config(base)[0])
         return facts
+    if given.adapter is not None and given.adapter.initial:
+        problem = "the model's adapter began with a part of its weights, which a run does not keep"
+        cure = "save_adapter makes it a plain one of twice the rank: load and train that"
+        raise ConfigError(f"Trainer: {problem}; {cure}")
     values: Iterable[Any] = given.parameters.values()
     weight = next((value for value in values if isinstance(value, Quantized)), None)
     kind: Any = None if weight is None else getattr(weight, "kind", weight.KIND)

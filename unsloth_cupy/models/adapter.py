@@ -13,10 +13,11 @@ layer ``model.layers.0.self_attn.q_proj`` are named
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from .adapter_patterns import by_pattern
 from .checkpoint_files import write_folder
 from .config import Config
 from .heads import CAUSAL, NONE, SEQUENCE, TOKEN
+from .initial_weights import INITIAL, beside, initial_pairs, plain_settings
 from .kept import Kept
 from .names import ADAPTED, HEAD, TABLE, TEXT, is_norm, stored_name
 from .outer_weights import (
@@ -86,9 +88,13 @@ class Adapter:
         Tensors of the file that are not of these layers; ``save`` writes them as they were read.
     base : Path or None
         The folder of the model that it is for, if that is known.
+    initial : dict of str to (array, array)
+        A0 and B0 of layers that began with a part of the weight; -B0 A0 is added, too, and does
+        not change.
     """
 
     base: Path | None = None
+    initial: Mapping[str, tuple[Array, Array]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -163,12 +169,30 @@ class Adapter:
             bias = own if bias is None else add(bias, own)
         return LoraLayer(
             parameters[f"{module}.weight"],
-            parameters[prefix + DOWN],
-            parameters[prefix + UP],
+            *self._pair(parameters, module),
             self.scales[module],
             bias,
             parameters.get(prefix + MAGNITUDE),
         )
+
+    def _pair(self, parameters: Mapping[str, Any], module: str) -> tuple[Any, Any]:
+        """Return A and B of a layer, with what it began with beside them."""
+        table = f"{module}.weight"
+        names = LOW_RANK.get(table, (f"{PREFIX}{module}.{DOWN}", f"{PREFIX}{module}.{UP}"))
+        first, second = (parameters[name] for name in names)
+        if module not in self.initial:
+            return first, second
+        a, b = self.initial[module]
+        down = made_of([first], first.dtype, lambda own: beside(own, a, 0))
+        return down, made_of([second], second.dtype, lambda own: beside(own, -b, 1))
+
+    def begin(self, kind: str, read: Callable[[str], Any]) -> None:
+        """Let A and B begin with a part of each weight, which ``read`` returns by its name."""
+        call = f"create_adapter(init={kind!r})"
+        pairs = initial_pairs(call, kind, self.scales, self.parameters, read)
+        self.initial = {module_of(names[0]): pair for names, pair in pairs.items()}
+        for names, pair in pairs.items():
+            self.parameters |= {n: own.copy() for n, own in zip(names, pair, strict=True)}
 
     @property
     def outer(self) -> list[str]:
@@ -226,14 +250,12 @@ class Adapter:
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight
-        prefix = f"{PREFIX}{module}."
-        names = LOW_RANK.get(name, (prefix + DOWN, prefix + UP))
         wide = np.promote_types(weight.dtype, FLOAT32)
         result = lora_merge(
             weight if kept is None and not exact else weight.astype(wide),
-            *low_rank(name, *(self.parameters[each] for each in names)),
+            *low_rank(name, *self._pair(self.parameters, module)),
             scale=self.scales[module],
-            magnitude=self.parameters.get(prefix + MAGNITUDE),
+            magnitude=self.parameters.get(f"{PREFIX}{module}.{MAGNITUDE}"),
         )
         if exact:
             return result
@@ -246,8 +268,11 @@ class Adapter:
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""
-        tensors = dict(self.others)
-        for name, array in self.parameters.items():
+        tensors, own = dict(self.others), dict(self.parameters)
+        for module in self.initial:
+            pair = self._pair(own, module)
+            own |= {f"{PREFIX}{module}.{k}": v for k, v in zip((DOWN, UP), pair, strict=True)}
+        for name, array in own.items():
             module = module_of(name)
             tensors[name.replace(module, self.stored[module], 1)] = array
         if self.settings.get(TIED) and PREFIX + TABLE in self.parameters:
@@ -256,7 +281,8 @@ class Adapter:
             pair = low_rank(TABLE, *(self.parameters[each] for each in LOW_RANK[TABLE]))
             tensors |= dict(zip(LOW_RANK[HEAD], pair, strict=True))
         home = home_facts(self.settings.get(BASE), self.base)
-        write_folder(folder, {CONFIG: self.settings}, tensors, {WEIGHTS: list(tensors)}, home)
+        settings = plain_settings(self.settings) if self.initial else self.settings
+        write_folder(folder, {CONFIG: settings}, tensors, {WEIGHTS: list(tensors)}, home)
 
 
 @check_options
@@ -274,6 +300,7 @@ def create_adapter(
     base: str | None = None,
     tokens: Sequence[int] | Mapping[str, Sequence[int]] = (),
     modules: Sequence[str] = (),
+    init: str | None = None,
 ) -> Adapter:
     """Return a new adapter that does not yet change the model: A is random, B is zero.
 
@@ -302,13 +329,19 @@ def create_adapter(
     modules : sequence of str, optional
         Modules that are trained whole: embed_tokens, which a tied head follows, lm_head, and score,
         the head of a classifier, which is frozen otherwise: peft's ``modules_to_save``.
+    init : str, optional
+        What A and B begin with: "pissa", the largest singular vectors of each weight, or "olora",
+        the first columns and rows of its QR decomposition.  The weight is unchanged: the product
+        with which they begin is subtracted, and ``save_adapter`` writes both as one of twice the
+        rank.  "loftq", in ``add_adapter`` alone: the best approximation of this rank to what the
+        quantization of the weights lost, which are read again from the model's dense folder.
 
     Raises
     ------
     ConfigError
         An option is invalid, or does not name a linear layer of the blocks, or what is outside.
     """
-    _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed)
+    _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed, init=init)
     known = linear_layers(config)
     stored = {name: stored_name(name, config.body) for name in known}
     layer_names = sorted({name.rpartition(".")[2] for name in known})
@@ -366,7 +399,10 @@ def create_adapter(
             with device_of(weight):
                 float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
                 parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
-    return Adapter(settings, parameters, stored=stored | outer)
+    adapter = Adapter(settings, parameters, stored=stored | outer)
+    if init in INITIAL:
+        adapter.begin(str(init), weights.__getitem__)
+    return adapter
 
 
 def module_of(name: str) -> str:
@@ -384,13 +420,14 @@ def _target_modules(names: list[str], prefix: str) -> list[str] | str:
     return rf"{re.escape(prefix)}(.*\.)?({inside})" + "|lm_head" * ("lm_head" in names)
 
 
-def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
+def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) -> None:
     """Raise a ConfigError for an invalid option of ``create_adapter``."""
     for name, value, valid, cure in (
         ("rank", rank, is_integer(rank, 1), "1 or more"),
         ("alpha", alpha, alpha is None or (is_number(alpha) and alpha > 0), "a number above 0"),
         ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "a share in 0 .. 1"),
         ("seed", seed, is_integer(seed), "an integer, 0 or more"),
+        ("init", init, init in (None, *INITIAL, "loftq"), "pissa, olora, loftq or None"),
     ):
         if not valid:
             raise ConfigError(f"create_adapter({name}={value!r}): pass {cure}")

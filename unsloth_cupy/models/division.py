@@ -261,6 +261,9 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
         problem = "DoRA needs the norms of whole rows, which ranks divide"
         raise ConfigError(f"Division: {problem}; use LoRA")
+    if adapter.initial:
+        problem = "the adapter began with a part of the weights, which ranks divide"
+        raise ConfigError(f"Division: {problem}; save it, and load that")
     if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
         raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
     if adapter.outer:

@@ -18,6 +18,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..ops.quantized.weight import Quantized
+from ..placement import to_device_of, to_numpy
 from .names import ADAPTED
 
 INITIAL = ("pissa", "olora")  # values of init_lora_weights
@@ -69,12 +70,44 @@ def initial_pairs(
     return pairs
 
 
+def loftq(
+    call: str, own: dict[str, Array], scales: Mapping[str, float], weights: Mapping[str, Any],
+    read: Callable[[str], Any],
+) -> None:  # fmt: skip
+    """Let A and B begin with what is lost of weights that are quantized; ``read`` returns the old.
+
+    Li et al., LoftQ, 2023, with one step.
+    """
+    problem, cure = (
+        f"{call}: loftq begins with what load(quantize=) loses",
+        "load a dense folder so",
+    )
+    quantized = [name for name in scales if isinstance(weights[f"{name}.weight"], Quantized)]
+    if not quantized:
+        raise ConfigError(f"{problem}, and this model has no quantized weight; {cure}")
+    for module in quantized:
+        name = f"{module}.weight"
+        dense = read(name)
+        if isinstance(dense, Quantized):
+            raise ConfigError(f"{problem}, and the folder's {name} is quantized; {cure}")
+        lost = dense.astype(FLOAT32) - to_numpy(weights[name].dequantize(FLOAT32))
+        down, up = (own[f"{ADAPTED}{module}.lora_{part}.weight"] for part in "AB")
+        pair = initial_pair("pissa", lost, len(down), scales[module])
+        for old, new in zip((down, up), pair, strict=True):
+            old[...] = to_device_of(new, old)
+
+
+def beside(own: Array, other: Array, axis: int) -> Array:
+    """Return two arrays as one, along an axis, in the dtype of the first."""
+    with device_of(own):
+        return np.concatenate([own, other.astype(own.dtype)], axis)
+
+
 def joined(down: Array, up: Array, pair: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return A and B of twice the rank, whose product is B A - B0 A0, in float32 at least."""
     wide = np.promote_types(down.dtype, FLOAT32)
-    with device_of(down):
-        a = np.concatenate([down.astype(wide, copy=False), pair[0].astype(wide, copy=False)])
-        return a, np.concatenate([up.astype(wide, copy=False), -pair[1].astype(wide)], 1)
+    a, b = pair
+    return beside(down.astype(wide), a, 0), beside(up.astype(wide), -b, 1)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

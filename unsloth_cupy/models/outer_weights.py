@@ -210,7 +210,8 @@ def resized(table: Any, rows: int) -> Any:
 def made_of(own: Sequence[Any], dtype: Any, make: Callable[..., Any], table: str = "") -> Any:
     """Return ``make`` of arrays in a dtype, on the tape of those that are Vars.
 
-    The gradient of the result is that of the array, or holds those of the two of ``table``.
+    The gradient of the result begins with that of the array, or holds those of the two of
+    ``table``.
     """
     arrays = [each.value if type(each) is Var else each for each in own]
     result = make(*(array.astype(dtype, copy=False) for array in arrays))
@@ -238,7 +239,9 @@ class MadeRecord(NamedTuple):
         made = self.values["made"]
         pair = low_rank(self.table, *made.parts(gradient)) if self.table else (gradient,)
         for name, index in inputs.items():
-            own = pair[int(name)].astype(self.values[name].dtype, copy=False)
+            array = self.values[name]
+            own = pair[int(name)][tuple(map(slice, array.shape))]  # of what is made, all or a part
+            own = own.astype(array.dtype, copy=False)
             grads[index] = add_up(grads.get(index), own)
 
 

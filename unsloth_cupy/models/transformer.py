@@ -34,6 +34,7 @@ from .config import Config
 from .division import divided_adapter
 from .gather import whole_parameters
 from .heads import SEQUENCE, pooled, sequence_scores
+from .initial_weights import loftq
 from .kept import Kept
 from .loss import label_log_probs, mean_loss
 from .names import HEAD, TABLE
@@ -97,6 +98,11 @@ class Transformer(Network):
         outer += ["targets"] * any(name in listed for name in TABLES)
         if outer:
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
+        if options.get("init") is not None:
+            self._require_whole("add_adapter(init=)", "before the model is divided")
+        if options.get("init") == "loftq" and (self.folder is None or options.get("dora")):
+            problem = "loftq needs the dense folder of the model, and has no DoRA"
+            raise ConfigError(f"add_adapter(init='loftq'): {problem}; load one with quantize=")
         if self.parts is not None and options.get("dora"):
             problem = "norms are of whole rows, which ranks keep parts of"
             raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
@@ -106,6 +112,11 @@ class Transformer(Network):
             options["base"] = base_name(self.texts.get("config.json", {}), self.folder)
         adapter = create_adapter(whole, self.parameters, rank=rank, **options)
         adapter.base = None if known else self.folder
+        if options.get("init") == "loftq" and self.folder is not None:
+            from .stored import stored_model  # which imports this module
+
+            read = stored_model("add_adapter", self.folder).read
+            loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
         self.adapter = divided_adapter(adapter, self.division)
 
     def _require_whole(self, call: str, when: str) -> None:

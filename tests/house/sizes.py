@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 7200,
+    "models": 7400,
     "memory": 980,
     "finetune": 4800,
     "bench": 850,

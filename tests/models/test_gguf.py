@@ -337,6 +337,64 @@ def test_adapters_are_merged(dora: bool, tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense["blk.2.attn_q.weight"], rotated[reordered(32, 8)])
 
 
+@pytest.mark.parametrize("init", [None, "pissa"])
+def test_an_adapter_alone(init: str | None, tmp_path: Path) -> None:
+    """Its products and the base's file are the file of the merged model."""
+    model = make(tmp_path / "m", "llama")
+    model.add_adapter(4, base=str(tmp_path / "m"), targets=["q_proj", "down_proj"], init=init)
+    for name, array in model.adapter.parameters.items():
+        if "lora_B" in name:
+            array[...] = np.random.default_rng(len(name)).normal(0, 0.1, array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    rank = settings["r"]
+    settings |= {"alpha_pattern": {"q_proj": 3 * settings["lora_alpha"]}}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    model.adapter.scales |= {n: 6.0 for n in model.adapter.scales if n.endswith("q_proj")}
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="f32")
+    models.export_gguf(model, tmp_path / "merged.gguf", kind="f32")
+    base, merged = (read(tmp_path / f"{name}.gguf")[1] for name in ("m", "merged"))
+    for source, file in ((model, "a.gguf"), (tmp_path / "adapter", "b.gguf")):
+        report = models.export_adapter_gguf(source, tmp_path / file, kind="f32")
+        assert report.types == {"f32": 12}
+        values, tensors = read(tmp_path / file)[:2]
+        assert values["general.type"] == "adapter"
+        assert values["general.architecture"] == "llama"
+        assert values["adapter.type"] == "lora"
+        names = {name.rpartition(".")[0] for name in tensors}
+        assert len(names) == 6
+        for name in names:
+            a, b = (tensors[f"{name}.lora_{part}"] for part in "ab")
+            assert len(a) == b.shape[1] == rank
+            total = base[name] + values["adapter.lora.alpha"] / rank * b @ a
+            np.testing.assert_allclose(total, merged[name], rtol=1e-5, atol=1e-5)
+    half = models.export_adapter_gguf(model, tmp_path / "half.gguf")
+    assert half.types == {"f16": 12}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"dora": True}, "llama.cpp does not add DoRA's norms; export_gguf merges it"),
+        ({"tokens": [3]}, "does not add model.embed_tokens outside of the blocks"),
+        ({"targets": ["lm_head", "q_proj"]}, "does not add lm_head outside of the blocks"),
+        (None, "export_adapter_gguf: there is no adapter; export_gguf writes a model"),
+    ],
+    ids=str,
+)
+def test_adapters_that_llama_cpp_does_not_add(
+    options: dict[str, Any] | None, problem: str, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "m", "llama")
+    if options is not None:
+        model.add_adapter(2, **options)
+    with pytest.raises(ConfigError, match=problem):
+        models.export_adapter_gguf(model, tmp_path / "a.gguf")
+    with pytest.raises(ConfigError, match="kind='q4_0'"):
+        models.export_adapter_gguf(model, tmp_path / "a.gguf", kind="q4_0")
+    assert not (tmp_path / "a.gguf").exists()
+
+
 @pytest.mark.parametrize("name", ["llama_nf4_double", "qwen3_nf4"])
 def test_quantized_weights_are_written_as_they_are_dequantized(name: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / name, tmp_path / "m")

@@ -93,6 +93,26 @@ def test_logits_and_greedy_tokens(name: str, tmp_path: Path) -> None:
     assert loaded.greedy(tokens[0, :8]) == made[0].tolist()
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "bitnet"])
+def test_adapters_alone(name: str, tmp_path: Path) -> None:
+    """Beside the file of the base, with a rank and a scale for each kind of layers."""
+    model = make(tmp_path / "m", FAMILIES[name])
+    models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    tokens = np.random.default_rng(0).integers(3, 97, (1, 24))
+    plain = model.logits(tokens)[0]
+    model.add_adapter(3, alpha=5, seed=2)
+    for index, (each, array) in enumerate(sorted(model.adapter.parameters.items())):
+        if "lora_B" in each:
+            array[...] = np.random.default_rng(index).normal(0, 0.03, array.shape)
+    model.adapter.scales |= {n: 3.0 for n in model.adapter.scales if n.endswith(("o_proj", "0"))}
+    ours = model.logits(tokens)[0]
+    room = 4e-3 if model.config.activation == "gelu_tanh" else 1e-4
+    assert np.abs(ours - plain).max() > 20 * room
+    models.export_adapter_gguf(model, tmp_path / "a.gguf", kind="f32")
+    loaded = Loaded(tmp_path / "m.gguf", lora_path=str(tmp_path / "a.gguf"))
+    np.testing.assert_allclose(loaded.logits(tokens[0]), ours, rtol=0, atol=room)
+
+
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_as_many_layers_as_the_models_of_27b(name: str, layers: int, tmp_path: Path) -> None:
     """Of those llama.cpp scales scores otherwise."""

@@ -420,5 +420,6 @@ def test_commands_take_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert settings["model"] == str(tmp_path / "m.gguf")
     assert "run is finished" in run(*learn, "--steps", "1", "--out", "run")
     assert "q4_0" in run("export", "run", "n.gguf", "--type", "q4_0")
+    assert "42 f16" in run("export", "run", "lora.gguf", "--adapter")
     run("merge", "run", "merged")
     assert SIZES["vocab_size"] == models.load("merged").config.vocab

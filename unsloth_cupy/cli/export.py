@@ -30,6 +30,7 @@ from .options import BASE, FILE, NewFile, option
 )
 @option("--base", FILE, BASE)
 @click.option("--modelfile", is_flag=True, help="Also write a Modelfile, for ollama create.")
+@click.option("--adapter", is_flag=True, help="Only the adapter, for llama-cli --lora.")
 def export(
     folder: Path,
     file: Path,
@@ -37,6 +38,7 @@ def export(
     tokenizer: Path | None,
     base: Path | None,
     modelfile: bool,
+    adapter: bool,
 ) -> None:
     """Write the model in MODEL_FOLDER, its tokenizer and chat template to FILE.gguf.
 
@@ -57,8 +59,15 @@ def export(
       ternary   tq2_0 2.06; tq1_0 1.69
     A +: some matrices have more bits, those that hurt most. Ternary is for BitNet.
     """  # noqa: D301 -- click reads the \b
-    from ..models import export_gguf
+    from ..models import export_adapter_gguf, export_gguf
 
+    if adapter:
+        if modelfile or tokenizer:
+            cure = "leave --tokenizer and --modelfile out"
+            raise ConfigError(f"export --adapter writes no tokenizer; {cure}")
+        echo(export_adapter_gguf(model_folder(folder), file, kind=kind, base=base))
+        echo_next(["llama-cli", "-m", "BASE.gguf", "--lora", file])
+        return
     source, place = model_folder(folder), check_modelfile(file) if modelfile else None
     words, notes = tokenizer or words_folder(source, base), []
     ends: Ending | None = None

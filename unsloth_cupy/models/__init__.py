@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from .adapter import create_adapter as create_adapter
     from .folder import create as create
     from .folder import load as load
+    from .gguf.export import export_adapter_gguf as export_adapter_gguf
     from .gguf.export import export_gguf as export_gguf
     from .merging import merge as merge
     from .quantized import quantize as quantize
@@ -27,6 +28,7 @@ _HOMES = {
     "create_adapter": "adapter",
     "create": "folder",
     "load": "folder",
+    "export_adapter_gguf": "gguf.export",
     "export_gguf": "gguf.export",
     "from_torch": "torch_model",
     "merge": "merging",

@@ -169,13 +169,13 @@ class Adapter:
             bias = own if bias is None else add(bias, own)
         return LoraLayer(
             parameters[f"{module}.weight"],
-            *self._pair(parameters, module),
+            *self.pair(parameters, module),
             self.scales[module],
             bias,
             parameters.get(prefix + MAGNITUDE),
         )
 
-    def _pair(self, parameters: Mapping[str, Any], module: str) -> tuple[Any, Any]:
+    def pair(self, parameters: Mapping[str, Any], module: str) -> tuple[Any, Any]:
         """Return A and B of a layer, with what it began with beside them."""
         table = f"{module}.weight"
         names = LOW_RANK.get(table, (f"{PREFIX}{module}.{DOWN}", f"{PREFIX}{module}.{UP}"))
@@ -253,7 +253,7 @@ class Adapter:
         wide = np.promote_types(weight.dtype, FLOAT32)
         result = lora_merge(
             weight if kept is None and not exact else weight.astype(wide),
-            *low_rank(name, *self._pair(self.parameters, module)),
+            *low_rank(name, *self.pair(self.parameters, module)),
             scale=self.scales[module],
             magnitude=self.parameters.get(f"{PREFIX}{module}.{MAGNITUDE}"),
         )
@@ -270,7 +270,7 @@ class Adapter:
         """Write the adapter's folder; its files are replaced only once all new ones are written."""
         tensors, own = dict(self.others), dict(self.parameters)
         for module in self.initial:
-            pair = self._pair(own, module)
+            pair = self.pair(own, module)
             own |= {f"{PREFIX}{module}.{k}": v for k, v in zip((DOWN, UP), pair, strict=True)}
         for name, array in own.items():
             module = module_of(name)

@@ -11,6 +11,8 @@ from gguf import GGMLQuantizationType as Type
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
+from ...placement import to_numpy
+from ..adapter import Adapter
 from ..config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
 from ._types import Kind, dividing
@@ -54,6 +56,33 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
     for name, array in _rope_factors(config):
         result.append(Tensor(name, "", array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
+
+
+def adapter_tensors(
+    call: str, config: Config, known: Architecture, kind: Type, adapter: Adapter
+) -> tuple[list[Tensor], float]:
+    """Return the tensors of an adapter's file, and its alpha: alpha B A / rank is added.
+
+    B of layers with another scale is multiplied by theirs.
+    """
+    names, result = names_of(call, config, known), list[Tensor]()
+    alphas = {
+        module: scale * len(adapter.pair(adapter.parameters, module)[0])
+        for module, scale in adapter.scales.items()
+    }
+    alpha = next(iter(alphas.values()))
+
+    def add(module: str) -> None:
+        a, b = map(to_numpy, adapter.pair(adapter.parameters, module))
+        b = b.astype(FLOAT32) * np.float32(alphas[module] / alpha)
+        reads = (lambda: a), _reader(config, known, f"{module}.weight", lambda _: b)
+        for part, array, read in zip("ab", (a, b), reads, strict=True):
+            name = f"{names(f'{module}.weight')}.lora_{part}"
+            result.append(Tensor(name, "", array.shape, kind, read, kind))
+
+    for module in alphas:
+        add(module)
+    return result, alpha
 
 
 def names_of(call: str, config: Config, known: Architecture) -> Callable[[str], str]:

@@ -19,7 +19,7 @@ from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
-from ..adapter import Adapter
+from ..adapter import Adapter, module_of
 from ..config import Config
 from ..heads import CAUSAL, require_head
 from ..kept import ENOUGH, Kept
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 KEYS = 1 << 20  # upper bound of the bytes of keys and names, besides tensors and tokens
 OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".h5")
 SHOWN = 3  # most names in a note
+PARTS_ELSEWHERE = {"magnitude_vector": "DoRA's norms", "B.bias": "biases"}
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,14 @@ def export_gguf(
         the tokenizer; the file exists; a weight is not finite or too large for ``kind``; or the
         disk is full.
     """
-    _check_packages()
+    _check_packages("export_gguf")
     from ._families import architecture, warnings_of
     from ._metadata import metadata
     from ._tensors import tensors
     from ._tokenizer import tokenizer as tokenizer_values
     from ._types import KINDS
 
-    path = _new_file(file)
+    path = _new_file("export_gguf", file)
     check_choice("export_gguf", "kind", kind, TYPES)
     source = _source(model, tokenizer, base)
     require_head("export_gguf", source.config, CAUSAL)
@@ -169,28 +170,93 @@ def export_gguf(
     return Export(path, path.stat().st_size, dict(types), tuple(notes), kept)
 
 
-def _check_packages() -> None:
+@check_options
+def export_adapter_gguf(
+    model: Transformer | str | PathLike[str],
+    file: str | PathLike[str],
+    *,
+    kind: str = "f16",
+    base: str | PathLike[str] | None = None,
+) -> Export:
+    """Write an adapter alone to a GGUF file, which llama.cpp adds to that of its base.
+
+    ``llama-cli -m base.gguf --lora file.gguf`` computes the base with the adapter.  A and B have
+    the order of rows of that base's file.
+
+    Parameters
+    ----------
+    model : Transformer or path
+        A model with an adapter, or the folder of an adapter.
+    file : path
+        A file that does not exist yet, NAME.gguf.
+    kind : str
+        f32, f16 or bf16.
+    base : path or name, optional
+        The base model of an adapter's folder, in place of the one that the adapter names.
+
+    Returns
+    -------
+    report : Export
+
+    Raises
+    ------
+    ConfigError
+        There is no adapter, or llama.cpp does not know its kind: DoRA, biases, tokens, and what is
+        outside of the blocks; or as in ``export_gguf``.
+    """
+    call = "export_adapter_gguf"
+    _check_packages(call)
+    from ._families import architecture, warnings_of
+    from ._tensors import adapter_tensors
+    from ._types import KINDS
+
+    path = _new_file(call, file)
+    check_choice(call, "kind", kind, ("f32", "f16", "bf16"))
+    source = _source(model, None, base)
+    adapter, known = source.adapter, architecture(source.config)
+    if adapter is None:
+        raise ConfigError(f"{call}: there is no adapter; export_gguf writes a model")
+    parts = {PARTS_ELSEWHERE.get(name.rpartition(".lora_")[2]) for name in adapter.parameters}
+    parts |= {f"{module_of(name)} outside of the blocks" for name in adapter.outer}
+    if parts := {each for each in parts if each}:
+        cure = "export_gguf merges it into the weights"
+        raise ConfigError(f"{call}: llama.cpp does not add {min(parts)}; {cure}")
+    made, alpha = adapter_tensors(call, source.config, known, KINDS[kind].type, adapter)
+    values = {
+        "general.type": "adapter",
+        "general.name": source.name,
+        "general.file_type": int(KINDS[kind].file_type),
+        "adapter.type": "lora",
+        "adapter.lora.alpha": alpha,
+    }
+    _write(path, known.name, values, made, False, {}, Kept())
+    types = Counter(tensor.type.name.lower() for tensor in made)
+    notes = tuple(warnings_of(source.config, known))
+    return Export(path, path.stat().st_size, dict(types), notes, Kept())
+
+
+def _check_packages(call: str) -> None:
     """Raise a ConfigError if a package of the extra "gguf" is missing."""
     try:
         import gguf  # noqa: F401
         import tokenizers  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"export_gguf needs the package {error.name}; install it with"
+            f"{call} needs the package {error.name}; install it with"
             " pip install 'unsloth_cupy[gguf]'"
         ) from None
 
 
-def _new_file(file: Any) -> Path:
+def _new_file(call: str, file: Any) -> Path:
     """Return the path of the new file; raise if it exists, or if its folder or suffix is wrong."""
-    path = path_of("export_gguf(file=)", file)
+    path = path_of(f"{call}(file=)", file)
     if path.suffix.lower() in OTHER_FORMATS:
         cure = f"end its name with .gguf: {path.with_suffix('.gguf').name}"
-        raise ConfigError(f"export_gguf: {path} would hold GGUF under another name; {cure}")
+        raise ConfigError(f"{call}: {path} would hold GGUF under another name; {cure}")
     if path.exists():
-        raise ConfigError(f"export_gguf: {path} exists; remove it, or name another file")
+        raise ConfigError(f"{call}: {path} exists; remove it, or name another file")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"export_gguf: {path.parent} is not a folder; create it first")
+        raise ConfigError(f"{call}: {path.parent} is not a folder; create it first")
     return path
 
 

@@ -10,6 +10,7 @@ import pytest
 from unsloth_cupy import AdamW, models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer
+from unsloth_cupy.parallel import SingleCommunicator
 
 from .exported import byte_level, make, write_tokenizer
 
@@ -90,6 +91,40 @@ def test_beginning_as_peft_does(kind: str, dora: bool, tmp_path: Path) -> None:
         expected = np.abs(names[name.replace("vector", "vector.weight")].grad.numpy())
         error = np.abs(np.abs(gradient) - expected).max()
         assert error <= 2e-4 * expected.max(), name
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_a_folder_of_peft_by_hand(kind: str, tmp_path: Path) -> None:
+    """The best approximation of rank 3 leaves the weight, and so does the span of 3 columns."""
+    make(tmp_path / "base", "llama")
+    model = models.load(tmp_path / "base")
+    model.add_adapter(3, alpha=5, targets=["up_proj"], base=str(tmp_path / "base"))
+    own = model.adapter.parameters
+    for name, array in own.items():
+        if "lora_B" in name:
+            array[...] = np.random.default_rng(len(name)).normal(0, 0.1, array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": kind}))
+    models.merge(tmp_path / "adapter", tmp_path / "merged")
+    merged = models.load(tmp_path / "merged").parameters
+    for module in model.adapter.scales:
+        weight = model.parameters[f"{module}.weight"].astype("f8")
+        a, b = (own[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+        q, r = np.linalg.qr(weight)
+        taken = 5 / 3 * q[:, :3] @ r[:3]
+        if kind == "pissa":
+            u, sizes, v = np.linalg.svd(weight, full_matrices=False)
+            taken = u[:, :3] * sizes[:3] @ v[:3]
+        expected = weight - taken + 5 / 3 * b @ a
+        np.testing.assert_allclose(merged[f"{module}.weight"], expected, rtol=0, atol=1e-5)
+    text = tmp_path / "text.txt"
+    text.write_text("the theory in the end is that the inn is thin. " * 60)
+    alone = {"communicator": SingleCommunicator(), "lora": tmp_path / "adapter"}
+    with pytest.raises(ConfigError, match=f"'{kind}' changed; load it into the whole dense model"):
+        models.load(tmp_path / "base", **alone)
+    with pytest.raises(ConfigError, match=f"'{kind}' changed; load it into the whole dense model"):
+        Trainer(tmp_path / "adapter", text, Settings(steps=1, out=tmp_path / "run")).train()
 
 
 @pytest.mark.parametrize("kind", ["pissa", "olora"])

@@ -37,9 +37,13 @@ LLAMA = Path(golden.__file__).parent / "models" / "llama"
 OURS = {  # settings of the methods of golden.TRL
     "hinge": {"method": "dpo", "loss": "hinge"},
     "kto": {"method": "kto", "desirable_weight": 1.5},
+    "reward": {"method": "reward", "center": 0.1},
 }
 NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "rewards/margins": "margin",
-         "rewards/accuracies": "accuracy", "kl": "kl"}  # fmt: skip
+         "rewards/accuracies": "accuracy", "kl": "kl", "accuracy": "accuracy", "margin": "margin",
+         "min_reward": "reward_min", "mean_reward": "reward_mean",
+         "max_reward": "reward_max"}  # fmt: skip
+DATA = {"kto": "rated", "distill": "texts", "reward": "scored"}
 MEASURED = ("memory_bytes", "seconds", "tokens_per_second", "planned_bytes", "peak_bytes")
 
 
@@ -63,7 +67,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("methods")
     for share in (1.0, 0.9, 1.1):
         model_times(share, folder / f"model-{share}")
+    model = load(LLAMA, dtype="float32", head="sequence_classification", labels=1)
+    model.parameters["score.weight"] = golden.head(1, model.config.hidden)
+    model.save(folder / "model-scored")
+    shutil.copy(folder / "model-1.0" / "tokenizer.json", folder / "model-scored")
     write(folder / "pairs.jsonl", golden.pairs())
+    write(folder / "scored.jsonl", golden.scored())
     write(folder / "rated.jsonl", golden.rated())
     rows = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in golden.pairs()]
     write(folder / "texts.jsonl", rows)
@@ -71,7 +80,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(home: Path, method: str) -> Path:
-    return home / f"{ {'kto': 'rated', 'distill': 'texts'}.get(method, 'pairs') }.jsonl"
+    return home / f"{DATA.get(method, 'pairs')}.jsonl"
+
+
+def model_of(home: Path, method: str) -> Path:
+    return home / f"model-{'scored' if method == 'reward' else '1.0'}"
 
 
 def trainer(home: Path, out: Path, *, lora: Any = None, **settings: Any) -> Trainer:
@@ -80,7 +93,8 @@ def trainer(home: Path, out: Path, *, lora: Any = None, **settings: Any) -> Trai
         settings = {"teacher": home / "model-0.9"} | settings
     data = settings.pop("data", None) or data_of(home, method)
     settings = {"eval": data, "lr": 1e-3, "steps": 1, "batch": 6, "tokens": 20} | settings
-    return Trainer(home / "model-1.0", data, Settings(out=out, **settings), lora=lora)
+    model = settings.pop("model", None) or model_of(home, method)
+    return Trainer(model, data, Settings(out=out, **settings), lora=lora)
 
 
 def log(run: Run, *, leave: tuple[str, ...] = MEASURED) -> list[dict[str, Any]]:
@@ -118,7 +132,7 @@ def test_the_first_step_is_that_of_trl_itself(home: Path, tmp_path: Path) -> Non
         assert_as_trl(home, tmp_path / name, name, golden.first_step(name))
 
 
-@pytest.mark.parametrize("method", ["cpo", "orpo", "kto", "distill"])
+@pytest.mark.parametrize("method", ["cpo", "orpo", "kto", "distill", "reward"])
 def test_parts_of_a_batch_are_one_batch(method: str, home: Path, tmp_path: Path) -> None:
     """Sums over pairs, tokens and answers are divided by those of the whole step."""
     runs = [
@@ -147,9 +161,10 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         words = [str(word) for pair in given.items() for word in pair]
         words += ["--teacher", str(home / "model-0.9")] if method == "distill" else []
         words += [] if ranks == 1 and "--zero" in more else more
-        return ["finetune", str(home / "model-1.0"), *words, "--"]
+        return ["finetune", str(model_of(home, method)), *words, "--"]
 
     wanted = [("dpo", ()), ("orpo", ("--no-pack",)), ("kto", ("--zero", "1")), ("distill", ())]
+    wanted += [("reward", ())]
     both = chain.from_iterable(asked(method, 2, *more) for method, more in wanted)
     for ended in by_sockets(2, "tests.parallel.commands", *both):
         assert ended.code == 0, ended.said
@@ -176,19 +191,21 @@ class Halts(Callback):
 
 
 @pytest.mark.parametrize(
-    ("method", "lora"), [("dpo", None), ("kto", Lora(2)), ("distill", Lora(2))]
+    ("method", "lora"),
+    [("dpo", None), ("kto", Lora(2)), ("distill", Lora(2)), ("reward", Lora(2)), ("reward", None)],
 )
 def test_a_run_that_goes_on_has_equal_bits(
     method: str, lora: Any, home: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"method": method, "steps": 4, "batch": 2, "evaluate_every": 2}
+    options |= {"model": home / "model-1.0"}  # a head is new
     stop, out = Stop(), tmp_path / "run"
     halted = trainer(home, out, lora=lora, **options)
     halted.callbacks = [Halts(stop, 2)]
     with pytest.raises(Interrupted):
         halted.train(stop)
     known = out / "reference.safetensors"
-    assert known.exists() == (method != "distill")
+    assert known.exists() == METHODS[method].compares
     again = trainer(home, out, lora=lora, **options).train()
     expected = trainer(home, tmp_path / "whole", lora=lora, **options).train()
     assert log(again) == log(expected)
@@ -198,8 +215,9 @@ def test_a_run_that_goes_on_has_equal_bits(
     assert both[0].keys() == both[1].keys()
     for name, weight in both[1].items():
         np.testing.assert_array_equal(both[0][name], weight)
-    with pytest.raises(ConfigError, match="holds a run with beta None"):
-        trainer(home, out, lora=lora, **options, beta=0.2).train()
+    other = {"center": 0.2} if method == "reward" else {"beta": 0.2}
+    with pytest.raises(ConfigError, match=f"holds a run with {next(iter(other))} None"):
+        trainer(home, out, lora=lora, **options, **other).train()
 
 
 def test_a_lost_reference_is_computed_from_the_model_again(home: Path, tmp_path: Path) -> None:
@@ -331,7 +349,7 @@ def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Pat
     assert any("of 1 both answers are equal" in text for text in said)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward"])
 def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> None:
     for lora in (None, Lora(4)):
         made = trainer(home, tmp_path / f"run{lora is None}", method=method, lora=lora, steps=2)

@@ -21,6 +21,7 @@ TRL = {  # the method, TRL's trainer, and its options
     "ipo": ("DPO", {"loss_type": ["ipo"]}),
     "simpo": ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}), "cpo": ("CPO", {}),
     "orpo": ("ORPO", {}), "kto": ("KTO", {"desirable_weight": 1.5}),
+    "reward": ("Reward", {"center_rewards_coefficient": 0.1}),
 }  # fmt: skip
 
 
@@ -58,6 +59,16 @@ def rated() -> list[dict[str, Any]]:
     ]
 
 
+def head(labels: int, hidden: int) -> Any:
+    """Return the weight of a head of outputs."""
+    return np.sin(np.arange(labels * hidden, dtype=np.float32)).reshape(labels, hidden) / 4
+
+
+def scored() -> list[dict[str, Any]]:
+    """Return the pairs, with margins."""
+    return [pair | {"margin": 0.25 * n} for n, pair in enumerate(pairs())]
+
+
 def first_step(name: str) -> dict[str, float]:
     """Return loss and norm of the gradient of a method, by TRL."""
     import torch
@@ -72,16 +83,20 @@ def first_step(name: str) -> dict[str, float]:
     words = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(), eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
+    of_head = kind == "Reward"
+    auto = "SequenceClassification" if of_head else "CausalLM"
     model, reference = (
-        transformers.AutoModelForCausalLM.from_pretrained(
-            HERE / "models/llama", dtype=torch.float32
+        getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
+            HERE / "models/llama", dtype=torch.float32, **({"num_labels": 1} if of_head else {})
         )
         for _ in range(2)
     )
     with torch.no_grad():
+        if of_head:
+            model.score.weight.copy_(torch.from_numpy(head(1, model.config.hidden_size)))
         for parameter in reference.parameters():
             parameter.mul_(SHARE.get(name, 0.9))
-    rows = rated() if kind == "KTO" else pairs()
+    rows = {"KTO": rated, "Reward": scored}.get(kind, pairs)()
     with tempfile.TemporaryDirectory() as folder:
         config = getattr(home, f"{kind}Config")(
             folder, per_device_train_batch_size=len(rows), max_steps=1, max_grad_norm=1e9,
@@ -95,7 +110,16 @@ def first_step(name: str) -> dict[str, float]:
         )
         trainer.train()
     line = next(line for line in trainer.state.log_history if "loss" in line)
-    names = ("loss", "grad_norm", "rewards/margins", "rewards/accuracies", "kl")
+    names = (
+        "loss",
+        "grad_norm",
+        "rewards/margins",
+        "rewards/accuracies",
+        "kl",
+        "accuracy",
+        "margin",
+    )
+    names += ("min_reward", "mean_reward", "max_reward")
     return {each: float(line[each]) for each in names if each in line}
 
 

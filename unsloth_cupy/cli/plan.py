@@ -104,13 +104,13 @@ def plan(
     With a number of ranks, the plan shows memory, sent bytes and time of each rank, and simulates
     all of them; --batch is then the batch of one data rank.
     """
-    from ..files import read_json
     from ..models.parse import parse
 
     path = config_file(config)
-    folder = None if path == config else model_folder(config)
-    values, own = read_json(path), source_of(path.parent) == path.parent
-    adapter, stored = (None, None) if folder is None else model_without_weights(folder)[1:]
+    own = source_of(path.parent) == path.parent
+    sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
+    learning = learning_of(method, teacher, alone=not any(sizes))
+    folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
         raise ConfigError(f"{folder} already holds an adapter, which is planned; leave --lora out")
@@ -131,12 +131,10 @@ def plan(
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
     check_optimizer(optimizer, int(state_bits), tensor_parallel or 1, int(zero))
-    sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
         context_attention, accumulate,
     )  # fmt: skip
-    learning = learning_of(method, teacher, alone=not any(sizes))
     if any(size is not None for size in sizes):
         if optimizer == "none":
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
@@ -183,6 +181,18 @@ def plan(
     if plot is not None:
         draw_timeline(plot, memory_plan, title)
         console.print(f"timeline: {plot}", markup=False)
+
+
+def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any, str | None]:
+    """Return the folder of a model, its config.json with a head, its adapter and quantization."""
+    from ..files import read_json
+    from ..models.heads import chosen
+
+    path = config_file(config)
+    folder = None if path == config else model_folder(config)
+    values = chosen(read_json(path), head.get("head"), head.get("labels")).values
+    known = (None, None) if folder is None else model_without_weights(folder, **head)[1:]
+    return folder, values, *known
 
 
 def learning_of(name: str, teacher: Path | None, *, alone: bool) -> Any:

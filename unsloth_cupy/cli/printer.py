@@ -134,7 +134,7 @@ class Printer(Listener):
             echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
             echo("and another --out starts a new run\n")
         report(run.files)
-        if run.loop is not None:
+        if run.loop is not None and run.loop.method.head is None:
             with run.loop.stop.interruptible_block("the sample"):
                 sample(run.loop)
         what_follows(run.files)

@@ -1,12 +1,14 @@
 """Prints the result of a run, and a sample of its model."""
 
+import json
 import math
 from typing import Any
 
 from ..errors import ConfigError
+from ..files import read_json
 from ..finetune.chat import Chat
 from ..finetune.loop import Loop
-from ..finetune.methods import MEASURES
+from ..finetune.methods import MEASURES, METHODS
 from ..finetune.run_folder import RunFolder
 from ..machine import console, format_bytes
 from ..models.adapter_base import ADAPTER
@@ -68,6 +70,12 @@ def report(run: RunFolder) -> None:
 
 def what_follows(run: RunFolder) -> None:
     """Print the commands that use a finished run."""
+    method = METHODS[read_json(run.settings).get("method", "sft")]
+    if method.used:  # it writes no text
+        load = f"models.load({json.dumps(str(run.model))})"
+        code = f"from unsloth_cupy import models; model = {load}; print({method.used})"
+        echo_next(["python", "-c", code])
+        return
     asks = ["generate", run.folder]
     asks += ["--chat"] if Chat(run.model).stored else ["Once upon a time"]
     follow = [asks, ["export", run.folder, f"{run.folder}.gguf", "--type", "q4_k_m", "--modelfile"]]

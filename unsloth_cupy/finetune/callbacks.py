@@ -21,6 +21,8 @@ METRICS = {
     "token_accuracy": "eval_token_accuracy", "entropy": "eval_entropy",
     **{f"held_out_{name}": f"eval_{other}" for name, other in MEASURES.items()},
 }  # fmt: skip
+METRIC = {f"{kind}rewards/{name}": f"{kind}{new}" for kind in ("", "eval_") for name, new in (
+    ("accuracies", "accuracy"), ("margins", "margin"))}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -170,7 +172,12 @@ class Callbacks:
             return
         self._update()
         names = METRICS if "held_out_loss" in line else LOGS
-        logs = {new: line[old] for old, new in names.items() if line.get(old) is not None}
+        of_head = self.loop.method.head is not None  # whose measures have no names of rewards
+        logs = {
+            METRIC.get(new, new) if of_head else new: line[old]
+            for old, new in names.items()
+            if line.get(old) is not None
+        }
         logs["epoch"] = self.state.epoch
         self.state.log_history.append(logs | {"step": line["step"]})
         self.call("on_log", logs=logs, line=dict(line))

@@ -12,7 +12,10 @@ SMOOTHING = 0.02  # share of all steps, on either side of a step, that the smoot
 TITLE_WIDTH = 65  # characters that fit in a line
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 PANELS = {  # below the loss, of a method that measures them: lines, dashed for the second
-    "reward": ("reward_chosen", "reward_rejected", "reward_desirable", "reward_undesirable"),
+    "reward": (
+        *("reward_chosen", "reward_rejected", "reward_desirable", "reward_undesirable"),
+        *("reward_mean", "reward_min", "reward_max"),
+    ),
     "accuracy": ("accuracy",),
     "KL (nats)": ("kl",),
 }
@@ -74,7 +77,7 @@ def draw_measures(axes: Any, lines: Sequence[dict[str, Any]], label: str) -> Non
     """Draw the numbers of a panel over the steps, those of held-out answers as points."""
     axes.set_ylabel(label, color=INK)
     for name in PANELS[label]:
-        pale = name in ("reward_rejected", "reward_undesirable")
+        pale = name in ("reward_rejected", "reward_undesirable", "reward_min", "reward_max")
         for kind, style, color in (("", "-", TRAIN), ("held_out_", "o", HELD_OUT)):
             known = [(n["step"], n[kind + name]) for n in lines if n.get(kind + name) is not None]
             if known:

@@ -80,6 +80,7 @@ class Content(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
     desirable: bool | None = None  # of an answer that is rated
+    value: Any = None  # the margin of a pair
 
 
 def normal(name: str) -> str:

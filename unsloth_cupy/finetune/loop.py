@@ -90,6 +90,10 @@ class Loop:
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
+        model.texts = {
+            **model.texts,
+            "config.json": self.method.settled(model.texts["config.json"]),
+        }
         self.masters = dict(model.trainable)
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
@@ -278,10 +282,7 @@ class Loop:
                     self.callbacks.call("on_substep_end")
 
         loss, sums = self.engine.summed(passes(), len(batches))
-        measured = np.zeros(self.method.sums)
-        for each in sink:
-            measured += to_numpy(each)
-        measured = self.ranks.alike.all_reduce(measured) if len(measured) else measured
+        measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.alike)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
 
@@ -295,25 +296,26 @@ class Loop:
             self._placed(batch, shared if method.sums else method.counts([batch]))
             for batch in batches
         ]
-        total, sums = 0.0, np.zeros(0)
+        total, parts = 0.0, list[Array]()
         for number, (loss, *more) in enumerate(self.engine.held_out(each, method.sums)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
                     next(self.engine.gradients([each[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total += loss * (1 if method.sums else batches[number].label_count)
-            sums = np.array(more) + (sums if sums.size else 0.0)
+            parts.append(np.array(more))
         line = {"step": self.step, "held_out_loss": total if method.sums else total / count}
         line |= {f"held_out_{method.unit}": count}
         if self.training_data.baseline is not None:
             line["unigram_baseline"] = self.training_data.baseline
         if method.sums:
-            named_sums = method.measures(sums, **constants).items()
+            named_sums = method.measures(method.joined(parts), **constants).items()
             line |= {f"held_out_{name}": number for name, number in named_sums}
         else:
             usual = self.engine.objective is next_token
             loss = line["held_out_loss"]
-            line |= measures(loss, Counts(*sums), count, of_next_token=usual)
+            counts = Counts(*sum(parts))
+            line |= measures(loss, counts, count, of_next_token=usual)
         loss = line["held_out_loss"]
         if self.plan.keeps_best:
             self._keep_if_best(loss)
@@ -351,6 +353,9 @@ class Loop:
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
         if self.plan.sample_prompt and not self.ranks.whole:
             problem = "is for a model that no ranks divide"
+            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+        if self.plan.sample_prompt and self.method.head is not None:
+            problem = f"is for a language model, which {named(method=self.plan.method)} trains none"
             raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
         for prompt in self.plan.sample_prompt:
             self.prompt_tokens(prompt)
@@ -504,6 +509,8 @@ class Loop:
             model.save(folder)
             model.parameters, model.division = own
         files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
+        if model.adapter is not None and self.method.names:  # an adapter's own files name no labels
+            files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"
         # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
         for name, text in (files | {**self.files}).items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -56,6 +56,7 @@ class Lora:
             A target is no linear layer of the blocks.
         """
         from ..models.adapter import linear_layers
+        from ..models.heads import CLASSIFIERS
 
         names = [*linear_layers(config)]
         known = sorted({name.rpartition(".")[2] for name in names})
@@ -72,4 +73,5 @@ class Lora:
                 f"{named(lora_targets=self.targets)}: give {ALL}, {ATTENTION}, or some of"
                 f" {', '.join(known)}"
             )
-        return dataclasses.asdict(self) | {"targets": targets}
+        modules = ["score"] if config.head in CLASSIFIERS else []  # the head is trained too
+        return dataclasses.asdict(self) | {"targets": targets, "modules": modules}

@@ -22,6 +22,7 @@ from ..training.variable import Var
 from .text import Batch
 
 TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
+SCORED = "scored pairs"  # pairs that may have margins
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
 FOLDERS = ("reference", "teacher")  # settings that are other models
 
@@ -45,7 +46,15 @@ class Method:
     rates : (float, float), optional
         Default learning rates, of a whole model and of adapters.
     sums : int
-        How many sums its objective adds to the sink.
+        How many numbers its objective adds to the sink.
+    largest : int
+        How many of them, the last ones, are no sums: their maximum counts.
+    head : str, optional
+        The head that it trains, new if the model has another one; None: the model's own.
+    names : tuple of str
+        What the outputs of that head are.
+    used : str
+        An expression with the model for what it is for, if that is not to write.
     given : dict
         Options of its loss.
     """
@@ -57,6 +66,10 @@ class Method:
     unit: str = "tokens"
     rates: tuple[float, float] | None = None
     sums: int = 0
+    largest: int = 0
+    head: str | None = None
+    names: tuple[str, ...] = ()
+    used: str = ""
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -83,6 +96,19 @@ class Method:
     def check(self, settings: Any) -> None:
         """Raise a ConfigError for values that the loss does not take."""
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Options of ``models.load`` that choose the head."""
+        return {} if self.head is None else {"head": self.head, "labels": len(self.names) or None}
+
+    def settled(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a config.json with the names of the outputs."""
+        if not self.names:
+            return config
+        names = {str(number): name for number, name in enumerate(self.names)}
+        numbers = {name: number for number, name in enumerate(self.names)}
+        return config | {"id2label": names, "label2id": numbers}
+
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of a batch, whose entries ``inputs`` and ``counts`` return."""
         return next_token(model, **batch)
@@ -104,6 +130,18 @@ class Method:
         """
         return {}
 
+    def joined(self, parts: Sequence[Array], data: Any = None) -> Array:
+        """Return what parts of a step measure together, also over the ranks of ``data``."""
+        total, cut = np.zeros(self.sums), self.sums - self.largest
+        total[cut:] = -np.inf
+        for part in parts:
+            total[:cut] += part[:cut]
+            total[cut:] = np.maximum(total[cut:], part[cut:])
+        if data is not None and data.size > 1 and self.sums:
+            total[:cut] = data.all_reduce(total[:cut])
+            total[cut:] = data.all_reduce(total[cut:], "max") if self.largest else []
+        return total
+
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
         """Return numbers for the log from the sums over the batches of a step."""
         return {}
@@ -112,6 +150,7 @@ class Method:
         """Return the inputs of full rows, to plan their memory: views of those of one."""
         rows = np.ones((self.group, tokens), np.int64)
         beside: dict[str, Array] = {"desirable": rows > 0, "real": rows > 0}
+        beside["value"] = np.zeros(rows.shape)
         beside |= {"reference": np.zeros(rows.shape, FLOAT32), "taught": np.zeros_like(rows)}
         one = self.inputs(Batch(rows, rows, None, 1, rows.size, self.group, beside)).items()
         return {

@@ -14,6 +14,7 @@ from ..ops.losses.divergence import KINDS as DIVERGENCES
 from .distillation import Distill
 from .method import Method
 from .preference_methods import Kto, Preference
+from .scoring_methods import Reward
 
 MEASURES = {  # what lines of the log say of answers: as TRL names it
     "accuracy": "rewards/accuracies", "margin": "rewards/margins",
@@ -21,6 +22,7 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "reward_desirable": "rewards/chosen", "reward_undesirable": "rewards/rejected",
     "log_prob_chosen": "logps/chosen", "log_prob_rejected": "logps/rejected",
     "nll": "nll_loss", "kl": "kl",
+    "reward_min": "min_reward", "reward_mean": "mean_reward", "reward_max": "max_reward",
 }  # fmt: skip
 METHODS: Mapping[str, Method] = {
     "sft": Method(),
@@ -35,6 +37,7 @@ METHODS: Mapping[str, Method] = {
     "kto": Kto(
         uses=("loss", "beta", "desirable_weight", "undesirable_weight", "reference"), losses=RATINGS
     ),
+    "reward": Reward(uses=("center",)),
     "distill": Distill(uses=("loss", "beta", "temperature", "teacher"), losses=DIVERGENCES),
 }
 OPTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.uses))

@@ -3,12 +3,14 @@
     {"prompt": "...", "chosen": "...", "rejected": "..."}            two texts, or lists of messages
     {"chosen": [...], "rejected": [...]}                             what both begin with is asked
     {"conversations": [...], "chosen": {...}, "rejected": {...}}     the last message of a chat
+    {"prompt": "...", "chosen": "...", "rejected": "...", "margin": 1.5}    for rewards alone
     {"prompt": "...", "completion": "...", "label": true}            an answer, good or not
 
 The question may have the columns that it has in a row to be learned: instruction, question, system,
 tools, ...
 """
 
+import math
 from collections.abc import Collection
 from typing import Any, NoReturn
 
@@ -86,6 +88,34 @@ def rated_of(values: Any, ignore: Collection[str] = ()) -> Content:
         _wrong("holds a text without a question", "write prompt, completion and label")
     form = content.form._replace(name=f"{content.form.name}/{normal(name)}")
     return content._replace(form=form, desirable=RATED[key])
+
+
+def scored_of(values: Any, ignore: Collection[str] = ()) -> Content:
+    """Return what a row holds: a pair, perhaps with a margin.
+
+    Raises
+    ------
+    ConfigError
+        As ``pair_of``; or the margin is no number.
+    """
+    row, known = _columns(values, ignore)
+    name = known.get("margin")
+    if name is None:
+        return pair_of(values, ignore)
+    content = pair_of({each: value for each, value in row.items() if each != name}, ignore)
+    form = content.form._replace(name=f"{content.form.name}/margin")
+    return content._replace(form=form, value=number_of(row[name], name))
+
+
+def number_of(value: Any, name: str) -> float:
+    """Return a finite number, in a table as text; raise a ConfigError for another value."""
+    try:
+        number = math.nan if isinstance(value, bool | list | dict) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        _wrong(f"{name} is {shown(value)}", "write a number")
+    return number
 
 
 def _columns(values: Any, ignore: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:

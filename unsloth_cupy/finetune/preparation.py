@@ -18,6 +18,8 @@ from ..models.adapter_folder import read_adapter
 from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
 from ..models.folder import GENERATION, read_config
+from ..models.heads import CLASSIFIERS
+from ..models.names import ADAPTED, SCORE
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from ..models.tokenizer import Tokenizer, load_tokenizer
@@ -27,6 +29,7 @@ from .chat import Chat
 from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
 from .listener import announce, reading
 from .loop import Loop
+from .method import Method
 from .methods import METHODS
 from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
@@ -62,7 +65,7 @@ def prepare(
     ``given`` is the model itself, if it is in memory; ``source`` is then the folder it came from.
     """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
-    folder = checkpoint or source
+    folder, method = checkpoint or source, plan.learning
     words = None if folder is None else words_folder(folder, plan.base)
     chat = Chat(words)
     has_chats = isinstance(text, Records) and text.chats
@@ -77,14 +80,16 @@ def prepare(
         config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(words)
-        config, adapter, kind = facts_of(folder, plan, given, source, new_adapter=new_adapter)
+        config, adapter, kind = facts_of(
+            folder, plan, given, source, method, new_adapter=new_adapter
+        )
     if isinstance(text, Records):
         settings = with_tokens(settings, text, tokenizer, chat, config)
         plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
-    method, others = settings.learning, other_models(plan, tokenizer, config.vocab)
+    others = other_models(plan, tokenizer, config.vocab)
     objective = objective if plan.method == "sft" else with_teacher(method, others, tokenizer)
-    shape = shape_of(plan, text, config)
+    shape = shape_of(plan, text, config, method)
     if isinstance(text, Records):  # before the plan: lines may be shorter than rows
         data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
         training_data = add_taught(objective, data, shape, text.place)
@@ -104,7 +109,11 @@ def prepare(
         if plan.method == "sft"
         else with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
     )
-    model = in_place(given, checkpoint) if given else new_or_loaded(folder, values, plan, ranks)
+    model = (
+        in_place(given, checkpoint)
+        if given
+        else new_or_loaded(folder, values, plan, ranks, **method.loading)
+    )
     model.tokenizer = Tokenizer.of(tokenizer, chat)
     add_adapters(model, plan if new_adapter else None)
     if isinstance(text, Text):
@@ -151,12 +160,13 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
 
 
 def new_or_loaded(
-    folder: Path | None, values: dict[str, Any], plan: Plan, ranks: Ranks
+    folder: Path | None, values: dict[str, Any], plan: Plan, ranks: Ranks, **head: Any
 ) -> models.Transformer:
-    """Return the model in a folder, or a new one of the config ``values``."""
+    """Return the model in a folder, with a head, or a new one of the config ``values``."""
     where: dict[str, Any] = {"dtype": "float32", "device": ranks.device, **ranks.placing}
     if folder is None:
         return models.create(values, seed=plan.seed, **where)
+    where |= head | {"seed": plan.seed}
     base = base_of(folder, plan.base)
     if base is None:
         return models.load(folder, quantize=plan.quantize, **where)
@@ -171,6 +181,7 @@ def facts_of(
     plan: Plan,
     given: models.Transformer | None,
     source: Path | None,
+    method: Method,
     *,
     new_adapter: bool,
 ) -> Facts:
@@ -178,7 +189,8 @@ def facts_of(
 
     It is that in a folder, which is ``source`` in a new run, or one in memory.
     """
-    facts = _facts_of(folder, plan, given)
+    facts = _facts_of(folder, plan, given, method)
+    _check_head(facts, source, given, method, named(method=plan.method))
     kind = quantized_kind(source, plan.quantize, plan.lora, facts.adapter, facts.quantized)
     if new_adapter and facts.adapter is not None:
         cure = f"leave {named('lora')} out"
@@ -187,13 +199,14 @@ def facts_of(
     return facts._replace(quantized=kind)
 
 
-def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Facts:
+def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None, method: Method) -> Facts:
     """Return the properties of the model in a folder, or of one in memory."""
     if given is None:
-        facts = model_without_weights(folder, plan.base)
+        facts = model_without_weights(folder, plan.base, **method.loading)
         # sizes that no weights have take no memory
         base = base_of(folder, plan.base) or folder
-        find_tensors(base, read_config(base)[0])
+        config, _, choice = read_config(base, **method.loading)
+        find_tensors(base, config, choice)
         return facts
     if given.adapter is not None and given.adapter.initial:
         problem = "the model's adapter began with a part of its weights, which a run does not keep"
@@ -204,6 +217,27 @@ def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None) -> Fac
     kind: Any = None if weight is None else getattr(weight, "kind", weight.KIND)
     kind = f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
     return Facts(given.config, given.adapter, kind)
+
+
+def _check_head(
+    facts: Facts,
+    source: Path | None,
+    given: models.Transformer | None,
+    method: Method,
+    shown: str,
+) -> None:
+    """Raise a ConfigError for a model without the head that a method trains."""
+    wanted, config = method.loading, facts.config
+    if given is not None and wanted and (config.head, config.labels) != (
+        wanted["head"], wanted["labels"] or 0
+    ):  # fmt: skip
+        call = ", ".join(f"{name}={value!r}" for name, value in wanted.items() if value)
+        problem = f"{shown} needs another head than the model's, {config.head}"
+        raise ConfigError(f"{problem}; load it with models.load(folder, {call})")
+    adapted = {ADAPTED + SCORE} if facts.adapter is None else facts.adapter.parameters
+    if wanted.get("head") in CLASSIFIERS and ADAPTED + SCORE not in adapted:
+        cure = "merge it first: unsloth-cupy merge, or models.merge"
+        raise ConfigError(f"{source} holds adapters without the head of {shown}; {cure}")
 
 
 def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
@@ -277,11 +311,11 @@ def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str
     return {GENERATION: json.dumps(values, indent=2) + "\n"}
 
 
-def shape_of(plan: Plan, text: Text | Records, config: "Config") -> Shape:
+def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method) -> Shape:
     """Return the shape of a batch."""
     pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
     pad = pad if pad is not None and pad < config.vocab else 0
-    return Shape(plan.batch, plan.tokens, pack, pad, plan.learning)
+    return Shape(plan.batch, plan.tokens, pack, pad, method)
 
 
 def with_tokens(

@@ -23,9 +23,9 @@ from .chat import Chat, Lesson
 from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed
 from .listener import reading
-from .method import PAIRS, RATED, TEXTS
+from .method import PAIRS, RATED, SCORED, TEXTS
 from .methods import METHODS
-from .preferences import pair_of, rated_of
+from .preferences import pair_of, rated_of, scored_of
 from .tables import PROCESSED, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
@@ -34,7 +34,7 @@ FIRST = 100  # rows of each file that are looked at before all are read
 MOST_NAMES = 1000  # of columns that are not read
 IN_MEMORY = 2**26  # characters of records that are kept in memory
 READERS: Mapping[str, Callable[..., Content]] = {
-    TEXTS: content_of, PAIRS: pair_of, RATED: rated_of,
+    TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
 }  # fmt: skip
 
 
@@ -49,6 +49,7 @@ class Record(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
     desirable: bool | None = None  # of an answer that is rated
+    value: Any = None  # the margin of a pair
 
     @property
     def sides(self) -> "list[Record]":

@@ -227,10 +227,13 @@ class Facts(NamedTuple):
     quantized: str | None  # the kind of its quantized weights
 
 
-def model_without_weights(folder: Path, base: Any = None) -> Facts:
+def model_without_weights(
+    folder: Path, base: Any = None, head: str | None = None, labels: int | None = None
+) -> Facts:
     """Return config, adapter if any, and kind of quantization of the model in a folder.
 
-    ``base`` is the base model of an adapter, in place of the one that it names.
+    ``base`` is the base model of an adapter, in place of the one that it names; ``head`` and
+    ``labels`` are those of ``models.load``.
     """
     from ..models.adapter_folder import read_adapter
     from ..models.folder import read_config
@@ -238,8 +241,9 @@ def model_without_weights(folder: Path, base: Any = None) -> Facts:
     from ..models.quantized_weights import stored_kind
 
     home = base_of(folder, base)
-    head = (None, None) if home is None else implied_head(folder, home, None)
-    config, texts, _ = read_config(home or folder, *head)
+    if home is not None and head is None:
+        head, labels = implied_head(folder, home, None)
+    config, texts, _ = read_config(home or folder, head, labels)
     config = config if home is None else base_for(folder, config, texts, {})
     adapter = None if home is None else read_adapter(folder, config, FLOAT32)
     return Facts(config, adapter, stored_kind(texts["config.json"]))

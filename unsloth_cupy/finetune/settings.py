@@ -77,8 +77,8 @@ class Settings:
     )
 
     method: str = setting(
-        "method", "sft learns texts, kto answers that are good or not, distill a teacher; all"
-        " others learn pairs.", "sft", choices=(*METHODS,),
+        "method", "sft learns texts, kto answers that are good or not, distill a teacher, reward"
+        " scores of pairs; all others learn pairs.", "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
         "method", f"Of {using('loss')}.  [default: sigmoid, kto, jsd]", choices=LOSSES
@@ -93,6 +93,10 @@ class Settings:
     nll: float | None = setting(
         "method", "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]", least=0
     )
+    center: float | None = setting(
+        "method", "Of reward: weight of the squared sums of pairs, which keeps rewards near 0, as"
+        " 0.01.  [default: 0]", least=0,
+    )  # fmt: skip
     desirable_weight: float | None = setting("method", "Of good answers in kto.", above=0)
     undesirable_weight: float | None = setting("method", "Of all others.", above=0)
     temperature: float | None = setting(

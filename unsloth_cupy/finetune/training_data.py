@@ -47,6 +47,7 @@ class Example(NamedTuple):
     desirable: bool = True  # whether its answer is good
     reference: Array | None = None  # log-probabilities of its labels by a reference model
     taught: Array | None = None  # rows of a teacher's stored predictions
+    value: float = 0.0  # of a text, what a method knows of it
 
 
 class Examples(Sequence[Example]):
@@ -60,7 +61,7 @@ class Examples(Sequence[Example]):
         self.tokens, self.learned, self.desirable = bytearray(), bytearray(), bytearray()
         self.reference: Array | None = None
         self.taught: Array | None = None
-        self.ends, self.lines = [0], list[int]()
+        self.ends, self.lines, self.values = [0], list[int](), array("d")
         self.counts = Counter[str]()  # of answers, by what they are, and of their chats
 
     def append(self, example: Example) -> None:
@@ -70,6 +71,7 @@ class Examples(Sequence[Example]):
         self.ends.append(self.ends[-1] + len(example.tokens))
         self.lines.append(example.line)
         self.desirable.append(example.desirable)
+        self.values.append(example.value)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -81,7 +83,7 @@ class Examples(Sequence[Example]):
         tokens = tokens.astype(np.int64)
         beside = (None if a is None else a[start:stop] for a in (self.reference, self.taught))
         labels, good = np.where(learned, tokens, IGNORE), bool(self.desirable[index])
-        return Example(tokens, labels, self.lines[index], good, *beside)
+        return Example(tokens, labels, self.lines[index], good, *beside, self.values[index])
 
     def labels(self) -> Array:
         """Return the learned tokens of all examples."""
@@ -133,6 +135,7 @@ class Shape(NamedTuple):
         method, beside = self.method, dict[str, Array]()
         if method.sums:
             beside = {"real": np.zeros(size, bool), "desirable": np.ones(size, bool)}
+            beside["value"] = np.zeros(size)
             if method.compares:
                 beside["reference"] = np.zeros(size, np.float32)
         if examples[0].taught is not None:
@@ -418,7 +421,8 @@ def _answers(
             long += any(len(tokens) > most for tokens, *_ in own)
             for tokens, learned, good in own:
                 labels = np.where(learned, tokens, IGNORE)[:most]
-                result.append(Example(tokens[:most], labels, record.line, good))
+                value = record.value or 0.0
+                result.append(Example(tokens[:most], labels, record.line, good, value=value))
             real = own if not rated else own[:1]
             counts["tokens"] += sum(min(len(tokens), most) for tokens, *_ in real)
             counts["learned"] += sum(int(learned[:most].sum()) for _, learned, _ in real)

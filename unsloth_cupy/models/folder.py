@@ -30,7 +30,7 @@ from .gguf.opening import folder_of
 from .heads import CAUSAL, Choice, chosen
 from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor, formats_of
-from .outer_folder import base_for, implied_head
+from .outer_folder import base_for, implied_head, with_labels
 from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer
@@ -139,6 +139,7 @@ def load(
         )
         if lora is not None:
             config = base_for(Path(lora), config, texts, stored_in)
+            texts["config.json"] = with_labels(Path(lora), texts["config.json"])
             for file in {home.file for home in stored_in.values()} - handles.keys():
                 handles[file] = files.enter_context(opened(path / file))  # the adapter's
             config = with_generation(path_of("load(lora=)", lora), config, texts)

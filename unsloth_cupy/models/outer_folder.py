@@ -15,7 +15,7 @@ from .adapter import CONFIG, PREFIX, module_of
 from .adapter_base import WEIGHTS
 from .checkpoint_files import opened
 from .config import Config
-from .heads import SEQUENCE, TOKEN, head_of
+from .heads import LABELS, SEQUENCE, TOKEN, head_of
 from .lazy_parameter import StoredTensor
 from .names import HEAD, SCORE, TABLE, parameter_name
 from .outer_weights import (
@@ -55,6 +55,14 @@ def _implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | Non
             name = PREFIX + SCORE
             labels = file.get_slice(name).get_shape()[0] if name in file.keys() else None  # noqa: SIM118
     return head, labels
+
+
+def with_labels(lora: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a base's config.json with the labels of the one beside an adapter, if there is one."""
+    if not (lora / "config.json").is_file():
+        return config
+    own = read_json(lora / "config.json")
+    return {**config, **{name: own[name] for name in LABELS if name in own}}
 
 
 def tables_of(config: Config) -> dict[str, tuple[int, int]]:

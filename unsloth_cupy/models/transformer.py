@@ -41,6 +41,7 @@ from .names import HEAD, TABLE
 from .network import Network
 from .objective import next_token
 from .outer_weights import resized
+from .predicting import predicted
 from .quantized_weights import saved_config
 from .rollouts import Rollouts
 from .rollouts import rollouts as sampled
@@ -357,6 +358,28 @@ class Transformer(Network):
             pooling is unknown, or a row has no real token.
         """
         return pooled(self.hidden(self.entered(self.parameters), tokens, mask=mask), mask, pooling)
+
+    def predict(self, texts: Sequence[str | Sequence[Message]]) -> list[dict[str, float]]:
+        """Return what a sequence classifier says of each text: a number by the name of the label.
+
+        Parameters
+        ----------
+        texts : sequence of str or of messages
+            Texts, in which special tokens may be written; or lists of messages, which the chat
+            template formats.
+
+        Returns
+        -------
+        numbers : list of dict
+            Probabilities: softmax of the logits, of several labels at once (``problem_type``) their
+            sigmoid; of a regression or a reward the logits themselves.
+
+        Raises
+        ------
+        ConfigError
+            The model has another head, or no tokenizer; a text has no tokens, or too many.
+        """
+        return predicted(self, texts)
 
     @property
     def base(self) -> "Transformer":

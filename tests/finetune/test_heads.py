@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Lora, Settings, Trainer
+from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
 from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run
@@ -94,3 +94,163 @@ def test_a_run_says_how_its_head_is_used(home: Path, tmp_path: Path) -> None:
     assert "held-out reward mean" in done.output
     values = json.loads((tmp_path / "run/model/config.json").read_text())
     assert values["id2label"] == {"0": "reward"}
+
+
+def labels_of(problem: str) -> list[Any]:
+    """Return a label for each prompt of the golden pairs."""
+    return {
+        "single_label_classification": ["ham", "spam", "egg", "ham", "spam", "ham"],
+        "multi_label_classification": [["a"], [], ["b", "a"], ["c"], ["a", "b", "c"], ["b"]],
+        "regression": [0.5, -1.0, 2.0, 3.5, 0.0, 1.0],
+    }[problem]
+
+
+def labelled(folder: Path, problem: str) -> Path:
+    texts = [pair["prompt"] for pair in golden.pairs()]
+    rows = [{"text": t, "label": v} for t, v in zip(texts, labels_of(problem), strict=True)]
+    return write(folder / f"{problem}.jsonl", rows)
+
+
+PROBLEMS = ["single_label_classification", "multi_label_classification", "regression"]
+NAMES = {"single_label_classification": ["egg", "ham", "spam"],
+         "multi_label_classification": ["a", "b", "c"], "regression": ["value"]}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_first_step_is_that_of_transformers(problem: str, home: Path, tmp_path: Path) -> None:
+    """Loss, gradient and measures; and the model that is saved has its labels' names there."""
+    transformers = pytest.importorskip("transformers", reason="which computes the loss")
+    torch = pytest.importorskip("torch", reason="which transformers is made of")
+    data, names, values = labelled(tmp_path, problem), NAMES[problem], labels_of(problem)
+    load(home / "model", head="sequence_classification", labels=len(names), seed=3).save(
+        tmp_path / "first"
+    )
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "first", dtype=torch.float32, problem_type=problem
+    )
+    rows = [golden.tokenizer().encode(pair["prompt"]).ids for pair in golden.pairs()]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    if problem == "regression":
+        labels = torch.tensor(values)
+    elif problem.startswith("multi"):
+        labels = torch.tensor([[float(name in each) for name in names] for each in values])
+    else:
+        labels = torch.tensor([names.index(each) for each in values])
+    result = theirs(tokens, attention_mask=(tokens > 0).long(), labels=labels)
+    result.loss.backward()
+    norm = sum(float((p.grad.double() ** 2).sum()) for p in theirs.parameters()) ** 0.5
+    for pack in (True, False):
+        run = trained(
+            home, tmp_path / f"{pack}", "classify", data, pack=pack, seed=3, steps=1
+        ).train()
+        first, line, last = run.files.lines()
+        assert line["loss"] == pytest.approx(float(result.loss), rel=1e-5)
+        assert line["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+        z = result.logits.detach().numpy()
+        if problem == "regression":
+            error = np.abs(z[:, 0] - labels.numpy()).mean()
+            for each in (line["error"], first["held_out_error"]):
+                assert each == pytest.approx(error, rel=1e-5)
+            continue
+        actual = labels.numpy() > 0 if z.shape == labels.shape else np.eye(3)[labels] > 0
+        guessed = z > 0 if z.shape == labels.shape else np.eye(3)[z.argmax(1)] > 0
+        right = (actual == guessed).all(1).mean()
+        pair = actual.T, guessed.T
+        f1 = [2 * (a & g).sum() / (a.sum() + g.sum()) for a, g in zip(*pair, strict=True)]
+        assert line["accuracy"] == first["held_out_accuracy"] == pytest.approx(right)
+        assert line["f1"] == pytest.approx(np.mean(f1))
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(run.folder / "model")
+    assert [*saved.config.id2label.values()] == names
+    assert saved.config.problem_type == problem
+    (said,) = load(run.folder / "model").predict([golden.pairs()[0]["prompt"]])
+    with torch.no_grad():
+        z = saved(tokens[:1], attention_mask=(tokens[:1] > 0).long()).logits[0].float()
+    expected = {"r": z, "s": z.softmax(0), "m": z.sigmoid()}[problem[0]]
+    assert [*said] == names
+    np.testing.assert_allclose([*said.values()], expected, rtol=1e-5, atol=1e-6)
+    (measured,) = json.loads(run_evaluate(tmp_path / "False", data))
+    assert measured["texts"] == 6
+    for name in ("loss", *(("error",) if problem == "regression" else ("accuracy", "f1"))):
+        assert measured[name] == pytest.approx(last[f"held_out_{name}"], rel=1e-5)
+
+
+def run_evaluate(folder: Path, data: Path, *more: Any) -> str:
+    done = run("evaluate", folder, "--data", data, "--quiet", "--json", *more)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([3, 10, 2, 3], ["2", "3", "10"]),
+        ([True, False, True, False], ["false", "true"]),
+        (["b", "a", 1, "a"], ["1", "a", "b"]),
+        ([[1], [10, 2], [], [1]], ["1", "2", "10"]),
+        ([1, 2.5, 3.0, 4.0], None),
+        ([0.5, 2.5, 3.0, 4.0], ["value"]),
+    ],
+)
+def test_labels_of_every_form(labels: Any, names: Any, home: Path, tmp_path: Path) -> None:
+    rows = [{"Sentence": f"w{n} w2", "id": n, "label": each} for n, each in enumerate(labels)]
+    made = trained(home, tmp_path / "run", "classify", write(tmp_path / "a.jsonl", rows), steps=1)
+    if names is None:
+        problem = r"a.jsonl:\d: the label is a .*, and a .* at .*; write all labels in one way"
+        with pytest.raises(ConfigError, match=problem):
+            made.train()
+        return
+    assert [*made.train().model.texts["config.json"]["id2label"].values()] == names
+
+
+def test_a_classifier_keeps_its_labels(home: Path, tmp_path: Path) -> None:
+    """Trained further on some of them, by all weights or by adapters, its outputs stay."""
+    data = labelled(tmp_path, "single_label_classification")
+    first = trained(home, tmp_path / "run", "classify", data, lora=Lora(2)).train()
+    rows = [{"text": "w1 w2 w3 w4", "label": "spam"}, {"text": "w2 w3", "label": "ham"}]
+    some = write(tmp_path / "some.jsonl", rows)
+    settings = {"method": "classify", "tokens": 20, "steps": 1, "eval": some}
+    again = Trainer(first.folder, some, Settings(**settings, out=tmp_path / "again")).train()
+    assert [*again.model.predict(["w1"])[0]] == ["egg", "ham", "spam"]
+    assert [*load(tmp_path / "again" / "model").predict(["w1"])[0]] == ["egg", "ham", "spam"]
+    other = write(tmp_path / "other.jsonl", golden.labelled())
+    with pytest.raises(ConfigError, match="the model has the labels egg, ham, spam, and none is a"):
+        Trainer(first.folder, other, Settings(**settings, out=tmp_path / "no")).train()
+    (line,) = json.loads(run_evaluate(tmp_path / "again", some))
+    assert line["texts"] == 2
+    number = labelled(tmp_path, "regression")
+    assert_one_clear_error(run("evaluate", tmp_path / "again", "--data", number), "outputs; give")
+    assert_one_clear_error(
+        run("evaluate", tmp_path / "again", "--data", some, "--method", "sft"), "of the head causal"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "w1"}, "holds text, and no label; write text and label"),
+        ({"label": "a"}, "holds label, and no text"),
+        ({"text": "w1", "label": None}, "label is null; write label as a name, an integer"),
+        ({"text": "w1", "label": {}}, "label is {}; write"),
+        ({"text": "w1", "label": [0.5]}, r"label is 0\.5; write"),
+        ({"text": "", "label": "a"}, "text is empty"),
+        ({"premise": "w1", "hypothesis": "w2", "label": 1}, "holds two texts .*join them as text"),
+        ({"text": "w1", "label": "a", "weight": 2}, "holds weight beside text and label; remove"),
+        ({"messages": [], "label": "a"}, "write messages as text"),
+        ([1], "is \\[1\\], not an object"),
+    ],
+)
+def test_rows_without_a_label_are_refused(row: Any, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "w1", "label": "a"}, row])
+    with pytest.raises(ConfigError, match=f"a.jsonl:2: .*{said}"):
+        read_data(path, method="classify")
+
+
+def test_labels_that_tell_nothing_are_refused(home: Path, tmp_path: Path) -> None:
+    rows = [{"text": "w1", "label": "a"}, {"text": "w2", "label": "a"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError, match="all rows have the label a; give rows of two labels"):
+        trained(home, tmp_path / "run", "classify", path).train()
+    with pytest.raises(ConfigError, match="choose the method classify, or remove the column"):
+        read_data(path)

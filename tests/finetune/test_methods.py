@@ -43,7 +43,7 @@ NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "rewards/margins": "margi
          "rewards/accuracies": "accuracy", "kl": "kl", "accuracy": "accuracy", "margin": "margin",
          "min_reward": "reward_min", "mean_reward": "reward_mean",
          "max_reward": "reward_max"}  # fmt: skip
-DATA = {"kto": "rated", "distill": "texts", "reward": "scored"}
+DATA = {"kto": "rated", "distill": "texts", "reward": "scored", "classify": "labelled"}
 MEASURED = ("memory_bytes", "seconds", "tokens_per_second", "planned_bytes", "peak_bytes")
 
 
@@ -73,6 +73,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "model-1.0" / "tokenizer.json", folder / "model-scored")
     write(folder / "pairs.jsonl", golden.pairs())
     write(folder / "scored.jsonl", golden.scored())
+    write(folder / "labelled.jsonl", golden.labelled())
     write(folder / "rated.jsonl", golden.rated())
     rows = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in golden.pairs()]
     write(folder / "texts.jsonl", rows)
@@ -132,7 +133,7 @@ def test_the_first_step_is_that_of_trl_itself(home: Path, tmp_path: Path) -> Non
         assert_as_trl(home, tmp_path / name, name, golden.first_step(name))
 
 
-@pytest.mark.parametrize("method", ["cpo", "orpo", "kto", "distill", "reward"])
+@pytest.mark.parametrize("method", ["cpo", "orpo", "kto", "distill", "reward", "classify"])
 def test_parts_of_a_batch_are_one_batch(method: str, home: Path, tmp_path: Path) -> None:
     """Sums over pairs, tokens and answers are divided by those of the whole step."""
     runs = [
@@ -164,7 +165,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         return ["finetune", str(model_of(home, method)), *words, "--"]
 
     wanted = [("dpo", ()), ("orpo", ("--no-pack",)), ("kto", ("--zero", "1")), ("distill", ())]
-    wanted += [("reward", ())]
+    wanted += [("reward", ()), ("classify", ())]
     both = chain.from_iterable(asked(method, 2, *more) for method, more in wanted)
     for ended in by_sockets(2, "tests.parallel.commands", *both):
         assert ended.code == 0, ended.said
@@ -192,7 +193,13 @@ class Halts(Callback):
 
 @pytest.mark.parametrize(
     ("method", "lora"),
-    [("dpo", None), ("kto", Lora(2)), ("distill", Lora(2)), ("reward", Lora(2)), ("reward", None)],
+    [
+        ("dpo", None),
+        ("kto", Lora(2)),
+        ("distill", Lora(2)),
+        ("reward", Lora(2)),
+        ("classify", None),
+    ],
 )
 def test_a_run_that_goes_on_has_equal_bits(
     method: str, lora: Any, home: Path, tmp_path: Path
@@ -215,9 +222,11 @@ def test_a_run_that_goes_on_has_equal_bits(
     assert both[0].keys() == both[1].keys()
     for name, weight in both[1].items():
         np.testing.assert_array_equal(both[0][name], weight)
-    other = {"center": 0.2} if method == "reward" else {"beta": 0.2}
-    with pytest.raises(ConfigError, match=f"holds a run with {next(iter(other))} None"):
-        trainer(home, out, lora=lora, **options, **other).train()
+    other = {"center": None} if method == "reward" else {"beta": None}
+    other = {"seed": 0} if method == "classify" else other
+    (name, before), *_ = other.items()
+    with pytest.raises(ConfigError, match=f"holds a run with {name} {before}"):
+        trainer(home, out, lora=lora, **options, **{name: 1}).train()
 
 
 def test_a_lost_reference_is_computed_from_the_model_again(home: Path, tmp_path: Path) -> None:
@@ -349,7 +358,7 @@ def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Pat
     assert any("of 1 both answers are equal" in text for text in said)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward", "classify"])
 def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> None:
     for lora in (None, Lora(4)):
         made = trainer(home, tmp_path / f"run{lora is None}", method=method, lora=lora, steps=2)

@@ -69,6 +69,12 @@ def scored() -> list[dict[str, Any]]:
     return [pair | {"margin": 0.25 * n} for n, pair in enumerate(pairs())]
 
 
+def labelled() -> list[dict[str, Any]]:
+    """Return texts of three classes."""
+    texts = [pair["prompt"] + pair["chosen"] for pair in pairs()]
+    return [{"text": text, "label": "abc"[n % 3]} for n, text in enumerate(texts)]
+
+
 def first_step(name: str) -> dict[str, float]:
     """Return loss and norm of the gradient of a method, by TRL."""
     import torch

@@ -10,6 +10,7 @@ import click
 from ..finetune.evaluation import Evaluation
 from ..finetune.evaluation import evaluate as evaluated
 from ..finetune.listener import Listener, hearing
+from ..finetune.methods import METHODS
 from ..machine import console, tables_as_json
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, json_option, option
@@ -24,6 +25,7 @@ from .printer import Printer
 )  # fmt: skip
 @option("--tokens", click.IntRange(2), "Tokens in a row.  [default: 2048, or all positions]")
 @option("--batch", click.IntRange(1), "Rows computed at a time.", 4)
+@option("--method", click.Choice([*METHODS]), "For which rows are.  [default: by the head]")
 @option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Store the model in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
@@ -42,12 +44,16 @@ def evaluate(folder: Path, data: tuple[Path, ...], quiet: bool, **options: Any) 
 def print_table(results: list[Evaluation]) -> None:
     """Print a row for each source; as JSON, with all digits."""
     if tables_as_json.get():
-        echo(json.dumps([dataclasses.asdict(each) for each in results]))
+        echo(json.dumps([*map(_plain, results)]))
         return
     from rich.table import Table
 
     table = Table()
     table.add_column("source", overflow="fold")
+    if results[0].measures:
+        _add_measures(table, results)
+        console(markup=False).print(table)
+        return
     for name in ("tokens", "loss", "perplexity", "accuracy", "entropy"):
         table.add_column(name, justify="right")
     for each in results:
@@ -56,3 +62,21 @@ def print_table(results: list[Evaluation]) -> None:
             f"{each.token_accuracy:.2%}", f"{each.entropy:.4f}",
         )  # fmt: skip
     console(markup=False).print(table)
+
+
+def _plain(result: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as JSON has it: without what its method does not measure."""
+    values = dataclasses.asdict(result)
+    measures = values.pop("measures")
+    return {name: value for name, value in values.items() if value is not None} | measures
+
+
+def _add_measures(table: Any, results: list[Evaluation]) -> None:
+    """Add a column for each measure of a method, and a row for each source."""
+    unit, *names = results[0].measures
+    for name in (unit, "loss", *names):
+        table.add_column(name.replace("_", " "), justify="right")
+    for each in results:
+        numbers = (each.loss, *(each.measures[name] for name in names))
+        cells = ("" if number is None else f"{number:.4f}" for number in numbers)
+        table.add_row(each.source, f"{each.measures[unit]:,}", *cells)

@@ -17,6 +17,7 @@ from ..files import path_of
 from .chat import Chat, Lesson
 from .data import found
 from .listener import reading
+from .messages import shown
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
 from .text import BREAK, Text
@@ -121,8 +122,9 @@ def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Reco
         chosen = (data.train[number] for number in range(0, len(data.train), step))
         share = range(data.size // size)
         for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
+            known = "" if record.value is None else f", {shown(record.value)}"
             for side in record.sides:
-                yield data.place(record.line), side
+                yield data.place(record.line) + known, side
         return
     paragraphs = ((f"{data.path or data.name}, paragraph {n}", Record(n, [], "", text))
                   for n, text in enumerate(_paragraphs(data), 1) if text.strip())  # fmt: skip

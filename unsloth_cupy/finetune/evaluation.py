@@ -18,17 +18,22 @@ from ..files import path_of
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import on_device
+from ..models.heads import CAUSAL, SEQUENCE
 from ..models.tokenizer import check_tokens
-from ..placement import to_device_of
+from ..ops.common.checks import check_choice
+from ..placement import to_numpy
 from .chat import Chat
 from .data import found
 from .limit import tokens_of
 from .listener import announce
+from .method import placed
+from .methods import METHODS
 from .metrics import Watch, perplexity
 from .naming import named
 from .records import Records
 from .records import split as split_records
 from .run_folder import model_folder, words_folder
+from .settings import Settings
 from .text import Batch, Text, held_out_rows, resplit
 from .tokenizer import encode, load_tokenizer
 from .training_data import Shape, from_records
@@ -106,14 +111,18 @@ class Evaluation:
         exp(loss).
     token_accuracy : float
         Share of the labels that the model finds likeliest.
+    measures : dict of str to float
+        Of another method than sft, what it measures, and of how many texts or pairs.  The loss is
+        then the method's own, ``tokens`` are those of the texts, and all else is None.
     """
 
     source: str
     tokens: int
     loss: float
-    perplexity: float
-    token_accuracy: float
-    entropy: float
+    perplexity: float | None = None
+    token_accuracy: float | None = None
+    entropy: float | None = None
+    measures: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
 
 def evaluate(
@@ -125,6 +134,7 @@ def evaluate(
     device: str | None = None,
     quantize: str | None = None,
     base: Any = None,
+    method: str | None = None,
 ) -> list[Evaluation]:
     """Return what a model says of each source, and, of several, of all of them together.
 
@@ -140,6 +150,9 @@ def evaluate(
         Rows computed at a time.
     device, quantize, base
         As in ``models.load``, if model is a folder; ``base`` replaces the base of an adapter.
+    method : str, optional
+        As in ``read_data``, with its defaults; not one that compares with another model.  None: by
+        the model, classify or reward of a sequence classifier, else sft.
 
     Raises
     ------
@@ -168,19 +181,49 @@ def evaluate(
         length = tokens_of(tokens, config.positions)
         pad = config.pad_token
         pad = pad if pad is not None and pad < config.vocab else 0
-        result, sums = list[Evaluation](), np.zeros(4)
+        name = method_of(model) if method is None else method
+        learning = of_itself(name, model)
+        result, every = list[Evaluation](), list[Any]()
         with blas_threads(config.hidden):
             for path in paths:
-                held = whole(read(path))
-                shape = Shape(batch, length, isinstance(held, Records), pad)
+                held = whole(read(path, name))
                 if isinstance(held, Records):
+                    own = learning.fitted(held, model.texts["config.json"])
+                    if own.head is not None and len(own.names) != config.labels:
+                        problem = f"has {own.said or 'pairs'}, the model {config.labels} outputs"
+                        raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
+                    shape = Shape(batch, length, True, pad, own)
                     of_source = from_records(held, tokenizer, config, shape, 0, chat).held_out
+                elif learning.sums:
+                    raise ConfigError(f"evaluate: {path} is running text, for sft alone; give rows")
                 else:
+                    own, shape = learning, Shape(batch, length, False, pad)
                     of_source = rows_of(held.held_out, tokenizer, config, shape)
-                own = sum((_sums(model, each) for each in of_source), np.zeros(4))
-                result.append(_evaluation(str(path), own))
-                sums += own
-    return [*result, _evaluation("all", sums)] if len(result) > 1 else result
+                parts = [_sums(model, each, own) for each in of_source]
+                result.append(_evaluation(str(path), parts, own))
+                every += parts
+    return [*result, _evaluation("all", every, own)] if len(result) > 1 else result
+
+
+def method_of(model: "Transformer") -> str:
+    """Return the method that a model was trained by, as far as its head tells."""
+    if model.head != SEQUENCE:
+        return "sft"
+    names = model.texts["config.json"].get("id2label") or {}
+    return "reward" if [*names.values()] == ["reward"] else "classify"
+
+
+def of_itself(name: str, model: "Transformer") -> Any:
+    """Return a method whose loss is of a model alone; raise a ConfigError for another."""
+    check_choice("evaluate", "method", name, tuple(METHODS))
+    learning: Any = METHODS[name]
+    if learning.compares or learning.others or "teacher" in learning.uses:
+        problem = "compares with another model, which training has"
+        raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
+    if (wanted := learning.head or CAUSAL) != model.head:
+        problem = f"is of the head {wanted}, and the model's is {model.head}"
+        raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
+    return learning.bound(Settings(method=name))
 
 
 def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]:
@@ -190,17 +233,27 @@ def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]
     return held_out_rows(encoded, batch=shape.batch, length=shape.length)
 
 
-def _sums(model: "Transformer", batch: Batch) -> Any:
-    """Return labels, loss, right tokens and entropy, summed over a batch."""
+def _sums(model: "Transformer", batch: Batch, method: Any) -> Any:
+    """Return labels, loss, right tokens and entropy of a batch; or what another method measures."""
+    if method.sums:
+        sink: list[Any] = []
+        arrays = placed(method.inputs(batch), model.table) | method.counts([batch])
+        count = arrays["count"]
+        loss = float(method(model, **arrays, sink=sink)) * count
+        return np.array([count, loss, batch.real, batch.label_count, *to_numpy(sink[0])])
     named_arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
-    placed = {n: a if a is None else to_device_of(a, model.table) for n, a in named_arrays.items()}
+    arrays = placed(named_arrays, model.table)
     watch = Watch(model)
-    loss = float(watch.view.loss(**placed, count=1))
-    return np.array([batch.label_count, loss, *watch.counts(placed)])
+    loss = float(watch.view.loss(**arrays, count=1))
+    return np.array([batch.label_count, loss, *watch.counts(arrays)])
 
 
-def _evaluation(source: str, sums: Any) -> Evaluation:
+def _evaluation(source: str, parts: Any, method: Any) -> Evaluation:
     """Return means of sums."""
-    count, loss, right, entropy = (float(each) for each in sums)
+    if method.sums:
+        count, loss, tokens, units = sum(part[:4] for part in parts)
+        own = {method.unit: int(units)} | method.measures(method.joined([p[4:] for p in parts]))
+        return Evaluation(source, int(tokens), float(loss / max(count, 1)), measures=own)
+    count, loss, right, entropy = (float(each) for each in sum(parts))
     loss, right, entropy = (each / max(count, 1) for each in (loss, right, entropy))
     return Evaluation(source, int(count), loss, perplexity(loss), right, entropy)

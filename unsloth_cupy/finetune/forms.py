@@ -80,7 +80,7 @@ class Content(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
     desirable: bool | None = None  # of an answer that is rated
-    value: Any = None  # the margin of a pair
+    value: Any = None  # the margin of a pair, the label of a text
 
 
 def normal(name: str) -> str:
@@ -286,7 +286,8 @@ def _other_method(
          " messages"),
         ("pairs for embedding", pairs[0] if pairs else [], "write texts"),
         ("several answers to a question", several, "write the one to learn as completion"),
-        ("labels for classification", have(*LABELS) if is_text else [], "remove the column"),
+        ("labels for classification", have(*LABELS) if is_text else [],
+         f"choose the method {methods_of('labelled texts')}, or remove the column"),
         ("unpaired preferences", have(*LABELS),
          f"choose the method {methods_of('rated')}, or keep the good examples, without the column"),
         ("scored texts", have(*SCORES), "keep the rows to learn, without the column"),

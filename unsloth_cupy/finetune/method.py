@@ -23,6 +23,7 @@ from .text import Batch
 
 TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
 SCORED = "scored pairs"  # pairs that may have margins
+LABELLED = "labelled texts"
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
 FOLDERS = ("reference", "teacher")  # settings that are other models
 
@@ -55,6 +56,8 @@ class Method:
         What the outputs of that head are.
     used : str
         An expression with the model for what it is for, if that is not to write.
+    plain : bool
+        Whether it learns from all of a text, as the tokenizer writes it.
     given : dict
         Options of its loss.
     """
@@ -70,6 +73,7 @@ class Method:
     head: str | None = None
     names: tuple[str, ...] = ()
     used: str = ""
+    plain: bool = False
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -95,6 +99,19 @@ class Method:
 
     def check(self, settings: Any) -> None:
         """Raise a ConfigError for values that the loss does not take."""
+
+    def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
+        """Return this method with what the data tell, and the config.json of the model."""
+        return self
+
+    @property
+    def said(self) -> str:
+        """What the data tell, in words."""
+        return ""
+
+    def value(self, record: Any) -> float:
+        """Return what it knows of a record, as a number."""
+        return record.value or 0.0
 
     @property
     def loading(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..ops.losses.divergence import KINDS as DIVERGENCES
 from .distillation import Distill
 from .method import Method
 from .preference_methods import Kto, Preference
-from .scoring_methods import Reward
+from .scoring_methods import Classify, Reward
 
 MEASURES = {  # what lines of the log say of answers: as TRL names it
     "accuracy": "rewards/accuracies", "margin": "rewards/margins",
@@ -22,6 +22,7 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "reward_desirable": "rewards/chosen", "reward_undesirable": "rewards/rejected",
     "log_prob_chosen": "logps/chosen", "log_prob_rejected": "logps/rejected",
     "nll": "nll_loss", "kl": "kl",
+    "f1": "f1", "error": "error",
     "reward_min": "min_reward", "reward_mean": "mean_reward", "reward_max": "max_reward",
 }  # fmt: skip
 METHODS: Mapping[str, Method] = {
@@ -37,6 +38,7 @@ METHODS: Mapping[str, Method] = {
     "kto": Kto(
         uses=("loss", "beta", "desirable_weight", "undesirable_weight", "reference"), losses=RATINGS
     ),
+    "classify": Classify(),
     "reward": Reward(uses=("center",)),
     "distill": Distill(uses=("loss", "beta", "temperature", "teacher"), losses=DIVERGENCES),
 }

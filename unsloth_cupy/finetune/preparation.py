@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from ..models.folder import GENERATION, read_config
 from ..models.heads import CLASSIFIERS
 from ..models.names import ADAPTED, SCORE
 from ..models.objective import Objective, next_token
+from ..models.outer_folder import implied_head, with_labels
 from ..models.parse import parse
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..ops.quantized.weight import Quantized
@@ -65,7 +66,7 @@ def prepare(
     ``given`` is the model itself, if it is in memory; ``source`` is then the folder it came from.
     """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
-    folder, method = checkpoint or source, plan.learning
+    folder, method = checkpoint or source, fitted(plan, text, source, given)
     words = None if folder is None else words_folder(folder, plan.base)
     chat = Chat(words)
     has_chats = isinstance(text, Records) and text.chats
@@ -197,6 +198,28 @@ def facts_of(
         holder = source if given is None else "the model"
         raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
     return facts._replace(quantized=kind)
+
+
+def fitted(
+    plan: Plan, text: Text | Records, source: Path | None, given: models.Transformer | None
+) -> Method:
+    """Return the method of a plan, with what the data tell."""
+    if source is None or isinstance(text, Text):
+        return plan.learning
+    return plan.learning.fitted(text, values_of(source, plan, given))
+
+
+def values_of(
+    source: Path, plan: Plan, given: models.Transformer | None = None
+) -> Mapping[str, Any]:
+    """Return the config.json of a model as it is given, with the labels of an adapter."""
+    if given is not None:
+        return given.texts["config.json"]
+    base = base_of(source, plan.base)
+    if base is None:
+        return read_config(source)[1]["config.json"]
+    texts = read_config(base, *implied_head(source, base, None))[1]
+    return with_labels(source, texts["config.json"])
 
 
 def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None, method: Method) -> Facts:

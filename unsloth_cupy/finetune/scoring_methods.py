@@ -1,16 +1,20 @@
 """Methods that give texts numbers: the outputs of a head, which is trained with the model."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Self
 
 import numpy as np
 
 from ..core.dtypes import FLOAT32, Array
 from ..losses import reward
-from ..models.heads import SEQUENCE
+from ..models.heads import SEQUENCE, head_of
+from ..models.heads import labels_of as labels_in
+from ..models.label_loss import mean_of_losses
 from ..ops.elements.cast import cast
-from .method import PAIRS, SCORED, Method, gathered, stacked, starts_of, value_of
+from .labels import MULTI, REGRESSION, SINGLE, Labels, labels_of, some
+from .method import LABELLED, PAIRS, SCORED, Method, gathered, stacked, starts_of, value_of
 from .text import Batch
 
 
@@ -72,3 +76,91 @@ class Reward(Scoring):
         pairs = max(pairs, 1)
         each = {"accuracy": right / pairs, "margin": margins / pairs, "reward_min": -least}
         return {**each, "reward_mean": rewards / (2 * pairs), "reward_max": most}
+
+
+@dataclasses.dataclass(frozen=True)
+class Classify(Scoring):
+    """Learns the labels of texts: a class of each, several, or a number.
+
+    Attributes
+    ----------
+    labels : Labels
+        What they are, which the data say.
+    """
+
+    reads: tuple[str, ...] = (LABELLED,)
+    unit: str = "texts"
+    plain: bool = True
+    names: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a plan
+    labels: Labels = dataclasses.field(default=Labels(SINGLE))
+    sums: int = 8
+
+    def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
+        """Return this method with the labels of the data, and of a model that is a classifier."""
+        every = chain(text.train, text.held_out)
+        classifies = head_of(config) == SEQUENCE and labels_in(config, SEQUENCE) > 1
+        known = config if classifies else None
+        labels = labels_of(every, text.place, known)
+        names = labels.names or ("value",)
+        return dataclasses.replace(self, labels=labels, names=names, sums=2 + 3 * len(names))
+
+    @property
+    def said(self) -> str:
+        """What the labels are."""
+        if self.labels.problem == REGRESSION:
+            return "labels are numbers"
+        several = ", several at once" * (self.labels.problem == MULTI)
+        return f"{len(self.names):,} labels{several}: {some(self.names)}"
+
+    def settled(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a config.json with the labels, and what they are."""
+        return super().settled(config) | {"problem_type": self.labels.problem}
+
+    def value(self, record: Any) -> float:
+        """Return the label of a record."""
+        return self.labels.number(record.value)
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Return the number of texts; of labels, if a text has several."""
+        each = len(self.names) if self.labels.problem == MULTI else 1
+        return {"count": super().counts(batches)["count"] * each}
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch, and the labels of its texts."""
+        values = batch.beside["value"].reshape(-1)[starts_of(batch)[:-1]]
+        problem = self.labels.problem
+        if problem == MULTI:
+            wanted = np.array(self.labels.vectors(), FLOAT32)[values.astype(np.int64)]
+        else:
+            wanted = values.astype(np.int64 if problem == SINGLE else FLOAT32)
+        return super().inputs(batch) | {"wanted": wanted}
+
+    def __call__(self, model: Any, **batch: Any) -> Any:
+        """Return the loss of texts."""
+        outputs, wanted = self.outputs(model, batch), batch["wanted"]
+        if (sink := batch.get("sink")) is not None:
+            sink.append(self._sums(value_of(outputs), wanted))
+        return mean_of_losses(model, outputs, wanted, batch["count"])
+
+    def _sums(self, z: Array, wanted: Array) -> Array:
+        """Return texts, right ones or errors; and of each class right, predicted, actual ones."""
+        if self.labels.problem == REGRESSION:
+            return stacked([len(z), np.abs(z[:, 0] - wanted).sum(), 0, 0, 0], z)
+        if self.labels.problem == MULTI:
+            guessed, actual = z > 0, wanted > 0
+        else:
+            places = np.arange(z.shape[1], like=z)
+            guessed, actual = z.argmax(axis=1)[:, None] == places, wanted[:, None] == places
+        right = (guessed == actual).all(axis=1).sum()
+        each = (n.sum(axis=0).astype(z.dtype) for n in (guessed & actual, guessed, actual))
+        return np.concatenate([stacked([len(z), right], z), *each])
+
+    def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
+        """Return accuracy and F1, or the mean absolute error."""
+        share = float(sums[1] / max(sums[0], 1))
+        if self.labels.problem == REGRESSION:
+            return {"error": share}
+        right, guessed, actual = sums[2:].reshape(3, -1)
+        there = guessed + actual > 0
+        f1 = 2 * right[there] / (guessed + actual)[there]
+        return {"accuracy": share, "f1": float(f1.mean()) if len(f1) else None}

@@ -78,7 +78,7 @@ class Settings:
 
     method: str = setting(
         "method", "sft learns texts, kto answers that are good or not, distill a teacher, reward"
-        " scores of pairs; all others learn pairs.", "sft", choices=(*METHODS,),
+        " scores of pairs, classify labels; all others learn pairs.", "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
         "method", f"Of {using('loss')}.  [default: sigmoid, kto, jsd]", choices=LOSSES

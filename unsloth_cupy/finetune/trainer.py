@@ -34,7 +34,7 @@ from .interrupt import Stop
 from .listener import Listener, announce, hearing
 from .loop import Loop
 from .lora import Lora
-from .method import PAIRS, TEXTS
+from .method import PAIRS, RATED, SCORED
 from .methods import METHODS
 from .naming import named
 from .preparation import device_name, in_place, prepare
@@ -46,6 +46,8 @@ from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
 from .taught import is_taught
 from .text import Text
+
+READS = dict.fromkeys((PAIRS, SCORED), "pairs of answers") | {RATED: "rated answers"}
 
 
 class Run:
@@ -204,7 +206,7 @@ class Trainer:
         elif not self.lines:
             if reads == METHODS["sft"].reads and not is_taught(Path(self.settings.teacher or "")):
                 return
-            what = {PAIRS: "pairs of answers", TEXTS: "texts"}.get(reads[0], "rated answers")
+            what = READS.get(reads[0], reads[0])
             cure = f"give {named('text')}, a file of {what}"
             raise ConfigError(f"{named(method=method)} learns from lines; {cure}")
         else:

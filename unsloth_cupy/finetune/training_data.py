@@ -312,7 +312,9 @@ def from_records(
     cut = functools.partial(
         _answers if method.sums else _examples, records, tokenizer, ends, shape.length, chat
     )
-    more = (method.group,) if method.sums else ()
+    more = (method,) if method.sums else ()
+    if method.plain:
+        cut, more = functools.partial(_plain, records, tokenizer, shape.length, method), ()
     (train, long, lost), (held_out, *_) = (
         cut(part, *more) for part in (records.train, records.held_out)
     )
@@ -379,7 +381,7 @@ def account_of_answers(
     text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
     if same := counts["same"]:
         text += f"; of {same:,} both answers are equal"
-    return text
+    return text + f"; {method.said}" * bool(method.said)
 
 
 def _answers(
@@ -389,20 +391,20 @@ def _answers(
     most: int,
     chat: Chat,
     part: Sequence[Record],
-    group: int,
+    method: Method,
 ) -> tuple[Examples, int, int]:
     """Return the answers of records, how many units were truncated, and how many are dropped.
 
     The end of a text of more than ``most`` tokens is left out.  A unit is dropped if nothing of an
     answer is left.  Of answers that are rated, each is followed by its question with the answer of
-    the record before it, if ``group`` is 2.
+    the record before it, if the method has groups of 2.
     """
     result, long, dropped = Examples(token_kind(tokenizer)), 0, 0
     share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
     counts = result.counts
     other: tuple[Array, Array] | None = None  # the answer of the record before
     rated = records.method == "kto"
-    if rated and group == 2:
+    if rated and method.group == 2:
         other = _said(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         texts = [(side, *_text_of(records, tokenizer, ends, chat, side)) for side in record.sides]
@@ -421,7 +423,7 @@ def _answers(
             long += any(len(tokens) > most for tokens, *_ in own)
             for tokens, learned, good in own:
                 labels = np.where(learned, tokens, IGNORE)[:most]
-                value = record.value or 0.0
+                value = method.value(record)
                 result.append(Example(tokens[:most], labels, record.line, good, value=value))
             real = own if not rated else own[:1]
             counts["tokens"] += sum(min(len(tokens), most) for tokens, *_ in real)
@@ -431,6 +433,26 @@ def _answers(
             counts["same"] += not rated and all(same)
         other = next_other
     return result, long, dropped
+
+
+def _plain(
+    records: Records, tokenizer: Any, most: int, method: Method, part: Sequence[Record]
+) -> tuple[Examples, int, int]:
+    """Return the texts of records, of which all is read, and how many units were truncated."""
+    result, long = Examples(token_kind(tokenizer)), 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
+        texts = [np.asarray(tokenizer.encode(text).ids, np.int64) for text in record.plain]
+        if not all(map(len, texts)):
+            cure = "write a text that the tokenizer has tokens for"
+            raise ConfigError(f"{records.place(record.line)}: a text has no tokens; {cure}")
+        long += any(len(tokens) > most for tokens in texts)
+        value = method.value(record)
+        for tokens in (each[:most] for each in texts):
+            result.append(Example(tokens, tokens, record.line, value=value))
+            result.counts["tokens"] += len(tokens)
+            result.counts["learned"] += len(tokens)
+    return result, long, 0
 
 
 def _text_of(

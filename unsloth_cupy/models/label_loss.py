@@ -38,7 +38,11 @@ def mean_label_loss(
         raise ConfigError(f"loss: {problem}; set context = None, and divide the batch instead")
     arrays.framework_of(labels, "Transformer: labels")  # raises for None and for a number
     arrays.common("Transformer", ("tokens", "labels"), (tokens, labels))
-    logits = model.logits(tokens, mask=mask, offsets=offsets)
+    return mean_of_losses(model, model.logits(tokens, mask=mask, offsets=offsets), labels, count)
+
+
+def mean_of_losses(model: Any, logits: Any, labels: Array, count: Any) -> Any:
+    """Return the sum of the losses of logits / count: see ``mean_label_loss``."""
     problem = _problem(model, logits, labels)
     _check(problem, logits, labels)
     losses: Any = _losses(problem, logits, labels)

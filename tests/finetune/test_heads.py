@@ -9,6 +9,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
+from unsloth_cupy.finetune.methods import METHODS
 from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run
@@ -254,3 +255,128 @@ def test_labels_that_tell_nothing_are_refused(home: Path, tmp_path: Path) -> Non
         trained(home, tmp_path / "run", "classify", path).train()
     with pytest.raises(ConfigError, match="choose the method classify, or remove the column"):
         read_data(path)
+
+
+def related(negatives: int = 0) -> list[dict[str, Any]]:
+    texts = [pair["prompt"] + pair["chosen"] for pair in golden.pairs()]
+    return [
+        {"anchor": pair["prompt"], "positive": pair["chosen"].strip()}
+        | ({"negative": [texts[n - each] for each in range(negatives)]} if negatives else {})
+        for n, pair in enumerate(golden.pairs())
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("pooling", "temperature", "negatives"), [(None, None, 0), ("last", 0.1, 2)]
+)
+def test_the_first_step_of_embeddings_is_that_of_torch(
+    pooling: Any, temperature: Any, negatives: int, home: Path, tmp_path: Path
+) -> None:
+    """In-batch cross entropy of cosines, and its measures; what is saved embeds as it does here."""
+    transformers = pytest.importorskip("transformers", reason="which computes the states")
+    torch = pytest.importorskip("torch", reason="which transformers is made of")
+    data = write(tmp_path / "related.jsonl", related(negatives))
+    theirs = transformers.AutoModel.from_pretrained(home / "model", dtype=torch.float32)
+
+    def vector(model: Any, text: str) -> Any:
+        states = model(torch.tensor([golden.tokenizer().encode(text).ids])).last_hidden_state[0]
+        pooled = states[-1] if pooling == "last" else states.mean(0)
+        return pooled / pooled.norm()
+
+    rows = related(negatives)
+    queries = torch.stack([vector(theirs, row["anchor"]) for row in rows])
+    texts = [row["positive"] for row in rows]
+    texts += [text for row in rows for text in row.get("negative", ())]
+    documents = torch.stack([vector(theirs, text) for text in texts])
+    scores = queries @ documents.T / (temperature or 0.05)
+    loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(rows)))
+    loss.backward()
+    norm = sum(float((p.grad.double() ** 2).sum()) for p in theirs.parameters()) ** 0.5
+    ranks = 1 + (scores > scores.diagonal()[:, None]).sum(1).numpy()
+    for pack in (True, False):
+        more = {"pooling": pooling, "temperature": temperature, "pack": pack}
+        run_of = trained(home, tmp_path / f"{pack}", "embed", data, steps=1, **more).train()
+        first, line, last = run_of.files.lines()
+        assert line["loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert line["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+        assert line["accuracy"] == first["held_out_accuracy"] == pytest.approx((ranks == 1).mean())
+        assert line["mrr"] == pytest.approx((1 / ranks).mean())
+    saved = transformers.AutoModel.from_pretrained(run_of.folder / "model", dtype=torch.float32)
+    ours = load(run_of.folder / "model")
+    for text in texts[:3]:
+        own = ours.embeddings(golden.tokens(text), pooling=pooling or "mean")
+        np.testing.assert_allclose(own[0], vector(saved, text).detach(), rtol=1e-5, atol=1e-6)
+    pooled_by = json.loads((run_of.folder / "model/1_Pooling/config.json").read_text())
+    assert pooled_by["pooling_mode_lasttoken"] == (pooling == "last")
+    (measured,) = json.loads(run_evaluate(run_of.folder, data, "--batch", 6, "--tokens", 20))
+    if temperature is None:  # which evaluate has no option for
+        assert measured["loss"] == pytest.approx(last["held_out_loss"], rel=1e-5)
+    assert measured["mrr"] == pytest.approx(last["held_out_mrr"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_embeddings_are_those_of_peft(home: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="which computes the states")
+    torch = pytest.importorskip("torch", reason="which transformers is made of")
+    peft = pytest.importorskip("peft", reason="which reads the adapter")
+    data = write(tmp_path / "related.jsonl", related())
+    made = trained(home, tmp_path / "run", "embed", data, lora=Lora(2)).train()
+    base = transformers.AutoModel.from_pretrained(home / "model", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, made.folder / "model")
+    ours = load(made.folder / "model")
+    assert ours.head == "none"
+    tokens = golden.tokens("w1 w2 w3")
+    with torch.no_grad():
+        mean = theirs(torch.tensor(tokens)).last_hidden_state[0].mean(0)
+    np.testing.assert_allclose(ours.embeddings(tokens)[0], mean / mean.norm(), rtol=1e-5, atol=1e-6)
+    plain = load(home / "model").embeddings(tokens)[0]
+    assert np.abs(ours.embeddings(tokens)[0] - plain).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"query": "a", "document": "b"}, ["a", "b"]),
+        ({"query": "a", "pos": ["b"], "neg": ["c", "d"]}, ["a", "b", "c", "d"]),
+        ({"sentence1": "a", "sentence2": "b", "id": 3}, ["a", "b"]),
+        ({"Question": "a", "Answer": "b", "negative": "c"}, ["a", "b", "c"]),
+    ],
+)
+def test_related_texts_of_every_form(row: Any, texts: list[str], tmp_path: Path) -> None:
+    rows = [row, {"anchor": "e", "positive": "f"}]
+    data = read_data(write(tmp_path / "a.jsonl", rows), method="embed")
+    (record,) = (each for each in (*data.train, *data.held_out) if each.line == 1)
+    assert METHODS["embed"].texts(record) == texts
+    assert ("not read: the column id" in data.note) == ("id" in row)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"anchor": "a"}, "holds anchor; write anchor and positive, or query and document"),
+        ({"query": "a", "pos": ["b", "c"]}, "pos holds 2 texts; write a row for each"),
+        ({"sentence1": "a", "sentence2": "b", "score": 0.3}, "holds score beside sentence1, sente"),
+        ({"anchor": "a", "positive": "b", "negative_1": "c"}, "write them as one list"),
+        ({"anchor": "a", "positive": 3}, "positive is 3, not text"),
+        ([1], "is \\[1\\], not an object"),
+    ],
+)
+def test_rows_that_are_not_related_are_refused(row: Any, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"anchor": "a", "positive": "b"}, row])
+    with pytest.raises(ConfigError, match=f"a.jsonl:2: .*{said}"):
+        read_data(path, method="embed")
+
+
+def test_texts_of_a_step_are_compared_together(home: Path, tmp_path: Path) -> None:
+    rows = related(1)
+    del rows[2]["negative"]
+    data = write(tmp_path / "some.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"has . negatives, and .*:. has .; give all rows as man"):
+        trained(home, tmp_path / "run", "embed", data).train()
+    with pytest.raises(ConfigError, match="method=embed compares all texts of a step with each"):
+        trained(home, tmp_path / "run", "embed", data, accumulate=2)
+    with pytest.raises(ConfigError, match="method=reward does not use pooling; leave it out, or"):
+        trained(home, tmp_path / "run", "reward", data, pooling="last")
+    with pytest.raises(ConfigError, match="choose the method embed, or write texts"):
+        read_data(data)

@@ -43,7 +43,8 @@ NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "rewards/margins": "margi
          "rewards/accuracies": "accuracy", "kl": "kl", "accuracy": "accuracy", "margin": "margin",
          "min_reward": "reward_min", "mean_reward": "reward_mean",
          "max_reward": "reward_max"}  # fmt: skip
-DATA = {"kto": "rated", "distill": "texts", "reward": "scored", "classify": "labelled"}
+DATA = {"kto": "rated", "distill": "texts", "reward": "scored", "classify": "labelled",
+        "embed": "related"}  # fmt: skip
 MEASURED = ("memory_bytes", "seconds", "tokens_per_second", "planned_bytes", "peak_bytes")
 
 
@@ -74,6 +75,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "pairs.jsonl", golden.pairs())
     write(folder / "scored.jsonl", golden.scored())
     write(folder / "labelled.jsonl", golden.labelled())
+    related = [{"query": p["prompt"], "document": p["chosen"]} for p in golden.pairs()]
+    write(folder / "related.jsonl", related)
     write(folder / "rated.jsonl", golden.rated())
     rows = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in golden.pairs()]
     write(folder / "texts.jsonl", rows)
@@ -199,6 +202,7 @@ class Halts(Callback):
         ("distill", Lora(2)),
         ("reward", Lora(2)),
         ("classify", None),
+        ("embed", Lora(2)),
     ],
 )
 def test_a_run_that_goes_on_has_equal_bits(
@@ -223,7 +227,7 @@ def test_a_run_that_goes_on_has_equal_bits(
     for name, weight in both[1].items():
         np.testing.assert_array_equal(both[0][name], weight)
     other = {"center": None} if method == "reward" else {"beta": None}
-    other = {"seed": 0} if method == "classify" else other
+    other = {"seed": 0} if method in ("classify", "embed") else other
     (name, before), *_ = other.items()
     with pytest.raises(ConfigError, match=f"holds a run with {name} {before}"):
         trainer(home, out, lora=lora, **options, **{name: 1}).train()
@@ -358,7 +362,7 @@ def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Pat
     assert any("of 1 both answers are equal" in text for text in said)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward", "classify"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward", "classify", "embed"])
 def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> None:
     for lora in (None, Lora(4)):
         made = trainer(home, tmp_path / f"run{lora is None}", method=method, lora=lora, steps=2)

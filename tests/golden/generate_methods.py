@@ -75,6 +75,11 @@ def labelled() -> list[dict[str, Any]]:
     return [{"text": text, "label": "abc"[n % 3]} for n, text in enumerate(texts)]
 
 
+def tokens(text: str) -> Any:
+    """Return a text as a row of tokens."""
+    return np.array([tokenizer().encode(text).ids])
+
+
 def first_step(name: str) -> dict[str, float]:
     """Return loss and norm of the gradient of a method, by TRL."""
     import torch

@@ -70,10 +70,12 @@ def report(run: RunFolder) -> None:
 
 def what_follows(run: RunFolder) -> None:
     """Print the commands that use a finished run."""
-    method = METHODS[read_json(run.settings).get("method", "sft")]
+    values = read_json(run.settings)
+    method = METHODS[values.get("method", "sft")]
     if method.used:  # it writes no text
         load = f"models.load({json.dumps(str(run.model))})"
-        code = f"from unsloth_cupy import models; model = {load}; print({method.used})"
+        used = method.used.format(pooling=values.get("pooling") or "mean")
+        code = f"from unsloth_cupy import models; model = {load}; print({used})"
         echo_next(["python", "-c", code])
         return
     asks = ["generate", run.folder]

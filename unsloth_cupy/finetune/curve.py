@@ -16,7 +16,7 @@ PANELS = {  # below the loss, of a method that measures them: lines, dashed for 
         *("reward_chosen", "reward_rejected", "reward_desirable", "reward_undesirable"),
         *("reward_mean", "reward_min", "reward_max"),
     ),
-    "accuracy": ("accuracy", "f1"),
+    "accuracy": ("accuracy", "f1", "mrr"),
     "error": ("error",),
     "KL (nats)": ("kl",),
 }

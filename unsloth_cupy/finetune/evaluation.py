@@ -8,6 +8,7 @@ entropy       mean of -sum p log p over the vocabulary, in nats
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from ..files import path_of
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..models.folder import on_device
-from ..models.heads import CAUSAL, SEQUENCE
+from ..models.heads import CAUSAL, NONE, SEQUENCE
 from ..models.tokenizer import check_tokens
 from ..ops.common.checks import check_choice
 from ..placement import to_numpy
 from .chat import Chat
 from .data import found
+from .embedding_method import pooling_of
 from .limit import tokens_of
 from .listener import announce
 from .method import placed
@@ -152,7 +154,8 @@ def evaluate(
         As in ``models.load``, if model is a folder; ``base`` replaces the base of an adapter.
     method : str, optional
         As in ``read_data``, with its defaults; not one that compares with another model.  None: by
-        the model, classify or reward of a sequence classifier, else sft.
+        the model: classify or reward of a sequence classifier, embed of one without a head (with
+        the pooling that files beside it name), else sft.
 
     Raises
     ------
@@ -182,14 +185,14 @@ def evaluate(
         pad = config.pad_token
         pad = pad if pad is not None and pad < config.vocab else 0
         name = method_of(model) if method is None else method
-        learning = of_itself(name, model)
+        learning = of_itself(name, model, source)
         result, every = list[Evaluation](), list[Any]()
         with blas_threads(config.hidden):
             for path in paths:
                 held = whole(read(path, name))
                 if isinstance(held, Records):
                     own = learning.fitted(held, model.texts["config.json"])
-                    if own.head is not None and len(own.names) != config.labels:
+                    if own.names and len(own.names) != config.labels:
                         problem = f"has {own.said or 'pairs'}, the model {config.labels} outputs"
                         raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
                     shape = Shape(batch, length, True, pad, own)
@@ -208,12 +211,12 @@ def evaluate(
 def method_of(model: "Transformer") -> str:
     """Return the method that a model was trained by, as far as its head tells."""
     if model.head != SEQUENCE:
-        return "sft"
+        return "embed" if model.head == NONE else "sft"
     names = model.texts["config.json"].get("id2label") or {}
     return "reward" if [*names.values()] == ["reward"] else "classify"
 
 
-def of_itself(name: str, model: "Transformer") -> Any:
+def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     """Return a method whose loss is of a model alone; raise a ConfigError for another."""
     check_choice("evaluate", "method", name, tuple(METHODS))
     learning: Any = METHODS[name]
@@ -223,7 +226,8 @@ def of_itself(name: str, model: "Transformer") -> Any:
     if (wanted := learning.head or CAUSAL) != model.head:
         problem = f"is of the head {wanted}, and the model's is {model.head}"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
-    return learning.bound(Settings(method=name))
+    pooling = pooling_of(folder) if name == "embed" else None
+    return learning.bound(Settings(method=name, pooling=pooling))
 
 
 def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]:

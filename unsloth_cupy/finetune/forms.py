@@ -284,7 +284,8 @@ def _other_method(
         ("preference pairs", have(*(each for each in SIDES if each not in answers)),
          f"choose the method {methods_of('pairs')}, or write the chosen answers as completion or"
          " messages"),
-        ("pairs for embedding", pairs[0] if pairs else [], "write texts"),
+        ("pairs for embedding", pairs[0] if pairs else [],
+         f"choose the method {methods_of('related texts')}, or write texts"),
         ("several answers to a question", several, "write the one to learn as completion"),
         ("labels for classification", have(*LABELS) if is_text else [],
          f"choose the method {methods_of('labelled texts')}, or remove the column"),

@@ -90,10 +90,8 @@ class Loop:
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         self.engine = Engine(ranks, model, objective)
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
-        model.texts = {
-            **model.texts,
-            "config.json": self.method.settled(model.texts["config.json"]),
-        }
+        own: Any = self.method
+        model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
         self.masters = dict(model.trainable)
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
@@ -314,7 +312,7 @@ class Loop:
         else:
             usual = self.engine.objective is next_token
             loss = line["held_out_loss"]
-            counts = Counts(*sum(parts))
+            counts = Counts(*np.sum(parts, axis=0).tolist())
             line |= measures(loss, counts, count, of_next_token=usual)
         loss = line["held_out_loss"]
         if self.plan.keeps_best:
@@ -512,7 +510,8 @@ class Loop:
         if model.adapter is not None and self.method.names:  # an adapter's own files name no labels
             files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"
         # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
-        for name, text in (files | {**self.files}).items():
+        for name, text in (files | {**self.files} | self.method.files(model.config)).items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
 
     def resume(self, checkpoint: Path) -> None:

@@ -23,7 +23,7 @@ from .text import Batch
 
 TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
 SCORED = "scored pairs"  # pairs that may have margins
-LABELLED = "labelled texts"
+LABELLED, RELATED = "labelled texts", "related texts"
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
 FOLDERS = ("reference", "teacher")  # settings that are other models
 
@@ -109,6 +109,14 @@ class Method:
         """What the data tell, in words."""
         return ""
 
+    def texts(self, record: Any) -> list[str]:
+        """Return the texts of a record, all of which is read."""
+        return [record.answer]
+
+    def files(self, config: Any) -> dict[str, str]:
+        """Return files to write beside the model."""
+        return {}
+
     def value(self, record: Any) -> float:
         """Return what it knows of a record, as a number."""
         return record.value or 0.0
@@ -118,13 +126,13 @@ class Method:
         """Options of ``models.load`` that choose the head."""
         return {} if self.head is None else {"head": self.head, "labels": len(self.names) or None}
 
-    def settled(self, config: dict[str, Any]) -> dict[str, Any]:
+    def settled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config.json with the names of the outputs."""
         if not self.names:
-            return config
+            return dict(config)
         names = {str(number): name for number, name in enumerate(self.names)}
         numbers = {name: number for number, name in enumerate(self.names)}
-        return config | {"id2label": names, "label2id": numbers}
+        return {**config, "id2label": names, "label2id": numbers}
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of a batch, whose entries ``inputs`` and ``counts`` return."""

@@ -12,6 +12,7 @@ from ..losses.preferences import KINDS
 from ..losses.unpaired import KINDS as RATINGS
 from ..ops.losses.divergence import KINDS as DIVERGENCES
 from .distillation import Distill
+from .embedding_method import Embed
 from .method import Method
 from .preference_methods import Kto, Preference
 from .scoring_methods import Classify, Reward
@@ -22,7 +23,7 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "reward_desirable": "rewards/chosen", "reward_undesirable": "rewards/rejected",
     "log_prob_chosen": "logps/chosen", "log_prob_rejected": "logps/rejected",
     "nll": "nll_loss", "kl": "kl",
-    "f1": "f1", "error": "error",
+    "f1": "f1", "mrr": "mrr", "error": "error",
     "reward_min": "min_reward", "reward_mean": "mean_reward", "reward_max": "max_reward",
 }  # fmt: skip
 METHODS: Mapping[str, Method] = {
@@ -40,6 +41,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "classify": Classify(),
     "reward": Reward(uses=("center",)),
+    "embed": Embed(uses=("pooling", "temperature")),
     "distill": Distill(uses=("loss", "beta", "temperature", "teacher"), losses=DIVERGENCES),
 }
 OPTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.uses))

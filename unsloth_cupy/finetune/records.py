@@ -24,9 +24,10 @@ from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed
 from .labelled import labelled_of
 from .listener import reading
-from .method import LABELLED, PAIRS, RATED, SCORED, TEXTS
+from .method import LABELLED, PAIRS, RATED, RELATED, SCORED, TEXTS
 from .methods import METHODS
 from .preferences import pair_of, rated_of, scored_of
+from .related import related_of
 from .tables import PROCESSED, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
@@ -36,7 +37,7 @@ MOST_NAMES = 1000  # of columns that are not read
 IN_MEMORY = 2**26  # characters of records that are kept in memory
 READERS: Mapping[str, Callable[..., Content]] = {
     TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
-    LABELLED: labelled_of,
+    LABELLED: labelled_of, RELATED: related_of,
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class Record(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
     desirable: bool | None = None  # of an answer that is rated
-    value: Any = None  # the margin of a pair, the label of a text
+    value: Any = None  # the margin of a pair, the label of a text, texts unrelated to two
 
     @property
     def sides(self) -> "list[Record]":
@@ -68,11 +69,6 @@ class Record(NamedTuple):
             return chat.spans(self.messages, self.tools)
         whole = self.prompt + self.answer
         return [Lesson(whole, [Span(len(self.prompt), len(whole))], [0])]
-
-    @property
-    def plain(self) -> list[str]:
-        """The texts in it, of which all is read."""
-        return [self.answer]
 
     @property
     def answers(self) -> int:

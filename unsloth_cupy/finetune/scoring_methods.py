@@ -112,7 +112,7 @@ class Classify(Scoring):
         several = ", several at once" * (self.labels.problem == MULTI)
         return f"{len(self.names):,} labels{several}: {some(self.names)}"
 
-    def settled(self, config: dict[str, Any]) -> dict[str, Any]:
+    def settled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config.json with the labels, and what they are."""
         return super().settled(config) | {"problem_type": self.labels.problem}
 

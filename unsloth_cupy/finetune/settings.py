@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..models.context import KINDS as CONTEXTS
 from ..models.gguf.opening import source_of
+from ..models.heads import POOLINGS
 from ..models.optimizers import OPTIMIZERS as KINDS
 from ..models.optimizers import conflict
 from ..models.quantized import KINDS as QUANTIZED
@@ -78,7 +79,8 @@ class Settings:
 
     method: str = setting(
         "method", "sft learns texts, kto answers that are good or not, distill a teacher, reward"
-        " scores of pairs, classify labels; all others learn pairs.", "sft", choices=(*METHODS,),
+        " scores of pairs, classify labels, embed texts that are related; all"
+        " others learn pairs.", "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
         "method", f"Of {using('loss')}.  [default: sigmoid, kto, jsd]", choices=LOSSES
@@ -100,7 +102,11 @@ class Settings:
     desirable_weight: float | None = setting("method", "Of good answers in kto.", above=0)
     undesirable_weight: float | None = setting("method", "Of all others.", above=0)
     temperature: float | None = setting(
-        "method", "Of the predictions that distill compares.  [default: 1]", above=0
+        "method", "Of the predictions that distill compares, or embed's cosines.  [default: 1,"
+        " 0.05]", above=0,
+    )  # fmt: skip
+    pooling: str | None = setting(
+        "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
     )
     reference: str | Path | None = setting(  # noqa: RUF009 -- a field
         "method", "Folder of the model to compare with.  [default: the model before the run]"

@@ -81,9 +81,12 @@ class Examples(Sequence[Example]):
         tokens = np.frombuffer(self.tokens, self.kind, stop - start, start * self.kind.itemsize)
         learned = np.frombuffer(self.learned, bool, stop - start, start)
         tokens = tokens.astype(np.int64)
-        beside = (None if a is None else a[start:stop] for a in (self.reference, self.taught))
         labels, good = np.where(learned, tokens, IGNORE), bool(self.desirable[index])
-        return Example(tokens, labels, self.lines[index], good, *beside, self.values[index])
+        known, taught = (
+            None if a is None else a[start:stop] for a in (self.reference, self.taught)
+        )
+        value = self.values[index]
+        return Example(tokens, labels, self.lines[index], good, known, taught, value)
 
     def labels(self) -> Array:
         """Return the learned tokens of all examples."""
@@ -442,7 +445,7 @@ def _plain(
     result, long = Examples(token_kind(tokenizer)), 0
     share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
-        texts = [np.asarray(tokenizer.encode(text).ids, np.int64) for text in record.plain]
+        texts = [np.asarray(tokenizer.encode(text).ids, np.int64) for text in method.texts(record)]
         if not all(map(len, texts)):
             cure = "write a text that the tokenizer has tokens for"
             raise ConfigError(f"{records.place(record.line)}: a text has no tokens; {cure}")

@@ -183,8 +183,8 @@ def check_real(call: str, real: Any) -> None:
         raise ConfigError(f"{call}: row {row} has no real token; leave the row out")
 
 
-def pooled(x: Any, mask: Any, pooling: str) -> Any:
-    """Return one vector of length 1 for each row of x, (batch, hidden), in float32 or wider.
+def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
+    """Return one vector of length 1 for each row of x or packed text, in float32 or wider.
 
     p = mean of the hidden states at real tokens, or that of the last one      y = p / ‖p‖
     """
@@ -192,15 +192,17 @@ def pooled(x: Any, mask: Any, pooling: str) -> Any:
         choices = " or ".join(map(repr, POOLINGS))
         raise ConfigError(f"embeddings(pooling={pooling!r}): pass {choices}")
     value = getattr(x, "value", x)
-    batch, tokens = value.shape[:2]
-    real = np.ones_like(value, bool, shape=(batch, tokens)) if mask is None else mask != 0
+    real = tokens_of_texts(value, mask, offsets)
     check_real("embeddings", real)
     if pooling == "last":
-        numbers = np.arange(1, tokens + 1, like=value) * real
+        numbers = np.arange(1, real.shape[1] + 1, like=real) * real
         real = numbers == numbers.max(axis=1)[:, None]
     wide = np.promote_types(value.dtype, FLOAT32)
     weights = real.astype(value.dtype)
-    sums = gemm(weights[:, None], zeroed(value, real), dtype=wide)[:, 0]
+    if offsets is None:
+        sums = gemm(weights[:, None], zeroed(value, real), dtype=wide)[:, 0]
+    else:
+        sums = gemm(weights, value[0], dtype=wide)
     count = real.sum(axis=1)[:, None].astype(wide)
     mean = sums / count
     length = np.sqrt((mean * mean).sum(axis=1))[:, None].clip(1e-12)
@@ -211,6 +213,15 @@ def pooled(x: Any, mask: Any, pooling: str) -> Any:
     values = {"x": value, "y": y, "real": real, "factor": 1 / (count * length)}
     x.tape.note(PooledRecord(values, {"x": x.index}, {"y": result.index}))
     return result
+
+
+def tokens_of_texts(x: Any, mask: Any, offsets: Any) -> Any:
+    """Return which tokens each row, or each packed text, has: (texts, tokens) bool."""
+    batch, tokens = x.shape[:2]
+    if offsets is None:
+        return np.ones_like(x, bool, shape=(batch, tokens)) if mask is None else mask != 0
+    where = np.arange(tokens, like=x)[None]
+    return (where >= offsets[:-1, None]) & (where < offsets[1:, None])
 
 
 class PooledRecord(NamedTuple):
@@ -225,5 +236,9 @@ class PooledRecord(NamedTuple):
         dy, index = take["y"], self.inputs["x"]
         x, y, real, factor = (self.values[name] for name in ("x", "y", "real", "factor"))
         dp = (dy - y * (y * dy).sum(axis=1)[:, None]) * factor
-        dx = np.where(real[..., None], dp[:, None], 0).astype(x.dtype, copy=False)
+        if len(real) == len(x):
+            dx = np.where(real[..., None], dp[:, None], 0)
+        else:  # of packed texts, each token is of one
+            dx = gemm(real.T.astype(dp.dtype), dp, dtype=dp.dtype)[None]
+        dx = dx.astype(x.dtype, copy=False)
         grads[index] = add_up(grads.get(index), dx)

@@ -15,7 +15,7 @@ from .adapter import CONFIG, PREFIX, module_of
 from .adapter_base import WEIGHTS
 from .checkpoint_files import opened
 from .config import Config
-from .heads import LABELS, SEQUENCE, TOKEN, head_of
+from .heads import LABELS, NONE, SEQUENCE, TOKEN, head_of
 from .lazy_parameter import StoredTensor
 from .names import HEAD, SCORE, TABLE, parameter_name
 from .outer_weights import (
@@ -44,13 +44,13 @@ def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None
 
 
 def _implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
-    wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN}
+    wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN, "FEATURE_EXTRACTION": NONE}
     if not (lora / CONFIG).is_file() or not (base / "config.json").is_file():
         return None, labels
     head = wanted.get(str(read_json(lora / CONFIG).get("task_type")))
     if head is None or head_of(read_json(base / "config.json")) == head:
         return None, labels
-    if labels is None and (lora / WEIGHTS).is_file():
+    if labels is None and head != NONE and (lora / WEIGHTS).is_file():
         with opened(lora / WEIGHTS) as file:
             name = PREFIX + SCORE
             labels = file.get_slice(name).get_shape()[0] if name in file.keys() else None  # noqa: SIM118

@@ -335,7 +335,12 @@ class Transformer(Network):
 
     @from_any_library
     def embeddings(
-        self, tokens: Array, *, mask: Array | None = None, pooling: str = "mean"
+        self,
+        tokens: Array,
+        *,
+        mask: Array | None = None,
+        offsets: Array | None = None,
+        pooling: str = "mean",
     ) -> Array:
         """Return one vector of length 1 for each text: its last hidden states, pooled.
 
@@ -344,6 +349,8 @@ class Transformer(Network):
         tokens : (batch, tokens) int32 or int64
         mask : (batch, tokens) bool or int, optional
             As in ``logits``.
+        offsets : (texts + 1,) int, optional
+            As in ``logits``: the result has a row for each text.
         pooling : str
             mean: over real tokens; last: the state of the rightmost one.
 
@@ -357,7 +364,8 @@ class Transformer(Network):
         ConfigError
             pooling is unknown, or a row has no real token.
         """
-        return pooled(self.hidden(self.entered(self.parameters), tokens, mask=mask), mask, pooling)
+        x = self.hidden(self.entered(self.parameters), tokens, mask=mask, offsets=offsets)
+        return pooled(x, mask, offsets, pooling)
 
     def predict(self, texts: Sequence[str | Sequence[Message]]) -> list[dict[str, float]]:
         """Return what a sequence classifier says of each text: a number by the name of the label.

@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 7400,
     "memory": 980,
-    "finetune": 5150,
+    "finetune": 5540,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

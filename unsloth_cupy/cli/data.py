@@ -51,9 +51,10 @@ def data(
     for first, last, count in report.histogram:
         bar = "#" * max(round(BAR * count / largest), int(count > 0))
         echo(f"  {first:>{width},} - {last:>{width},}  {count:>9,}  {bar}".rstrip())
-    share = report.learned / max(1, report.total)
-    without = f"; of {report.unlearned:,} texts nothing" * bool(report.unlearned)
-    echo(f"learned: {report.learned:,} of {report.total:,} {unit} ({share:.0%}){without}")
+    if not METHODS[method].draws:
+        share = report.learned / max(1, report.total)
+        without = f"; of {report.unlearned:,} texts nothing" * bool(report.unlearned)
+        echo(f"learned: {report.learned:,} of {report.total:,} {unit} ({share:.0%}){without}")
     for example in report.examples:
         echo(f"\n--- {example.where}")
         echo_marked(example.pieces)

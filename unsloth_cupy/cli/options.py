@@ -171,6 +171,7 @@ KINDS_BY_NAME: dict[str, Any] = {
     "reference": FILE,
     "teacher": FILE,
     "sample_prompt": Words(nonempty=True),
+    "reward": Words(nonempty=True),
     "report_to": click.Choice([*REPORTERS]),
     "lora_targets": Words(nonempty=True),
 }  # of some settings

@@ -51,6 +51,7 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
 @option("--method", click.Choice([*METHODS]), "What is learned; of pairs, a row is two.", "sft")
 @option("--teacher", FILE, "Folder of the model that distill learns from.")
+@option("--samples", click.IntRange(2), "Of grpo and rloo: answers to a prompt, each a row.")
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 @option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
@@ -79,6 +80,7 @@ def plan(
     state_bits: str,
     method: str,
     teacher: Path | None,
+    samples: int | None,
     lora: int | None,
     quantize: str | None,
     checkpoint_every: int | None,
@@ -109,7 +111,8 @@ def plan(
     path = config_file(config)
     own = source_of(path.parent) == path.parent
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
-    learning = learning_of(method, teacher, alone=not any(sizes))
+    given = {"teacher": teacher, "samples": samples}
+    learning = learning_of(method, given, alone=not any(sizes))
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
@@ -195,13 +198,13 @@ def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any,
     return folder, values, *known
 
 
-def learning_of(name: str, teacher: Path | None, *, alone: bool) -> Any:
+def learning_of(name: str, given: dict[str, Any], *, alone: bool) -> Any:
     """Return a method with its teacher's config; None for the next token of texts."""
-    settings = Settings(method=name, teacher=teacher)
+    settings, teacher = Settings(method=name, **given), given["teacher"]
     if name != "sft" and not alone:
         cure = "each rank of --data-parallel needs what one needs for its rows"
         raise ConfigError(f"plan --method {name} is of one rank; leave the ranks out: {cure}")
-    settings.check_method()
+    settings.check_method(whole=not METHODS[name].draws)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)
 

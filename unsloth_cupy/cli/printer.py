@@ -22,7 +22,10 @@ from .results import report, results_of, sample, what_follows
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
-SHOWN = ("accuracy", "margin", "f1", "mrr", "error", "kl")  # of what a method measures, in progress
+SHOWN = (  # of what a method measures, in progress
+    *("reward", "accuracy", "margin", "f1", "mrr", "error", "kl"),
+    *("entropy", "clipped", "length"),
+)
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 

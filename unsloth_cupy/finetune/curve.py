@@ -13,12 +13,14 @@ TITLE_WIDTH = 65  # characters that fit in a line
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 PANELS = {  # below the loss, of a method that measures them: lines, dashed for the second
     "reward": (
+        "reward",
         *("reward_chosen", "reward_rejected", "reward_desirable", "reward_undesirable"),
         *("reward_mean", "reward_min", "reward_max"),
     ),
     "accuracy": ("accuracy", "f1", "mrr"),
     "error": ("error",),
     "KL (nats)": ("kl",),
+    "length (tokens)": ("length",),
 }
 
 

@@ -18,6 +18,7 @@ from .chat import Chat, Lesson
 from .data import found
 from .listener import reading
 from .messages import shown
+from .prompts import prompt_tokens
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
 from .text import BREAK, Text
@@ -176,6 +177,9 @@ class Words:
 
     def _encoded(self, record: Record, lesson: Lesson) -> tuple[Any, Any]:
         """Return the tokens of a text, and which of them are learned."""
+        if record.asks:
+            asked = np.array(prompt_tokens(record, self.tokenizer, self.chat))
+            return asked, np.zeros(len(asked), bool)
         is_chat = bool(record.messages)
         tokens, owners = encoded(
             self.tokenizer, lesson.text, lesson.spans, is_chat, self.ends, self.chat

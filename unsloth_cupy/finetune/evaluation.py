@@ -223,6 +223,9 @@ def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     if learning.compares or learning.others or "teacher" in learning.uses:
         problem = "compares with another model, which training has"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
+    if learning.draws:
+        cure = "finetune measures it on held-out prompts"
+        raise ConfigError(f"evaluate(method={name!r}): it needs rewards; {cure}")
     if (wanted := learning.head or CAUSAL) != model.head:
         problem = f"is of the head {wanted}, and the model's is {model.head}"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")

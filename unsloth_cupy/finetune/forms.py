@@ -80,7 +80,7 @@ class Content(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
     desirable: bool | None = None  # of an answer that is rated
-    value: Any = None  # the margin of a pair, the label of a text
+    value: Any = None  # the margin of a pair, the label of a text, what rewards know of a prompt
 
 
 def normal(name: str) -> str:
@@ -256,7 +256,8 @@ def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | 
         if reference := first(REFERENCES):
             return Refusal(_prompts(known[question], known[reference]))
         partner = USUAL.get(question, "answer")
-        why = f"; {LEARNS}, and prompts alone hold none" * (question == "prompt")
+        why = f"; {LEARNS}, and prompts alone are for the method {methods_of('prompts')}"
+        why *= question == "prompt"
         return Refusal(f"has {shown(known[question])} but no {partner}; add {partner}{why}")
     elif answer:
         partner = next((q for q, a in USUAL.items() if a == answer), "question")
@@ -308,7 +309,8 @@ def _other_method(
 
 def _prompts(prompt: str, answer: str) -> str:
     """Return the message about prompts whose answers are for rewards."""
-    cure = f"write what is to be learned as completion, {shown(answer)} does not say it"
+    cure = f"choose the method {methods_of('prompts')}, or write what is to be learned as"
+    cure += f" completion, {shown(answer)} does not say it"
     return (
         f"holds prompts with an answer for rewards ({listed((prompt, answer))}); {LEARNS}: {cure}"
     )

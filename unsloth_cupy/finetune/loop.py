@@ -260,6 +260,10 @@ class Loop:
         first = self.step * self.plan.accumulate
         numbers = range(first, first + self.plan.accumulate)
         batches = [self.training_data.batches.at(number) for number in numbers]
+        if self.method.draws:
+            with self._drawing():
+                each = zip(batches, numbers, strict=True)
+                batches = [self.method.drawn(self, *batch) for batch in each]
         rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
         constants = self.method.before(self.model, rows, self.ranks.alike.all_reduce)
         shared = self.method.counts(batches) | constants
@@ -284,8 +288,28 @@ class Loop:
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
 
+    @contextmanager
+    def _drawing(self, *, after: bool = False) -> Iterator[None]:
+        """Stop at logits that are not finite in a ``with`` block that draws answers."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self._stop(str(error), after=after)
+
     def _evaluate(self) -> None:
-        """Log the loss on the held-out text, in nats per token, or as the method has it."""
+        """Log the loss on the held-out text, and what the method measures there."""
+        with self._drawing(after=True):
+            own = self.method.evaluated(self) if self.method.draws else self._held_out()
+        line = {"step": self.step, **own}
+        if self.plan.keeps_best:
+            self._keep_if_best(line["held_out_loss"])
+        self._log(line)
+        self.callbacks.logged(line)
+        self.listener.evaluated(line)
+        self._generate_samples()
+
+    def _held_out(self) -> dict[str, Any]:
+        """Return the loss on the held-out text, in nats per token, or as the method has it."""
         batches, method, data = self.training_data.held_out, self.method, self.engine.data
         own = batches[data.rank :: data.size]
         constants = method.before(self.model, own, data.all_reduce)
@@ -302,7 +326,7 @@ class Loop:
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total += loss * (1 if method.sums else batches[number].label_count)
             parts.append(np.array(more))
-        line = {"step": self.step, "held_out_loss": total if method.sums else total / count}
+        line: dict[str, Any] = {"held_out_loss": total if method.sums else total / count}
         line |= {f"held_out_{method.unit}": count}
         if self.training_data.baseline is not None:
             line["unigram_baseline"] = self.training_data.baseline
@@ -314,13 +338,7 @@ class Loop:
             loss = line["held_out_loss"]
             counts = Counts(*np.sum(parts, axis=0).tolist())
             line |= measures(loss, counts, count, of_next_token=usual)
-        loss = line["held_out_loss"]
-        if self.plan.keeps_best:
-            self._keep_if_best(loss)
-        self._log(line)
-        self.callbacks.logged(line)
-        self.listener.evaluated(line)
-        self._generate_samples()
+        return line
 
     def _keep_if_best(self, loss: float) -> None:
         """Save the model if no earlier held-out loss was as low; before the log has the loss.

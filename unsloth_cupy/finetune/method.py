@@ -23,7 +23,7 @@ from .text import Batch
 
 TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
 SCORED = "scored pairs"  # pairs that may have margins
-LABELLED, RELATED = "labelled texts", "related texts"
+LABELLED, RELATED, PROMPTS = "labelled texts", "related texts", "prompts"
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
 FOLDERS = ("reference", "teacher")  # settings that are other models
 
@@ -58,6 +58,10 @@ class Method:
         An expression with the model for what it is for, if that is not to write.
     plain : bool
         Whether it learns from all of a text, as the tokenizer writes it.
+    draws : bool
+        Whether it learns from answers that the model draws to prompts.
+    new : int
+        Then the tokens of an answer at most.
     given : dict
         Options of its loss.
     """
@@ -74,6 +78,8 @@ class Method:
     names: tuple[str, ...] = ()
     used: str = ""
     plain: bool = False
+    draws: bool = False
+    new: int = 0
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -95,7 +101,7 @@ class Method:
         chosen = {n: getattr(settings, n) for n in self.uses if n not in FOLDERS}
         if self.losses:
             chosen["kind"] = chosen.pop("loss", None) or self.losses[0]
-        return {name: value for name, value in chosen.items() if value is not None}
+        return {name: value for name, value in chosen.items() if value not in (None, ())}
 
     def check(self, settings: Any) -> None:
         """Raise a ConfigError for values that the loss does not take."""
@@ -108,6 +114,11 @@ class Method:
     def said(self) -> str:
         """What the data tell, in words."""
         return ""
+
+    @property
+    def samples(self) -> int:
+        """The number of answers to a prompt, if it draws them."""
+        return 1
 
     def texts(self, record: Any) -> list[str]:
         """Return the texts of a record, all of which is read."""

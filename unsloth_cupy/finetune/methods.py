@@ -14,6 +14,7 @@ from ..ops.losses.divergence import KINDS as DIVERGENCES
 from .distillation import Distill
 from .embedding_method import Embed
 from .method import Method
+from .policy_methods import Policy
 from .preference_methods import Kto, Preference
 from .scoring_methods import Classify, Reward
 
@@ -25,7 +26,11 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "nll": "nll_loss", "kl": "kl",
     "f1": "f1", "mrr": "mrr", "error": "error",
     "reward_min": "min_reward", "reward_mean": "mean_reward", "reward_max": "max_reward",
+    "reward": "reward", "entropy": "entropy", "clipped": "clip_ratio/region_mean",
+    "length": "completions/mean_length",
 }  # fmt: skip
+DRAWING = ("reward", "samples", "max_new_tokens", "temperature")
+CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses whose terms are those of tokens
 METHODS: Mapping[str, Method] = {
     "sft": Method(),
     "dpo": Preference(
@@ -42,6 +47,8 @@ METHODS: Mapping[str, Method] = {
     "classify": Classify(),
     "reward": Reward(uses=("center",)),
     "embed": Embed(uses=("pooling", "temperature")),
+    "grpo": Policy(uses=("loss", "beta", *DRAWING), losses=CLIPPED),
+    "rloo": Policy(uses=DRAWING, losses=("rloo",)),
     "distill": Distill(uses=("loss", "beta", "temperature", "teacher"), losses=DIVERGENCES),
 }
 OPTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.uses))

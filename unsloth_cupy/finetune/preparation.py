@@ -34,6 +34,7 @@ from .method import Method
 from .methods import METHODS
 from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
+from .prompts import prompt_tokens
 from .ranks import Ranks
 from .records import Records
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
@@ -85,7 +86,7 @@ def prepare(
             folder, plan, given, source, method, new_adapter=new_adapter
         )
     if isinstance(text, Records):
-        settings = with_tokens(settings, text, tokenizer, chat, config)
+        settings = with_tokens(settings, text, tokenizer, chat, config, method)
         plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
     others = other_models(plan, tokenizer, config.vocab)
@@ -143,7 +144,7 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
     Steps of ``lines`` differ: of a rank alone their own batches are planned, not full rows.
     """
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
-    if ranks.alone and lines is not None:
+    if ranks.alone and lines is not None and not METHODS[plan.method].draws:
 
         def of_step(step: int) -> Sizes:
             own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
@@ -338,11 +339,17 @@ def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method)
     """Return the shape of a batch."""
     pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
     pad = pad if pad is not None and pad < config.vocab else 0
+    pack = pack and not method.draws  # a batch has so many prompts, whatever their lengths
     return Shape(plan.batch, plan.tokens, pack, pad, method)
 
 
 def with_tokens(
-    settings: Settings, records: Records, tokenizer: Any, chat: Chat, config: "Config"
+    settings: Settings,
+    records: Records,
+    tokenizer: Any,
+    chat: Chat,
+    config: "Config",
+    method: Method = METHODS["sft"],
 ) -> Settings:
     """Return settings with the tokens of a row that 99 % of the rows need, if none are given.
 
@@ -354,6 +361,9 @@ def with_tokens(
     lengths = []
     for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
         is_chat = bool(record.messages)
+        if method.draws:
+            lengths.append(len(prompt_tokens(record, tokenizer, chat)) + method.new)
+            continue
         lengths += [
             len(encoded(tokenizer, text, spans, is_chat, ends, chat)[0])
             for side in record.sides
@@ -375,9 +385,12 @@ def summary(loop: Loop) -> str:
     if loop.plan.weight_decay and free:
         decay = f", of which {free:,} in norms, biases and embeddings do not decay"
         decay += f" ({named(decay_all=True)}: all do)"
+    learned = f"{training_data.learned:,} tokens to learn"
+    if loop.method.draws:
+        learned = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
     return (
         f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
-        f" {training_data.learned:,} tokens to learn, {training_data.held_out_tokens:,} held out;"
+        f" {learned}, {training_data.held_out_tokens:,} held out;"
         f" {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
     )
 

@@ -24,20 +24,22 @@ from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed
 from .labelled import labelled_of
 from .listener import reading
-from .method import LABELLED, PAIRS, RATED, RELATED, SCORED, TEXTS
+from .method import LABELLED, PAIRS, PROMPTS, RATED, RELATED, SCORED, TEXTS
 from .methods import METHODS
 from .preferences import pair_of, rated_of, scored_of
+from .prompts import prompt_of
 from .related import related_of
 from .tables import PROCESSED, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
 FIRST = 100  # rows of each file that are looked at before all are read
+HELD_OUT_PROMPTS = 100  # each of which is answered; a share of right answers is exact to 0.05
 MOST_NAMES = 1000  # of columns that are not read
 IN_MEMORY = 2**26  # characters of records that are kept in memory
 READERS: Mapping[str, Callable[..., Content]] = {
     TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
-    LABELLED: labelled_of, RELATED: related_of,
+    LABELLED: labelled_of, RELATED: related_of, PROMPTS: prompt_of,
 }  # fmt: skip
 
 
@@ -52,7 +54,12 @@ class Record(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
     desirable: bool | None = None  # of an answer that is rated
-    value: Any = None  # the margin of a pair, the label of a text, texts unrelated to two
+    value: Any = None  # margin of a pair, label of a text, texts unrelated to two, columns
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is a question alone, with what rewards know of it."""
+        return isinstance(self.value, dict)
 
     @property
     def sides(self) -> "list[Record]":
@@ -65,6 +72,9 @@ class Record(NamedTuple):
 
     def texts(self, chat: Chat) -> list[Lesson]:
         """Return the texts that it is learned from, with the spans of them that are learned."""
+        if self.asks:
+            asked = chat.text(self.messages, tools=self.tools, answer=True) if self.messages else ""
+            return [Lesson(asked or self.prompt, [], [])]
         if self.messages:
             return chat.spans(self.messages, self.tools)
         whole = self.prompt + self.answer
@@ -247,7 +257,8 @@ def read_records(
         problem = "holds one record" if collected.sizes else "is empty"
         raise ConfigError(f"{where} {problem}; write two lines or more: one is held out")
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
-    train, held_out = _split(where, collected, weights)
+    most = HELD_OUT_PROMPTS if METHODS[method].draws else len(weights)
+    train, held_out = _split(where, collected, weights, most=most)
     of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
@@ -291,11 +302,15 @@ def split(records: Records, share: float) -> Records:
 
 
 def _split(
-    where: str, collected: _Collected, weights: Array, share: float | None = None
+    where: str,
+    collected: _Collected,
+    weights: Array,
+    share: float | None = None,
+    most: int | None = None,
 ) -> tuple[Sequence[Record], Sequence[Record]]:
     """Return training and held-out records: a random share is held out, with its duplicates.
 
-    None: a tenth, but not more than a loss needs that is exact to 0.02 nats.
+    None: a tenth, but not more than a loss needs that is exact to 0.02 nats, and at most ``most``.
 
     A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
     """
@@ -304,7 +319,7 @@ def _split(
     order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
     held, characters = list[int](), 0
     for index in order[: max(1, int(len(order) * (share or HELD_OUT_SHARE)))]:
-        if held and share is None and characters > HELD_OUT_CHARACTERS:
+        if held and share is None and (characters > HELD_OUT_CHARACTERS or len(held) == most):
             break
         held.append(index)
         characters += collected.sizes[index]

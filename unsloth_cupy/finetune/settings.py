@@ -24,6 +24,7 @@ from .method import FOLDERS, Method
 from .methods import METHODS, OPTIONS, using
 from .naming import named
 from .new_model import SIZES
+from .policy_methods import NEW, SAMPLES
 from .rates import DECAYS
 from .records import Records
 from .reporters import REPORTERS
@@ -79,15 +80,16 @@ class Settings:
 
     method: str = setting(
         "method", "sft learns texts, kto answers that are good or not, distill a teacher, reward"
-        " scores of pairs, classify labels, embed texts that are related; all"
-        " others learn pairs.", "sft", choices=(*METHODS,),
+        " scores of pairs, classify labels, embed texts that are related, grpo and rloo from"
+        " rewards of answers that they draw; all others learn pairs.", "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
-        "method", f"Of {using('loss')}.  [default: sigmoid, kto, jsd]", choices=LOSSES
+        "method", f"Of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]", choices=LOSSES
     )
     beta: float | None = setting(
-        "method", "Strength of a preference, or of distill's jsd.  [default: 0.1, 0]", least=0
-    )
+        "method", "Strength of a preference, or of distill's jsd; of grpo, weight of the divergence"
+        " from the model before the run.  [default: 0.1, 0, 0]", least=0,
+    )  # fmt: skip
     smoothing: float | None = setting(
         "method", "Share of pairs that are the wrong way round.  [default: 0]", least=0, below=1
     )
@@ -102,9 +104,19 @@ class Settings:
     desirable_weight: float | None = setting("method", "Of good answers in kto.", above=0)
     undesirable_weight: float | None = setting("method", "Of all others.", above=0)
     temperature: float | None = setting(
-        "method", "Of the predictions that distill compares, or embed's cosines.  [default: 1,"
-        " 0.05]", above=0,
+        "method", "Of the predictions that distill compares, embed's cosines, or the answers that"
+        " grpo and rloo draw.  [default: 1, 0.05, 1]", above=0,
     )  # fmt: skip
+    reward: Sequence[str] = setting(
+        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, perhaps :WEIGHT behind"
+        " it; may be repeated.", (),
+    )  # fmt: skip
+    samples: int | None = setting(
+        "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
+    )
+    max_new_tokens: int | None = setting(
+        "method", f"Tokens of these at most.  [default: {NEW}, or half of the positions]", least=1
+    )
     pooling: str | None = setting(
         "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
     )
@@ -329,18 +341,22 @@ class Settings:
         if self.quantize is not None and source is None and not self.train_weights:
             raise ConfigError(f"{named('quantize')} {existing}")
 
-    def check_method(self) -> None:
-        """Raise a ConfigError for options that the method does not use, or does not take."""
+    def check_method(self, *, whole: bool = True) -> None:
+        """Raise a ConfigError for options that the method does not use, or does not take.
+
+        Without ``whole``, those that it needs may be absent.
+        """
         method = METHODS[self.method]
         for name in OPTIONS:
             value = getattr(self, name)
-            if value is not None and name not in method.uses:
+            if value not in (None, ()) and name not in method.uses:
                 problem = f"{named(method=self.method)} does not use {named(name)}"
                 raise ConfigError(f"{problem}; leave it out, or choose {using(name)}")
         if self.loss is not None and self.loss not in method.losses:
             cure = f"choose from {', '.join(method.losses)}"
             raise ConfigError(f"{named(method=self.method)} has no {named(loss=self.loss)}; {cure}")
-        self.learning.check(self)
+        if whole:
+            self.learning.check(self)
 
     def _check_values(self) -> None:
         """Raise a ConfigError for values that need others, or another form."""
@@ -352,7 +368,7 @@ class Settings:
             raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
         if self.threshold and self.patience is None:
             raise ConfigError(f"{named('threshold')} is of {named('patience')}; give both")
-        for name in ("sample_prompt", "report_to"):
+        for name in ("sample_prompt", "report_to", "reward"):
             if isinstance(text := getattr(self, name), str):
                 cure = f"give a list of texts, as {named(**{name: [text]})}"
                 raise ConfigError(f"{named(**{name: text})}: {cure}")
@@ -503,7 +519,8 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         if digests[0] != digests[1]:
             state = "is new" if digests[0] is None else "is gone" if digests[1] is None else "has"
             state += " changed since" if state == "has" else ""
-            result.append(f"another base model: {name} {state}")
+            what = name if name.startswith("reward ") else f"another base model: {name}"
+            result.append(f"{what} {state}")
     return result
 
 

@@ -22,7 +22,8 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..models.loss import IGNORE
 from .naming import named
-from .training_data import Example, Examples
+from .text import Example
+from .training_data import Examples
 
 FILE = "teach.json"
 TEXT = np.dtype([("digest", "V16"), ("row", "<i8")])

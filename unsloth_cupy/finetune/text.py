@@ -43,6 +43,18 @@ class Batch(NamedTuple):
     beside: Mapping[str, Array] = {}  # of each token, what a method knows of it
 
 
+class Example(NamedTuple):
+    """The tokens of a text, its labels (a token or IGNORE), and its line in the file."""
+
+    tokens: Array
+    labels: Array
+    line: int
+    desirable: bool = True  # whether its answer is good
+    reference: Array | None = None  # log-probabilities of its labels by another model
+    taught: Array | None = None  # rows of a teacher's stored predictions
+    value: float = 0.0  # of a text, what a method knows of it
+
+
 class Tokens(Protocol):
     """Tokens of a text, in memory or in a file."""
 

@@ -42,6 +42,7 @@ from .ranks import start
 from .records import Records
 from .reference import folder_of
 from .reporters import reporters
+from .rewards import fingerprint, rewards_of
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
 from .taught import is_taught
@@ -304,6 +305,8 @@ class Trainer:
         if self.settings.teacher is not None:
             files = fingerprints(folder_of(self.settings.teacher), {})
             base |= {f"teacher {name}": each for name, each in files.items()}
+        for path in {each.path for each in rewards_of(self.settings.reward or ())}:
+            base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
         return kept(self.settings, text, self.source, base) | self.evaluated
 
 

@@ -23,8 +23,18 @@ from .listener import reading
 from .method import Method
 from .methods import METHODS
 from .naming import named
+from .prompts import prompt_tokens
 from .records import Record, Records
-from .text import IGNORE, Batch, Batches, Text, TrainingData, held_out_rows, unigram_baseline
+from .text import (
+    IGNORE,
+    Batch,
+    Batches,
+    Example,
+    Text,
+    TrainingData,
+    held_out_rows,
+    unigram_baseline,
+)
 from .tokenizer import encode, token_kind
 from .tokens import tokens_of
 from .turns import end_tokens
@@ -36,18 +46,6 @@ PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
 NOBODY = -1  # the span of a token that is not learned
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
-
-
-class Example(NamedTuple):
-    """The tokens of a text, its labels (a token or IGNORE), and its line in the file."""
-
-    tokens: Array
-    labels: Array
-    line: int
-    desirable: bool = True  # whether its answer is good
-    reference: Array | None = None  # log-probabilities of its labels by a reference model
-    taught: Array | None = None  # rows of a teacher's stored predictions
-    value: float = 0.0  # of a text, what a method knows of it
 
 
 class Examples(Sequence[Example]):
@@ -139,7 +137,7 @@ class Shape(NamedTuple):
         if method.sums:
             beside = {"real": np.zeros(size, bool), "desirable": np.ones(size, bool)}
             beside["value"] = np.zeros(size)
-            if method.compares:
+            if examples[0].reference is not None:
                 beside["reference"] = np.zeros(size, np.float32)
         if examples[0].taught is not None:
             beside["taught"] = np.full(size, -1)
@@ -318,15 +316,21 @@ def from_records(
     more = (method,) if method.sums else ()
     if method.plain:
         cut, more = functools.partial(_plain, records, tokenizer, shape.length, method), ()
+    if method.draws:
+        cut = functools.partial(_prompts, records, tokenizer, shape.length, chat, method)
+        more = ()
     (train, long, lost), (held_out, *_) = (
         cut(part, *more) for part in (records.train, records.held_out)
     )
     for part, which in ((train, "learned"), (held_out, "held out")):
         if not part:
-            raise ConfigError(
-                f"{named(text=records.where)}: no text that is {which} gets to its answer in"
-                f" {named(tokens=shape.length)}; give more {named('tokens')}"
-            )
+            problem = f"no text that is {which} gets to its answer in {named(tokens=shape.length)}"
+            cure = f"give more {named('tokens')}"
+            if method.draws:
+                problem = f"no prompt that is {which} leaves room for"
+                problem += f" {named(max_new_tokens=method.new)} in {named(tokens=shape.length)}"
+                cure += f", or fewer {named('max_new_tokens')}"
+            raise ConfigError(f"{named(text=records.where)}: {problem}; {cure}")
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     name = records.path.name if records.path else records.where
     lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
@@ -342,8 +346,11 @@ def from_records(
             f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the minimum: give"
             " more lines"
         )
-    first = held_out[0]
+    first, (rows, longest), held_shape = held_out[0], train.largest(shape), shape
     begin = int((first.labels != IGNORE).argmax())
+    if method.draws:  # one answer to each prompt is held out, of a step many
+        begin, longest = len(first.tokens), longest + method.new
+        held_shape = shape._replace(batch=shape.batch * method.samples)
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
     if method.sums:
         note, baseline = account_of_answers(train, method, long, lost, shape.length), None
@@ -353,8 +360,8 @@ def from_records(
         counts = [len(learned), len(held_out_labels)]
         baseline = unigram_baseline(learned, held_out_labels, config.vocab)
         baseline = None if method.losses else baseline  # another loss has none
-    return TrainingData(batches, sequential_batches(held_out, shape), baseline, counts[0],
-                   counts[1], prompt, note, train.largest(shape), (train, held_out))  # fmt: skip
+    return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],
+                   counts[1], prompt, note, (rows, longest), (train, held_out))  # fmt: skip
 
 
 def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
@@ -377,6 +384,10 @@ def account_of_answers(
 ) -> str:
     """Return in words what of pairs, or of answers that are good or not, is learned."""
     units, counts = len(examples) // method.group, examples.counts
+    if method.draws:
+        text = f"{units:,} of {units + dropped:,} prompts are answered, {method.said}"
+        few = f"{named(max_new_tokens=method.new)} in {named(tokens=length)}"
+        return text + f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
     of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
     text = f"{units:,} of {units + dropped:,} {of_kind} are learned"
     text += f" ({counts['learned']:,} of {counts['tokens']:,} tokens)"
@@ -456,6 +467,35 @@ def _plain(
             result.counts["tokens"] += len(tokens)
             result.counts["learned"] += len(tokens)
     return result, long, 0
+
+
+def _prompts(
+    records: Records,
+    tokenizer: Any,
+    most: int,
+    chat: Chat,
+    method: Method,
+    part: Sequence[Record],
+) -> tuple[Examples, int, int]:
+    """Return the prompts of records by their numbers, and how many leave no room for an answer."""
+    result, dropped = Examples(token_kind(tokenizer)), 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    begin = 0 if part is records.train else len(records.train)
+    every = enumerate(part, begin)
+    for _, (number, record) in reading(((share, one) for one in every), records.size, "tokenising"):
+        try:
+            tokens = np.array(prompt_tokens(record, tokenizer, chat), np.int64)
+        except ConfigError as error:
+            raise ConfigError(f"{records.place(record.line)}: {error}") from None
+        if not len(tokens):
+            cure = "write a question that the tokenizer has tokens for"
+            raise ConfigError(f"{records.place(record.line)}: a prompt has no tokens; {cure}")
+        if len(tokens) + method.new > most:
+            dropped += 1
+            continue
+        result.append(Example(tokens, tokens, record.line, value=number))
+    result.counts["learned"] = len(result)
+    return result, 0, dropped
 
 
 def _text_of(

@@ -1,0 +1,473 @@
+"""Runs that learn from rewards of their own answers: grpo and rloo."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
+from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.rewards import rewards_of, scores
+from unsloth_cupy.models import Transformer, load
+
+from ..cli.test_cli import assert_one_clear_error, run
+from ..golden import generate_methods as golden
+from .test_methods import Halts, log, model_times, write
+
+REWARDS = '''
+import json
+from pathlib import Path
+
+CALLS = Path(__file__).with_name("calls.jsonl")
+
+def low(completions):
+    """The share of words with a number below 100."""
+    words = [each.split() for each in completions]
+    return [sum(int(w[1:]) < 100 for w in each) / max(len(each), 1) for each in words]
+
+def right(prompts, completions, completion_ids, answer):
+    line = {"prompts": prompts, "ids": completion_ids, "texts": completions}
+    line["low"] = low(completions)
+    line["right"] = [float(a in c.split()) for a, c in zip(answer, completions)]
+    with CALLS.open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+    return line["right"]
+
+def one(completions):
+    return [1] * len(completions)
+
+def some(completions):
+    return [None if "w1" in each else 2 for each in completions]
+'''
+
+
+def asked() -> list[dict[str, str]]:
+    return [{"prompt": p["prompt"], "answer": f"w{n}"} for n, p in enumerate(golden.pairs())]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policies")
+    model_times(1.0, folder / "long")
+    model_times(1.0, folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["eos_token_id"] = [2, *range(150, 200)]  # so that answers end soon
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write(folder / "prompts.jsonl", asked())
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def trainer(home: Path, out: Path, *, lora: Any = None, **settings: Any) -> Trainer:
+    data, model = settings.pop("data", home / "prompts.jsonl"), settings.pop("model", "model")
+    reward = (f"{home}/rewards.py:right", f"{home}/rewards.py:low:0.5")
+    usual = {"method": "grpo", "eval": data, "lr": 1e-3, "steps": 1, "batch": 6, "samples": 4}
+    usual |= {"max_new_tokens": 6, "reward": reward, "decay": "constant", "warmup": 0}
+    return Trainer(home / model, data, Settings(out=out, **usual | settings), lora=lora)
+
+
+def calls(home: Path, trained: Trainer) -> tuple[Any, list[dict[str, Any]]]:
+    """Return a run, and what its reward was called with."""
+    (home / "calls.jsonl").unlink(missing_ok=True)
+    made = trained.train()
+    return made, [*map(json.loads, (home / "calls.jsonl").read_text().splitlines())]
+
+
+def gains(call: dict[str, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Return the advantages of a call's answers, four to a prompt."""
+    groups = (np.array(call["right"]) + 0.5 * np.array(call["low"])).reshape(-1, 4)
+    if kind == "rloo":
+        return (groups - (groups.sum(1, keepdims=True) - groups) / 3).ravel()
+    means, std = groups.mean(1, keepdims=True), groups.std(1, ddof=1, keepdims=True)
+    return ((groups - means) / (std + 1e-4)).ravel()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 3, "accumulate": 2, "pack": False, "temperature": 0.7, "loss": "dr_grpo"},
+        {"loss": "grpo", "batch": 3, "accumulate": 2},
+        {"method": "rloo"},
+    ],
+)
+def test_the_first_step_is_that_of_torch(
+    options: dict[str, Any], home: Path, tmp_path: Path
+) -> None:
+    """Loss, gradient and measures of the answers that the rewards saw; held-out ones are greedy."""
+    transformers = pytest.importorskip("transformers", reason="which computes the logits")
+    torch = pytest.importorskip("torch", reason="which transformers is made of")
+    made, seen = calls(home, trainer(home, tmp_path / "run", **options))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
+    theirs.model.embed_tokens.padding_idx = None  # answers have all tokens
+    kind = options.get("loss", options.get("method", "dapo"))
+    words, losses, entropies, tokens = golden.tokenizer(), [], [], 0
+    first, *others = seen
+    step = others[: options.get("accumulate", 1)]
+    texts = sum(len(call["ids"]) for call in step)
+    for call in step:
+        for prompt, ids, gain in zip(call["prompts"], call["ids"], gains(call, kind), strict=True):
+            start = words.encode(prompt).ids
+            logits = theirs(torch.tensor([start + ids])).logits[0, len(start) - 1 : -1]
+            logs = (logits / options.get("temperature", 1.0)).log_softmax(-1)
+            own = logs[torch.arange(len(ids)), torch.tensor(ids)]
+            ratio = (own - own.detach()).exp()
+            each = -gain * ((own.sum() - own.sum().detach()).exp() if kind == "rloo" else ratio)
+            losses.append(each.mean() if kind == "grpo" else each.sum())
+            entropies += (-(logs.exp() * logs).sum(-1)).tolist()
+            tokens += len(ids)
+    count = {"dapo": tokens, "dr_grpo": texts * 6}.get(kind, texts)
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    norm = sum(float((p.grad.double() ** 2).sum()) for p in theirs.parameters()) ** 0.5
+    before, line, _ = made.files.lines()
+    assert len({len(ids) for call in step for ids in call["ids"]}) > 2
+    assert line["loss"] == pytest.approx(float(loss), rel=1e-5, abs=2e-6)
+    assert line["gradient_norm"] == pytest.approx(norm, rel=2e-4)
+    assert line["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+    assert line["length"] == pytest.approx(tokens / texts)
+    assert line["clipped"] == 0
+    right, low = (np.concatenate([call[name] for call in step]) for name in ("right", "low"))
+    assert line["reward_right"] == pytest.approx(right.mean())
+    assert line["reward"] == pytest.approx((right + low / 2).mean())
+    assert before["held_out_reward_low"] == pytest.approx(np.mean(first["low"]))
+    assert before["held_out_loss"] == -before["held_out_reward"]
+    assert before["held_out_prompts"] == len(first["prompts"]) == 6
+    for prompt, ids in zip(first["prompts"], first["ids"], strict=True):
+        start = words.encode(prompt).ids
+        logits = theirs(torch.tensor([start + ids])).logits[0, len(start) - 1 : -1]
+        assert logits.argmax(-1).tolist() == ids
+
+
+def test_the_divergence_is_from_the_model_before_the_run(home: Path, tmp_path: Path) -> None:
+    """Of the second step, by the adapter that the first one has left; it is in the loss too."""
+    options: dict[str, Any] = {"lora": Lora(2), "beta": 2.0, "lr": 3e-2, "temperature": 0.7}
+    one = trainer(home, tmp_path / "one", **options).train()
+    made, seen = calls(home, trainer(home, tmp_path / "two", **options, steps=2, evaluate_every=9))
+    plain = trainer(home, tmp_path / "plain", **options | {"beta": 0.0}, steps=2).train()
+    ours, total, terms, tokens = load(one.files.model), 0.0, 0.0, 0
+    for prompt, ids in zip(seen[2]["prompts"], seen[2]["ids"], strict=True):
+        start = golden.tokenizer().encode(prompt).ids
+        row = np.array([start + ids])
+        both = (
+            each.log_probs(row, row, temperature=0.7).log_probs[0] for each in (ours, ours.base)
+        )
+        now, base = (each[len(start) - 1 : -1] for each in both)
+        total += float((np.exp(base - now) - (base - now) - 1).sum())
+        tokens += len(ids)
+    terms = -sum(len(i) * g for i, g in zip(seen[2]["ids"], gains(seen[2], "dapo"), strict=True))
+    first, second = (line for line in made.files.lines() if "loss" in line)
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert second["kl"] == pytest.approx(total / tokens, rel=1e-4)
+    assert second["kl"] > 1e-3
+    assert second["loss"] == pytest.approx((terms + 2 * total) / tokens, rel=1e-4)
+    assert "kl" not in plain.files.lines()[1]
+
+
+def test_each_step_draws_other_answers(home: Path, tmp_path: Path) -> None:
+    """A function gets their text without the token that ends it, which is in their tokens."""
+    one = write(tmp_path / "one.jsonl", [row | {"prompt": "w1 w2"} for row in asked()])
+    options: dict[str, Any] = {"data": one, "steps": 2, "lr": 1e-12, "evaluate_every": 9}
+    _, seen = calls(home, trainer(home, tmp_path / "run", **options))
+    assert sum(a == b for a, b in zip(seen[1]["ids"], seen[2]["ids"], strict=True)) < 12
+    words, ended = golden.tokenizer(), 0
+    for call in seen:
+        for ids, text in zip(call["ids"], call["texts"], strict=True):
+            is_end = ids[-1] == 2 or 150 <= ids[-1] < 200
+            ended += is_end
+            assert text == words.decode(ids[:-1] if is_end else ids)
+            assert is_end or len(ids) == 6
+    assert ended > 10
+
+
+def test_answers_of_chats_end_as_the_template_ends_them(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops, draw = [], Transformer.rollouts
+
+    def noted(self: Any, *prompts: Any, **options: Any) -> Any:
+        stops.append(options["stop"])
+        return draw(self, *prompts, **options)
+
+    monkeypatch.setattr(Transformer, "rollouts", noted)
+    shutil.copytree(home / "model", tmp_path / "model")
+    template = "{% for m in messages %}<s> {{ m.content }} <pad> {% endfor %}"
+    settings = json.dumps({"chat_template": template})
+    (tmp_path / "model" / "tokenizer_config.json").write_text(settings)
+    data = write(tmp_path / "a.jsonl", [{"question": f"w{n}", "answer": ""} for n in range(6)])
+    chats = {"model": tmp_path / "model", "data": data, "reward": [f"{home}/rewards.py:one"]}
+    trainer(home, tmp_path / "run", **chats).train()
+    trainer(home, tmp_path / "raw").train()
+    assert stops == [[2, *range(150, 200), 0]] * 3 + [None] * 3
+
+
+def test_a_run_that_goes_on_has_equal_bits(home: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(REWARDS)
+    options: dict[str, Any] = {"steps": 4, "batch": 2, "evaluate_every": 2, "lora": Lora(2)}
+    options |= {"reward": [f"{own}:low", f"{own}:some:0.1"], "beta": 0.01}
+    stop, out = Stop(), tmp_path / "run"
+    halted = trainer(home, out, **options)
+    halted.callbacks = [Halts(stop, 2)]
+    with pytest.raises(Interrupted):
+        halted.train(stop)
+    again = trainer(home, out, **options).train()
+    expected = trainer(home, tmp_path / "whole", **options).train()
+    assert log(again) == log(expected)
+    both = [
+        load_file(*(each / "model").glob("*.safetensors")) for each in (out, tmp_path / "whole")
+    ]
+    for name, weight in both[1].items():
+        np.testing.assert_array_equal(both[0][name], weight)
+    with pytest.raises(ConfigError, match=r"holds a run with samples 4 \(now 5\)"):
+        trainer(home, out, **options | {"samples": 5}).train()
+    own.write_text(REWARDS + "\n")
+    with pytest.raises(ConfigError, match=r"holds a run with reward own.py has changed since"):
+        trainer(home, out, **options).train()
+
+
+def test_answers_become_better(home: Path, tmp_path: Path) -> None:
+    options = {"steps": 25, "lr": 1e-2, "reward": [f"{home}/rewards.py:low"], "max_new_tokens": 4}
+    first, *_, last = (
+        line for line in trainer(home, tmp_path / "run", **options).train().files.lines()
+        if "loss" not in line
+    )  # fmt: skip
+    assert first["held_out_reward"] < 0.7
+    assert last["held_out_reward"] > 0.95
+    assert "held_out_reward_low" not in last  # of one function, it is the reward
+
+
+def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
+    """Answers that fill their rows; where some end before, a step holds less."""
+    data = write(tmp_path / "one.jsonl", [{"prompt": f"w{n}", "answer": ""} for n in range(6)])
+    for more in ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2}, {"pack": False}):
+        options = {
+            "model": "long",
+            "data": data,
+            "max_new_tokens": 12,
+            "steps": 2,
+            "batch": 3,
+            **more,
+        }
+        made = trainer(home, tmp_path / f"run-{'-'.join(more)}", **options).train()
+        _, line = (line for line in made.files.lines() if "peak_bytes" in line)
+        assert line["length"] > 11  # the first step imports modules, whose objects count
+        planned, peak = line["planned_bytes"], line["peak_bytes"]
+        assert planned == pytest.approx(peak, rel=0.03), more  # objects of Python count too
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "clipped"),
+    [("grpo", 0, 3 / 5), ("grpo", 1, 3 / 5), ("rloo", 0, 0), ("rloo", 1, 1 / 2)],
+)
+def test_ratios_that_the_loss_clips_are_counted(
+    method: str, more: float, clipped: float, home: Path
+) -> None:
+    """On the side that the advantage favours alone, and of rloo those of whole answers."""
+    given = Settings(method=method, reward=[f"{home}/rewards.py:low"]).learning
+    rows = np.log(np.array([[1.3, 1.3, 0.5], [0.7, 1.3, 9.0]], np.float32)) + np.float32(more)
+    mask = np.array([[True, True, True], [True, True, False]])
+    sums = given._sums(rows, mask, 0 * rows, None, np.array([1.0, -1.0], np.float32), 3.0)
+    measured = given.measures(sums)
+    assert measured == pytest.approx({"entropy": 3 / 5, "clipped": clipped, "length": 2.5})
+
+
+def test_logits_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
+    model = load(home / "model", dtype="float32")
+    model.parameters["model.norm.weight"][:] = np.nan
+    model.save(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text(golden.tokenizer().to_str())
+    with pytest.raises(
+        ConfigError, match=r"after step 0: generate: the logits of new token 0 hold"
+    ):
+        trainer(home, tmp_path / "run", model=tmp_path / "broken").train()
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "columns"),
+    [
+        ({"prompt": "a b", "answer": "c"}, "a b", {"answer": "c"}),
+        ({"prompt": "a", "completion": "c", "label": 1}, "a", {"completion": "c", "label": 1}),
+        ({"question": "a", "answer": "c"}, [("user", "a")], {"answer": "c"}),
+        ({"Instruction": "a", "input": "b", "n": None}, [("user", "a\n\nb")], {"n": None}),
+        ({"problem": "a", "system": "s"}, [("system", "s"), ("user", "a")], {}),
+        ({"prompt": [{"role": "user", "content": "a"}], "score": 3}, [("user", "a")], {"score": 3}),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                          {"role": "user", "content": "c"}]},
+            [("user", "a"), ("assistant", "b"), ("user", "c")], {},
+        ),
+        ({"conversations": [{"from": "human", "value": "a"}], "x": 1}, [("user", "a")], {"x": 1}),
+    ],
+)  # fmt: skip
+def test_prompts_of_every_form(row: Any, prompt: Any, columns: Any, tmp_path: Path) -> None:
+    data = read_data(write(tmp_path / "a.jsonl", [row, {"prompt": "e"}]), method="grpo")
+    (record,) = (each for each in (*data.train, *data.held_out) if each.line == 1)
+    said = [(each["role"], each["content"]) for each in record.messages] or record.prompt
+    assert (said, record.value) == (prompt, columns)
+    assert all(each.keys() == {"role", "content"} for each in record.messages)
+    assert record.answer == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "a"}, "holds text; write prompt, and columns for the rewards, as answer"),
+        ({"answer": "a"}, "holds answer; write prompt"),
+        ([1], "is \\[1\\], not an object"),
+        ({"prompt": 3}, "prompt is 3, not text"),
+        ({"prompt": "a", "completions": []}, "completions, which rewards get of the answers"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+         "messages ends with an answer; end it with the question"),
+        ({"messages": [{"role": "judge", "content": "a"}]}, "has the role judge"),
+    ],
+)  # fmt: skip
+def test_rows_that_ask_nothing_are_refused(row: Any, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(ConfigError, match=f"a.jsonl:2: .*{said}"):
+        read_data(path, method="grpo")
+
+
+def test_prompts_are_for_these_methods(home: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    with pytest.raises(ConfigError, match="prompts alone are for the method grpo or rloo"):
+        read_data(path)
+    with pytest.raises(ConfigError, match=r"choose the method grpo or rloo, or write wha"):
+        read_data(write(tmp_path / "b.jsonl", [{"prompt": "a", "ground_truth": "2"}] * 2))
+    many = write(tmp_path / "many.jsonl", [{"prompt": f"w{n}"} for n in range(1500)])
+    assert len(read_data(many, method="grpo").held_out) == 100
+
+
+def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None:
+    made, _ = calls(home, trainer(home, tmp_path / "run", tokens=11))
+    assert made.loop is not None
+    lengths = [len(golden.tokenizer().encode(row["prompt"]).ids) for row in asked()]
+    note = made.loop.training_data.note
+    assert f"{sum(n <= 5 for n in lengths)} of 6 prompts are answered" in note
+    assert f"{sum(n > 5 for n in lengths)} dropped, which leave no room for max_new_to" in note
+    with pytest.raises(ConfigError, match=r"leaves room for max_new_tokens=6 in tokens=7; give mo"):
+        trainer(home, tmp_path / "none", tokens=7).train()
+
+
+FUNCTIONS = """
+def one(completions): return [1 / (each != "b") for each in completions]
+def few(completions): return [1]
+def none(completions): return None
+def text(completions): return [each for each in completions]
+def nan(completions): return [float("nan")] * len(completions)
+def together(completions): return [1 / (len(completions) == 1)] * len(completions)
+def gold(completions, gold=None, *, answer): return [1.0] * len(completions)
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("one", "row 1: the reward one raised ZeroDivisionError: division by zero for the answer b;"
+                " mend {path}"),
+        ("few", "the reward few returned 1 items for 3 answers; let it return a list of as many"),
+        ("none", "the reward none returned None for 3 answers"),
+        ("text", "row 0: the reward text gave 'a', no number, for the answer a; mend {path}"),
+        ("nan", "row 0: the reward nan gave nan for the answer a; mend {path}"),
+        ("together", "the reward together raised ZeroDivisionError: division by zero, for no answer"
+                     " alone"),
+        ("gold", "the reward gold takes answer, and the data have other for it; let it take"),
+    ],
+)  # fmt: skip
+def test_errors_of_rewards_name_the_answer(name: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(FUNCTIONS)
+    columns = {"completions": ["a", "b", "c"], "other": [1, 2, 3]}
+    with pytest.raises(ConfigError, match=re.escape(said.format(path=path))):
+        scores(rewards_of([f"{path}:{name}"]), columns, "row {}".format)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{path}"], "names no function of a file; write FILE.py:FUNCTION, or"),
+        (["{path}:one:nan"], "names no function of a file"),
+        (["{path}:other"], "has no function other; write it, or name another"),
+        (["{path}:number"], "has no function number"),
+        (["{path}.txt:one"], "own.py.txt is no file; name a Python file"),
+        (["{path}:one", "{path}:one:2"], "two functions are named one"),
+        (
+            ["{broken}:one"],
+            "broken.py cannot be run: ModuleNotFoundError: No module named",
+        ),
+    ],
+)
+def test_words_that_are_no_rewards_are_refused(words: Any, said: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    (tmp_path / "broken.py").write_text("import nowhere")
+    places = {"path": tmp_path / "own.py", "broken": tmp_path / "broken.py"}
+    with pytest.raises(ConfigError, match=said):
+        rewards_of([word.format(**places) for word in words])
+
+
+def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("def a(completions): return [None, True, 3]\ndef b(**k): return k['n']\n")
+    both = rewards_of([f"{path}:a:-0.5", f"{path}:b"])
+    assert [each.weight for each in both] == [-0.5, 1.0]
+    columns = {"completions": ["x", "y", "z"], "n": np.arange(3)}
+    found = scores(both, columns, str)
+    np.testing.assert_array_equal(found, [[np.nan, 0], [1, 1], [3, 2]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"reward": []}, "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION"),
+        ({"reward": "a.py:b"}, "reward=a.py:b: give a list of texts, as reward="),
+        ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
+        ({"neftune": 5.0}, "draws its answers without neftune"),
+        ({"lora": 2, "lora_dropout": 0.1}, "draws its answers without lora_dropout"),
+        ({"data_parallel": 2}, "draws its answers in one process; leave data_parallel out"),
+        ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
+        ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
+        ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),
+        ({"samples": 1}, "samples=1: give a whole number of 2 or more"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: Any, said: str, home: Path) -> None:
+    usual = {"method": "grpo", "reward": [f"{home}/rewards.py:low"]}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Settings(**usual | settings).check(home / "model", lines=True)
+
+
+def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
+    """Measures are in lines, progress, table and picture; functions get chats as messages."""
+    rows = [{"question": each["prompt"], "answer": "x"} for each in asked()]
+    write(tmp_path / "chats.jsonl", rows)
+    (tmp_path / "own.py").write_text(
+        "def ends(prompts, completions):\n"
+        "    assert all(each[-1]['role'] == 'user' for each in prompts)\n"
+        "    return [len(each[0]['content']) / 9 for each in completions]\n"
+    )
+    words = ("finetune", home / "model", "--data", tmp_path / "chats.jsonl", "--method", "grpo")
+    words += ("--max-new-tokens", 3, "--batch", 2, "--samples", 2, "--steps", 1)
+    done = run(*words, "--reward", f"{tmp_path}/own.py:ends", "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert "5 of 5 prompts are answered, rewarded by ends" in done.output
+    assert "a pass draws 4 answers of 3 tokens at most, whose keys and values take" in done.output
+    assert re.search(r"step 1/1: held-out loss -\S+, reward \S+, length \d.\d", done.output)
+    assert "held-out reward" in done.output
+    assert_one_clear_error(
+        run(*words, "--out", tmp_path / "none"), "--method grpo has nothing to learn from"
+    )
+    measured = ("evaluate", tmp_path / "run", "--data", tmp_path / "chats.jsonl")
+    assert_one_clear_error(run(*measured, "--method", "grpo"), "it needs rewards; finetune meas")
+    shown = run("data", home / "prompts.jsonl", "--method", "grpo", "--model", home / "model")
+    assert "5 prompts to train on, 1 held out" in shown.output
+    assert "learned" not in shown.output
+    planned = run("plan", home / "model", "--method", "grpo", "--samples", 4, "--tokens", 20)
+    assert "grpo of prompts" in planned.output

@@ -218,6 +218,175 @@ RELATIVES: dict[str, dict[str, Any]] = {
     "jais2": {"model_type": "jais2"},
 }
 
+# Every key that a mixture's class in transformers reads has a value that no default hides.
+CHOICE = {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+MSCALES = {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": 32}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 3.0, 7.0, 9.0]}
+TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **BALANCED},
+    "mixtral window": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "hidden_act": "gelu",
+        "router_jitter_noise": 0.1,
+        "sliding_window": 5,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **CHOICE,
+        **BALANCED,
+        "decoder_sparse_step": 2,
+        "attention_bias": True,
+    },
+    "qwen3_moe window": {
+        "model_type": "qwen3_moe",
+        **CHOICE,
+        "mlp_only_layers": [0, 2],
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **CHOICE,
+        **BALANCED,
+        "shared_expert_intermediate_size": 20,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+    },
+    "qwen2_moe types": {
+        "model_type": "qwen2_moe",
+        **CHOICE,
+        "shared_expert_intermediate_size": 20,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": TYPES,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "qkv_bias": False,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "swiglu_limit": 0.5,
+        **BALANCED,
+    },
+    "gpt_oss types": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "layer_types": TYPES,
+        "sliding_window": 5,
+        "swiglu_alpha": 1.1,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "clip_qkv": 0.6,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        **BALANCED,
+    },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.7,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.11,
+        "logits_scaling": 5.3,
+        "attention_bias": True,
+        **BALANCED,
+    },
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 6,
+        "router_jitter_noise": 0.15,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "attention_bias": True,
+        "sliding_window": 5,
+        **BALANCED,
+    },
+    "phimoe longrope": {
+        "model_type": "phimoe",
+        "num_local_experts": 6,
+        "router_jitter_noise": 0.6,
+        "head_dim": 8,
+        "rope_parameters": {**LONGROPE, **FACTORS, **MSCALES},
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": False,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "output_router_logits": True,
+    },
+    "glm4_moe groups": {
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 300.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": 12,
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "use_bias": True,
+        **BALANCED,
+    },
+    "ernie4_5_moe layers": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 12,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 2,
+        "moe_layer_interval": 2,
+        "tie_word_embeddings": False,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        **BALANCED,
+    },
+}
+
 
 def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
     """Save a random model with this config, and return it in float32."""
@@ -235,11 +404,15 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
                 parameter.ndim == 1 or "norm" in name
             ):  # norms and biases begin as ones and zeros: too easy
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            elif name.endswith(("_bias", "correction_bias")):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
             elif "embed" in name:
                 parameter[0] = 0.2 * torch.randn_like(parameter[0])
         for name, buffer in model.named_buffers():
             if name.endswith(("act_fn.beta", "act_fn.eps")):
                 buffer.fill_(0.37 if name.endswith("beta") else -0.2)
+            elif name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model
 

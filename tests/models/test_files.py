@@ -34,7 +34,7 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "mxfp4" not in name])
 def test_round_trip(family, tmp_path):
     load(GOLDEN / family).save(tmp_path / "copy")
     before, after = GOLDEN / family, tmp_path / "copy"

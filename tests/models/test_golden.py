@@ -1,17 +1,32 @@
-"""Models of thirteen families against what transformers computed, kept in tests/golden/models."""
+"""Models of sixteen families against what transformers computed, kept in tests/golden/models."""
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from unsloth_cupy import CheckpointConfig, Mxfp4
 from unsloth_cupy.models import load
+from unsloth_cupy.models.expert_files import file_tensors
 
 from ..golden.golden import model_case
 from ..harness.tracked import tracked
 
 ROOT = Path(__file__).parent.parent / "golden" / "models"
 FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_norm", "gpt_oss", "gpt_oss_mxfp4")
+
+
+def in_file(model, arrays):
+    """Return arrays by parameter as the tensors that the file of a model holds."""
+    named = {name: {name: array} for name, array in arrays.items()}
+    for name, tensors in file_tensors(model.config).items():
+        if name in named:
+            named[name] = {stored: place.of(arrays[name]) for stored, place in tensors.items()}
+    return {stored: array for each in named.values() for stored, array in each.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,7 +45,7 @@ class TestGolden:
         arguments = (data["input_ids"], data["labels"])
         loss, gradients = model.loss_and_gradients(*arguments, mask=data["attention_mask"])
         assert abs(loss - data["loss"]) < 1e-5
-        assert case.compare_gradients(gradients) < 1e-4
+        assert case.compare_gradients(in_file(model, gradients)) < 1e-4
         assert loss == model.loss(*arguments, mask=data["attention_mask"])
 
     @pytest.mark.parametrize("prompts", ["generate_single", "generate_padded"])
@@ -52,3 +67,55 @@ class TestGolden:
         real = data["attention_mask"] == 1
         error = np.linalg.norm((logits.astype(np.float32) - data["logits"])[real])
         assert error < 0.05 * np.linalg.norm(data["logits"][real])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+class TestMixtures:
+    def test_loss_of_the_router(self, family, tmp_path):
+        """It is added where config.json asks for it, without padding, of all layers together."""
+        case = model_case(ROOT / family)
+        shutil.copy(ROOT / family / "model.safetensors", tmp_path)
+        settings = {**case.config, "output_router_logits": True}
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        model, data = load(tmp_path, dtype="float32"), case.data
+        arguments, mask = (data["input_ids"], data["labels"]), data["attention_mask"]
+        loss, gradients = model.loss_and_gradients(*arguments, mask=mask)
+        assert abs(loss - data["loss_with_aux"]) < 1e-5
+        assert loss == model.loss(*arguments, mask=mask)
+        own = in_file(model, gradients)
+        expected = {n.removeprefix("aux/grad/"): g for n, g in data.items() if "aux/grad/" in n}
+        assert expected
+        for name, gradient in expected.items():
+            assert np.linalg.norm(own[name] - gradient) < 1e-4 * np.linalg.norm(gradient), name
+        again, kept = model.loss_and_gradients(*arguments, mask=mask, checkpoint=CheckpointConfig())
+        assert again == loss
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(kept[name], gradient, err_msg=name)
+
+    def test_the_loss_of_the_router_is_added_once_by_parts(self, family, tmp_path):
+        """Parts of a batch weigh it by their labels."""
+        data = model_case(ROOT / family).data
+        model = load(ROOT / family, dtype="float32")
+        experts = replace(model.config.experts, balance=0.1)
+        ids = data["input_ids"][:1]
+        count = ids.shape[1] - 1
+        plain = model.loss(ids, ids)
+        model.config = replace(model.config, experts=experts)
+        added = model.loss(ids, ids) - plain
+        assert added > 0.1 * experts.k * (1 - 1e-6)  # the smallest, of even use, is k
+        half = model.loss(ids, ids, count=2 * count)
+        assert abs(half - (plain + added) / 2) < 1e-6
+
+
+def test_mxfp4_is_read_exactly():
+    """Codes in the file are the same numbers as in the dtype of the model."""
+    case = model_case(ROOT / "gpt_oss_mxfp4")
+    for dtype in ("float32", None):
+        model = load(ROOT / "gpt_oss_mxfp4", dtype=dtype)
+        stacks = {n: v for n, v in model.parameters.items() if isinstance(v, Mxfp4)}
+        assert len(stacks) == 4
+        own = in_file(model, {name: stack.dequantize() for name, stack in stacks.items()})
+        for name, values in case.data.items():
+            if name.startswith("dequantized/"):
+                read = own[name.removeprefix("dequantized/")].astype(np.float32)
+                np.testing.assert_array_equal(read, values.astype(np.float32))

@@ -8,13 +8,14 @@ from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.chat import CHATML_TOKENS
+from unsloth_cupy.models.expert_files import file_tensors
 from unsloth_cupy.models.generate import Options, _draw
 
-from .peers import CONFIGS, RELATIVES, batch, make
+from .peers import CONFIGS, MIXTURES, RELATIVES, batch, make
 
 torch = pytest.importorskip("torch", reason="torch computes the references")
 transformers = pytest.importorskip("transformers", reason="transformers computes the references")
-ALL = CONFIGS | RELATIVES
+ALL = CONFIGS | RELATIVES | MIXTURES
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -44,9 +45,12 @@ def test_loss_logits_and_gradients(pair, side):
     assert np.abs(logits - out.logits.detach().numpy())[real].max() < 1e-4
     loss, gradients = model.loss_and_gradients(data["ids"], labels, mask=mask)
     assert abs(loss - out.loss.item()) < 1e-5
-    expected = {name: p.grad.numpy() for name, p in peer.named_parameters()}
+    expected = {n: p.grad.numpy() for n, p in peer.named_parameters() if p.grad is not None}
     assert set(gradients) == set(expected)
-    for name, gradient in gradients.items():
+    in_file = file_tensors(model.config)
+    for name, own in gradients.items():
+        turned = in_file.get(name, {}).get(name)  # gpt-oss: transformers has them as the file does
+        gradient = own if turned is None else turned.of(own)
         error = np.linalg.norm(gradient - expected[name])
         assert error <= 1e-4 * np.linalg.norm(expected[name]), name
 
@@ -58,6 +62,7 @@ def test_greedy_tokens(pair, side):
     _, model, folder = pair
     # Anew: dynamic rope in transformers remembers the longest sequence that it ever met.
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    peer.config.output_router_logits = False  # with a cache its loss of the router is undefined
     data = batch(seed=2, tokens=8)
     mask = np.ones(data["ids"].shape, np.int64) if side == "none" else data[side]
     expected = peer.generate(
@@ -145,5 +150,5 @@ def test_transformers_reads_what_we_save(pair, tmp_path):
     peer, model, _ = pair
     model.save(tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, dict(peer.named_parameters())[name]), name
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, peer.state_dict()[name]), name

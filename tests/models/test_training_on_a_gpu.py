@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import CheckpointConfig
-from unsloth_cupy.models import create
+from unsloth_cupy.models import create, load, quantize
 
 from ..harness.parity import within_rule
 from ..machines.stand_in import gpu
-from .peers import CONFIGS, SIZES
+from .peers import CONFIGS, MIXTURES, SIZES
 
 KINDS = ("llama", "gemma2", "qwen3")
+MXFP4 = Path(__file__).parent.parent / "golden" / "models" / "gpt_oss_mxfp4"
 
 
 @pytest.mark.parametrize("checkpoint", [None, CheckpointConfig(), CheckpointConfig(offload=True)])
@@ -62,6 +63,41 @@ def test_rows_and_tables_of_an_adapter_run_on_arrays_of_cupy(tied: bool, dtype: 
             assert model.table.shape == (104, 32)
 
 
+@pytest.mark.parametrize("way", ["all", "lora", "nf4-double"])
+@pytest.mark.parametrize("label", ["mixtral", "gpt_oss", "qwen2_moe", "phimoe", "glm4_moe groups"])
+def test_mixtures_run_on_arrays_of_cupy(label: str, way: str) -> None:
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 24)))
+        model = create(SIZES | MIXTURES[label], seed=0, device="cuda", dtype="bfloat16")
+        if way == "nf4-double":
+            quantize(model, way)
+        if way != "all":
+            model.add_adapter(2)
+        expected = {name: array.shape for name, array in model.trainable.items()}
+        for checkpoint in (None, None, CheckpointConfig()):  # the second replays the first
+            loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=checkpoint)
+            assert loss.shape == ()
+            assert {name: array.shape for name, array in gradients.items()} == expected
+        assert model.generate(tokens, max_new_tokens=3).shape == (2, 27)
+        if way != "all":
+            model.merge_adapter()
+            assert model.logits(tokens).shape == (2, 24, 97)
+
+
+def test_mxfp4_runs_on_arrays_of_cupy() -> None:
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 24)))
+        model = load(MXFP4, device="cuda")
+        for rank in (None, 2):
+            if rank is not None:
+                model.add_adapter(rank)
+            _, gradients = model.loss_and_gradients(tokens, tokens)
+            assert gradients.keys() == model.trainable.keys()
+        assert model.generate(tokens, max_new_tokens=3).shape == (2, 27)
+
+
 @pytest.mark.parametrize("kind", ["Sequence", "Token"])
 def test_classifiers_and_embeddings_run_on_arrays_of_cupy(kind: str) -> None:
     config = SIZES | {"model_type": "llama", "num_labels": 3}
@@ -87,11 +123,11 @@ def test_classifiers_and_embeddings_run_on_arrays_of_cupy(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mixtral", "gpt_oss"])
 def test_gradients_are_those_of_the_definition(kind: str, offload: bool) -> None:
     import cupy
 
-    config = SIZES | {"head_dim": 16} | CONFIGS[kind]
+    config = SIZES | {"head_dim": 16} | (CONFIGS | MIXTURES)[kind]
     drawn = np.random.default_rng(0).integers(3, 97, (2, 48))
     weights = create(config, seed=0).parameters
     actual: dict[str, dict[str, Any]] = {}

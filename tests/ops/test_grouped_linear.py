@@ -103,7 +103,10 @@ def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
     x, weight, bias = (rng.standard_normal(s) for s in ((4, 3), (2, 5, 3), (2, 5)))
     offsets, dy = np.array([0, 3, 4]), rng.standard_normal((4, 5))
     every = uc.grouped_linear_backward(dy, x, weight, offsets, bias)
+    kept = [array.copy() for array in (x, weight, bias)]
     some = uc.grouped_linear_backward(dy, x, weight, offsets, bias, wanted=wanted)
+    for array, own in zip((x, weight, bias), kept, strict=True):
+        np.testing.assert_array_equal(array, own)  # those without a gradient, too
     names = ("x", "weight", "offsets", "bias")
     for name, actual, full in zip(names, some, every, strict=True):
         assert (actual is None) == (name not in wanted)

@@ -87,7 +87,8 @@ def plan_memory(
     adapter : Adapter, optional
         ``model.adapter``, instead of a rank: it is trained on the layers that it has.
     quantization : str, optional
-        Of the linear layers, as ``models.quantize`` names it; with a rank or an adapter.
+        Of the linear layers, as ``models.quantize`` names it, or mxfp4 of the experts alone; with a
+        rank or an adapter.
     tensor_parallel, pipeline_parallel : int
         Ranks that divide each weight, and ranks that divide the blocks (``pipeline_schedule``'s
         1f1b, of accumulate microbatches): the plan of the rank that holds most.
@@ -129,8 +130,8 @@ def plan_memory(
             raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more, less than 2**31")
     check_choice("plan_memory", "device", device, tuple(DEVICES))
     _check_optimizer(optimizer, state_bits, tensor_parallel)
-    _check_adapter(rank, adapter, quantization, objective)
     parsed = config if isinstance(config, Config) else parse(config)
+    _check_adapter(parsed, rank, adapter, quantization, objective)
     given = checkpoint_every
     parts = given if isinstance(given, CheckpointConfig | None) else CheckpointConfig(True, given)
     layout = Layout(tensor_parallel, pipeline_parallel)
@@ -217,8 +218,10 @@ def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> N
 
 
 def _check_adapter(
-    rank: int | None, adapter: Any, quantization: str | None, objective: Any
+    config: "Config", rank: int | None, adapter: Any, quantization: str | None, objective: Any
 ) -> None:
+    from ..models.quantized import check_stacks
+
     if not (objective is None or callable(objective)):
         problem = f"plan_memory(objective={objective!s:.80})"
         raise ConfigError(f"{problem}: pass a function of a model and a batch, or leave it out")
@@ -229,6 +232,8 @@ def _check_adapter(
     if quantization is not None and rank is None and adapter is None:
         cure = "quantized weights are frozen: pass a rank too, as in rank=16"
         raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")
+    if quantization is not None:
+        check_stacks("plan_memory", quantization, config)
 
 
 def _of_ranks(config: "Config", layout: "Layout", job: "Job", accumulate: int) -> MemoryPlan:

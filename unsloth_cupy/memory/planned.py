@@ -220,6 +220,10 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     all = partialmethod(_reduced, "all")
     mean = partialmethod(_reduced, "mean")
 
+    def argmax(self, axis: Any = None) -> Any:
+        """Return the places of the largest elements."""
+        return self._reduced("max", axis, np.dtype(np.int64))
+
     def clip(self, *bounds: Any, **_: Any) -> Any:
         """Return a new array of the same shape and dtype."""
         return self.copy()
@@ -240,8 +244,9 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
             return out[0] if len(out) == 1 else out
         shapes: Any = [getattr(value, "shape", ()) for value in inputs]
         if ufunc is np.matmul:
-            (*left, m, _), (*right, _, n) = shapes
-            shape: Any = (*broadcast(tuple(left), tuple(right)), m, n)
+            left, right = shapes  # a vector has no axis in the result
+            outer = broadcast(tuple(left[:-2]), tuple(right[:-2]))
+            shape: Any = (*outer, *left[:-1][-1:], *(right[-1:] if len(right) > 1 else ()))
         else:
             shape = broadcast(*shapes)
         dtypes = options.get("dtype")

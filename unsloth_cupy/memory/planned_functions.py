@@ -113,12 +113,15 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "dot": lambda new, a, b: new((), a.dtype),
     "einsum": _einsum,
     "full": _full,
+    "put_along_axis": lambda new, *_, **__: None,
     "repeat": lambda new, x, times: new(x.size * times, x.dtype),
     "searchsorted": lambda new, x, values, **_: new(values.shape, np.int64),
     "shape": lambda new, x: x.shape,
     "shares_memory": lambda new, a, b: False,  # there are no elements
+    "sort": lambda new, x, **_: new(x.shape, x.dtype),
     "stack": _stacked,
     "take_along_axis": lambda new, x, index, axis: new(index.shape, x.dtype),
+    "tile": lambda new, x, times: new(x.size * times, x.dtype),
     "where": _where,
 }
 

@@ -35,6 +35,7 @@ def new_adapter(
     The options are those of ``models.create_adapter``; ``unsized`` are those that change no size.
     """
     from ..models.adapter import DOWN, MAGNITUDE, PREFIX, TABLES, UP, Adapter, linear_layers
+    from ..models.adapter_stacks import stacks_of, targets_of
     from ..models.names import TABLE
     from ..models.outer_weights import (
         LOW_RANK,
@@ -66,7 +67,14 @@ def new_adapter(
             parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
             if dora:
                 parameters[f"{PREFIX}{name}.{MAGNITUDE}"] = Planned.of((outputs,), FLOAT32)
-    return Adapter({"r": rank, "lora_dropout": dropout, TOKENS: tokens}, parameters)
+        ends = tuple(targets_of(config) if targets is None else {*targets} & {*targets_of(config)})
+        stacks = stacks_of(config, lambda name: name.endswith(ends))
+        for module, stack in stacks.items():
+            count, outputs, inputs = stack.shape
+            parameters[f"{PREFIX}{module}.{DOWN}"] = Planned.of((rank * count, inputs), FLOAT32)
+            parameters[f"{PREFIX}{module}.{UP}"] = Planned.of((outputs, rank * count), FLOAT32)
+    settings = {"r": rank, "lora_dropout": dropout, TOKENS: tokens}
+    return Adapter(settings, parameters, stacks=stacks)
 
 
 def frozen_model(ledger: "Ledger", config: "Config", *, arrays: Any, kind: Any) -> "Transformer":

@@ -36,12 +36,13 @@ from ..ops.quantized.weight import Quantized, held_arrays
 from ..placement import to_device_of
 from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
+from .adapter_stacks import Adapted, Stack, stacks_of, target_parameters, targets_of
 from .checkpoint_files import write_folder
 from .config import Config
 from .heads import CAUSAL, NONE, SEQUENCE, TOKEN
 from .initial_weights import INITIAL, beside, initial_pairs, plain_settings
 from .kept import Kept
-from .names import ADAPTED, HEAD, TABLE, TEXT, is_norm, stored_name
+from .names import ADAPTED, HEAD, TABLE, TEXT, is_norm, is_router, stored_name
 from .outer_weights import (
     LOW_RANK,
     OUTER,
@@ -86,6 +87,8 @@ class Adapter:
         The names of the adapted layers in the file, which differ in a model that reads images.
     others : dict of str to array
         Tensors of the file that are not of these layers; ``save`` writes them as they were read.
+    stacks : dict of str to Adapted
+        The adapted stacks of experts, by their names.
     base : Path or None
         The folder of the model that it is for, if that is known.
     initial : dict of str to (array, array)
@@ -104,6 +107,7 @@ class Adapter:
         stored: Mapping[str, str] | None = None,
         others: Mapping[str, Array] | None = None,
         path: str | PathLike[str] = CONFIG,
+        stacks: Mapping[str, Stack] | None = None,
     ) -> None:
         self.settings, self.parameters = dict(settings), parameters
         self.dropout = float(settings.get("lora_dropout") or 0.0)
@@ -115,13 +119,23 @@ class Adapter:
         every = {module_of(name) for name in parameters}
         self.stored = {name: name for name in every} if stored is None else dict(stored)
         self.others = dict(others or {})
-        names, alpha = [self.stored[name] for name in modules], settings.get("lora_alpha", 8)
+        of, alpha = dict(stacks or {}), settings.get("lora_alpha", 8)
+        names = [of[n].parameter if n in of else self.stored[n] for n in modules]
         alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
-        ranks = [parameters[name].shape[0] for name in downs.values()]
+        counts = [of[name].shape[0] if name in of else 1 for name in modules]
+        ranks = [
+            parameters[name].shape[0] // n for name, n in zip(downs.values(), counts, strict=True)
+        ]
         root = math.sqrt if settings.get("use_rslora") else float
         self.scales = {
             name: float(alpha) / root(rank)
             for name, alpha, rank in zip(modules, alphas, ranks, strict=True)
+        }
+        self.stacks = {
+            stack.parameter: Adapted(
+                stack, f"{PREFIX}{n}.{DOWN}", f"{PREFIX}{n}.{UP}", self.scales[n]
+            )
+            for n, stack in of.items()
         }
 
     def holding(self, parameters: dict[str, Array]) -> "Adapter":
@@ -224,7 +238,7 @@ class Adapter:
     def adds_to(self, name: str) -> bool:
         """Return whether the adapter has a product of low rank that is added to a weight."""
         first = LOW_RANK.get(name, (f"{PREFIX}{name.removesuffix('weight')}{DOWN}",))[0]
-        return first in self.parameters and name not in self.tokens
+        return name in self.stacks or (first in self.parameters and name not in self.tokens)
 
     def merge(
         self,
@@ -248,6 +262,8 @@ class Adapter:
             wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
             return (wide + own * self.scales[module_of(name)]).astype(weight.dtype)
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
+        if name in self.stacks:
+            return self.stacks[name].merge(weight, self.parameters, requantize, kept, exact)
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight
         wide = np.promote_types(weight.dtype, FLOAT32)
@@ -311,8 +327,10 @@ def create_adapter(
     alpha : float, optional
         The scale is ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; None: 2 * rank.
     targets : sequence of str, optional
-        The last component of the layers' names, as ("q_proj", "v_proj"); None: every linear
-        layer of the blocks.  embed_tokens, which a tied head follows, and lm_head may be named too.
+        The last component of the layers' names, as ("q_proj", "v_proj"), and of the stacks of
+        experts "experts.gate_up_proj" and "experts.down_proj"; None: every linear layer of the
+        blocks but routers, and the experts.  embed_tokens, which a tied head follows, and lm_head
+        may be named too.
     dropout : float
         Share of an adapter's input elements that are set to 0 in training.
     rslora, dora : bool
@@ -344,15 +362,9 @@ def create_adapter(
     _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed, init=init)
     known = linear_layers(config)
     stored = {name: stored_name(name, config.body) for name in known}
-    layer_names = sorted({name.rpartition(".")[2] for name in known})
-    chosen: Any = layer_names if targets is None else targets
-    listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
-    if not listed or not all(name in (*layer_names, *TABLES) for name in chosen):
-        cure = f"pass a list of some of {', '.join((*layer_names, *TABLES))}"
-        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
-    if (tables := [name for name in TABLES if name in chosen]) and (dora or dropout):
-        cure = f"{tables[0]} has neither DoRA nor dropout; leave those out, or the table"
-        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    chosen = _chosen_targets(config, known, targets, alters=dora or dropout > 0, init=init)
+    stacked = [name for name in targets_of(config) if name in chosen]
+    tables = [name for name in TABLES if name in chosen]
     rows = listed_tokens("create_adapter(tokens=)", tokens)
     if isinstance(modules, str) or not all(isinstance(each, str) for each in modules):
         raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
@@ -367,7 +379,7 @@ def create_adapter(
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
-        "target_modules": _target_modules(sorted(chosen), config.body),
+        "target_modules": _target_modules(sorted({*chosen} - {*stacked}), config.body),
         "use_rslora": rslora,
         "use_dora": dora,
         "bias": "none",
@@ -375,8 +387,11 @@ def create_adapter(
         "inference_mode": True,
         BASE: base,
     }
+    settings |= {"target_parameters": target_parameters(config, stacked)} if stacked else {}
     settings |= outer_settings(config, rows, modules, tables)
+    stacks = stacks_of(config, lambda name: name.endswith(tuple(stacked)))
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
+    needed += sum(each.shape[0] * sum(each.sizes) for each in stacks.values())
     example = next(iter(weights.values()), None)
     needed = rank * needed + config.hidden * sum(map(len, rows.values()))
     needed += sum(math.prod(weights[n].shape) for m in modules for n in OUTER[m] if n in weights)
@@ -385,24 +400,54 @@ def create_adapter(
     for index, table in enumerate(tables):
         parameters |= new_low_rank(weights, OUTER[table][0], rank, [seed, len(known) + index])
     outer = {module_of(name): stored_name(module_of(name), config.body) for name in parameters}
-    for index, (module, (outputs, inputs)) in enumerate(known.items()):
-        if module.rpartition(".")[2] not in chosen:
+    outer |= {module: module for module in stacks}
+    layers = {module: (*sizes, 1) for module, sizes in known.items()}
+    layers |= {module: (*each.sizes, each.shape[0]) for module, each in stacks.items()}
+    for index, (module, (outputs, inputs, count)) in enumerate(layers.items()):
+        if module not in stacks and module.rpartition(".")[2] not in chosen:
             continue
         draw, bound = np.random.default_rng([seed, index]), 1 / math.sqrt(inputs)
-        a = draw.uniform(-bound, bound, (rank, inputs))
+        a = draw.uniform(-bound, bound, (rank * count, inputs))
         weight: Any = weights.get(f"{module}.weight", example)  # another rank may hold this weight
         prefix = f"{PREFIX}{module}."
         _, same_device = next(held_arrays({module: weight}))
         parameters[prefix + DOWN] = down = to_device_of(a.astype(FLOAT32), same_device)
-        parameters[prefix + UP] = up = to_device_of(np.zeros((outputs, rank), FLOAT32), same_device)
+        zeros = np.zeros((outputs, rank * count), FLOAT32)
+        parameters[prefix + UP] = up = to_device_of(zeros, same_device)
         if dora:
             with device_of(weight):
                 float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
                 parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
-    adapter = Adapter(settings, parameters, stored=stored | outer)
+    adapter = Adapter(settings, parameters, stored=stored | outer, stacks=stacks)
     if init in INITIAL:
         adapter.begin(str(init), weights.__getitem__)
     return adapter
+
+
+def _chosen_targets(
+    config: Config, known: Collection[str], targets: Any, *, alters: bool, init: str | None
+) -> Collection[str]:
+    """Return the targets, all by default; ``alters`` says if there is DoRA or dropout."""
+    layers = sorted({name.rpartition(".")[2] for name in known})
+    stacks = targets_of(config)
+    chosen: Any = [*layers, *stacks] if targets is None else targets
+    listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
+    names = (*layers, *stacks, *TABLES)
+    if not listed or not all(name in names for name in chosen):
+        cure = f"pass a list of some of {', '.join(names)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    if init is not None and (stacked := [name for name in stacks if name in chosen]):
+        problem = f"{stacked[0]} begins with no part of a weight"
+        cure = f"leave init={init!r} out, or name targets among {', '.join(layers)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {problem}; {cure}")
+    if alters and (stacked := [name for name in stacks if name in chosen]):
+        problem = f"{stacked[0]} has neither DoRA nor dropout, as in peft"
+        cure = f"leave those out, or name targets among {', '.join(layers)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {problem}; {cure}")
+    if alters and (tables := [name for name in TABLES if name in chosen]):
+        cure = f"{tables[0]} has neither DoRA nor dropout; leave those out, or the table"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    return chosen
 
 
 def module_of(name: str) -> str:
@@ -434,14 +479,18 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) ->
 
 
 def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
-    """Return the shape of the weight of each linear layer of the blocks, by the layer's name."""
+    """Return the shape of the weight of each linear layer of the blocks, by the layer's name.
+
+    Routers, whose choice has no gradient, are none.
+    """
     if config.bit_layers:
         problem = "its linear layers are rounded at every call, and are trained without adapters"
         raise ConfigError(f"this model cannot have an adapter: {problem}; train its weights")
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in config.shapes().items()
-        if name.startswith("model.layers.") and len(shape) == 2 and not is_norm(name)
+        if name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
+        if not (is_norm(name) or is_router(name))
     }
 
 

@@ -28,6 +28,7 @@ from .adapter import (
 )
 from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
+from .adapter_stacks import Stack, listed_stacks
 from .checkpoint_files import opened
 from .config import Config
 from .initial_weights import INITIAL, initial_pairs, joined, plain_settings
@@ -43,7 +44,6 @@ UNUSED = {
     "kasa_config": None,
     "layer_replication": None,
     "monteclora_config": None,
-    "target_parameters": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -81,7 +81,9 @@ def read_adapter(
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
     initial = settings.get("init_lora_weights")
+    stacks = listed_stacks(path / CONFIG, config, settings)
     known = linear_layers(config) | tables_of(config)
+    known |= {module: stack.sizes for module, stack in stacks.items()}
     outer = outer_tensors(path, settings, tensors, config)
     stored = dict[str, str]()
     for name in sorted(tensors):
@@ -99,7 +101,11 @@ def read_adapter(
             raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
     if not stored:
         raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
-    used = {*targeted(path / CONFIG, settings, [*stored.values()])}
+    if lost := next((module for module in stacks if module not in stored), None):
+        problem = f"target_parameters names {stacks[lost].parameter}, and {lost}.{DOWN} is missing"
+        raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
+    layers = [layer for module, layer in stored.items() if module not in stacks]
+    used = {*targeted(path / CONFIG, settings, layers), *stacks}
     if not used:
         problem = "target_modules names no layer whose tensors are in the file"
         raise ConfigError(f"{path / CONFIG}: {problem}; correct it")
@@ -116,15 +122,13 @@ def read_adapter(
         for name in [name for name in tensors if name.startswith(f"{PREFIX}{layer}.lora_")]:
             own_name = PREFIX + module + name.removeprefix(PREFIX + layer)
             parameters[own_name] = _fitting(tensors.pop(name), dtype)
-    ranks = by_pattern(
-        path / CONFIG, settings, "rank_pattern", [*stored.values()], settings.get("r", 8)
-    )
-    for module, rank in zip(stored, ranks, strict=True):
-        _check_shapes(path, settings, module, rank, known[module], parameters)
+    _check_all_shapes(path, settings, stored, stacks, known, parameters)
     _check_dropout(path / CONFIG, settings, parameters)
     placed = {name: place(parameters[name]) for name in sorted(parameters)}
     stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
-    adapter = Adapter(settings, placed, stored=stored, others=tensors, path=path / CONFIG)
+    adapter = Adapter(
+        settings, placed, stored=stored, others=tensors, path=path / CONFIG, stacks=stacks
+    )
     return adapter if initial not in INITIAL else _plain(path, adapter, weights)
 
 
@@ -139,6 +143,22 @@ def _plain(path: Path, adapter: Adapter, weights: Callable[[str], Any] | None) -
         own |= dict(zip(names, joined(own[names[0]], own[names[1]], pair), strict=True))
     plain, home = plain_settings(adapter.settings), path / CONFIG
     return Adapter(plain, own, stored=adapter.stored, others=adapter.others, path=home)
+
+
+def _check_all_shapes(
+    path: Path,
+    settings: Mapping[str, Any],
+    stored: Mapping[str, str],
+    stacks: Mapping[str, Stack],
+    known: Mapping[str, tuple[int, int]],
+    parameters: Mapping[str, Array],
+) -> None:
+    """Raise unless the tensors of every layer have the rank that the settings give it."""
+    names = [stacks[m].parameter if m in stacks else layer for m, layer in stored.items()]
+    ranks = by_pattern(path / CONFIG, settings, "rank_pattern", names, settings.get("r", 8))
+    for module, rank in zip(stored, ranks, strict=True):
+        count = stacks[module].shape[0] if module in stacks else 1
+        _check_shapes(path, settings, module, rank * count, known[module], parameters)
 
 
 def _check_dropout(path: Path, settings: Mapping[str, Any], names: Collection[str]) -> None:
@@ -233,7 +253,7 @@ def _check_shapes(
         expected[BIAS] = (shape[0],)
     if settings.get("use_dora"):
         expected[MAGNITUDE] = (shape[0],)
-    present = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
+    present = {n.removeprefix(prefix) for n in parameters if module_of(n) == module}
     if present != expected.keys():
         wrong = sorted(present ^ expected.keys())[0]
         state = "missing" if wrong in expected else "not part of it"

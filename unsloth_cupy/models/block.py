@@ -32,9 +32,11 @@ from ..parallel.vocabulary import vocab_parallel_embedding
 from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
+from .adapter_stacks import Adapted
 from .config import BUFFERS, Config, Rope
 from .division import Division, entered, joined
-from .elements import clip, gelu, scaled_heads, stacked, xielu
+from .elements import clip, gated, gelu, scaled_heads, stacked, xielu
+from .experts_layer import experts_of_tokens
 from .outer_weights import embedding_of
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
@@ -59,6 +61,8 @@ class Call(NamedTuple):
     division: Division | None = None  # among ranks; config and parameters are this rank's part
     turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
+    stacks: Mapping[str, Adapted] = {}  # those of experts that have an adapter
+    routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them
 
 
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
@@ -111,7 +115,7 @@ def blocks(
     """Return the output of all blocks as (branch, stream), with activation checkpointing."""
     layers = range(call.config.layers) if layers is None else layers
     size, stream = call.config.layers, None
-    run: Callable[..., tuple[Any, Any]] = _part
+    run: Callable[..., tuple[Any, Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
         if "attention_forward" in keep:
@@ -121,17 +125,24 @@ def blocks(
         group = range(first, min(first + size, layers.stop))
         prefixes = tuple(f"{a}model.layers.{n}." for n in group for a in ("", PREFIX))
         needed = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
-        branch, stream = run(call._replace(parameters=needed), group, branch, stream)
+        routers = None if call.routers is None else list[Any]()
+        part = call._replace(parameters=needed, routers=routers)
+        branch, stream, found = run(part, group, branch, stream)
+        if call.routers is not None:
+            call.routers.extend(found)
     return branch, stream
 
 
-def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any]:
-    """Return the output of some blocks as (branch, stream); their parameters are gathered first."""
+def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any, Any]:
+    """Return the output of some blocks as (branch, stream), and the logits of their routers.
+
+    Their parameters are gathered first.
+    """
     if call.gather is not None:
         call = call._replace(parameters=call.gather(call.parameters))
     for layer in layers:
         branch, stream = block(call, layer, branch, stream)
-    return branch, stream
+    return branch, stream, call.routers
 
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
@@ -141,12 +152,12 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
     ranks = call.division
     if config.parallel:
         x = entered(ranks, x)
-        branch = add(_attention(call, layer, prefix, x), _mlp(call, prefix, x))
+        branch = add(_attention(call, layer, prefix, x), _mlp(call, layer, prefix, x))
         return _scaled(joined(ranks, branch), config.residual_scale), stream
     branch = joined(ranks, _attention(call, layer, prefix, entered(ranks, x)))
     branch = _scaled(_norm(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
-    branch = joined(ranks, _mlp(call, prefix, entered(ranks, x)))
+    branch = joined(ranks, _mlp(call, layer, prefix, entered(ranks, x)))
     branch = _scaled(_norm(call, prefix, norms.after_mlp, branch), config.residual_scale)
     return branch, stream
 
@@ -219,10 +230,10 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     else:
         names = [f"{module}{name}_proj" for name in "qkv"]
         q, k, v = call.project(call.parameters, names, x)
-    if config.clip is not None:
-        q, k, v = (clip(each, config.clip) for each in (q, k, v))
     if config.query_key_norm == "projection":
         q, k = (_divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
+    if config.clip is not None:
+        q, k, v = (clip(each, config.clip) for each in (q, k, v))
     q = q.reshape(batch, tokens, config.heads, config.dim)
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
@@ -230,6 +241,8 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     window = config.window_of(layer)  # it counts the query itself
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)
+    if config.sinks:
+        options["sinks"] = call.parameters[module + "sinks"]
     out = call.attend(layer, q, k, v, **options)
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
@@ -291,10 +304,25 @@ def _head_norm(call: Call, name: str, x: Any) -> Any:
     return scaled_heads(layer_norm(x, ones, eps=config.eps), weight)
 
 
-def _mlp(call: Call, prefix: str, x: Any) -> Any:
-    """Return the MLP branch of normalised x."""
-    config, module = call.config, prefix + "mlp."
-    names, parameters = config.names, call.parameters
+def _mlp(call: Call, layer: int, prefix: str, x: Any) -> Any:
+    """Return the MLP branch of normalised x, or that of a mixture of experts."""
+    experts = call.config.experts
+    if experts is None or not experts.sparse[layer]:
+        return _dense_mlp(call, prefix + "mlp.", x)
+    module = f"{prefix}{experts.module}."
+    y = experts_of_tokens(call.parameters, call.stacks, call.routers, experts, module, x)
+    if not experts.shared:
+        return y
+    shared = _dense_mlp(call, f"{module}{experts.shared_in}.", x)
+    if experts.shared_gate:
+        (gate,) = call.project(call.parameters, [f"{module}{experts.shared_in}_gate"], x)
+        shared = gated(shared, gate)
+    return add(y, shared)
+
+
+def _dense_mlp(call: Call, module: str, x: Any) -> Any:
+    """Return the output of an MLP of normalised x."""
+    config, names, parameters = call.config, call.config.names, call.parameters
     if call.chunked_mlp:
         return swiglu_mlp(x, *_mlp_weights(call, module))
     if "mlp" in config.fused:
@@ -337,7 +365,9 @@ def check_chunked(config: Config, adapter: Adapter | None) -> None:
     """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLP of such a model."""
     adapted = [] if adapter is None else [name for name in adapter.scales if ".mlp." in name]
     kind = f"the MLP of a {config.model_type} model"
-    if config.bit_layers:
+    if config.experts is not None:
+        problem = f"{kind} has experts"
+    elif config.bit_layers:
         problem = f"{kind} rounds its weights as BitNet does"
     elif not config.gate:
         problem = f"{kind} has no gate"

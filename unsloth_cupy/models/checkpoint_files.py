@@ -5,6 +5,7 @@ opened, because they can run code.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -17,13 +18,15 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from ..core.dtypes import BFLOAT16, FLOATS, Array
+from ..core.dtypes import FLOATS, Array
 from ..errors import ConfigError
 from ..files import of_library, path_of, read_json, regular, replacing_files
 from ..machine import format_bytes
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
+from .expert_files import Place, in_file
+from .expert_homes import DTYPES, ExpertHomes
 from .gguf.finding import find_gguf_tensors
 from .gguf.opening import MARK, source_of
 from .gguf.reading import opened_gguf
@@ -35,12 +38,6 @@ from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
 from .text_configs import text_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
-    "F16": np.dtype("float16"),
-    "BF16": BFLOAT16,
-    "F32": np.dtype("float32"),
-    "F64": np.dtype("float64"),
-}
 FLOAT8 = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -106,8 +103,10 @@ def find_tensors(
     method = facts.get("quant_method") if facts.get("quant_method") in KEYS else None
     quantized = {} if method else _find_quantized(folder, files, shapes)
     others: Found = {}
+    experts = ExpertHomes(config)
     for file in files:
-        _find(folder / file, config, homes, quantized, choice, method, others)
+        _find(folder / file, config, homes, quantized, choice, method, others, experts)
+    experts.enter(folder, homes)
     table = homes.get(TABLE)
     for name, parts in others.items():
         if name in homes:
@@ -123,6 +122,7 @@ def find_tensors(
             f"{folder}: tensor {missing[0]!r}{more} missing in {', '.join(files) or INDEX}; copy"
             " the checkpoint again, or correct config.json"
         )
+    homes = experts.fill(homes)
     return {name: homes[name] for name in shapes if name in homes}, files
 
 
@@ -162,6 +162,7 @@ def _find(
     choice: Choice,
     method: Any,
     others: Found,
+    experts: ExpertHomes,
 ) -> None:
     """Add every tensor of a file to homes; raise at the first that is not part of the model.
 
@@ -173,7 +174,7 @@ def _find(
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
             name = parameter_name(stored)
-            if name is None or name in choice.unread:
+            if name is None or name in choice.unread or re.match(config.left_out or "$", name):
                 continue
             if method is None and part_of(name, shapes) is not None:
                 continue
@@ -184,6 +185,8 @@ def _find(
                 continue
             part = tensors.get_slice(stored)
             shape, code = tuple(part.get_shape()), part.get_dtype()
+            if experts.takes(path, stored, name, shape, code):
+                continue
             if (other := part_in(method, name, code, shapes)) is not None:
                 others.setdefault(other[0], {})[other[1]] = Part(path.name, stored, shape, code)
                 continue
@@ -202,7 +205,8 @@ def _find(
                 problem = f"is {code}; it must be {', '.join(DTYPES)}"
             if problem:
                 raise ConfigError(f"{path}: tensor {stored!r} {problem}")
-            homes[name] = StoredTensor(path.name, stored, shape, DTYPES[code])
+            wide = name.endswith(experts.wide)
+            homes[name] = StoredTensor(path.name, stored, shape, DTYPES[code], wide=wide)
 
 
 def _is_no_bias(tensors: Any, stored: str, name: str, shapes: Mapping[str, Any]) -> bool:
@@ -217,11 +221,13 @@ def write_folder(
     parameters: Mapping[str, Array],
     layout: Layout,
     metadata: Mapping[str, str] = MappingProxyType({}),
+    experts: Mapping[str, Mapping[str, Place]] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
 
     ``texts`` are the JSON files by name; the first is the config.  A folder that exists keeps its
-    other files, such as a tokenizer.
+    other files, such as a tokenizer.  ``experts`` are the tensors that parameters of a mixture are
+    written as.
 
     Raises
     ------
@@ -232,12 +238,17 @@ def write_folder(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"save: {folder} is a file; pass a folder")
     inverse = inverse_scales(next(iter(texts.values())))
+
+    def tensors_in_file(name: str) -> dict[str, Any]:
+        value, own = parameters[name], experts.get(name)
+        return tensors_of(name, value, inverse) if own is None else in_file(value, own)
+
     if len(layout) > 1:
         pairs = ((name, file) for file, names in layout.items() for name in names)
         weights = {
             part: file
             for name, file in pairs
-            for part in tensors_of(name, parameters[name], inverse)
+            for part in experts.get(name) or tensors_of(name, parameters[name], inverse)
         }
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
@@ -248,7 +259,7 @@ def write_folder(
             listed = ", ".join(sorted(other_files))
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
-            parts = [tensors_of(name, parameters[name], inverse) for name in names]
+            parts = [tensors_in_file(name) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
             tensors = {name: np.asarray(to_numpy(a), order="C") for name, a in named.items()}
             write_tensors(temporary / file, tensors, metadata)
@@ -362,7 +373,8 @@ def _check_mixture(folder: Path, homes: Mapping[str, StoredTensor]) -> None:
     for name, home in homes.items():
         if home.dtype is None:
             continue
-        if home.dtype != main and not (name.endswith("norm.weight") and home.dtype == FLOATS[2]):
+        narrow = not (home.wide or name.endswith("norm.weight"))
+        if home.dtype != main and (narrow or home.dtype != FLOATS[2]):
             raise ConfigError(
                 f"{folder / home.file}: tensor {home.stored!r} is {home.dtype} among {main};"
                 " choose one for all, as in load(folder, dtype='float32')"

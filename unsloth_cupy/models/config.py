@@ -1,13 +1,15 @@
 """The ``Config`` of a decoder-only transformer: settings that replace one class per family."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .names import TEXT
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
+CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
+STACKS = ("gate_up_proj", "down_proj")  # of experts
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,71 @@ OWN_NAMES = Names()
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The layers of a mixture of experts: a router chooses k of ``count`` experts for each token.
+
+    ``inner`` is the inner size of an expert, ``sparse`` says which layers have experts; the others
+    are dense.  ``scores``, ``normalize``, ``groups``, ``top_groups`` and ``scale`` are those of
+    ``route``; with ``jitter`` the router is ``sparse_mixer``.  With ``corrected`` a bias is
+    added for the choice; ``wide`` routers compute in float32.  ``limit`` and ``alpha`` are
+    those of ``experts_mlp``.  ``shared`` is the inner size of an expert that every token has, with
+    a gate of its own or not.  ``balance`` is the coefficient of the router's loss, 0 if it is off.
+    ``files`` are the names of tensors in a layer of a released checkpoint where they differ, those
+    of stacks with a place for the number of the expert; ``transposed`` stacks are stored as
+    (experts, in, out), with the columns of gate and up in turns.
+    """
+
+    count: int
+    k: int
+    inner: int
+    sparse: tuple[bool, ...]
+    activation: str
+    scores: str = "softmax"
+    normalize: bool = True
+    groups: int | None = None
+    top_groups: int | None = None
+    scale: float = 1.0
+    jitter: float | None = None
+    corrected: bool = False
+    wide: bool = False
+    biases: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+    shared: int = 0
+    shared_gate: bool = False
+    balance: float = 0.0
+    module: str = "mlp"
+    router: str = "gate"
+    correction_in: str = "gate."  # what is before the name of the correction
+    correction_row: bool = False  # files have it as the row of a matrix
+    shared_in: str = "shared_experts"
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transposed: bool = False
+
+    @property
+    def clamps(self) -> dict[str, float]:
+        """The options of a clamped activation."""
+        pairs = {"limit": self.limit, "alpha": self.alpha}
+        return {name: value for name, value in pairs.items() if value is not None}
+
+    @property
+    def wide_names(self) -> tuple[str, ...]:
+        """The ends of the names of parameters that are kept in float32, if not wider."""
+        router = f".{self.module}.{self.router}.weight"
+        return (CORRECTION, router) if self.wide else (CORRECTION,)
+
+    def stacks(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the stacks of a layer, by their names in it."""
+        sizes = {STACKS[0]: (2 * self.inner, hidden), STACKS[1]: (hidden, self.inner)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (outputs, inputs) in sizes.items():
+            shapes[f"{self.module}.experts.{name}"] = self.count, outputs, inputs
+            if self.biases:
+                shapes[f"{self.module}.experts.{name}_bias"] = self.count, outputs
+        return shapes
+
+
+@dataclass(frozen=True)
 class Config:
     """A decoder-only transformer.
 
@@ -77,6 +144,9 @@ class Config:
     checkpoint stores in one matrix: "qkv", and "mlp" for gate and up.  With ``bit_layers`` all
     linear layers but the head are ``bit_linear``: weights are rounded at every call.  With
     ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not codes * scale.
+    With ``sinks`` each head's attention has the score of a further key, without a value.
+    ``experts`` are those of a mixture, ``left_out`` further layers in the files, which only predict
+    several tokens at once.
     ``body`` is what transformers' model has before the names of the body's modules: another prefix
     in a model that reads images.  ``head`` is one of ``heads.HEADS``; only that of a language model
     can be ``tied``.
@@ -126,6 +196,9 @@ class Config:
     logit_scale: float = 1.0
     gate: bool = True
     head_bias: bool = False
+    sinks: bool = False
+    experts: Experts | None = None
+    left_out: str = ""  # a pattern of names
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -144,7 +217,7 @@ class Config:
             "model.embed_tokens.weight": (self.vocab, self.hidden)
         }
         for layer in range(self.layers):
-            for name, shape in self._block_shapes():
+            for name, shape in self._block_shapes(layer):
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes |= self._norm_shapes(f"model.{self.norms.last}")
         if self.head == "causal_lm" and not self.tied:
@@ -162,9 +235,9 @@ class Config:
         kinds = {"weight": self.norms.weights, "bias": self.norms.biases}
         return {f"{name}.{kind}": (self.hidden,) for kind, there in kinds.items() if there}
 
-    def _block_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
-        hidden, inner, names = self.hidden, self.inner, self.names
+        hidden, names = self.hidden, self.names
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if "qkv" in self.fused:
             yield "self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)
@@ -178,21 +251,15 @@ class Config:
             yield f"self_attn.{names.output}.bias", (hidden,)
         for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
             yield from self._query_key_shapes(f"self_attn.{name}", heads)
-        projections = {"gate_up_proj": 2 * inner} if "mlp" in self.fused else {}
-        projections |= {"gate_proj": inner} if self.gate and not projections else {}
-        projections |= {} if "mlp" in self.fused else {names.up: inner}
-        for name, size in projections.items():
-            yield f"mlp.{name}.weight", (size, hidden)
-        yield f"mlp.{names.down}.weight", (hidden, inner)
-        if self.mlp_bias:
-            yield from ((f"mlp.{name}.bias", (size,)) for name, size in projections.items())
-            yield f"mlp.{names.down}.bias", (hidden,)
+        if self.sinks:
+            yield "self_attn.sinks", (self.heads,)
+        yield from self._feed_forward_shapes(layer)
         if self.activation == "xielu":
             yield from ((f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
             yield from ((f"mlp.act_fn.{name}", ()) for name in BUFFERS)
         if self.sub_norms:
             yield "self_attn.attn_sub_norm.weight", (queries,)
-            yield "mlp.ffn_sub_norm.weight", (inner,)
+            yield "mlp.ffn_sub_norm.weight", (self.inner,)
         norms = self.norms
         for norm in (
             norms.before_attention,
@@ -202,6 +269,40 @@ class Config:
         ):
             if norm:
                 yield from self._norm_shapes(norm).items()
+
+    def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters of the MLP of a block, or of its experts."""
+        if self.experts is not None and self.experts.sparse[layer]:
+            yield from self._experts_shapes(self.experts)
+        else:
+            yield from self._mlp_shapes("mlp", self.inner)
+
+    def _mlp_shapes(self, module: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters of a dense MLP."""
+        hidden, names = self.hidden, self.names
+        projections = {"gate_up_proj": 2 * inner} if "mlp" in self.fused else {}
+        projections |= {"gate_proj": inner} if self.gate and not projections else {}
+        projections |= {} if "mlp" in self.fused else {names.up: inner}
+        for name, size in projections.items():
+            yield f"{module}.{name}.weight", (size, hidden)
+        yield f"{module}.{names.down}.weight", (hidden, inner)
+        if self.mlp_bias:
+            yield from ((f"{module}.{name}.bias", (size,)) for name, size in projections.items())
+            yield f"{module}.{names.down}.bias", (hidden,)
+
+    def _experts_shapes(self, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters of a router, of its experts and of the shared one."""
+        module, count, hidden = experts.module, experts.count, self.hidden
+        yield f"{module}.{experts.router}.weight", (count, hidden)
+        if experts.biases:
+            yield f"{module}.{experts.router}.bias", (count,)
+        if experts.corrected:
+            yield f"{module}.{experts.correction_in}{CORRECTION}", (count,)
+        yield from experts.stacks(hidden).items()
+        if experts.shared:
+            yield from self._mlp_shapes(f"{module}.{experts.shared_in}", experts.shared)
+        if experts.shared_gate:
+            yield f"{module}.{experts.shared_in}_gate.weight", (1, hidden)
 
     def _query_key_shapes(self, name: str, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a norm of queries or keys."""

@@ -69,6 +69,10 @@ class Division:
 
     def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
+        if config.experts is not None and (ranks > 1 or stages is not None):
+            problem = f"ranks do not divide the experts of a {config.model_type}, nor its blocks"
+            cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
+            raise ConfigError(f"Division: {problem}; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
         inner = part_of_inner(config.inner, comm, comm.rank)

@@ -8,6 +8,7 @@ import numpy as np
 from ..core.arrays import rounded
 from ..core.dtypes import FLOAT32
 from ..ops.activations.geglu import geglu
+from ..ops.activations.swiglu import sigmoid
 from ..parallel.taped import taped, value_of
 
 
@@ -55,6 +56,39 @@ def scaled_heads(x: Any, weight: Any) -> Any:
 
     y = rounded(value * scales, arrays[0].dtype)
     return taped("scaled_heads", y, back, x=x, weight=weight)
+
+
+def gated(x: Any, gate: Any) -> Any:
+    """Return x (*rows, hidden) times the sigmoid of gate (*rows, 1), rounded once."""
+    arrays = value_of(x), value_of(gate)
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    value, factor = arrays[0].astype(wide, copy=False), sigmoid(arrays[1].astype(wide, copy=False))
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        slope = (dy * value).sum(axis=-1, keepdims=True) * factor * (1 - factor)
+        return {"x": rounded(dy * factor, arrays[0].dtype), "gate": rounded(slope, arrays[1].dtype)}
+
+    return taped("gated", rounded(value * factor, arrays[0].dtype), back, x=x, gate=gate)
+
+
+def clamped_swiglu(gate: Any, up: Any, *, limit: float, alpha: float) -> Any:
+    """Return (u + 1) g sigmoid(alpha g), g = min(gate, limit), u = up between -limit and limit."""
+    arrays = value_of(gate), value_of(up)
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    g, u = (array.astype(wide, copy=False) for array in arrays)
+    inside = g <= limit, np.abs(u) <= limit
+    g, u = np.minimum(g, wide.type(limit)), u.clip(-limit, limit) + 1
+    sigma = sigmoid(g * wide.type(alpha))
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        dgate = dy * u * sigma * (1 + alpha * g * (1 - sigma)) * inside[0]
+        dup = dy * g * sigma * inside[1]
+        return {"gate": rounded(dgate, arrays[0].dtype), "up": rounded(dup, arrays[1].dtype)}
+
+    y = rounded(u * g * sigma, arrays[0].dtype)
+    return taped("clamped_swiglu", y, back, gate=gate, up=up)
 
 
 def xielu(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any) -> Any:

@@ -5,6 +5,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .config import OWN_NAMES, Names, Norms
+from .mixtures import (
+    ERNIE,
+    GPT_OSS,
+    GRANITE,
+    KEYS,
+    MINIMAX,
+    MIXTRAL,
+    NOISE,
+    OLMOE,
+    PHIMOE,
+    QWEN2,
+    QWEN3,
+    STEPPED,
+    Mixture,
+)
+from .mixtures import (
+    GLM4 as GLM4_EXPERTS,
+)
 
 BEFORE = Norms()
 AROUND = Norms(
@@ -27,14 +45,15 @@ class Family:
     """One model type.  ``defaults`` are the values of keys that a config.json may leave out.
 
     A property that a string names is the value of that key.  ``windows`` says which layers see
-    only a window of keys: none, all, the late ones (from max_window_layers on), or most (all but
-    every sliding_window_pattern-th).  ``rotates`` says which layers rotate queries and keys: all,
-    those that no_rope_layers lists with 1, the sliding ones, or these where there is a window.
+    only a window of keys: none, all, flagged (all if use_sliding_window), the late ones (from
+    max_window_layers on), every second one of the early ones, or most (all but every
+    sliding_window_pattern-th).  ``rotates`` says which layers rotate queries and keys: all, those
+    that no_rope_layers lists with 1, the sliding ones, or these where there is a window.
     ``facts`` are keys that say what the family has anyway; ... stands for any value.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    windows: str = "none"  # none, all, late or most
+    windows: str = "none"  # none, all, flagged, late, early or most
     norms: Norms = BEFORE
     norm_offset: float = 0.0
     eps: str | float = "rms_norm_eps"
@@ -46,7 +65,7 @@ class Family:
     qkv_bias: str | bool = "attention_bias"
     output_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = False
-    head_bias: bool = False
+    head_bias: str | bool = False
     fused: tuple[str, ...] = ()
     sub_norms: bool = False
     names: Names = OWN_NAMES
@@ -59,6 +78,9 @@ class Family:
     parallel: str | bool = False
     obeys: tuple[str, ...] = ()  # keys that scale, cap or clip, if it reads them
     facts: Mapping[str, Any] = field(default_factory=dict)
+    sinks: bool = False
+    experts: Mixture | None = None
+    left_out: str = ""  # of the names of tensors in files: a pattern
 
 
 COMMON = {
@@ -214,6 +236,19 @@ MINISTRAL3_ROPE = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+GRANITE_FACTORS = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1.0),
+    **dict.fromkeys(("attention_multiplier", "logits_scaling"), 1.0),
+}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
     "mistral": Family(MISTRAL, "all", qkv_bias=False, output_bias=False),
@@ -267,17 +302,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo3": Family(OLMO3, "most", AFTER, query_key_norm="projection", local=True),
     "olmo": Family(norms=Norms(kind="layer", weights=False), eps=1e-5, obeys=("clip_qkv",)),
-    "granite": Family(
-        {
-            **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1.0),
-            **dict.fromkeys(("attention_multiplier", "logits_scaling"), 1.0),
-        },
-        mlp_bias="mlp_bias",
-        obeys=(
-            *("embedding_multiplier", "residual_multiplier"),
-            *("attention_multiplier", "logits_scaling"),
-        ),
-    ),
+    "granite": Family(GRANITE_FACTORS, mlp_bias="mlp_bias", obeys=tuple(GRANITE_FACTORS)),
     "cohere": Family(
         {**COHERE_KEYS, "rope_theta": 500_000.0, "use_qk_norm": False},
         norms=COHERE,
@@ -502,5 +527,181 @@ FAMILIES: Mapping[str, Family] = {
         gate=False,
         partial=True,
         parallel=True,
+    ),
+    "mixtral": Family(
+        {
+            **MISTRAL,
+            **KEYS,
+            **NOISE,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        },
+        "all",
+        qkv_bias=False,
+        output_bias=False,
+        experts=MIXTRAL,
+    ),
+    "qwen3_moe": Family(
+        {**QWEN, **STEPPED, "num_key_value_heads": 4},
+        "flagged",
+        query_key_norm="head",
+        experts=QWEN3,
+    ),
+    "qwen2_moe": Family(
+        {
+            **QWEN,
+            **STEPPED,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+            "qkv_bias": True,
+        },
+        "early",
+        qkv_bias="qkv_bias",
+        output_bias=False,
+        experts=QWEN2,
+    ),
+    "gpt_oss": Family(
+        {
+            **KEYS,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 150_000.0,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
+        "most",
+        facts=dict.fromkeys(("experts_per_token", "initial_context_length"), ...),
+        sinks=True,
+        experts=GPT_OSS,
+    ),
+    "olmoe": Family(
+        {
+            **KEYS,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+            "max_position_embeddings": 4096,
+        },
+        query_key_norm="projection",
+        obeys=("clip_qkv",),
+        experts=OLMOE,
+    ),
+    "granitemoe": Family(
+        {**GRANITE_FACTORS, **KEYS}, obeys=tuple(GRANITE_FACTORS), experts=GRANITE
+    ),
+    "phimoe": Family(
+        {
+            **KEYS,
+            "router_jitter_noise": 0.01,
+            "input_jitter_noise": 0.0,
+            "num_local_experts": 16,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "lm_head_bias": False,
+            "max_position_embeddings": 131_072,
+        },
+        "all",
+        LAYER,
+        of_rope=("short_mscale", "long_mscale"),
+        head_bias="lm_head_bias",
+        experts=PHIMOE,
+    ),
+    "glm4_moe": Family(
+        {
+            **GLM,
+            **KEYS,
+            "attention_bias": False,
+            "head_dim": None,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+        },
+        query_key_norm="head",
+        query_key_if="use_qk_norm",
+        output_bias=False,
+        partial=True,
+        facts=dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), ...),
+        experts=GLM4_EXPERTS,
+        left_out=r"model\.layers\.(46|92)\.",
+    ),
+    "ernie4_5_moe": Family(
+        {
+            **KEYS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "moe_intermediate_size": 1536,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+        },
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        head_bias="use_bias",
+        interleaved=True,
+        facts={
+            **dict.fromkeys(("moe_capacity", "num_nextn_predict_layers"), ...),
+            **{"moe_gate": "topk", "moe_use_aux_free": True},
+        },
+        experts=ERNIE,
+        left_out=r".*\bmtp",
+    ),
+    "minimax_m2": Family(
+        {
+            **KEYS,
+            **NOISE,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_theta": 5_000_000.0,
+            "rotary_dim": None,
+            "max_position_embeddings": 196_608,
+        },
+        query_key_norm="projection",
+        qkv_bias=False,
+        output_bias=False,
+        partial=True,
+        facts={
+            **dict.fromkeys(("mlp_intermediate_size", "num_mtp_modules"), ...),
+            **dict.fromkeys(("mtp_transformer_layers", "use_mtp"), ...),
+            **dict.fromkeys(("use_qk_norm", "use_routing_bias"), True),
+            **{"qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
+            "shared_intermediate_size": 0,
+        },
+        experts=MINIMAX,
     ),
 }

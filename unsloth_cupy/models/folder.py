@@ -26,6 +26,7 @@ from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
+from .expert_homes import plain_names
 from .gguf.opening import folder_of
 from .heads import CAUSAL, Choice, chosen
 from .joined import Joined
@@ -33,7 +34,7 @@ from .lazy_parameter import LazyParameter, StoredTensor, formats_of
 from .outer_folder import base_for, implied_head, with_labels
 from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
-from .quantized import Quantizer
+from .quantized import Quantizer, check_stacks, maker_of
 from .reading import token_ids
 from .text_configs import text_config
 from .tokenizer import FILE as TOKENIZER
@@ -143,6 +144,9 @@ def load(
             for file in {home.file for home in stored_in.values()} - handles.keys():
                 handles[file] = files.enter_context(opened(path / file))  # the adapter's
             config = with_generation(path_of("load(lora=)", lora), config, texts)
+        if quantize is not None:
+            maker_of("load", quantize)
+            check_stacks("load", quantize, config)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)
         division = _division(config, communicator, pipeline, chunks)
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
@@ -170,6 +174,7 @@ def load(
                 division.stages.dtype = kind
             model = Transformer(division.config if division else config, parameters, texts, layout)
             model.folder, model.division, model.parts = path, division, rank_parts
+            model.plain = plain_names(stored_in)
             model.origin = formats_of(stored_in)
             own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
             model.words = next(map(Path, own), None)
@@ -325,10 +330,12 @@ def create(
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
         joined = Joined(parsed, division)
+        wide = () if parsed.experts is None else parsed.experts.wide_names
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if division is not None and not division.holds(name):
                 continue
-            array = _drawn(parsed, name, shape, kind, [seed, index])
+            own_kind = np.promote_types(kind, FLOAT32) if name.endswith(wide) else kind
+            array = _drawn(parsed, name, shape, own_kind, [seed, index])
             own = place(array if division is None else division.own(name, array))
             own = joined(name, own) if rank_parts is None else rank_parts.keep(name, own)
             parameters[name] = own

@@ -54,8 +54,16 @@ class Kept:
     def measure(
         self, name: str, weight: Any, exact: Array, merged: Callable[[slice], Array]
     ) -> None:
-        """Add a weight: before, merged without rounding, and rows of it as merged and rounded."""
-        kept = whole = 0.0
+        """Add a weight: before, merged without rounding, and rows of it as merged and rounded.
+
+        Of a stack, the matrices of all experts are added.
+        """
+        if exact.ndim == 3:
+            matrix: Any = merged
+            for expert in range(len(exact)):
+                self.measure(name, weight[expert], exact[expert], matrix(expert).__getitem__)
+            return
+        kept, whole = self.sums.get(name, (0.0, 0.0))
         wide = np.promote_types(exact.dtype, FLOAT32)
         step = max(1, AT_ONCE // max(1, exact.shape[1]))
         for top in range(0, exact.shape[0], step):

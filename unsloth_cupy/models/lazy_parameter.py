@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..core.dtypes import Array
+from ..core.dtypes import FLOAT32, Array
 from ..machine import format_bytes
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
+from .expert_files import Stack
 from .quantized_slices import narrow
 from .quantized_weights import assembled
 
@@ -28,9 +29,17 @@ class StoredTensor(NamedTuple):
     kind: type[Quantized] | None = None  # class of a quantized weight
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
     inverse: bool = False  # the weight is codes / scale
+    stack: Stack | None = None  # of experts, in tensors of another form
+    wide: bool = False  # it is float32, if not wider
     dense: Callable[[Mapping[str, Array]], Array] | None = None
     format: str = ""  # the name of that format
     bytes: int = 0  # of its tensors
+
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that hold it."""
+        homes = () if self.stack is None else self.stack.homes
+        return {self.file, *(file for file, _ in (*self.parts.values(), *homes))}
 
 
 def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
@@ -61,19 +70,28 @@ class LazyParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the stored tensor."""
-        if self.home.dense is not None:
+        if self.home.stack is not None or self.home.dense is not None:
             return self.home.shape
         return tuple(self.files[self.home.file].get_slice(self.home.stored).get_shape())
 
     def __getitem__(self, key: Any) -> Any:
         """Return a part, and read no more than it; with an ellipsis, the whole."""
-        if key is ... or self.home.dense is not None:
-            return self.whole() if key is ... else owned(self.whole()[key])
+        if key is ...:
+            return self.whole()
+        if self.home.stack is not None:
+            first, *rest = key if isinstance(key, tuple) else (key,)
+            return self._stacked(self.home.stack, first)[(slice(None), *rest)]
+        if self.home.dense is not None:
+            return owned(self.whole()[key])
         return self._cast(self.files[self.home.file].get_slice(self.home.stored)[key])
 
     def whole(self) -> Any:
         """Return the whole parameter, an array or a quantized weight."""
         home = self.home
+        if home.stack is not None and home.kind is not None:
+            return home.stack.packed(self.name, self.files, self._dtype)
+        if home.stack is not None:
+            return self._stacked(home.stack, ...)
         if home.dense is not None:
             return self._cast(home.dense({key: each[...] for key, each in self.tensors().items()}))
         if home.kind is None:
@@ -98,7 +116,9 @@ class LazyParameter:
     def step(self) -> int | None:
         """Return the smallest number of rows that can be read alone; None if rows cannot."""
         kind, shape = cast(type[Quantized], self.home.kind), self.home.shape
-        part = None if kind is Ternary else narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
+        if kind is Ternary or len(shape) > 2:
+            return None
+        part = narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
         return None if part is None else part.kept[0].stop
 
     def tensors(self) -> dict[str, "LazyParameter"]:
@@ -113,9 +133,19 @@ class LazyParameter:
         kind: Any = self.home.kind
         return assembled(self.name, kind, state, shape, self.dtype, self.home.inverse)
 
+    @property
+    def _dtype(self) -> np.dtype[Any] | None:
+        """The dtype of results."""
+        dtype = self.dtype or self.home.dtype
+        return FLOAT32 if self.home.wide and dtype is not None and dtype.itemsize < 4 else dtype
+
+    def _stacked(self, stack: Stack, some: Any) -> Array:
+        """Return the experts of a slice, or all."""
+        return stack.read(self.files, self.home.shape, self._dtype, some)
+
     def _cast(self, read: Array) -> Array:
         """Return an array that was read, in the dtype of results, writeable."""
-        dtype = self.dtype or self.home.dtype
+        dtype = self._dtype
         return owned(read if dtype is None else read.astype(dtype, copy=False))
 
 

@@ -11,6 +11,7 @@ from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
 from ..ops.losses.linear_log_probs import LogProbs, linear_log_probs
+from ..parallel.taped import value_of
 from ..parallel.vocabulary import (
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_log_probs,
@@ -21,6 +22,7 @@ from ..training.variable import Var
 from .config import Config
 from .context import Context, own_tokens
 from .division import Division
+from .experts_layer import router_loss
 from .head import inputs_of_losses
 from .heads import CAUSAL, CLASSIFIERS, require_head
 from .label_loss import mean_label_loss
@@ -86,16 +88,35 @@ def mean_loss(
     require_head("loss", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
-    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
+    experts, routers = model.config.experts, list[Any]()
+    balanced = experts is not None and experts.balance > 0
+    if balanced and (context is not None or model.reached is not None):
+        problem = "the router's loss is of whole rows and of all layers, which ranks divide"
+        cure = "load config.json without output_router_logits, or divide the batch alone"
+        raise ConfigError(f"loss: {problem}; {cure}")
+    options: dict[str, Any] = {"routers": routers} if balanced else {}
+    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context, **options)
     shifted = next_labels(tokens, labels, offsets)
-    if count is None:  # at least 1, without synchronising a GPU
-        count = (shifted != IGNORE).sum().clip(1)
+    labelled = (shifted != IGNORE).sum().clip(1)  # at least 1, without synchronising a GPU
+    balance: Any = None
+    if experts is not None and routers:
+        balance, share = router_loss(experts, routers, mask), experts.balance
+        if count is not None:  # of a part of a batch
+            share = share * labelled / count
+        balance = balance, share
+    count = labelled if count is None else count
     shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
     if type(x) is Var:
-        return _on_tape(model, x, head, shifted, count)
+        return _on_tape(model, x, head, shifted, count, balance)
     losses = losses_of(model.config, x, head, shifted, model.division)
-    return losses.sum(dtype=np.float64) / count
+    loss = losses.sum(dtype=np.float64) / count
+    return loss if balance is None else loss + _added(balance)
+
+
+def _added(balance: tuple[Any, Any]) -> Any:
+    """Return the router's loss times its coefficient, in float64."""
+    return value_of(balance[0]).astype(np.float64) * balance[1]
 
 
 @naming("Transformer", *LOSSES)
@@ -125,10 +146,13 @@ def label_log_probs(
     return found if context is None else LogProbs(*(context.whole(each) for each in found))
 
 
-def _on_tape(model: Network, x: Var, head: Any, shifted: Array, count: Any) -> Var:
+def _on_tape(
+    model: Network, x: Var, head: Any, shifted: Array, count: Any, balance: Any = None
+) -> Var:
     """Return the sum of losses / count, whose gradients are computed in the same pass.
 
-    They do not depend on the losses but for a factor, which saves one matrix product.
+    They do not depend on the losses but for a factor, which saves one matrix product.  ``balance``
+    is a router's loss and its coefficient: their product is added.
     """
     config, division, scaler = model.config, model.division, model.step.scaler
     tape, values = x.tape, {"x": x.value, "weight": getattr(head, "value", head)}
@@ -154,7 +178,14 @@ def _on_tape(model: Network, x: Var, head: Any, shifted: Array, count: Any) -> V
         by_name = dict(zip(inputs, own_gradients, strict=True))
         losses, dx, dweight = losses_var.value, by_name.get("x"), by_name.get("weight")
     loss = losses.sum(dtype=np.float64) / count
+    gradients = {"x": dx, "weight": dweight}
+    if balance is not None:
+        loss = loss + _added(balance)
     root = Var(as_array(loss.astype(losses.dtype)), tape)
-    gradients, one = {"x": dx, "weight": dweight}, full_like(root.value, 1)
+    one = full_like(root.value, 1)
+    if balance is not None and type(balance[0]) is Var:
+        share = as_array((one * balance[1]).astype(balance[0].dtype))
+        inputs["balance"], values["balance"] = balance[0].index, balance[0].value
+        gradients["balance"] = share if scaler is None else scaler.scale(share)
     tape.note(LossRecord(values, inputs, {"loss": root.index}, gradients, one, scaler, loss))
     return root

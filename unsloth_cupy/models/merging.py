@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ from ..files import check_room, path_of, read_json, replacing_files
 from ..machine import format_bytes
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
-from .checkpoint_files import DTYPES, INDEX, SINGLE
+from .checkpoint_files import INDEX, SINGLE
+from .expert_files import Place, file_tensors
+from .expert_homes import DTYPES, plain_names
 from .folder import GENERATION
 from .gguf.opening import source_of
 from .kept import ENOUGH, Kept
@@ -192,8 +195,7 @@ def _tokenizer_files(model: StoredModel) -> Iterator[Path]:
 
 def _copy(model: StoredModel, partial: Path, target: Path) -> int:
     """Copy the config and the weights of a model; return the size of the weights."""
-    files = {home.file for home in model.homes.values()}
-    files |= {file for home in model.homes.values() for file, _ in home.parts.values()}
+    files = {file for home in model.homes.values() for file in home.files}
     size = sum((model.folder / file).stat().st_size for file in files)
     check_room(target, size, "the model")
     for name in ("config.json", GENERATION, INDEX, *sorted(files)):
@@ -216,14 +218,22 @@ def _write(
     layout: dict[str, dict[str, Unwritten]] = {}
     own = (home.file for home in model.homes.values() if not Path(home.file).is_absolute())
     first = next(own, SINGLE)
+    experts = file_tensors(model.config, plain_names(model.homes))
+    stacks: dict[str, Unwritten] = {}
+    whole = lru_cache(maxsize=2)(lambda name: stacks[name].read())  # of a layer, in turns
     for name, home in model.homes.items():
         if home.kind is Ternary:
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
+        dtype = np.promote_types(dtype, home.dtype) if home.wide and home.dtype else dtype
         read = _rounded(model, name, dtype, kept)
         file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
         layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
+        if name in experts:
+            stacks[name] = layout[file].pop(name)
+            parts = experts[name].items()
+            layout[file] |= {n: _part(stacks[name], name, whole, place) for n, place in parts}
     size = sum(tensor.bytes for tensors in layout.values() for tensor in tensors.values())
     check_room(target, size, "the model")
     config = saved_config(model.texts["config.json"], {}, main)
@@ -244,6 +254,11 @@ def _write(
         for file, tensors in layout.items():
             write_one_by_one(partial / file, tensors, written)
     return size, main
+
+
+def _part(stack: Unwritten, name: str, whole: Callable[[str], Array], place: Place) -> Unwritten:
+    """Return a tensor of the file, which is a part of a parameter, or another form of it."""
+    return Unwritten(stack.dtype, place.shape or stack.shape, lambda: place.of(whole(name)))
 
 
 def _rounded(

@@ -46,6 +46,16 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
+def is_router(name: str) -> bool:
+    """Return whether a parameter is the weight of a router, which stays dense."""
+    return name.endswith((".gate.weight", ".router.weight"))
+
+
+def is_stack(name: str) -> bool:
+    """Return whether a parameter is a stack of experts' matrices."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
 def role_of(module: str) -> str:
     """Return the name that most families give a module."""
     return ROLES.get(module, module)

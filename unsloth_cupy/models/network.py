@@ -23,7 +23,7 @@ from .adapter import Adapter
 from .any_library import to_torch
 from .attending import attend_of, project_of
 from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
-from .config import Config
+from .config import CORRECTION, Config
 from .context import Context, own_tokens
 from .division import Division
 from .head import logits_of
@@ -227,8 +227,12 @@ class Network(Summary):
         offsets: Array | None = None,
         sequences: Sequence[int] | None = None,
         context: Context | None = None,
+        routers: list[Any] | None = None,
     ) -> Call:
-        """Return the inputs that all blocks of a call share; raise if arguments do not fit."""
+        """Return the inputs that all blocks of a call share; raise if arguments do not fit.
+
+        The logits of all routers are added to ``routers``.
+        """
         seed = self.step.seed
         rows = check(tokens, mask, cache, offsets, self.step.checkpoint, sequences)
         if cache is not None and len(cache.keys) != self.config.layers:
@@ -240,13 +244,18 @@ class Network(Summary):
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
+        if context is not None and self.config.sinks:
+            problem = f"the attention of a {self.config.model_type} has sinks"
+            cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
+            raise ConfigError(f"Transformer: {problem}, which ranks do not divide; {cure}")
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         attend = attend_of(rows, where.mask, where.offsets, context)
         project = project_of(self.config, self.adapter, seed, self.division)
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
-            self.division, gather=self.gather,
+            self.division, gather=self.gather, routers=routers,
+            stacks={} if self.adapter is None else self.adapter.stacks,
         )  # fmt: skip
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -285,11 +294,18 @@ class Network(Summary):
         if self.adapter is not None:
             cure = "call merge_adapter() first, or set adapter = None"
             raise ConfigError(f"to_torch: the model has an adapter, which would be lost; {cure}")
+        if self.config.experts is not None and self.config.experts.transposed:
+            problem = f"transformers has the experts of a {self.config.model_type} otherwise"
+            cure = "save(folder) writes them so, which from_pretrained loads"
+            raise ConfigError(f"to_torch: {problem}; {cure}")
         frozen = next((n for n, w in self.parameters.items() if isinstance(w, Stored)), None)
         if frozen is not None:
             cure = "save(folder) writes what transformers loads, and dequantize() gives an array"
             raise ConfigError(f"to_torch: {frozen} is quantized, which is not a tensor; {cure}")
-        return to_torch(self.texts["config.json"], self.texts, self.parameters)
+        arrays = self.parameters
+        if self.config.experts is not None and self.config.experts.correction_row:
+            arrays = {n: a[None] if n.endswith(CORRECTION) else a for n, a in arrays.items()}
+        return to_torch(self.texts["config.json"], self.texts, arrays)
 
     @property
     def head(self) -> str:

@@ -30,11 +30,13 @@ def optimizer_of(
     """Return an optimizer of what a model trains; parameters in ``undecayed`` do not decay.
 
     Muon has the matrices other than the embedding and the head, with AdamW's rate and decay, and
-    AdamW the rest.
+    AdamW the rest: also stacks of experts, and what adapters have of those.
     """
     parameters, made = dict(model.trainable), list[Optimizer]()
     if name == "muon":
-        inner = parameters.keys() - {EMBEDDING, HEAD}
+        adapted = () if model.adapter is None else model.adapter.stacks.values()
+        stacked = {name for each in adapted for name in (each.down, each.up)}
+        inner = parameters.keys() - {EMBEDDING, HEAD, *stacked}
         matrices = {n: p for n, p in parameters.items() if p.ndim == 2 and n in inner}
         rows = {n: _rows(n, model.config) for n in matrices}
         parts = {n: each for n, each in rows.items() if sum(each) == len(matrices[n])}

@@ -9,6 +9,7 @@ from .config import SLIDING, Config
 from .families import FAMILIES, Family
 from .heads import CAUSAL, NONE, head_of, labels_of
 from .other_weights import KEYS, check_quantization
+from .parse_experts import experts_of
 from .parse_layers import activation_of, layers_of
 from .parse_rope import rope_of
 from .quantized_weights import inverse_scales
@@ -46,9 +47,12 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     check_keys(values, family)
     read = Reader(values, family)
     facts = values.get("quantization_config")
-    if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in QUANTIZED):
+    quantized: tuple[str, ...] = QUANTIZED
+    if family.experts is not None:  # stacks of gpt-oss are in MXFP4
+        quantized = ("bitsandbytes", *(["mxfp4"] if family.experts.transposed else []))
+    if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
-        known = " or ".join(QUANTIZED)
+        known = " or ".join(quantized)
         raise ConfigError(f"config: quantization_config is not one of {known}; {cure}")
     if facts:
         check_quantization(facts)
@@ -107,7 +111,10 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         qkv_bias=read.says(family.qkv_bias),
         output_bias=read.says(family.output_bias),
         mlp_bias=read.says(family.mlp_bias),
-        head_bias=family.head_bias,
+        head_bias=read.says(family.head_bias),
+        sinks=family.sinks,
+        experts=experts_of(read, layers),
+        left_out=family.left_out,
         fused=family.fused,
         bit_layers=_bit_layers(facts or {}),
         inverse_scales=inverse_scales(values),

@@ -65,10 +65,10 @@ def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
 def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[str, ...]:
     """Return for each layer whether its queries see all keys or a window of them."""
     windows, window = read.family.windows, read.get("sliding_window")
-    by_flag = windows in ("late", "unrotated")
+    by_flag = windows in ("flagged", "late", "early", "unrotated")
     if windows == "none" or (by_flag and not read.flag("use_sliding_window")):
         return (FULL,) * layers
-    types = None if windows == "all" else read.get("layer_types")
+    types = None if windows in ("all", "flagged") else read.get("layer_types")
     if types is None:
         return tuple(SLIDING if slides else FULL for slides in _slides(read, layers, rotated))
     names = isinstance(types, list) and all(each in (FULL, SLIDING) for each in types)
@@ -86,9 +86,11 @@ def _slides(read: Reader, layers: int, rotated: tuple[bool, ...]) -> list[bool]:
     """Return which layers have a window where layer_types does not say it."""
     window, every = bool(read.get("sliding_window")), range(layers)
     match read.family.windows:
-        case "late":
-            first = read.number("max_window_layers")
-            return [window and layer >= first for layer in every]
+        case "late" | "early" as kind:
+            bound = read.number("max_window_layers")
+            early = [layer % 2 == 0 and layer < bound for layer in every]
+            late = [layer >= bound for layer in every]
+            return [window and each for each in (late if kind == "late" else early)]
         case "unrotated":
             return [window and not rotated[layer] for layer in every]
         case "most" if window or read.family.rotates != "windowed":

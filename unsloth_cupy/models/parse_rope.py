@@ -34,9 +34,14 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
     name = parameters.get("rope_type") or parameters.get("type") or "default"
     if "qkv" in read.family.fused and name in ("su", "yarn"):  # Phi-3's old names of longrope
         name = "longrope"
+    if name not in ("default", "longrope") and parameters.get("short_mscale") is not None:
+        raise ConfigError(f"config: short_mscale is that of longrope, and rope_type is {name!r}")
     if name not in ROPES:
         raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
-    share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1
+    share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor")
+    if share is None and read.get("rotary_dim") is not None:
+        share = read.size("rotary_dim") / dim
+    share = share or 1
     if name == "default" and not read.family.partial:
         share = 1  # the family's class in transformers does not read it there
     if type(share) not in (int, float) or not 0 < share <= 1 or int(dim * share) % 2:

@@ -6,7 +6,7 @@ print(report)
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,12 +17,14 @@ from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import format_bytes
 from ..ops.quantized.int8 import int8_weight
+from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
-from .names import HEAD, SCORE, TABLE, is_norm
+from .names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
 
 if TYPE_CHECKING:
+    from .config import Config
     from .division import Division
     from .transformer import Transformer
 
@@ -33,6 +35,8 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
     "int8": int8_weight,
     "ternary": ternary_quantize,
 }
+STACKED = "nf4", "nf4-double", "fp4"  # the kinds that hold stacks of experts
+OF_STACKS = "mxfp4"  # a kind of files, in which all but the experts is dense
 SKIP = ("embed", "norm", "lm_head")
 NF4_BLOCK = 64  # values that share an absmax
 LEAST = 1024  # values: smaller weights save nothing
@@ -102,7 +106,7 @@ class QuantizationReport:
 def quantize(
     model: "Transformer", kind: str, *, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> QuantizationReport:
-    """Quantize the linear layers of a model, in place.
+    """Quantize the linear layers of a model and the stacks of its experts, in place.
 
     Each dense weight is released as soon as its codes are computed.
 
@@ -110,7 +114,8 @@ def quantize(
     ----------
     model : Transformer
     kind : str
-        nf4, nf4-double (absmax in 8 bits too), fp4, int8 or ternary (one scale, by absmean).
+        nf4, nf4-double (absmax in 8 bits too), fp4, int8 or ternary (one scale, by absmean); of a
+        mixture of experts one of the first three.
     skip : sequence of str
         Weights whose names contain one of these words stay dense.
     least : int
@@ -131,6 +136,7 @@ def quantize(
     if not hasattr(model, "division"):
         raise ConfigError(f"quantize: {model!r} is not a model; pass what load or create returned")
     quantize_weight, division = maker_of("quantize", kind, skip, least), model.division
+    check_stacks("quantize", kind, model.config)
     quantizer = Quantizer("quantize", kind, division)
     if frozen := [name for name, array in model.parameters.items() if isinstance(array, Stored)]:
         raise ConfigError(f"quantize: {frozen[0]} is quantized already; load the model again")
@@ -155,6 +161,13 @@ def quantize(
     return report
 
 
+def check_stacks(call: str, kind: str, config: "Config") -> None:
+    """Raise a ConfigError for a mixture of experts whose stacks cannot be of a kind."""
+    if config.experts is not None and kind not in (*STACKED, OF_STACKS):
+        problem = f"the experts of a {config.model_type} are stacks, which {kind} does not hold"
+        raise ConfigError(f"{call}: {problem}; choose from {', '.join(STACKED)}")
+
+
 def maker_of(
     call: str, kind: Any, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> Callable[[Array], Quantized]:
@@ -172,14 +185,16 @@ def maker_of(
 
 def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int) -> str:
     """Return why a weight stays dense; an empty string for one to be quantized."""
-    if len(shape) != 2 or is_norm(name):
+    if is_router(name):
+        return "a router"
+    if not is_stack(name) and (len(shape) != 2 or is_norm(name) or name.endswith("_bias")):
         return "not a matrix"
     if name in (TABLE, HEAD, SCORE):
         return "read by the embedding or the loss"
     word = next((word for word in skip if word in name), None)
     if word is not None:
         return f"its name holds {word}"
-    return f"fewer than {least} values" if shape[0] * shape[1] < least else ""
+    return f"fewer than {least} values" if prod(shape) < least else ""
 
 
 def _named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quantized:
@@ -198,10 +213,12 @@ class Quantizer:
 
     def __init__(self, call: str, kind: str, division: "Division | None" = None) -> None:
         self.call, self.kind, self.division = call, kind, division
-        self.maker = maker_of(call, kind)
+        self.maker = mxfp4_quantize if kind == OF_STACKS else maker_of(call, kind)
 
     def makes(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether a weight of this shape is to be quantized."""
+        if self.kind == OF_STACKS:
+            return is_stack(name)
         return not left_dense(name, shape, SKIP, LEAST)
 
     def wants_whole(self, name: str) -> bool:
@@ -225,7 +242,7 @@ class Quantizer:
 
         Groups of ``step`` rows have scales that do not depend on other rows.
         """
-        if self.kind not in ("int8", "nf4", "fp4"):
+        if self.kind not in ("int8", "nf4", "fp4") or is_stack(name):
             return None
         step = 1 if self.kind == "int8" else NF4_BLOCK // gcd(NF4_BLOCK, shape[1])
         return step, lambda rows: _named(self.maker, name, read(rows))
@@ -248,8 +265,9 @@ class Quantizer:
 def error_of(dense: Array, quantized: Quantized) -> tuple[float, float]:
     """Return the norm of the difference / the norm of the weight, and the share of zeros."""
     squared_error = squares = zeros = 0.0
-    for top in range(0, len(dense), ROWS):
-        rows = slice(top, top + ROWS)
+    step = ROWS if dense.ndim == 2 else 1
+    for top in range(0, len(dense), step):
+        rows: Any = slice(top, top + step) if dense.ndim == 2 else top
         expected, actual = dense[rows].astype(FLOAT32), quantized[rows].astype(FLOAT32)
         squared_error += float(np.square(expected - actual).sum(dtype=np.float64))
         squares += float(np.square(expected).sum(dtype=np.float64))

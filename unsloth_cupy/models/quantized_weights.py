@@ -4,7 +4,8 @@
     model.layers.0.mlp.up_proj.weight.absmax                               and the rest of the
     model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4        state of an ``Nf4``
 
-The entry of config.json that describes them is ``quantization_config``.
+Those of a stack of experts follow its own name, as bitsandbytes has them: ``.absmax``.  The entry
+of config.json that describes them is ``quantization_config``.
 """
 
 import re
@@ -14,10 +15,12 @@ from typing import Any, NamedTuple
 from ..core.dtypes import Array, Stored
 from ..errors import ConfigError, GradientError, RangeError, ShapeError
 from ..ops.quantized.int8 import Int8
+from ..ops.quantized.mxfp4 import Mxfp4
 from ..ops.quantized.nf4 import Nf4
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
-from .config import BUFFERS
+from .config import BUFFERS, CORRECTION
+from .names import is_stack
 
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
@@ -29,7 +32,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Ternary: re.compile(r"\.(weight_(?:scale|form))$"),
 }
 KEY = "quantization_config"
-FIXED = tuple(f".act_fn.{name}" for name in BUFFERS)
+FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION)
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
 
@@ -43,6 +46,9 @@ class Part(NamedTuple):
 
 def part_of(name: str, shapes: Mapping[str, Any]) -> Part | None:
     """Return which quantized weight a tensor of a checkpoint is a part of, or None."""
+    stack, _, key = name.partition("_proj.")
+    if is_stack(f"{stack}_proj") and PARTS[Nf4].search(f".weight.{key}"):
+        return Part(f"{stack}_proj", f"weight.{key}", Nf4) if f"{stack}_proj" in shapes else None
     for kind, parts in PARTS.items():
         match = parts.search(name)
         if match and f"{name[: match.start()]}.weight" in shapes:
@@ -74,8 +80,10 @@ def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
     """Return the tensors that a parameter is written as."""
     if not isinstance(value, Quantized):
         return {name: value}
-    module = name.removesuffix("weight")
     state = value.state(inverse) if isinstance(value, Ternary) else value.state()
+    if is_stack(name):
+        return {name + key.removeprefix("weight"): array for key, array in state.items()}
+    module = name.removesuffix("weight")
     return {module + key: array for key, array in state.items()}
 
 
@@ -99,7 +107,10 @@ def saved_config(
         entries = [{**each, "linear_class": "bitlinear"} for each in entries]
     if any(each != entries[0] for each in entries):
         raise ConfigError("save: weights are quantized in more than one way; use one kind")
-    matrices = {n.removesuffix(".weight") for n, value in parameters.items() if value.ndim == 2}
+    if entries[0]["quant_method"] == Mxfp4.KIND:
+        return {**plain, KEY: {**entries[0], **(config.get(KEY) or {})}}
+    named = {n: value for n, value in parameters.items() if n.endswith(".weight")}
+    matrices = {n.removesuffix(".weight") for n, value in named.items() if value.ndim == 2}
     dense = matrices - {n.removesuffix(".weight") for n in quantized}
     listed = sorted(dense - {"model.embed_tokens", "lm_head"})  # the head is dense by default
     key = LEFT_DENSE.get(entries[0]["quant_method"], "llm_int8_skip_modules")
@@ -107,12 +118,17 @@ def saved_config(
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters without numbers that do not learn; raise if one is quantized."""
-    frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
+    """Return the parameters without what does not learn; raise if a matrix is quantized.
+
+    Experts that a file has in MXFP4 do not learn, and their model is dense but for them.
+    """
+    packed = {name for name, value in parameters.items() if isinstance(value, Mxfp4)}
+    stored = (n for n, value in parameters.items() if isinstance(value, Stored) and n not in packed)
+    frozen = next(stored, None)
     if frozen is not None:
         cure = "call add_adapter(rank) first, or load the dense weights"
         raise GradientError(f"{frozen} is quantized and frozen; {cure}")
-    learns = {name: value for name, value in parameters.items() if not name.endswith(FIXED)}
+    learns = {n: value for n, value in parameters.items() if not (n in packed or n.endswith(FIXED))}
     return learns if len(learns) < len(parameters) else parameters
 
 
@@ -133,6 +149,8 @@ def stored_kind(config: Mapping[str, Any]) -> str | None:
     facts = config.get(KEY) or {}
     if facts.get("quant_method") == "bitnet":
         return None if online(config) else Ternary.KIND
+    if facts.get("quant_method") == Mxfp4.KIND:
+        return Mxfp4.KIND
     if not facts.get("load_in_4bit"):
         return None
     kind = str(facts.get("bnb_4bit_quant_type", "fp4"))

@@ -116,6 +116,7 @@ class Step:
             self.positions,
             division=model.division,
             turn=self.turn,
+            stacks={} if model.adapter is None else model.adapter.stacks,
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", model.config.norms.last, branch, stream)[0]

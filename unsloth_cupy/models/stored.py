@@ -48,7 +48,7 @@ class StoredModel(NamedTuple):
     def read(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
         """Return a parameter, an array or a quantized weight; None: in the dtype of the file."""
         place = self.homes[name]
-        files = {place.file, *(file for file, _ in place.parts.values())}
+        files = place.files
         with contextlib.ExitStack() as stack:
             handles = {file: stack.enter_context(opened(self.folder / file)) for file in files}
             if files_state(self.folder) != self.state:

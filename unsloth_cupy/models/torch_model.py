@@ -7,7 +7,7 @@ from typing import Any
 from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
-from .config import Config
+from .config import CORRECTION, Config
 from .heads import ENDS
 from .names import TABLE, parameter_name
 from .parse import parse
@@ -54,6 +54,10 @@ def from_torch(model: Any) -> Transformer:
         config = parse(texts["config.json"])
     except ConfigError as error:
         raise ConfigError(f"from_torch: {error}") from None
+    if config.experts is not None and config.experts.transposed:
+        problem = f"the experts of a {config.model_type} have another layout here"
+        cure = "save_pretrained(folder) writes them, and load(folder) reads that"
+        raise ConfigError(f"from_torch: {problem}; {cure}")
     texts["config.json"] = dict(text_config(texts["config.json"]))
     buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(FIXED))
     named = _by_parameter([*model.named_parameters(), *buffers])
@@ -87,13 +91,17 @@ def _checked(
     for name, shape in shapes.items():
         array: Any = _quantized(name, layers.get(name))
         array = _dense(name, named[name].detach()) if array is None else array
+        if tuple(array.shape) == (1, *shape) and name.endswith(CORRECTION):
+            array = array[0]
         if tuple(array.shape) != shape:
             raise ConfigError(
                 f"from_torch: {name} has the shape {tuple(array.shape)}; its config says {shape}"
             )
         arrays[name] = array
     dtype = arrays[TABLE].dtype
-    kinds = sorted({str(a.dtype) for a in arrays.values() if not isinstance(a, Stored)})
+    wide = () if config.experts is None else config.experts.wide_names
+    arrays_of_layers = [a for n, a in arrays.items() if not n.endswith(wide)]
+    kinds = sorted({str(a.dtype) for a in arrays_of_layers if not isinstance(a, Stored)})
     if len(kinds) > 1 or dtype not in FLOATS:
         cure = "convert them to one of float32, bfloat16 and float16: model.to(dtype)"
         raise ConfigError(f"from_torch: the weights are {' and '.join(kinds)}; {cure}")

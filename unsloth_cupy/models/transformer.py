@@ -32,6 +32,7 @@ from .chat import Message, Tools
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter
+from .expert_files import saved_tensors
 from .gather import whole_parameters
 from .heads import SEQUENCE, pooled, sequence_scores
 from .initial_weights import loftq
@@ -64,6 +65,7 @@ class Transformer(Network):
         The formats of the file or folder that it was read from, if they are dense here.
     """
 
+    plain: Collection[str] = ()  # stacks of experts that the folder has under their own names
     origin: str | None = None
 
     def __init__(
@@ -626,7 +628,9 @@ class Transformer(Network):
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
             config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}
-            write_folder(folder, {**self.texts, "config.json": config}, parameters, layout)
+            texts = {**self.texts, "config.json": config}
+            experts = saved_tensors(self.config, parameters, self.plain)
+            write_folder(folder, texts, parameters, layout, experts=experts)
 
     @naming("save_adapter", "save")
     def save_adapter(self, folder: str | PathLike[str]) -> None:

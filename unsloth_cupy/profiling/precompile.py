@@ -21,7 +21,7 @@ from ..memory.plan import plan_memory
 from ..memory.planned import Planned
 from ..models.next_logits import CachedLogits
 from ..models.parse import parse
-from ..models.quantized import Quantizer
+from ..models.quantized import Quantizer, check_stacks
 from ..models.step import Step
 from ..models.transformer import Transformer
 from ..ops.common.tensor_map import NVRTC
@@ -112,6 +112,7 @@ def _generate(
     kind = float_dtype("precompile", dtype, KERNEL_DTYPES)
     parameters: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
     if quantization is not None:
+        check_stacks("precompile", quantization, config)
         codes = Quantizer("precompile", quantization)
         parameters = {name: codes(name, array) for name, array in parameters.items()}
     model, (batch, tokens) = Transformer(config, parameters, {}), sizes

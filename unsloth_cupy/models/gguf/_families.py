@@ -149,6 +149,10 @@ def architecture(config: Config) -> Architecture:
     ConfigError
         GGUF has no names for the family, or llama.cpp would compute something else.
     """
+    if config.experts is not None:
+        problem = f"the experts of a {config.model_type} are not written to GGUF"
+        cure = "save(folder), which convert_hf_to_gguf.py of llama.cpp reads"
+        raise ConfigError(f"export_gguf: {problem}; {cure}")
     known = ARCHITECTURES.get(config.model_type)
     if known is None:
         names = ", ".join(sorted(ARCHITECTURES))

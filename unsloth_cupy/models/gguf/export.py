@@ -235,6 +235,17 @@ def export_adapter_gguf(
     return Export(path, path.stat().st_size, dict(types), notes, Kept())
 
 
+def has_architecture(config: Config) -> bool:
+    """Return whether llama.cpp computes such a model."""
+    from ._families import architecture
+
+    try:
+        architecture(config)
+    except ConfigError:
+        return False
+    return True
+
+
 def _check_packages(call: str) -> None:
     """Raise a ConfigError if a package of the extra "gguf" is missing."""
     try:

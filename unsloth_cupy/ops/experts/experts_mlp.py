@@ -176,7 +176,7 @@ def experts_mlp_forward(
     k, wide = experts.shape[-1], np.promote_types(x.dtype, FLOAT32)
     rows, factors = flat(x), weights.reshape(-1).astype(wide)
     results = empty((len(order), x.shape[-1]), wide, like=x)
-    for expert, part in _experts("experts_mlp", offsets, order):
+    for expert, part in _experts("experts_mlp", offsets, order, k):
         if part.start == part.stop:
             continue
         gate, up = _gate_and_up(rows[order[part] // k], gate_up, gate_up_bias, expert, wide)
@@ -253,7 +253,7 @@ def experts_mlp_backward(
     moved = empty((len(order), x.shape[-1]), wide, like=x) if "x" in needed else None
     stacks = _stacks(gate_up, down, gate_up_bias, down_bias)
     sums = {n: empty(a.shape, a.dtype, like=x) for n, a in stacks.items() if n in needed}
-    for expert, part in _experts("experts_mlp_backward", offsets, order):
+    for expert, part in _experts("experts_mlp_backward", offsets, order, k):
         if part.start == part.stop:
             for each in sums.values():
                 each[expert] = 0
@@ -422,8 +422,8 @@ def _activation(name: str, limit: float | None, alpha: float | None) -> Activati
 
 
 # ---- by NumPy -----------------------------------------------------------------------------------
-def _experts(call: str, offsets: Array, order: Any) -> Iterator[tuple[int, slice]]:
-    """Yield each expert, and where its assignments are in order."""
+def _experts(call: str, offsets: Array, order: Any, k: int) -> Iterator[tuple[int, slice]]:
+    """Yield each expert, and where its assignments are in order: of each row at most one."""
     if (
         isinstance(order, np.ndarray)
         and order.size
@@ -431,7 +431,7 @@ def _experts(call: str, offsets: Array, order: Any) -> Iterator[tuple[int, slice
     ):
         problem = "order is not that of the forward call; pass what experts_mlp_forward returned"
         raise RangeError(f"{call}: {problem}", expected=range(order.size), actual=int(order.max()))
-    return parts(call, offsets, len(order))
+    return parts(call, offsets, len(order), -(-len(order) // k))
 
 
 def _gate_and_up(

@@ -102,7 +102,7 @@ def grouped_linear_backward(
     needed = requested_gradients(call, wanted, x=x, weight=weight, bias=bias)
     dx = empty(x.shape, dy.dtype, like=x) if "x" in needed else None
     dweight = empty(weight.shape, dy.dtype, like=x) if "weight" in needed else None
-    dbias = bias if bias is None or "bias" not in needed else np.empty_like(bias)
+    dbias = np.empty_like(bias) if bias is not None and "bias" in needed else None
     weight = stack_like(weight, x)
     for expert, part in parts(call, offsets, len(x)):
         if dx is not None:
@@ -112,7 +112,7 @@ def grouped_linear_backward(
         if dbias is not None:
             wide = np.promote_types(dy.dtype, np.float32)
             dbias[expert] = dy[part].sum(axis=0, dtype=wide)
-    return dx, dweight, None, dbias if "bias" in needed else None
+    return dx, dweight, None, dbias
 
 
 @grouped_linear_backward.kernel
@@ -160,10 +160,16 @@ def dense_stack(weight: Any, offsets: Array, dtype: np.dtype[Any]) -> Array:
     return contiguous(dense)
 
 
-def parts(call: str, offsets: Array, rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each group; raise RangeError if they are not all rows."""
+def parts(
+    call: str, offsets: Array, rows: int, most: int | None = None
+) -> Iterator[tuple[int, slice]]:
+    """Yield the number and the rows of each group; raise RangeError if they are not all rows.
+
+    A plan, which knows no offsets, takes the first groups as large as they can be: ``most`` rows.
+    """
     if is_planned(offsets):
-        ends = [rows, *[rows] * (offsets.size - 2)]  # memory is the same in any case
+        most = rows if most is None else most
+        ends = [min(rows, (group + 1) * most) for group in range(offsets.size - 1)]
     else:
         first, *ends = offsets.tolist()
         if first != 0 or [0, *ends] != sorted([0, *ends]) or ends[-1:] != [rows][: len(ends)]:

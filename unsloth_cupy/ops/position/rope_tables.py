@@ -192,7 +192,10 @@ def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arr
     trained = _trained(scaling, "original_max_position_embeddings")
     factor = _factor(scaling, trained)
     attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-    key = "long_factor" if length > trained else "short_factor"
+    which = "long" if length > trained else "short"
+    key = f"{which}_factor"
+    if scaling.get(f"{which}_mscale") is not None:  # of Phi-MoE
+        attention = _number(scaling, f"{which}_mscale")
     try:
         stretch = np.asarray(scaling.get(key), np.float32)
     except (TypeError, ValueError, OverflowError):

@@ -1,0 +1,292 @@
+"""Adapters of mixtures: of attention, and of stacks of experts in peft's layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from unsloth_cupy import AdamW, CheckpointConfig
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.lora import Lora
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.models import Transformer, create, load, merge
+from unsloth_cupy.models.adapter_stacks import stacks_of
+from unsloth_cupy.models.optimizers import optimizer_of
+
+from ..golden.golden import OpCase, op_cases
+from .peers import MIXTURES, SIZES, make
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = [*op_cases(GOLDEN / "ops_next", "lora_experts")]
+OF_MODELS = [case for case in CASES if case.name.endswith("_adapter")]
+IDS = np.random.default_rng(0).integers(3, 97, (2, 12))
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+def loaded(case: OpCase) -> Transformer:
+    base = GOLDEN / "models" / case.name.removesuffix("_adapter")
+    return load(base, dtype="float32", lora=GOLDEN / "ops_next" / case.name)
+
+
+@pytest.mark.parametrize("golden", OF_MODELS, ids=lambda case: case.name)
+class TestGolden:
+    def test_logits_loss_and_gradients_equal_pefts(self, golden: OpCase) -> None:
+        model, batch = loaded(golden), (golden.inputs["input_ids"], golden.inputs["labels"])
+        assert np.abs(model.logits(batch[0]) - golden.outputs["logits"]).max() < 1e-4
+        before = {name: array.copy() for name, array in model.parameters.items()}
+        for checkpoint in (None, CheckpointConfig()):
+            loss, gradients = model.loss_and_gradients(*batch, checkpoint=checkpoint)
+            assert abs(loss - golden.outputs["loss"]) < 1e-5
+            assert gradients.keys() == golden.grads.keys() == model.trainable.keys()
+            for name, expected in golden.grads.items():
+                error = np.linalg.norm(gradients[name] - expected)
+                assert error < 1e-4 * np.linalg.norm(expected), name
+        for name, array in model.parameters.items():
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
+
+    def test_written_as_it_was_read(self, golden: OpCase, tmp_path: Path) -> None:
+        loaded(golden).save_adapter(tmp_path)
+        folder = GOLDEN / "ops_next" / golden.name
+        expected, actual = (load_file(each / FILE) for each in (folder, tmp_path))
+        assert actual.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(actual[name], array)
+        settings = [json.loads((each / SETTINGS).read_text()) for each in (folder, tmp_path)]
+        assert settings[0] == settings[1]
+
+    def test_merged_and_generating(self, golden: OpCase) -> None:
+        model, tokens = loaded(golden), golden.inputs["input_ids"]
+        made = model.generate(tokens[:, :5], max_new_tokens=6, stop=())
+        model.merge_adapter()
+        assert np.abs(model.logits(tokens) - golden.outputs["logits"]).max() < 1e-4
+        np.testing.assert_array_equal(
+            model.generate(tokens[:, :5], max_new_tokens=6, stop=()), made
+        )
+
+    def test_low_precision(self, golden: OpCase) -> None:
+        model = load(
+            GOLDEN / "models" / golden.name.removesuffix("_adapter"),
+            lora=GOLDEN / "ops_next" / golden.name,
+        )
+        logits = model.logits(golden.inputs["input_ids"])
+        assert logits.dtype.name == "bfloat16"
+        error = np.linalg.norm(logits.astype(np.float32) - golden.outputs["logits"])
+        assert error < 0.05 * np.linalg.norm(golden.outputs["logits"])
+
+
+@pytest.mark.parametrize("golden", CASES[:2], ids=lambda case: case.name)
+def test_merged_stacks(golden: OpCase) -> None:
+    """W + s B A of each expert, for both layouts of a stack."""
+    given, turned = golden.inputs, golden.name == "in_out"
+    kind = MIXTURES["gpt_oss" if turned else "mixtral"]
+    sizes = {"num_local_experts": 6, "hidden_size": 13, "intermediate_size": 11, "head_dim": 8}
+    model = create(SIZES | kind | sizes | {"num_hidden_layers": 1}, seed=0, dtype="float64")
+    model.add_adapter(2, alpha=5, targets=STACKS)
+    for name, adapted in model.adapter.stacks.items():
+        key = name.rpartition(".")[2]
+        stack, merged = (a[key] for a in (given, {key: golden.outputs[f"merged/{key}"]}))
+        if turned:
+            stack, merged = stack.swapaxes(1, 2), merged.swapaxes(1, 2)
+            if adapted.stack.in_turns:
+                order = np.r_[0 : stack.shape[1] : 2, 1 : stack.shape[1] : 2]
+                stack, merged = stack[:, order], merged[:, order]
+        pair = {adapted.down: given[f"A/{key}"], adapted.up: given[f"B/{key}"]}
+        np.testing.assert_allclose(adapted.merge(stack, pair), merged, rtol=0, atol=1e-12)
+
+
+# ---- new adapters -------------------------------------------------------------------------------
+@pytest.mark.parametrize("label", MIXTURES)
+def test_new_adapters_count_every_layer_and_every_expert(label: str, tmp_path: Path) -> None:
+    """All of them are placed, change nothing at first, and each has a gradient."""
+    model = create(SIZES | MIXTURES[label], seed=0)
+    config, plain = model.config, model.logits(IDS)
+    model.save(tmp_path / "base")
+    model.add_adapter(2)
+    placed = model.adapter.stacks
+    assert [*placed] == [
+        f"model.layers.{layer}.{config.experts.module}.{name}"
+        for layer in range(config.layers)
+        if config.experts.sparse[layer]
+        for name in STACKS
+    ]
+    assert not any(".gate.lora" in name or ".router." in name for name in model.trainable)
+    np.testing.assert_allclose(model.logits(IDS), plain, atol=1e-5, rtol=0)
+    loss, gradients = model.loss_and_gradients(IDS, IDS)
+    still = [n for n, g in gradients.items() if n.endswith("lora_B.weight") and not g.any()]
+    assert still == []
+    optimizer = AdamW(model.trainable, lr=1e-2)
+    for _ in range(3):
+        optimizer.step(model.loss_and_gradients(IDS, IDS)[1])
+    assert model.loss(IDS, IDS) < loss
+    model.save_adapter(tmp_path / "adapter")
+    again = load(tmp_path / "base", lora=tmp_path / "adapter")
+    np.testing.assert_array_equal(again.logits(IDS), model.logits(IDS))
+    model.merge_adapter()
+    np.testing.assert_allclose(again.logits(IDS), model.logits(IDS), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("label", ["mixtral", "gpt_oss"])
+def test_merge_writes_the_tensors_of_the_base(label: str, tmp_path: Path) -> None:
+    model = create(SIZES | MIXTURES[label], seed=0)
+    model.save(tmp_path / "base")
+    model.add_adapter(2)
+    rng = np.random.default_rng(0)
+    for array in model.adapter.parameters.values():
+        array[...] = 0.2 * rng.standard_normal(array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    report = merge(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    assert report.layers == len(model.adapter.scales)
+    short = merge(
+        tmp_path / "adapter", tmp_path / "short", base=tmp_path / "base", dtype="bfloat16"
+    )
+    assert {*model.adapter.stacks} <= {*short.kept.layers}
+    assert 0.98 < short.kept.share < 1.02
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged")]
+    sizes = [{name: array.shape for name, array in file.items()} for file in files]
+    assert sizes[0] == sizes[1]
+    again = load(tmp_path / "merged")
+    model.merge_adapter()
+    for name, array in model.parameters.items():
+        np.testing.assert_array_equal(again.parameters[name], array, err_msg=name)
+
+
+def test_targets() -> None:
+    model = create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
+    model.add_adapter(2, targets=("q_proj", STACKS[1]))
+    names = {name.partition(".layers.0.")[2] for name in model.trainable} - {""}
+    assert names == {
+        *(f"self_attn.q_proj.lora_{x}.weight" for x in "AB"),
+        *(f"mlp.experts.lora_{x}.weight" for x in "AB"),
+    }
+    settings = model.adapter.settings
+    assert settings["target_modules"] == ["q_proj"]
+    assert settings["target_parameters"] == ["mlp.experts.down_proj"]
+    assert Lora(2, targets="attention").options(model.config)["targets"] == [
+        f"{name}_proj" for name in "koqv"
+    ]
+    with pytest.raises(ConfigError, match=r"up_proj, v_proj, experts\.gate_up_proj"):
+        Lora(2, targets="gate").options(model.config)
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj, experts\.down_proj"):
+        create(SIZES | MIXTURES["mixtral"], seed=0).add_adapter(2, targets=("up_proj",))
+
+
+@pytest.mark.parametrize("options", [{"dora": True}, {"dropout": 0.1}])
+def test_stacks_have_neither_dora_nor_dropout(options: dict[str, Any]) -> None:
+    model = create(SIZES | MIXTURES["mixtral"], seed=0)
+    with pytest.raises(ConfigError, match=r"neither DoRA nor dropout, as in peft; .* k_proj"):
+        model.add_adapter(2, **options)
+    with pytest.raises(ConfigError, match=r"begins with no part of a weight; leave init='olora'"):
+        model.add_adapter(2, init="olora")
+    model.add_adapter(2, targets=("q_proj",), **options)
+    assert np.isfinite(model.loss_and_gradients(IDS, IDS, seed=0)[0])
+
+
+def test_muon_takes_no_stacks_for_matrices() -> None:
+    """The low-rank weights of all experts stand in one matrix, which is not orthogonalized."""
+    model = create(SIZES | MIXTURES["mixtral"], seed=0)
+    model.add_adapter(2)
+    muon, rest = optimizer_of("muon", model).optimizers
+    assert any("q_proj" in name for name in muon.parameters)
+    assert not any(".experts." in name for name in muon.parameters)
+    assert sum(".experts." in name for name in rest.parameters) == 12
+
+
+def test_plans_of_adapters() -> None:
+    config = SIZES | MIXTURES["mixtral"]
+    plans = [
+        plan_memory(config, batch=2, tokens=32, dtype="bfloat16", device=device, rank=4)
+        for device in ("cpu", "cuda")
+    ]
+    assert all(plan.total > 0 for plan in plans)
+
+
+# ---- files of peft ------------------------------------------------------------------------------
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    model = create(SIZES | MIXTURES["mixtral"], seed=0)
+    model.save(tmp_path / "base")
+    model.add_adapter(2, targets=("q_proj", *STACKS))
+    model.save_adapter(tmp_path / "adapter")
+    return tmp_path / "base", tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is no"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, which is no stack"),
+        ({"target_parameters": "mlp"}, "must be a list of names"),
+        ({"target_parameters": []}, "does not belong to a linear layer"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of stacks have none"),
+        ({"use_dora": True}, "use_dora is True, and adapters of stacks have none"),
+        ({"init_lora_weights": "pissa"}, "adapters of stacks begin with no part of a weight"),
+        ({"r": 3}, r"lora_A.weight is \(8, 32\); it must be \(12, 32\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    folders: tuple[Path, Path], change: dict[str, Any], message: str
+) -> None:
+    base, adapter = folders
+    settings = json.loads((adapter / SETTINGS).read_text())
+    (adapter / SETTINGS).write_text(json.dumps(settings | change))
+    with pytest.raises(ConfigError, match=message):
+        load(base, lora=adapter)
+
+
+def test_a_missing_stack_is_named(folders: tuple[Path, Path]) -> None:
+    base, adapter = folders
+    tensors = load_file(adapter / FILE)
+    kept = {n: a for n, a in tensors.items() if "layers.2.mlp.experts.lora" not in n}
+    save_file(kept, adapter / FILE)
+    with pytest.raises(ConfigError, match=r"names model\.layers\.2\.mlp\.experts\.down_proj, and"):
+        load(base, lora=adapter)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("label", "targets"),
+    [("mixtral", None), ("gpt_oss", None), ("granitemoe", STACKS[:1]), ("phimoe", STACKS[1:])],
+)
+def test_peft_reads_what_we_write(label: str, targets: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch computes the references")
+    transformers = pytest.importorskip("transformers", reason="transformers has the models")
+    peft = pytest.importorskip("peft", reason="peft computes the references")
+    make(tmp_path / "base", MIXTURES[label] | {"output_router_logits": False})
+    model = load(tmp_path / "base")
+    model.add_adapter(3, alpha=7, targets=targets)
+    rng = np.random.default_rng(0)
+    for array in model.adapter.parameters.values():
+        array[...] = 0.2 * rng.standard_normal(array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    peer = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval()
+    ids = torch.tensor(IDS)
+    out = peer(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    assert np.abs(model.logits(IDS) - out.logits.detach().numpy()).max() < 1e-4
+    _, gradients = model.loss_and_gradients(IDS, IDS)
+    theirs = {n: p.grad for n, p in peer.named_parameters() if p.grad is not None}
+    expected = {name.replace(".default", ""): grad.numpy() for name, grad in theirs.items()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        error = np.linalg.norm(gradient - expected[name])
+        assert error < 1e-4 * np.linalg.norm(expected[name]), name
+
+
+def test_stacks_of_some_layers() -> None:
+    """Where one stack of a layer is adapted, its module has the outer name."""
+    config = create(SIZES | MIXTURES["mixtral"], seed=0).config
+    found = stacks_of(config, lambda name: name.endswith("down_proj") or ".0." in name)
+    assert [(module, each.parameter.rpartition(".")[2]) for module, each in found.items()] == [
+        ("model.layers.0.mlp.experts.base_layer", "gate_up_proj"),
+        ("model.layers.0.mlp.experts", "down_proj"),
+        ("model.layers.1.mlp.experts", "down_proj"),
+        ("model.layers.2.mlp.experts", "down_proj"),
+    ]

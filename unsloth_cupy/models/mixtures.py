@@ -1,0 +1,138 @@
+"""The mixtures of experts of each family: keys of config.json, and names of tensors in files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import STACKS
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one model type.
+
+    A property that a string names is the value of that key.  ``layers`` says which layers have
+    experts: all; those that decoder_sparse_step and mlp_only_layers leave; those after the
+    first_k_dense_replace first; or every moe_layer_interval-th between two.  ``files`` are in
+    ``Experts``.
+    """
+
+    count: tuple[str, ...] = ("num_local_experts", "num_experts")
+    k: tuple[str, ...] = ("num_experts_per_tok",)
+    inner: str = "intermediate_size"
+    layers: str = "all"  # all, stepped, late or between
+    scores: str = "softmax"
+    normalize: str | bool = True
+    grouped: bool = False
+    scale: str | None = None
+    mixer: bool = False  # the router is ``sparse_mixer``
+    correction: str | None = None  # what is before the name of a bias of the choice
+    correction_row: bool = False  # files have it as the row of a matrix
+    wide: bool = False
+    biases: bool = False
+    clamped: bool = False
+    shared: tuple[str, ...] = ()  # keys whose product is the inner size of the shared expert
+    shared_gate: bool = False
+    shared_in: str = "shared_experts"
+    balanced: bool = True  # transformers adds the router's loss where output_router_logits asks
+    module: str = "mlp"
+    router: str = "gate"
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transposed: bool = False
+
+
+def _of_files(module: str, *names: str) -> dict[str, tuple[str, ...]]:
+    """Return where the gate, up and down of each expert are in files."""
+    gate, up, down = (f"{module}.experts.{{}}.{name}.weight" for name in names)
+    return {f"mlp.experts.{STACKS[0]}": (gate, up), f"mlp.experts.{STACKS[1]}": (down,)}
+
+
+BY_NAME = _of_files("mlp", "gate_proj", "up_proj", "down_proj")
+SPARSE = "block_sparse_moe"
+W123 = _of_files(SPARSE, "w1", "w3", "w2")
+KEYS: Mapping[str, Any] = {  # which most families read
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "num_experts": None,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+NOISE: Mapping[str, Any] = {"router_jitter_noise": 0.0}  # of pretraining, as dropout is
+STEPPED: Mapping[str, Any] = {
+    **KEYS,
+    "moe_intermediate_size": 768,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+MIXTRAL = Mixture(files={**W123, "mlp.gate.weight": (f"{SPARSE}.gate.weight",)})
+QWEN3 = Mixture(
+    inner="moe_intermediate_size", layers="stepped", normalize="norm_topk_prob", files=BY_NAME
+)
+QWEN2 = Mixture(
+    inner="moe_intermediate_size",
+    layers="stepped",
+    normalize="norm_topk_prob",
+    shared=("shared_expert_intermediate_size",),
+    shared_gate=True,
+    shared_in="shared_expert",
+    files=BY_NAME,
+)
+GPT_OSS = Mixture(
+    scores="softmax_of_k", biases=True, clamped=True, router="router", transposed=True
+)
+OLMOE = Mixture(normalize="norm_topk_prob", files=BY_NAME)
+GRANITE = Mixture(
+    scores="softmax_of_k",
+    module=SPARSE,
+    router="router",
+    files={
+        f"{SPARSE}.experts.{STACKS[0]}": (f"{SPARSE}.input_linear.weight",),
+        f"{SPARSE}.experts.{STACKS[1]}": (f"{SPARSE}.output_linear.weight",),
+        f"{SPARSE}.router.weight": (f"{SPARSE}.router.layer.weight",),
+    },
+)
+PHIMOE = Mixture(
+    mixer=True, router="router", files={**W123, "mlp.router.weight": (f"{SPARSE}.gate.weight",)}
+)
+GLM4 = Mixture(
+    count=("n_routed_experts", "num_local_experts"),
+    inner="moe_intermediate_size",
+    layers="late",
+    scores="sigmoid",
+    normalize="norm_topk_prob",
+    grouped=True,
+    scale="routed_scaling_factor",
+    correction="gate.",
+    wide=True,
+    shared=("moe_intermediate_size", "n_shared_experts"),
+    balanced=False,
+    files=BY_NAME,
+)
+ERNIE = Mixture(
+    count=("moe_num_experts", "num_experts"),
+    k=("moe_k", "num_experts_per_tok"),
+    inner="moe_intermediate_size",
+    layers="between",
+    correction="gate.moe_statics.",
+    correction_row=True,
+    wide=True,
+    shared=("moe_intermediate_size", "moe_num_shared_experts"),
+    files={
+        **BY_NAME,
+        "mlp.gate.moe_statics.e_score_correction_bias": (
+            "mlp.moe_statics.e_score_correction_bias",
+        ),
+    },
+)
+MINIMAX = Mixture(
+    scores="sigmoid",
+    correction="",
+    files={
+        **W123,
+        "mlp.gate.weight": (f"{SPARSE}.gate.weight",),
+        "mlp.e_score_correction_bias": (f"{SPARSE}.e_score_correction_bias",),
+    },
+)

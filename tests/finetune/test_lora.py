@@ -12,6 +12,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import Listener
+from unsloth_cupy.finetune.lora import check_learns
 from unsloth_cupy.models import Transformer, create, load, quantize
 
 from ..cli.test_cli import run, weights
@@ -226,3 +227,25 @@ def test_models_in_memory_that_cannot_be_trained(base: Path, text: Path, tmp_pat
     changed.parameters["model.norm.weight"] += 1
     with pytest.raises(ConfigError, match="another base model: the model has changed since"):
         trained(changed, text, tmp_path / "run", Lora(4))
+
+
+def test_adapters_without_a_gradient_are_named() -> None:
+    """A step in which nothing has a gradient, as of equal rewards, says nothing."""
+    config = {
+        "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    model = create(config, seed=0)
+    model.add_adapter(2, tokens=[3])
+    ids = np.random.default_rng(0).integers(4, 97, (2, 9))  # without token 3
+    _, gradients = model.loss_and_gradients(ids, ids)
+    said = check_learns(model.adapter, gradients)
+    assert said == "adapters of 14 layers, all with a gradient"
+    assert check_learns(model.adapter, {n: 0 * g for n, g in gradients.items()}) is None
+    for name in [n for n in gradients if ".v_proj.lora_B" in n]:
+        gradients[name] = 0 * gradients[name]
+    where = r"of model\.layers\.0\.self_attn\.v_proj, and of those of 1 more, is 0 everywhere"
+    with pytest.raises(ConfigError, match=where):
+        check_learns(model.adapter, gradients)
+    rows = {n: g for n, g in gradients.items() if "lora" not in n}
+    assert check_learns(model.adapter, rows) == ""

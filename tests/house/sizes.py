@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 8350,
     "memory": 1000,
-    "finetune": 5540,
+    "finetune": 5560,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

@@ -32,4 +32,6 @@ def echo_marked(pieces: Iterable[tuple[str, bool]]) -> None:
 def echo_next(*commands: Sequence[object]) -> None:
     """Print to standard error which commands may follow, ready to copy."""
     lines = [shlex.join(map(str, words)) for words in commands]
+    if not lines:
+        return
     echo("\n".join(["next:", *(f"  {line}" for line in lines)]), err=True)

@@ -7,6 +7,7 @@ import click
 from ..finetune.run_folder import model_folder
 from .echo import echo, echo_next
 from .options import BASE, FILE, option
+from .results import exports
 
 DTYPES = click.Choice(["bfloat16", "float16", "float32", "float64"])
 
@@ -27,4 +28,4 @@ def merge(folder: Path, out: Path, dtype: str | None, base: Path | None) -> None
     from .. import models
 
     echo(models.merge(model_folder(folder), out, dtype=dtype, base=base, progress=True))
-    echo_next(["unsloth-cupy", "export", out, f"{out}.gguf", "--type", "q4_k_m", "--modelfile"])
+    echo_next(*(["unsloth-cupy", *words] for words in exports(out, out)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
@@ -9,7 +10,7 @@ from ..files import read_json
 from ..finetune.chat import Chat
 from ..finetune.loop import Loop
 from ..finetune.methods import MEASURES, METHODS
-from ..finetune.run_folder import RunFolder
+from ..finetune.run_folder import RunFolder, model_without_weights
 from ..machine import console, format_bytes
 from ..models.adapter_base import ADAPTER
 from .echo import echo, echo_next
@@ -80,10 +81,22 @@ def what_follows(run: RunFolder) -> None:
         return
     asks = ["generate", run.folder]
     asks += ["--chat"] if Chat(run.model).stored else ["Once upon a time"]
-    follow = [asks, ["export", run.folder, f"{run.folder}.gguf", "--type", "q4_k_m", "--modelfile"]]
-    if (run.model / ADAPTER).exists():
-        follow.insert(1, ["merge", run.folder, f"{run.folder}-merged"])
+    merges = [["merge", run.folder, f"{run.folder}-merged"]]
+    merges = merges if (run.model / ADAPTER).exists() else []
+    follow = [asks, *merges, *exports(run.model, run.folder)]
     echo_next(*(["unsloth-cupy", *words] for words in follow))
+
+
+def exports(model: Path, folder: Path) -> list[list[object]]:
+    """Return the command that writes the model in a folder to a file, where llama.cpp has it."""
+    from ..models.gguf.export import has_architecture
+
+    try:
+        known = has_architecture(model_without_weights(model).config)
+    except ConfigError:  # its base is in a folder that was named for the run
+        known = True
+    command = ["export", folder, f"{folder}.gguf", "--type", "q4_k_m", "--modelfile"]
+    return [command] if known else []
 
 
 def results_of(run: RunFolder) -> dict[str, Any]:

@@ -59,6 +59,11 @@ class Engine:
         self.stages = None if model.division is None else model.division.stages
 
     @property
+    def has_all(self) -> bool:
+        """Whether this rank has whole gradients of all that the run trains."""
+        return self.model.division is None and self.states is None
+
+    @property
     def drops(self) -> bool:
         """Whether the adapter has dropout; a model that ranks divide trains without it."""
         adapter = self.model.adapter

@@ -35,7 +35,8 @@ from .callbacks import Callbacks
 from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
-from .listener import Listener
+from .listener import Listener, announce
+from .lora import check_learns
 from .method import placed
 from .methods import METHODS
 from .metrics import Counts, measures
@@ -112,6 +113,7 @@ class Loop:
         self.measured: dict[str, float | None] = {}  # by the method, in the newest step
         self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
+        self.learns: str | None = None  # what the first gradients of adapters say
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
 
     def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:
@@ -220,6 +222,10 @@ class Loop:
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
+        if self.learns is None and self.model.adapter is not None and self.engine.has_all:
+            self.learns = check_learns(self.model.adapter, gradients)
+            if self.learns and self.model.adapter.stacks:
+                announce(self.learns)
         rate = rate_of(self.step + 1, self.plan)
         self.callbacks.call("on_pre_optimizer_step")
         self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)

@@ -1,13 +1,17 @@
 """The adapters that a run trains: rank, scale, dropout, layers and kind of LoRA."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import ConfigError
+from ..placement import to_numpy
 from .naming import named
 
 if TYPE_CHECKING:
+    from ..models.adapter import Adapter
     from ..models.config import Config
 
 ALL, ATTENTION = "all", "attention"
@@ -26,8 +30,8 @@ class Lora:
     dropout : float
         Share of the elements of x that are 0 in a step of training, in 0 .. 1.
     targets : str or sequence of str
-        "all" linear layers of the blocks, those of "attention", or the last components of the
-        layers' names, as ("q_proj", "v_proj").
+        "all" linear layers of the blocks, experts included, those of "attention", or the last
+        components of the layers' names, as ("q_proj", "v_proj", "experts.down_proj").
     rslora : bool
         scale = alpha / sqrt(rank).
     dora : bool
@@ -56,10 +60,11 @@ class Lora:
             A target is no linear layer of the blocks.
         """
         from ..models.adapter import linear_layers
+        from ..models.adapter_stacks import targets_of
         from ..models.heads import CLASSIFIERS
 
         names = [*linear_layers(config)]
-        known = sorted({name.rpartition(".")[2] for name in names})
+        known = [*sorted({name.rpartition(".")[2] for name in names}), *targets_of(config)]
         targets: Any = self.targets
         if targets == ATTENTION:
             targets = sorted({n.rpartition(".")[2] for n in names if ".self_attn." in n})
@@ -75,3 +80,41 @@ class Lora:
             )
         modules = ["score"] if config.head in CLASSIFIERS else []  # the head is trained too
         return dataclasses.asdict(self) | {"targets": targets, "modules": modules}
+
+
+def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None:
+    """Return how many adapters have a gradient, in words; None if no adapter has one in this step.
+
+    In the first step those of B: A's are 0 as long as B is.  Experts that no token chose are told.
+
+    Raises
+    ------
+    ConfigError
+        The gradient of an adapter is 0 everywhere, though others are not: it would learn nothing.
+    """
+    from ..models.adapter import UP, module_of
+
+    ups = [name for name in gradients if name.endswith(UP)]
+    if not ups:
+        return ""
+    learns = to_numpy(np.stack([gradients[name].any() for name in ups]))
+    if not learns.any():
+        return None
+    if still := [name for name, any_of_it in zip(ups, learns, strict=True) if not any_of_it]:
+        more = f", and of those of {len(still) - 1} more," if len(still) > 1 else ""
+        problem = f"the gradient of the adapter of {module_of(still[0])}{more} is 0 everywhere"
+        raise ConfigError(
+            f"{problem}: it learns nothing; name other layers, {named('lora_targets')}"
+        )
+    chosen: dict[str, Any] = {}
+    for adapted in adapter.stacks.values():
+        count, outputs, _ = adapted.stack.shape
+        of_experts = gradients[adapted.up].reshape(outputs, -1, count).any(axis=(0, 1))
+        chosen.setdefault(adapted.stack.parameter.rpartition(".")[0], of_experts)
+    said = f"adapters of {len(ups)} layers, all with a gradient"
+    if not chosen:
+        return said
+    flags = to_numpy(np.stack([*chosen.values()]))
+    said += f", {len(adapter.stacks)} of them of stacks of experts"
+    idle = flags.size - int(flags.sum())
+    return said + f"; no token of this step chose {idle} of the {flags.size} experts" * (idle > 0)

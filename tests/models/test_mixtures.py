@@ -251,6 +251,14 @@ def test_other_names_of_released_files():
     config = SIZES | MIXTURES["gpt_oss"]
     assert parse(config | released) == parse(config)
     assert parse(SIZES | MIXTURES["minimax_m2"]).ropes["full_attention"].dim == 4
+    released = {"attn_type_list": [1, 1, 1], "use_mtp": True, "swa_rope_theta": -1.0}
+    released |= {"layernorm_mlp_beta": 1.0, "shared_moe_mode": "sigmoid"}
+    config = SIZES | MIXTURES["minimax_m2"]
+    assert parse(config | released) == parse(config)
+    config = SIZES | MIXTURES["ernie4_5_moe"]
+    assert parse(config | {"use_rmsnorm": True, "moe_capacity": [64]}) == parse(config)
+    with pytest.raises(ConfigError, match="use_rmsnorm=1.5: not read"):
+        parse(config | {"use_rmsnorm": 1.5})
 
 
 # ---- what is refused, before anything runs ------------------------------------------------------

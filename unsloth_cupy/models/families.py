@@ -350,6 +350,7 @@ FAMILIES: Mapping[str, Family] = {
         output_bias="use_bias",
         mlp_bias="use_bias",
         interleaved=True,
+        facts={"use_rmsnorm": True},
     ),
     "hunyuan_v1_dense": Family(
         {"rms_norm_eps": 1e-5},
@@ -674,7 +675,7 @@ FAMILIES: Mapping[str, Family] = {
         interleaved=True,
         facts={
             **dict.fromkeys(("moe_capacity", "num_nextn_predict_layers"), ...),
-            **{"moe_gate": "topk", "moe_use_aux_free": True},
+            **{"moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
         },
         experts=ERNIE,
         left_out=r".*\bmtp",
@@ -698,6 +699,9 @@ FAMILIES: Mapping[str, Family] = {
         facts={
             **dict.fromkeys(("mlp_intermediate_size", "num_mtp_modules"), ...),
             **dict.fromkeys(("mtp_transformer_layers", "use_mtp"), ...),
+            **dict.fromkeys(("attn_type_list", "shared_moe_mode"), ...),
+            **dict.fromkeys(("layernorm_full_attention_beta", "layernorm_mlp_beta"), 1.0),
+            **{"layernorm_linear_attention_beta": 1.0, "swa_rope_theta": -1.0},
             **dict.fromkeys(("use_qk_norm", "use_routing_bias"), True),
             **{"qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
             "shared_intermediate_size": 0,

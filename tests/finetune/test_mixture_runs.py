@@ -22,6 +22,7 @@ WAYS = {
     "all": ("qwen2_moe", ()),
     "lora": ("mixtral", ("--lora", 4)),
     "nf4": ("mixtral", ("--lora", 4, "--quantize", "nf4")),
+    "int8": ("mixtral", ("--lora", 4, "--quantize", "int8")),
     "mxfp4": ("gpt_oss", ("--lora", 4)),
 }
 LENGTH = ("--batch", 4, "--tokens", 32, "--lr", 0.01)
@@ -53,7 +54,7 @@ def held_out(lines: list[dict[str, float]]) -> list[float]:
     return [line["held_out_loss"] for line in lines if "held_out_loss" in line]
 
 
-SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("all", "lora", "nf4")]
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("all", "lora", "nf4", "int8")]
 
 
 @pytest.mark.parametrize("way", [*SLOW, "mxfp4"])
@@ -82,7 +83,7 @@ def test_a_run_of_each_kind(way: str, bases: Path, tmp_path: Path) -> None:
     assert run("merge", out, merged).exit_code == 0
     again = run("generate", merged, "the tree", "--max-new-tokens", 3, "--temperature", 0)
     assert again.exit_code == 0, again.output
-    if way != "nf4":  # its adapter was trained on rounded weights
+    if way not in ("nf4", "int8"):  # their adapters were trained on rounded weights
         assert again.stdout == said.stdout
     assert models.load(merged).config.experts is not None
     for planned in ((out,), (bases / label, "--lora", 4)):
@@ -97,8 +98,8 @@ def test_what_a_run_refuses(bases: Path, tmp_path: Path) -> None:
     assert_one_clear_error(asked("gpt_oss"), "is quantized, which freezes the weights: add --lora")
     packed = asked("gpt_oss", "--lora", 4, "--quantize", "nf4")
     assert_one_clear_error(packed, "is quantized already, as mxfp4; leave --quantize out")
-    eight = asked("mixtral", "--lora", 4, "--quantize", "int8")
-    assert_one_clear_error(eight, "stacks, which int8 does not hold; choose from nf4")
+    rounded = asked("mixtral", "--lora", 4, "--quantize", "ternary")
+    assert_one_clear_error(rounded, "stacks, which ternary does not hold; choose from nf4")
     assert not (tmp_path / "run" / "model").exists()
     ranks = run("plan", bases / "mixtral", "--lora", 4, "--tensor-parallel", 2)
     assert_one_clear_error(ranks, "ranks do not divide the experts of a mixtral")

@@ -63,14 +63,14 @@ def test_rows_and_tables_of_an_adapter_run_on_arrays_of_cupy(tied: bool, dtype: 
             assert model.table.shape == (104, 32)
 
 
-@pytest.mark.parametrize("way", ["all", "lora", "nf4-double"])
+@pytest.mark.parametrize("way", ["all", "lora", "nf4-double", "int8"])
 @pytest.mark.parametrize("label", ["mixtral", "gpt_oss", "qwen2_moe", "phimoe", "glm4_moe groups"])
 def test_mixtures_run_on_arrays_of_cupy(label: str, way: str) -> None:
     with gpu(devices=2) as machine:
         machine.strict = False
         tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 24)))
         model = create(SIZES | MIXTURES[label], seed=0, device="cuda", dtype="bfloat16")
-        if way == "nf4-double":
+        if way in ("nf4-double", "int8"):
             quantize(model, way)
         if way != "all":
             model.add_adapter(2)

@@ -160,7 +160,7 @@ def test_wrong_calls() -> None:
         ({"weight_format": np.array(1, np.uint8)}, "are not in row order"),
         ({"weight": None}, "weight is missing"),
         ({"SCB": None}, "SCB is missing"),
-        ({"weight": np.zeros(8, np.int8)}, "it must have 2 axes"),
+        ({"weight": np.zeros(8, np.int8)}, "it must have 2 or 3 axes"),
         ({"weight": np.zeros((8, 64), np.uint8)}, "uint8"),
         ({"weight": np.full((8, 64), -128, np.int8)}, "holds -128"),
         ({"SCB": np.zeros(7, np.float32)}, r"SCB is \(7,\)"),

@@ -22,8 +22,13 @@ PUBLIC = ("mxfp4_quantize(w)",)
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 STACKS = pytest.mark.parametrize(
     "quantize",
-    [uc.mxfp4_quantize, uc.nf4_quantize, lambda w: uc.nf4_quantize(w, double=True, kind="fp4")],
-    ids=["mxfp4", "nf4", "fp4-double"],
+    [
+        uc.mxfp4_quantize,
+        uc.nf4_quantize,
+        lambda w: uc.nf4_quantize(w, double=True, kind="fp4"),
+        uc.int8_weight,
+    ],
+    ids=["mxfp4", "nf4", "fp4-double", "int8"],
 )
 Make = Callable[[Any], Any]
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..ops.quantized.mxfp4 import BLOCK, Mxfp4
+from ..ops.quantized.nf4 import Nf4
 from ..ops.quantized.weight import Quantized
 from .config import CORRECTION, STACKS, Config, Experts
 from .names import is_stack
@@ -171,8 +172,9 @@ def saved_tensors(
     packed = {n for n, value in stacks.items() if isinstance(value, Mxfp4)}
     coded = {n for n, value in stacks.items() if isinstance(value, Quantized)} - packed
     turned = config.experts is not None and config.experts.transposed
-    if lost := sorted(coded if turned else packed):
-        kind = "MXFP4" if lost[0] in packed else "4 bits"
+    known = packed if turned else {n for n in coded if isinstance(stacks[n], Nf4)}
+    if lost := sorted((packed | coded) - known):
+        kind = stacks[lost[0]].KIND
         problem = f"files of a {config.model_type} have no experts in {kind}, as {lost[0]} is"
         cure = "save_adapter(folder) writes what was learned, merge(folder, out) the dense sums"
         raise ConfigError(f"save: {problem}; {cure}")

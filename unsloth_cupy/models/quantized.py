@@ -35,7 +35,7 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
     "int8": int8_weight,
     "ternary": ternary_quantize,
 }
-STACKED = "nf4", "nf4-double", "fp4"  # the kinds that hold stacks of experts
+STACKED = "nf4", "nf4-double", "fp4", "int8"  # the kinds that hold stacks of experts
 OF_STACKS = "mxfp4"  # a kind of files, in which all but the experts is dense
 SKIP = ("embed", "norm", "lm_head")
 NF4_BLOCK = 64  # values that share an absmax
@@ -115,7 +115,7 @@ def quantize(
     model : Transformer
     kind : str
         nf4, nf4-double (absmax in 8 bits too), fp4, int8 or ternary (one scale, by absmean); of a
-        mixture of experts one of the first three.
+        mixture of experts not the last.
     skip : sequence of str
         Weights whose names contain one of these words stay dense.
     least : int

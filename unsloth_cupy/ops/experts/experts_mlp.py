@@ -80,7 +80,7 @@ def experts_mlp(
     gate_up : (experts, 2 * inner, hidden) float, or a quantized stack
         Of each expert the rows of the gate, then those of up.
     down : (experts, hidden, inner) float, or a quantized stack
-        An ``Nf4`` or ``Mxfp4`` is frozen; it is dense for one product at a time.
+        An ``Nf4``, ``Int8`` or ``Mxfp4`` is frozen; it is dense for one product at a time.
     routes : Routes
         What ``route`` returned: experts, integers, and weights, ``(*rows, k)`` each, of the dtype
         of x or float32.

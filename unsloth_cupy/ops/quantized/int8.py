@@ -27,8 +27,8 @@ def int8_weight(w: Array) -> "Int8":
 
     Parameters
     ----------
-    w : (outputs, inputs) float
-        The dense weight, an array of any library.
+    w : (outputs, inputs) or (experts, outputs, inputs) float
+        The dense weight, or a stack of them, an array of any library.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def int8_weight(w: Array) -> "Int8":
     RangeError
         A value is not finite; the message names its position.
     ShapeError, DTypeError
-        w is not a matrix of floats, or is quantized already.
+        w is not a matrix or a stack of floats, or is quantized already.
 
     Examples
     --------
@@ -55,7 +55,7 @@ def int8_weight(w: Array) -> "Int8":
     >>> assert weight.nbytes < w.nbytes / 3
     >>> assert np.abs(int8_linear(x, weight) - linear(x, w)).max() < 0.5
     """
-    w = dense_weight("int8_weight", w)
+    w = dense_weight("int8_weight", w, stacks=True)
     with device_of(w):
         values = in_kernel_dtype(w)
         codes, _, absmax = int8_quantize_forward(values)
@@ -64,15 +64,15 @@ def int8_weight(w: Array) -> "Int8":
 
 
 class Int8(Quantized):
-    """A frozen 8-bit weight; see ``Quantized`` for its interface.
+    """A frozen 8-bit weight, or a stack of them; see ``Quantized`` for its interface.
 
     ``linear`` and the other ops that take a ``Quantized`` do not round x; ``int8_linear`` does.
 
     Attributes
     ----------
-    codes : (outputs, inputs) int8
+    codes : (..., outputs, inputs) int8
         The codes, in -127 .. 127.
-    absmax : (outputs,) float32
+    absmax : (..., outputs) float32
         The largest absolute value of each row, which a code of 127 stands for.
 
     Raises
@@ -90,11 +90,12 @@ class Int8(Quantized):
     KIND = "int8"
 
     def __init__(self, codes: Array, absmax: Array, *, dtype: Any = FLOAT32) -> None:
-        check_array("Int8: codes", codes, np.int8, None)
-        check_array("Int8: absmax", absmax, FLOAT32, tuple(codes.shape[:1]))
+        sizes = tuple(getattr(codes, "shape", ()))
+        check_array("Int8: codes", codes, np.int8, sizes if len(sizes) == 3 else None)
+        check_array("Int8: absmax", absmax, FLOAT32, sizes[:-1])
         self.codes = self.home = contiguous(codes)
         self.absmax, self.dtype = absmax, float_dtype("Int8", dtype)
-        self.shape = (int(codes.shape[0]), int(codes.shape[1]))
+        self.shape = tuple(map(int, sizes))
 
     def held(self) -> dict[str, Any]:
         """Return the arrays that store the weight, by name."""
@@ -106,14 +107,16 @@ class Int8(Quantized):
 
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns; a part of a row keeps the absmax of the whole row."""
+        if self.ndim != 2:
+            raise ConfigError(f"{self!r} is a stack, whose matrices are not divided; dequantize it")
         codes = [self.codes[:, where] if axis else self.codes[where] for where in places]
         absmax = [self.absmax] if axis else [self.absmax[where] for where in places]
         return type(self)(np.concatenate(codes, axis), np.concatenate(absmax), dtype=self.dtype)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        codes = self.codes[rows, columns]
+        codes = self.codes.reshape(self.rows, self.shape[-1])[rows, columns]
         dense = empty(codes.shape, dtype, like=self.codes)
-        int8_dequantize_(dense, codes, self.absmax[rows])
+        int8_dequantize_(dense, codes, self.absmax.reshape(-1)[rows])
         return dense
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
@@ -155,11 +158,11 @@ class Int8(Quantized):
         """
         call = "Int8.from_state"
         codes: Any = named(call, state).get("weight")
-        if getattr(codes, "ndim", 2) != 2:
-            raise ConfigError(f"{call}: weight is {tuple(codes.shape)}; it must have 2 axes")
+        if getattr(codes, "ndim", 2) not in (2, 3):
+            raise ConfigError(f"{call}: weight is {tuple(codes.shape)}; it must have 2 or 3 axes")
         shape = tuple(getattr(codes, "shape", (0, 0)))
         codes = array_of(call, state, "weight", shape, INT8)
-        absmax = array_of(call, state, "SCB", shape[:1], FLOAT32)
+        absmax = array_of(call, state, "SCB", shape[:-1], FLOAT32)
         form = state.get("weight_format", np.zeros(()))
         check_library(f"{call}: weight_format", form)
         if to_numpy(form).any():

@@ -39,8 +39,8 @@ class Quantized(Stored, ABC):
     ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the dense weight; ``dtype``
     is the dtype that it is dequantized to by default.  ``nbytes`` counts all arrays that store it.
 
-    An ``Nf4`` or ``Mxfp4`` may be a stack (experts, outputs, inputs): ``grouped_linear`` and
-    ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.
+    An ``Nf4``, ``Int8`` or ``Mxfp4`` may be a stack (experts, outputs, inputs): ``grouped_linear``
+    and ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.
     """
 
     KIND: ClassVar[str]  # its name in errors and in files

@@ -31,6 +31,7 @@ from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
+from ..harness.sampling import Sample
 from ..parallel.ranks import by_sockets
 
 LLAMA = Path(golden.__file__).parent / "models" / "llama"
@@ -155,32 +156,37 @@ def test_parts_of_a_batch_are_one_batch(method: str, home: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     """A pair stays in one rank, k is that of all ranks, and the reference is shared."""
+    tensor, context = (f"--{name}-parallel" for name in ("tensor", "context"))
 
     def asked(method: str, ranks: int, *more: str) -> list[str]:
         given = {
             "--data": data_of(home, method), "--eval": data_of(home, method), "--method": method,
-            "--out": tmp_path / f"{method}{len(more)}-{ranks}", "--batch": 3, "--tokens": 20,
+            "--out": tmp_path / f"{method}{''.join(more)}-{ranks}", "--batch": 3, "--tokens": 20,
             "--steps": 2, "--lr": 1e-3, "--evaluate-every": 1,
         }  # fmt: skip
         words = [str(word) for pair in given.items() for word in pair]
         words += ["--teacher", str(home / "model-0.9")] if method == "distill" else []
-        words += [] if ranks == 1 and "--zero" in more else more
+        if {tensor, context} & {*more} and METHODS[method].compares:  # else all rewards are equal
+            words += ["--reference", str(home / "model-0.9")]
+        words += [] if ranks == 1 and "--no-pack" not in more else more
         return ["finetune", str(model_of(home, method)), *words, "--"]
 
     wanted = [("dpo", ()), ("orpo", ("--no-pack",)), ("kto", ("--zero", "1")), ("distill", ())]
     wanted += [("reward", ()), ("classify", ())]
+    wanted += [(name, (tensor, "2")) for name in Sample.one_in(2, ("dpo", "kto"))]
+    wanted += [(name, (context, "2")) for name in Sample.one_in(3, ("ipo", "orpo", "kto"))]
     both = chain.from_iterable(asked(method, 2, *more) for method, more in wanted)
-    for ended in by_sockets(2, "tests.parallel.commands", *both):
+    for ended in by_sockets(2, "tests.parallel.commands", *both, limit=240):
         assert ended.code == 0, ended.said
     for method, more in wanted:
         done = run(*asked(method, 1, *more)[:-1])
         assert done.exit_code == 0, done.output
         logs = [
-            log(Run("", RunFolder(tmp_path / f"{method}{len(more)}-{n}"), None)) for n in (1, 2)
+            log(Run("", RunFolder(tmp_path / f"{method}{''.join(more)}-{n}"), None)) for n in (1, 2)
         ]
         assert len(logs[0]) == 5
         for line, other in zip(*logs, strict=True):
-            assert other == pytest.approx(line, rel=1e-4, abs=2e-6), method
+            assert other == pytest.approx(line, rel=1e-4, abs=2e-6), (method, more)
 
 
 class Halts(Callback):

@@ -45,6 +45,9 @@ class Engine:
     def __init__(
         self, ranks: "Ranks", model: "Transformer", objective: Objective = next_token
     ) -> None:
+        size = ranks.groups.context.size
+        if size > 1 and getattr(objective, "divided", False):
+            objective = partial(share_of, objective, size)
         self.ranks, self.model, self.objective = ranks, model, objective
         self.data, self.alike = ranks.groups.data, ranks.alike
         trained: Any = model
@@ -268,3 +271,15 @@ def squares(
         part = flat[max(0, first * row - start) : max(0, last * row - start)]
         total += share * float(square_sum(part))
     return total
+
+
+def share_of(
+    method: Objective, size: int, model: Any, sink: list[Any] | None = None, **batch: Any
+) -> Any:
+    """Return a rank's share of a loss of all tokens, which ``size`` ranks compute, and add sums."""
+    own: list[Any] = []
+    given: dict[str, Any] = {} if sink is None else {"sink": own}
+    loss = method(model, **batch, **given)
+    if sink is not None:
+        sink.extend(each / size for each in own)
+    return loss * (1 / size)

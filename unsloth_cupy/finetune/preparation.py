@@ -17,7 +17,7 @@ from ..models.adapter_base import ADAPTER, BASE, base_name, base_of
 from ..models.adapter_folder import read_adapter
 from ..models.chat import CHATML_TOKENS
 from ..models.checkpoint_files import find_tensors
-from ..models.folder import GENERATION, read_config
+from ..models.config_files import GENERATION, read_config
 from ..models.heads import CLASSIFIERS
 from ..models.names import ADAPTED, SCORE
 from ..models.objective import Objective, next_token

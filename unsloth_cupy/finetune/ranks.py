@@ -25,6 +25,7 @@ from ..parallel.mpi import MpiCommunicator
 from ..parallel.nccl import NcclCommunicator
 from ..parallel.sockets import SocketCommunicator, first_of
 from .interrupt import Interrupted, Stop
+from .methods import METHODS
 from .naming import named
 from .text import Batch
 
@@ -109,17 +110,19 @@ class Ranks:
             raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
 
     def _check_method(self, method: str) -> None:
-        """Raise a ConfigError for ranks that divide what log-probabilities are computed from."""
-        sizes = {
-            "tensor_parallel": self.groups.tensor.size,
-            "pipeline_parallel": self.groups.pipeline.size,
-            "context_parallel": self.groups.context.size,
-        }
+        """Raise a ConfigError for ranks that divide what a method computes with."""
+        sizes = {"pipeline_parallel": self.groups.pipeline.size}
+        if not METHODS[method].divided:
+            sizes["tensor_parallel"] = self.groups.tensor.size
+            sizes["context_parallel"] = self.groups.context.size
         divided = {name: size for name, size in sizes.items() if size > 1}
         divided |= {"zero": 3} if self.zero == 3 else {}
         if divided:
             problem = f"is not for {named(method=method)}, which needs a model that is whole"
             cure = f"use {named('data_parallel')}, and {named(zero=1)} to save memory"
+            if METHODS[method].divided:
+                problem = f"is not for {named(method=method)}, which needs all blocks in a rank"
+                cure = f"use {named('tensor_parallel')}, {named('context_parallel')} or {cure[4:]}"
             raise ConfigError(f"{named(**divided)} {problem}; {cure}")
 
     def broadcast(self, value: Any) -> Any:

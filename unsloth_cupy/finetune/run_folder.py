@@ -236,7 +236,7 @@ def model_without_weights(
     ``labels`` are those of ``models.load``.
     """
     from ..models.adapter_folder import read_adapter
-    from ..models.folder import read_config
+    from ..models.config_files import read_config
     from ..models.outer_folder import base_for, implied_head
     from ..models.quantized_weights import stored_kind
 

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..core import gpu
 from ..core.call import check_options, is_integer
 from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
-from ..files import complete_moves, missing_folder_advice, of_one_save, path_of, read_json
+from ..files import missing_folder_advice, of_one_save, path_of
 from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator, check_communicator
@@ -25,22 +24,22 @@ from .adapter_base import ADAPTER, WEIGHTS, base_of
 from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .config import Config
+from .config_files import read_config, with_generation
 from .division import Division, divided_adapter
 from .expert_homes import plain_names
 from .gguf.opening import folder_of
-from .heads import CAUSAL, Choice, chosen
+from .heads import CAUSAL
 from .joined import Joined
 from .lazy_parameter import LazyParameter, StoredTensor, formats_of
 from .outer_folder import base_for, implied_head, with_labels
 from .parse import parse
 from .pipeline_stages import EMBEDDING, Stages
 from .quantized import Quantizer, check_stacks, maker_of
-from .reading import token_ids
+from .stored import stored_model
 from .text_configs import text_config
 from .tokenizer import FILE as TOKENIZER
 from .transformer import Transformer
 
-GENERATION = "generation_config.json"
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 XIELU |= {"beta": 0.5, "eps": -1e-6}
 
@@ -174,8 +173,8 @@ def load(
                 division.stages.dtype = kind
             model = Transformer(division.config if division else config, parameters, texts, layout)
             model.folder, model.division, model.parts = path, division, rank_parts
-            model.plain = plain_names(stored_in)
-            model.origin = formats_of(stored_in)
+            model.stored = partial(stored_model, folder=path)
+            model.plain, model.origin = plain_names(stored_in), formats_of(stored_in)
             own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
             model.words = next(map(Path, own), None)
             if lora is not None:
@@ -249,36 +248,6 @@ def _by_rows(
         return quantizer.by_rows(unread.name, home.shape, lambda rows: place(unread[rows]))
     step = None if home.kind is None or quantizer is not None else unread.step()
     return None if step is None else (step, lambda rows: unread.rows(rows).moved(place))
-
-
-def read_config(
-    path: Path, head: str | None = None, labels: int | None = None
-) -> tuple[Config, dict[str, Mapping[str, Any]], Choice]:
-    """Return the config of a model's folder, its JSON files by name, and the choice of its head.
-
-    No weights are read.
-    """
-    complete_moves(path, "config.json")
-    source = read_json(path / "config.json")
-    choice = chosen(source, head, labels)
-    try:
-        config = parse(choice.values)
-    except ConfigError as error:
-        raise ConfigError(f"{path / 'config.json'}: {error}") from None
-    texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(choice.values)}
-    return with_generation(path, config, texts), texts, choice
-
-
-def with_generation(path: Path, config: Config, texts: dict[str, Mapping[str, Any]]) -> Config:
-    """Return a config with the tokens of a folder's generation_config.json, added to ``texts``."""
-    if not (path / GENERATION).exists():
-        return config
-    generation = texts[GENERATION] = read_json(path / GENERATION)
-    return replace(
-        config,
-        end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
-        pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
-    )
 
 
 @check_options

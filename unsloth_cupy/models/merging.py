@@ -22,9 +22,9 @@ from ..machine import format_bytes
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 from .checkpoint_files import INDEX, SINGLE
+from .config_files import GENERATION
 from .expert_files import Place, file_tensors
 from .expert_homes import DTYPES, plain_names
-from .folder import GENERATION
 from .gguf.opening import source_of
 from .kept import ENOUGH, Kept
 from .lazy_parameter import formats_of

@@ -67,6 +67,7 @@ class Network(Summary):
 
     texts: Mapping[str, Mapping[str, Any]]  # JSON files of its folder: config.json and others
     folder: Path | None = None  # where load read it
+    stored: Callable[[str], Any] | None = None  # returns its model as it is stored, for a call
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
     noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training

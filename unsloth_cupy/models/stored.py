@@ -21,7 +21,7 @@ from .adapter_base import base_of
 from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, opened
 from .config import Config
-from .folder import read_config, with_generation
+from .config_files import read_config, with_generation
 from .gguf.opening import folder_of
 from .lazy_parameter import LazyParameter, StoredTensor
 from .names import ADAPTED, TABLE

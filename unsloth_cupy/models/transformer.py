@@ -103,7 +103,7 @@ class Transformer(Network):
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
         if options.get("init") is not None:
             self._require_whole("add_adapter(init=)", "before the model is divided")
-        if options.get("init") == "loftq" and (self.folder is None or options.get("dora")):
+        if options.get("init") == "loftq" and (self.stored is None or options.get("dora")):
             problem = "loftq needs the dense folder of the model, and has no DoRA"
             raise ConfigError(f"add_adapter(init='loftq'): {problem}; load one with quantize=")
         if self.parts is not None and options.get("dora"):
@@ -115,10 +115,8 @@ class Transformer(Network):
             options["base"] = base_name(self.texts.get("config.json", {}), self.folder)
         adapter = create_adapter(whole, self.parameters, rank=rank, **options)
         adapter.base = None if known else self.folder
-        if options.get("init") == "loftq" and self.folder is not None:
-            from .stored import stored_model  # which imports this module
-
-            read = stored_model("add_adapter", self.folder).read
+        if options.get("init") == "loftq" and self.stored is not None:
+            read = self.stored("add_adapter").read
             loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
         self.adapter = divided_adapter(adapter, self.division)
 

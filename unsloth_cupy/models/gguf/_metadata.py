@@ -7,7 +7,7 @@ from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
 from ..config import BUFFERS, SLIDING, Config, Rope
 from ._families import BETAS, Architecture, ropes, scaling_of
-from ._tensors import Read
+from ._types import Read
 
 EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",

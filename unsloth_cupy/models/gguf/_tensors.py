@@ -1,7 +1,7 @@
 """The tensors of a GGUF file: their names, shapes, types and order of rows."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -12,16 +12,13 @@ from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
 from ...placement import to_numpy
-from ..adapter import Adapter
 from ..config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
-from ._types import Kind, dividing
+from ._types import Kind, Read, dividing
 
 # BitNet's norms under names that gguf knows
 OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-Read = Callable[[str], Array]  # from a Hugging Face name to the array
 
 
 class Tensor(NamedTuple):
@@ -59,7 +56,7 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
 
 
 def adapter_tensors(
-    call: str, config: Config, known: Architecture, kind: Type, adapter: Adapter
+    call: str, config: Config, known: Architecture, kind: Type, adapter: Any
 ) -> tuple[list[Tensor], float]:
     """Return the tensors of an adapter's file, and its alpha: alpha B A / rank is added.
 

@@ -18,6 +18,7 @@ CHUNK = 1 << 22  # numbers converted through float32 at a time
 HALF = 65504.0  # the largest float16, the type of block scales too
 
 
+Read = Callable[[str], Array]  # from a Hugging Face name to the array
 Rule = Callable[[int, Config], Type]  # from the number of a layer
 
 

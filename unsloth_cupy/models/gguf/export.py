@@ -29,7 +29,8 @@ from ..transformer import Transformer
 from . import TYPES
 
 if TYPE_CHECKING:
-    from ._tensors import Read, Tensor
+    from ._tensors import Tensor
+    from ._types import Read
 
 KEYS = 1 << 20  # upper bound of the bytes of keys and names, besides tensors and tokens
 OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".h5")

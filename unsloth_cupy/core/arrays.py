@@ -36,8 +36,8 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
             library = framework_of(array, f"{op}: {name}")
             places[name] = f"{library} {getattr(array, 'device', '')}".strip()
     if len(set(places.values())) > 1:
-        libraries = {place.partition(" ")[0] for place in places.values()} - {"numpy"}
-        library = libraries.pop() if len(libraries) == 1 else "numpy"
+        others = [place for place in {*places.values()} if place.partition(" ")[0] != "numpy"]
+        library = others[0].partition(" ")[0] if len(others) == 1 else "numpy"
         floats = any(isinstance(a, np.ndarray) and a.dtype.kind not in "iub" for a in arrays)
         if not floats and FRAMEWORKS.get(library, DLPACK).takes_integers:
             return library

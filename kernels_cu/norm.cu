@@ -1,4 +1,4 @@
-// Root-mean-square and layer normalisation, forward and backward.
+// Root-mean-square, gated root-mean-square and layer normalisation, forward and backward.
 //
 //   h = x + residual      mean = CENTRED ? sum(h) / HIDDEN : 0      hhat = (h - mean) * rstd
 //   rstd = 1 / sqrt(sum((h - mean)^2) / HIDDEN + eps)      y = hhat * (w + offset) + bias
@@ -6,8 +6,11 @@
 //   g = dy * (w + offset)      dw = sum(dy * hhat)      dbias = sum(dy)
 //   dx = rstd * (g - hhat * mean(g * hhat) - (CENTRED ? mean(g) : 0)) + dh
 //
-//   traffic     forward   rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 2)
-//               backward  rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 3)
+//   GATED: y is multiplied by silu(gate); dgate = dy * hhat * (w + offset) * silu'(gate), and the
+//   other gradients have dy * silu(gate) in place of dy
+//
+//   traffic     forward   rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : GATED ? 3 : 2)
+//               backward  rows * HIDDEN * sizeof(T) * (GATED ? 5 : RESIDUAL ? 4 : 3)
 //               and 4 bytes each for a row's rstd and mean; w and bias stay in L1, the partial sums
 //               of dw and dbias in L2, and so do, without KEEP, the arrays that are read twice
 //   constants   CENTRED           layer norm, whose offset is 0; else RMS norm, whose mean is null
@@ -22,6 +25,7 @@
 //               RESIDENT          blocks that an SM must hold
 //               KEEP              a row stays on chip
 //               RESIDUAL, BIAS    a residual, or in backward a dh, is given; a bias is given
+//               GATED             there is a gate, in the place of residual or dh
 //
 //   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
 //   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
@@ -84,13 +88,15 @@ struct Moments {
 DEVICE void forward(const T *x, const W *weight, const T *residual, const B *bias, T *y, T *h,
                     float *mean, float *rstd, long long rows, const Layout &of_x,
                     const Layout &of_residual, float eps, float offset) {
+    constexpr bool AHEAD = KEEP && GATED && sizeof(T) == 2;  // registers for the gate are free
     __shared__ Exchange<WARPS, CLUSTER> exchange[2];
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const bool in_range = row < rows;
     x += start(row, of_x);
-    if constexpr (RESIDUAL) residual += start(row, of_residual);
+    if constexpr (RESIDUAL || GATED) residual += start(row, of_residual);
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
 
+    Vector<T, LANES> gates[AHEAD ? DEPTH : 1];
     float kept[KEEP ? DEPTH : 1][LANES], sum[1] = {}, squares[1] = {};
     Moments moments = {};
 #pragma unroll(KEEP ? DEPTH : 2)
@@ -99,6 +105,7 @@ DEVICE void forward(const T *x, const W *weight, const T *residual, const B *bia
         if (!in_range || !inside(column)) continue;
         float (&v)[LANES] = kept[KEEP ? k : 0], part = 0;
         read(v, x + column, residual + column);
+        if constexpr (AHEAD) fetch(gates[k], residual + column);
         if constexpr (RESIDUAL) store(h, row * HIDDEN + column, v);
 #pragma unroll
         for (int j = 0; j < LANES; j++) part += CENTRED ? v[j] : v[j] * v[j];
@@ -144,6 +151,13 @@ DEVICE void forward(const T *x, const W *weight, const T *residual, const B *bia
         if constexpr (BIAS) load(b, bias + column);
 #pragma unroll
         for (int j = 0; j < LANES; j++) v[j] = v[j] * scale * (w[j] + offset) + b[j];
+        if constexpr (GATED) {
+            float gate[LANES];
+            if constexpr (!AHEAD) fetch(gates[0], residual + column);
+            widen(gate, gates[AHEAD ? k : 0]);
+#pragma unroll
+            for (int j = 0; j < LANES; j++) v[j] *= gate[j] * sigmoid(gate[j]);
+        }
         store(y, row * HIDDEN + column, v);
     }
 }
@@ -161,19 +175,23 @@ norm_forward(const T *__restrict__ x, const W *__restrict__ weight, const T *__r
 constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS ? 2 : 4;  // rows read before they are read again
 constexpr int MEANS = 1 + CENTRED;                         // means of a row: of g * hhat; of g
 constexpr int SUMS = 1 + BIAS;                             // sums of a column: dw; dbias
-// Whether dh fits into registers beside dy and h before the means are known.
-constexpr bool EARLY = KEEP && RESIDUAL && !CENTRED && !BIAS && sizeof(T) == 2;
+// Whether dh, or the gate, fits into registers beside dy and h before the means are known.
+constexpr bool THIRD = RESIDUAL || GATED;
+constexpr bool EARLY = KEEP && THIRD && !CENTRED && !BIAS && sizeof(T) == 2;
 constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared memory
 
 struct Row { float scale, centre, mean[MEANS]; };
 
 // Add one vector's g * hhat, and g, to the sums of its row.
 DEVICE void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
-                const W *weight, float offset, const Row &row) {
-    float dy[LANES], h[LANES], w[LANES];
+                const Vector<T, LANES> &of_gate, const W *weight, float offset, const Row &row) {
+    float dy[LANES], h[LANES], w[LANES], gate[LANES];
     widen(dy, of_dy);
     widen(h, of_h);
     load(w, weight);
+    if constexpr (GATED) widen(gate, of_gate);
+#pragma unroll
+    for (int j = 0; GATED && j < LANES; j++) dy[j] *= gate[j] * sigmoid(gate[j]);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float g = dy[j] * (w[j] + offset);
@@ -182,17 +200,22 @@ DEVICE void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy, const Vector
     }
 }
 
-// Write one vector of dx, at `at`, and add its contributions to dw and dbias.
-DEVICE void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
+// Write one vector of dx and of dgate, at `at`, and add its contributions to dw and dbias.
+DEVICE void gradients(T *dx, T *dgate, long long at, float (&sums)[SUMS][LANES],
                       const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
                       const Vector<T, LANES> &of_dh, const float (&w)[LANES], float offset,
                       const Row &row) {
-    float dy[LANES], h[LANES], d[LANES];
+    float dy[LANES], h[LANES], d[LANES], slope[LANES];
     widen(dy, of_dy);
     widen(h, of_h);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float hhat = (h[j] - row.centre) * row.scale;
+        if constexpr (GATED) {
+            const float gate = (float)of_dh.at[j], s = sigmoid(gate), silu = gate * s;
+            slope[j] = dy[j] * hhat * (w[j] + offset) * (s + silu * (1 - s));
+            dy[j] *= silu;
+        }
         float g = dy[j] * (w[j] + offset) - hhat * row.mean[0];
         if constexpr (CENTRED) g -= row.mean[1];
         d[j] = row.scale * g;
@@ -201,6 +224,7 @@ DEVICE void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
         if constexpr (RESIDUAL) d[j] += (float)of_dh.at[j];
     }
     store(dx, at, d);
+    if constexpr (GATED) store(dgate, at, slope);
 }
 
 // Call to(which, column, sum) with the sums of `count` rows of partial, `step` rows apart.
@@ -252,8 +276,8 @@ DEVICE void finish(float *partial, W *dweight, B *dbias, unsigned *arrived, int 
 // partial[0, i] is the sum over the rows of the i-th block, or cluster, for dw; partial[1, i] that
 // for dbias.
 DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, const float *mean,
-                     const float *rstd, T *dx, float *partial, long long rows, const Layout &of_dy,
-                     const Layout &of_dh, const Layout &of_h, float offset) {
+                     const float *rstd, T *dx, T *dgate, float *partial, long long rows,
+                     const Layout &of_dy, const Layout &of_dh, const Layout &of_h, float offset) {
     DYNAMIC_SHARED(float, held);
     __shared__ Exchange<MEANS * WARPS, CLUSTER> exchange[2];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
@@ -309,15 +333,19 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
             };
 #pragma unroll
             for (int k = 0; KEEP && k < DEPTH; k++) read(k);  // all loads in flight at once
+#pragma unroll
+            for (int k = 0; GATED && EARLY && k < DEPTH; k++)
+                if (at < rows && inside(column_of(k))) read_dh(k, at);
 #pragma unroll(KEEP ? DEPTH : 2)
             for (int k = 0; k < DEPTH; k++) {
                 if constexpr (!KEEP) read(k);
-                if (at < rows && inside(column_of(k)))
-                    dot(sum, kept_dy[KEEP ? k : 0], kept_h[KEEP ? k : 0], weight + column_of(k),
-                        offset, row[i]);
+                if (at >= rows || !inside(column_of(k))) continue;
+                if constexpr (GATED && !EARLY) read_dh(k, at);
+                dot(sum, kept_dy[KEEP ? k : 0], kept_h[KEEP ? k : 0], kept_dh[EARLY ? k : 0],
+                    weight + column_of(k), offset, row[i]);
             }
 #pragma unroll
-            for (int k = 0; EARLY && k < DEPTH; k++)
+            for (int k = 0; RESIDUAL && EARLY && k < DEPTH; k++)
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
             row_sums<ROW_THREADS, CLUSTER>(sum, exchange[use & 1], use >> 1);
             use++;
@@ -341,9 +369,9 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
                     fetch(kept_dy[0], dy + start(at, of_dy) + column);
                     fetch(kept_h[0], h + start(at, of_h) + column);
                 }
-                if constexpr (RESIDUAL && !EARLY) read_dh(k, at);
+                if constexpr (THIRD && !EARLY) read_dh(k, at);
                 const int kept = KEEP ? k : 0;
-                gradients(dx, at * HIDDEN + column, sums, kept_dy[kept], kept_h[kept],
+                gradients(dx, dgate, at * HIDDEN + column, sums, kept_dy[kept], kept_h[kept],
                           kept_dh[EARLY ? k : 0], w, offset, row[i]);
             }
 #pragma unroll
@@ -370,10 +398,10 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
 norm_backward(const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h,
               const W *weight, const float *__restrict__ mean, const float *__restrict__ rstd,
-              T *__restrict__ dx, float *partial, W *__restrict__ dweight, B *__restrict__ dbias,
-              unsigned *arrived, long long rows, const __grid_constant__ Layouts of, float offset,
-              int team) {
-    backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, layout(of, 0), layout(of, 1),
+              T *__restrict__ dx, T *__restrict__ dgate, float *partial, W *__restrict__ dweight,
+              B *__restrict__ dbias, unsigned *arrived, long long rows,
+              const __grid_constant__ Layouts of, float offset, int team) {
+    backward(dy, dh, h, weight, mean, rstd, dx, dgate, partial, rows, layout(of, 0), layout(of, 1),
              layout(of, 2), CENTRED ? 0 : offset);
     finish(partial, dweight, dbias, arrived, team);
 }

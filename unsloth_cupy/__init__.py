@@ -40,6 +40,9 @@ from .ops.position.rope_qk import rope_qk_backward as rope_qk_backward
 from .ops.position.rope_tables import rope_tables as rope_tables
 
 # Norms
+from .ops.norms.gated_rms_norm import gated_rms_norm as gated_rms_norm
+from .ops.norms.gated_rms_norm import gated_rms_norm_backward as gated_rms_norm_backward
+from .ops.norms.gated_rms_norm import gated_rms_norm_forward as gated_rms_norm_forward
 from .ops.norms.layer_norm import layer_norm as layer_norm
 from .ops.norms.layer_norm import layer_norm_backward as layer_norm_backward
 from .ops.norms.layer_norm import layer_norm_forward as layer_norm_forward
@@ -92,6 +95,10 @@ from .ops.experts.router_losses import router_z_loss as router_z_loss
 from .ops.experts.router_losses import router_z_loss_backward as router_z_loss_backward
 from .ops.experts.router_losses import router_z_loss_forward as router_z_loss_forward
 from .ops.experts.sort_by_expert import sort_by_expert as sort_by_expert
+
+# Recurrence
+from .ops.recurrence.causal_conv import causal_conv as causal_conv
+from .ops.recurrence.causal_conv import causal_conv_backward as causal_conv_backward
 
 # Quantized
 from .ops.quantized.int8 import Int8 as Int8

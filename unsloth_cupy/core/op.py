@@ -276,10 +276,11 @@ def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callabl
     ``widen=False`` is for an op that only moves values or changes its arrays: definition and launch
     get them neither widened nor contiguous.  Facts are ``no_gradient``, the reason why it has none;
     ``constant``, if gradients do not flow through results; ``sizes`` of axes that no operand has,
-    from the shape of the first and the options; ``autocast``, the dtype that it casts to if that is
-    float32; bytes of ``traffic`` from the arrays, unless each moves once; ``operations`` of matrix
-    products; ``products``, if on a GPU its definition only allocates and calls ``gemm``, which is
-    then recorded and replayed; ``lying``, what that depends on besides the layouts of its arrays;
-    and ``torch``, the function that computes the same in torch.
+    from the shape of the first and the options; ``bound``, the same from the sizes of other axes;
+    ``autocast``, the dtype that it casts to if that is float32; bytes of ``traffic`` from the
+    arrays, unless each moves once; ``operations`` of matrix products; ``products``, if on a GPU its
+    definition only allocates and calls ``gemm``, which is then recorded and replayed; ``lying``,
+    what that depends on besides the layouts of its arrays; and ``torch``, the function that
+    computes the same in torch.
     """
     return lambda definition: Op(signature, definition, widen, **facts)

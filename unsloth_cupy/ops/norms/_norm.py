@@ -1,4 +1,4 @@
-"""Shared by rms_norm and layer_norm: the check of eps, and the kernel launches.
+"""Shared by rms_norm, gated_rms_norm and layer_norm: the check of eps, and the kernel launches.
 
 kernels_cu/norm.cu explains the constants.
 """
@@ -35,6 +35,7 @@ def constants(
     centred: bool,
     clusters: bool,
     shared: int | None = None,
+    gated: bool = False,
 ) -> Constants:
     """Return the constants for dtypes of x, weight and bias (None without a bias).
 
@@ -62,7 +63,7 @@ def constants(
     wanted = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
     row_threads, cluster = spread(wanted, clusters)
     room = 1024  # threads of an SM
-    if backward and hidden <= 8 and bias is None and not residual:
+    if backward and hidden <= 8 and bias is None and not residual and not gated:
         room = 1280
     if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
         room = 512
@@ -71,7 +72,7 @@ def constants(
     row_threads = min(room, row_threads)
     threads = row_threads if row_threads > 32 else 256
     values = -(-hidden // (cluster * row_threads * lanes)) * lanes
-    longer = room < 1024 if backward else x.itemsize == 2 and not residual
+    longer = room < 1024 if backward else x.itemsize == 2 and not (residual or gated)
     chosen = Constants(
         T=x,
         W=weight,
@@ -86,6 +87,7 @@ def constants(
         RESIDUAL=residual,
         BIAS=bias is not None,
         CENTRED=centred,
+        GATED=gated,
     )
     if shared is not None and sums(chosen) + STATIC > shared:
         chosen = Constants(**{**chosen, "KEEP": False})
@@ -114,6 +116,7 @@ def forward(
     eps: float,
     offset: float = 0.0,
     centred: bool = False,
+    gate: Array | None = None,
 ) -> tuple[Array, Array, Any, Array]:
     """Return y, h, and for each row its mean (None unless centred) and rstd."""
     hidden, rows = x.shape[-1], x.size // x.shape[-1]
@@ -121,17 +124,18 @@ def forward(
     h = x if residual is None else empty(x.shape, x.dtype, like=x)
     mean = empty(x.shape[:-1], np.float32, like=x) if centred else None
     rstd = empty(x.shape[:-1], np.float32, like=x)
-    (own_x, own_residual), layout = row_layout(x, residual)
+    (own_x, own_third), layout = row_layout(x, residual if gate is None else gate)
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    width = lanes(layout.alignment(hidden), own_x, own_residual, weight, bias)
-    device = limits(x)
-    chosen = constants(dtypes, hidden, width, residual is not None, centred, device.clusters)
+    width = lanes(layout.alignment(hidden), own_x, own_third, weight, bias)
+    device, gated = limits(x), gate is not None
+    residuals = residual is not None
+    chosen = constants(dtypes, hidden, width, residuals, centred, device.clusters, gated=gated)
     threads = chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
     kernel = load("norm.cu", "norm_forward", x, chosen)
     own_h = None if h is x else h
     kernel[blocks, threads](
-        *(own_x, weight, own_residual, bias, y, own_h, mean, rstd),
+        *(own_x, weight, own_third, bias, y, own_h, mean, rstd),
         *(rows, layout.struct(), eps, offset),
     )
     return y, h, mean, rstd
@@ -147,17 +151,19 @@ def backward(
     rstd: Array,
     *,
     offset: float = 0.0,
-) -> tuple[Array, Array, Array | None]:
-    """Return dx, dweight and dbias."""
+    gate: Array | None = None,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Return dx, dweight, dbias and dgate."""
     hidden, rows = h.shape[-1], h.size // h.shape[-1]
     dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
     dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
-    (own_dy, own_dh, own_h), layout = row_layout(dy, dh, h)
+    dgate = None if gate is None else empty(h.shape, h.dtype, like=h)
+    (own_dy, own_third, own_h), layout = row_layout(dy, dh if gate is None else gate, h)
     dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
-    width = lanes(layout.alignment(hidden), own_h, own_dy, own_dh, weight)
-    device, centred = limits(h), mean is not None
+    width = lanes(layout.alignment(hidden), own_h, own_dy, own_third, weight)
+    device, centred, gated = limits(h), mean is not None, gate is not None
     chosen = constants(
-        dtypes, hidden, width, dh is not None, centred, device.clusters, device.shared
+        dtypes, hidden, width, dh is not None, centred, device.clusters, device.shared, gated
     )
     threads, cluster, shared = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
     # as many blocks as the device holds at once, so that each sums many rows before it writes;
@@ -173,7 +179,7 @@ def backward(
     arrived = counters(cluster * (-(-groups // team) + 1), like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, shared](
-        *(own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, dweight, dbias, arrived),
+        *(own_dy, own_third, own_h, weight, mean, rstd, dx, dgate, partial, dweight, dbias, arrived),
         *(rows, layout.struct(), offset, team),
     )
-    return dx, dweight, dbias
+    return dx, dweight, dbias, dgate

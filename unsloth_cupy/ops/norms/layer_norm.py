@@ -151,5 +151,5 @@ def _launch_backward(
     mean: Array,
     rstd: Array,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    dx, dweight, dbias = backward(dy, dh, h, weight, bias, mean, rstd)
+    dx, dweight, dbias, _ = backward(dy, dh, h, weight, bias, mean, rstd)
     return dx, dweight, dbias, None if residual is None else dx

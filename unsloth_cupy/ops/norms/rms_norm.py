@@ -149,5 +149,5 @@ def _launch_backward(
     rstd: Array,
     offset: float,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    dx, dweight, dbias = backward(dy, dh, h, weight, bias, None, rstd, offset=offset)
+    dx, dweight, dbias, _ = backward(dy, dh, h, weight, bias, None, rstd, offset=offset)
     return dx, dweight, None if residual is None else dx, dbias

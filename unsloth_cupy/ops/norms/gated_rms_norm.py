@@ -1,0 +1,100 @@
+"""Root-mean-square normalisation, then a gate.
+
+y = x * rstd * weight * silu(gate)        rstd = 1 / sqrt(mean(x**2) + eps)
+
+Dao and Gu, Transformers are SSMs, 2024; Yang et al., Gated Delta Networks, 2025.
+"""
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ..activations.swiglu import swiglu, swiglu_backward
+from ..common.checks import check_eps
+from ._norm import backward, forward
+from .rms_norm import rms_norm_backward
+
+
+def gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float = 1e-6) -> Array:
+    """Normalise each row of x to mean square 1, scale it by weight and by the swish of gate.
+
+    ``y = x / sqrt(mean(x**2) + eps) * weight * gate * sigmoid(gate)``, the mean over the last axis:
+    the norm comes before the gate.  All is computed in float32 and rounded once.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        Rows to normalise; of a hybrid model, the heads of tokens.
+    gate : (*rows, hidden) float
+        What the swish is taken of.
+    weight : (hidden,) dtype of x or float32
+        Scale of each column.
+    eps : float
+        Added to the mean square, in units of x squared.
+
+    Returns
+    -------
+    y : (*rows, hidden) float
+
+    Raises
+    ------
+    ConfigError
+        eps is negative.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import gated_rms_norm, gated_rms_norm_backward
+    >>> from unsloth_cupy import gated_rms_norm_forward, rms_norm, swiglu
+    >>> x, gate = np.random.default_rng(0).standard_normal((2, 4, 64), np.float32)
+    >>> weight = np.ones(64, np.float32)
+    >>> y = gated_rms_norm(x, gate, weight)
+    >>> np.testing.assert_allclose(y, swiglu(gate, rms_norm(x, weight)), rtol=1e-5)
+    >>> y, rstd = gated_rms_norm_forward(x, gate, weight)
+    >>> dx, dgate, dweight = gated_rms_norm_backward(np.ones_like(y), x, gate, weight, rstd)
+    """
+    return gated_rms_norm_forward(x, gate, weight, eps=eps)[0]
+
+
+@op(
+    "x(*rows, hidden), gate(*rows, hidden), weight(hidden): param"
+    " -> y(*rows, hidden), rstd(*rows): stat",
+    torch=lambda nn, t, o: (
+        nn.rms_norm(t["x"], t["weight"].shape, t["weight"], o["eps"]) * nn.silu(t["gate"])
+    ),
+)
+def gated_rms_norm_forward(
+    x: Array, gate: Array, weight: Array, *, eps: float = 1e-6
+) -> tuple[Array, Array]:
+    """Return y as gated_rms_norm does, and rstd for backward."""
+    rstd = 1 / np.sqrt(np.square(x).sum(axis=-1) / max(x.shape[-1], 1) + eps)
+    return swiglu(gate, x * rstd[..., None] * weight), rstd
+
+
+gated_rms_norm_forward.require(check_eps)
+
+
+@gated_rms_norm_forward.kernel(strided=("x", "gate"))
+def _launch_forward(x: Array, gate: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    y, _, _, rstd = forward(x, weight, None, None, eps=eps, gate=gate)
+    return y, rstd
+
+
+@gated_rms_norm_forward.gradient
+def gated_rms_norm_backward(
+    dy: Array, x: Array, gate: Array, weight: Array, rstd: Array
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of x, gate and weight."""
+    dgate, dy = swiglu_backward(dy, gate, x * rstd[..., None] * weight)
+    dx, dweight, *_ = rms_norm_backward(dy, None, x, weight, None, None, rstd)
+    return dx, dgate, dweight
+
+
+@gated_rms_norm_backward.kernel(strided=("dy", "x", "gate"))
+def _launch_backward(
+    dy: Array, x: Array, gate: Array, weight: Array, rstd: Array
+) -> tuple[Array, Array, Array | None]:
+    dx, dweight, _, dgate = backward(dy, None, x, weight, None, None, rstd, gate=gate)
+    return dx, dgate, dweight

@@ -1,0 +1,54 @@
+"""Texts of a call: packed end to end in one row, or the rows of a batch."""
+
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.target import limits
+from ...errors import ShapeError
+from ..attention.sequences import check_offsets
+
+
+def ends(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of final states, the axis ``ends``: one for each text."""
+    return {"ends": sizes.get("texts", sizes["batch"])}
+
+
+def count_of(batch: int, offsets: Array | None) -> int:
+    """Return the number of texts."""
+    return batch if offsets is None else offsets.shape[0] - 1
+
+
+def check_texts(call: str, lead: Any, initial: Any, offsets: Any) -> None:
+    """Raise ShapeError unless offsets are of one row, and initial has a state for each text."""
+    batch = lead.shape[0]
+    if offsets is not None and batch != 1:
+        cure = "with offsets it must be 1: pass reshape(1, -1, ...) of all arrays"
+        raise ShapeError(f"{call}: batch={batch}; {cure}", expected=1, actual=batch)
+    texts = count_of(batch, offsets)
+    if offsets is not None and texts < 1 and lead.size:
+        problem = "offsets has no element" if texts < 0 else "offsets has no text"
+        raise ShapeError(f"{call}: {problem}; pass the first token of each, then their number")
+    if initial is not None and initial.shape[0] != max(texts, 0):
+        problem = f"initial has {initial.shape[0]} states, one for each text must be {texts}"
+        raise ShapeError(f"{call}: {problem}", expected=texts, actual=initial.shape[0])
+
+
+def offsets_of(call: str, lead: Array, offsets: Array | None) -> Any:
+    """Return the index of the first of all tokens in each text, then their number.
+
+    Offsets of the host are checked; those of a device are not read.
+    """
+    batch, tokens = lead.shape[:2]
+    if offsets is None:
+        return np.arange(batch + 1, like=lead) * tokens
+    if type(offsets) is np.ndarray and offsets.size:
+        check_offsets(call, "offsets", offsets, tokens)
+    return offsets
+
+
+def tile_of(tokens: int, blocks: int, like: Any) -> int:
+    """Return how many tokens a block takes: up to 64, fewer if the device would be half empty."""
+    wanted = 8 * limits(like).processors  # blocks
+    return max(1, min(64, tokens * blocks // wanted))

@@ -1,0 +1,315 @@
+"""Causal convolution of each channel along the tokens of a text.
+
+y[t, c] = act(bias[c] + sum over i of weight[c, i] x[t - width + 1 + i, c])
+
+Inputs before the first token of a text are those of ``initial``, or 0.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes
+from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import ConfigError
+from ..activations.swiglu import sigmoid
+from ..common.columns import row_sum
+from ..common.no_kernel import no_kernel
+from ..linear.linear import flat
+from ._texts import check_texts, count_of, ends, offsets_of, tile_of
+
+WIDEST = 8  # taps of the kernels
+THREADS = 128
+
+
+@op(
+    "x(batch, tokens, channels), weight(channels, previous+1): param, bias?(channels): param,"
+    " initial?(states, channels, previous), offsets?(texts+1): int"
+    " -> y(batch, tokens, channels), final(ends, channels, previous)",
+    bound=ends,
+)
+def causal_conv(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    initial: Array | None = None,
+    offsets: Array | None = None,
+    activation: str | None = "silu",
+) -> tuple[Array, Array]:
+    """Convolve each channel with its own taps, along the tokens of a text and backwards in time.
+
+    ``y[t, c] = act(bias[c] + sum_i weight[c, i] * x[t - width + 1 + i, c])``; the last tap is that
+    of the token itself.  Before the first token of a text come the inputs of ``initial``, or 0.
+
+    Parameters
+    ----------
+    x : (batch, tokens, channels) float
+    weight : (channels, width) dtype of x or float32
+        The taps; in a checkpoint (channels, 1, width).
+    bias : (channels,) dtype of x or float32, optional
+    initial : (batch or texts, channels, width - 1) float, optional
+        The inputs before each text: ``final`` of what came before.
+    offsets : (texts + 1,) int, optional
+        Texts are packed in one row, batch 1: the index of the first token of each, then the number
+        of tokens.  Results have the bits of each text alone.
+    activation : str, optional
+        "silu" or None.
+
+    Returns
+    -------
+    y : (batch, tokens, channels) float
+    final : (batch or texts, channels, width - 1) float
+        The last inputs of each text, those of ``initial`` among them where it is short.
+
+    Raises
+    ------
+    RangeError
+        Offsets do not rise from 0 to the number of tokens.  On a GPU the host does not read them.
+    ConfigError
+        activation is unknown.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import causal_conv, causal_conv_backward
+    >>> x = np.arange(1, 6, dtype=np.float32).reshape(1, 5, 1)
+    >>> weight = np.array([[1, 0, 10]], np.float32)  # the token, and the one two before it
+    >>> y, final = causal_conv(x, weight, activation=None)
+    >>> np.testing.assert_array_equal(y[0, :, 0], [10, 20, 31, 42, 53])
+    >>> first, state = causal_conv(x[:, :3], weight, activation=None)
+    >>> rest, final = causal_conv(x[:, 3:], weight, initial=state, activation=None)
+    >>> np.testing.assert_array_equal(rest, y[:, 3:])
+    >>> packed, _ = causal_conv(x, weight, offsets=np.array([0, 2, 5]), activation=None)
+    >>> np.testing.assert_array_equal(packed[0, :, 0], [10, 20, 30, 40, 53])
+    >>> dx, dweight, *_ = causal_conv_backward(y, None, x, weight, None, None, None)
+    """
+    texts = Texts("causal_conv", x, weight, initial, offsets)
+    y = texts.convolved(bias)
+    if activation is not None:
+        y *= sigmoid(y)
+    return y.reshape(x.shape), texts.final()
+
+
+@causal_conv.kernel
+def _launch(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    initial: Array | None,
+    offsets: Array | None,
+    activation: str | None,
+) -> Any:
+    width, channels = weight.shape[1], x.shape[2]
+    if width > WIDEST:
+        return no_kernel(f"{width} taps: the kernel has up to {WIDEST}")
+    texts = count_of(x.shape[0], offsets)
+    y = empty(x.shape, x.dtype, like=x)
+    final = empty((texts, channels, width - 1), x.dtype, like=x)
+    vector = min(8 if width <= 4 else 4, lanes(channels, x, y))
+    chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, initial is not None,
+                        activation is not None)  # fmt: skip
+    sizes, blocks = _sizes(x, texts, vector)
+    kernel = load("causal_conv.cu", "causal_conv", x, chosen)
+    kernel[blocks, THREADS](x, weight, bias, initial, offsets, y, final, sizes)
+    return y, final
+
+
+@causal_conv.gradient
+def causal_conv_backward(
+    dy: Array,
+    dfinal: Array | None,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    initial: Array | None,
+    offsets: Array | None,
+    *,
+    activation: str | None = "silu",
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Return the gradients of x, weight, bias and initial; dfinal is that of final, None for 0."""
+    texts = Texts("causal_conv_backward", x, weight, initial, offsets)
+    d = flat(dy)
+    if activation is not None:
+        y = texts.convolved(bias)
+        slope = sigmoid(y)
+        d = d * slope * (1 + y * (1 - slope))
+    dweight = np.stack(
+        [(d * texts.inputs(lag)).sum(axis=0) for lag in reversed(range(weight.shape[1]))], axis=1
+    )
+    dx, dinitial = texts.moved_back(d, dfinal)
+    dbias = None if bias is None else d.sum(axis=0)
+    return dx.reshape(x.shape), dweight, dbias, None if initial is None else dinitial
+
+
+@causal_conv_backward.kernel
+def _launch_backward(
+    dy: Array,
+    dfinal: Array | None,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    initial: Array | None,
+    offsets: Array | None,
+    activation: str | None,
+) -> Any:
+    (channels, width), texts = weight.shape, count_of(x.shape[0], offsets)
+    if width > WIDEST:
+        return no_kernel(f"{width} taps: the kernel has up to {WIDEST}")
+    dx = empty(x.shape, x.dtype, like=x)
+    dinitial = None if initial is None else empty(initial.shape, x.dtype, like=x)
+    vector = min(4 if width <= 4 else 2, lanes(channels, x, dy, dx))
+    chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, initial is not None,
+                        activation is not None)  # fmt: skip
+    sizes, blocks = _sizes(x, texts, vector)
+    taps = empty((sizes["tiles"], channels * width), FLOAT32, like=x)
+    sums = None if bias is None else empty((sizes["tiles"], channels), FLOAT32, like=x)
+    kernel = load("causal_conv.cu", "causal_conv_backward", x, chosen)
+    arrays = dy, dfinal, x, weight, bias, initial, offsets
+    kernel[blocks, THREADS](*arrays, dx, dinitial, taps, sums, sizes)
+    dweight = row_sum(taps, weight.dtype).reshape(weight.shape)
+    dbias = None if bias is None else row_sum(sums, bias.dtype)
+    return dx, dweight, dbias, dinitial
+
+
+# ---- checks and constants -----------------------------------------------------------------------
+def _check(call: str, x: Any, initial: Any, offsets: Any, activation: Any) -> None:
+    """Raise unless texts have a state each and the activation is known."""
+    if activation not in ("silu", None):
+        raise ConfigError(f"{call}: activation={activation!r}; choose from 'silu', None")
+    check_texts(call, x, initial, offsets)
+
+
+causal_conv.require(_check)
+causal_conv_backward.require(_check)
+
+
+def _dtypes(weight: Array, bias: Array | None, offsets: Array | None) -> tuple[Any, Any, Any]:
+    """Return the dtypes of weight, of bias and of offsets, None where they are absent."""
+    return weight.dtype, getattr(bias, "dtype", None), getattr(offsets, "dtype", None)
+
+
+@cache
+def _constants(
+    x: Any, weight: Any, bias: Any, offsets: Any, width: int, vector: int, initial: bool, silu: bool
+) -> Constants:
+    """Return the constants of causal_conv.cu, from dtypes, taps, lanes and what is there."""
+    return Constants(
+        T=x,
+        W=weight,
+        B=bias or weight,
+        I=offsets or np.dtype("int32"),
+        WIDTH=width,
+        LANES=vector,
+        THREADS=THREADS,
+        BIAS=bias is not None,
+        PACKED=offsets is not None,
+        INITIAL=initial,
+        SILU=silu,
+    )
+
+
+def _sizes(x: Array, texts: int, vector: int) -> tuple[dict[str, int], int]:
+    """Return the struct Sizes of causal_conv.cu, and the number of blocks."""
+    (batch, tokens, channels) = x.shape
+    blocks = -(-channels // (vector * THREADS))
+    tile = tile_of(batch * tokens, blocks, x)
+    tiles = -(-batch * tokens // tile)
+    sizes = {"tokens": batch * tokens, "each": tokens, "texts": texts, "channels": channels}
+    return {**sizes, "blocks": blocks, "tile": tile, "tiles": tiles}, blocks * (tiles + texts)
+
+
+class Texts:
+    """The tokens of all texts end to end, and how to read what came some tokens earlier."""
+
+    def __init__(
+        self, call: str, x: Array, weight: Array, initial: Array | None, offsets: Array | None
+    ) -> None:
+        self.x, self.weight, self.initial = flat(x), weight, initial
+        self.previous = weight.shape[1] - 1
+        offsets = offsets_of(call, x, offsets)
+        self.start, self.length = offsets[:-1], offsets[1:] - offsets[:-1]
+        token = np.arange(len(self.x), like=offsets)
+        self.text = np.searchsorted(offsets[1:], token, side="right")
+        self.place = token - offsets[self.text] if len(self.x) else token  # in its text
+
+    def inputs(self, lag: int) -> Array:
+        """Return the inputs of each channel, ``lag`` tokens before each token."""
+        if not lag:
+            return self.x
+        earlier = np.zeros_like(self.x)
+        earlier[lag:] = self.x[:-lag]
+        initial, slot = self.initial, np.minimum(self.place - lag, -1) + self.previous
+        return self.with_early(
+            earlier, lag, lambda at: 0 if initial is None else initial[self.text[at], :, slot[at]]
+        )
+
+    def with_early(self, array: Array, lag: int, values: Callable[[Any], Any]) -> Array:
+        """Return an array with other values for the first ``lag`` tokens of each text."""
+        early = self.place < lag
+        if type(array) is not np.ndarray:  # the number of such tokens is not read from a device
+            return np.where(early[:, None], values(slice(None)), array)
+        at = np.flatnonzero(early)
+        array[at] = values(at)
+        return array
+
+    def convolved(self, bias: Array | None) -> Array:
+        """Return the weighted sums, plus bias."""
+        total = self.x * self.weight[:, self.previous]
+        for lag in range(1, self.previous + 1):
+            earlier = self.inputs(lag)
+            earlier *= self.weight[:, self.previous - lag]
+            total += earlier
+        if bias is not None:
+            total += bias
+        return total
+
+    def final(self) -> Array:
+        """Return the last ``previous`` inputs of each text."""
+        slot = np.arange(self.previous, like=self.start)
+        place = self.length[:, None] - self.previous + slot  # in the text; before it, if below 0
+        shape = (len(self.length), self.x.shape[1], self.previous)
+        before = np.zeros(shape, self.x.dtype, like=self.x)
+        if self.initial is not None:
+            # length + slot, the slot of such an input, is below ``previous`` where it is used
+            kept = np.minimum(self.length[:, None] + slot, self.previous - 1)
+            before = np.take_along_axis(self.initial, kept[:, None], axis=2)
+        if not len(self.x):
+            return before
+        token = np.maximum(self.start[:, None] + place, 0)
+        own = self.x[np.minimum(token, len(self.x) - 1)].swapaxes(1, 2)
+        return np.where((place >= 0)[:, None], own, before)
+
+    def moved_back(self, d: Array, dfinal: Array | None) -> tuple[Array, Array]:
+        """Return the gradients of x and of initial; d is that of the sums."""
+        weight, last = self.weight, self.previous
+        dx = d * weight[:, last]
+        shape = (len(self.length), d.shape[1], last)
+        dinitial = np.zeros(shape, d.dtype, like=d)
+        tokens = len(d)
+        for lag in range(1, last + 1 if tokens else 0):
+            part = self.with_early(d * weight[:, last - lag], lag, lambda at: 0)
+            dx[: max(tokens - lag, 0)] += part[lag:]
+            for slot in range(last - lag, last):  # an input before the text, of one of its tokens
+                place = slot - last + lag
+                token = np.minimum(self.start + place, tokens - 1)
+                there = (place < self.length)[:, None]
+                dinitial[:, :, slot] += np.where(there, d[token] * weight[:, last - lag], 0)
+        if dfinal is None or not last:
+            return dx, dinitial
+        slot = np.arange(last, like=self.start)
+        if tokens:
+            left = self.length[self.text] - self.place  # tokens up to the end of the text
+            own = dfinal[self.text, :, np.maximum(last - left, 0)]
+            dx += np.where((left <= last)[:, None], own, 0)
+        source = np.maximum(slot - self.length[:, None], 0)
+        moved = np.take_along_axis(dfinal, source[:, None], axis=2)
+        dinitial += np.where((slot >= self.length[:, None])[:, None], moved, 0)
+        return dx, dinitial

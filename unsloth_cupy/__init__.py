@@ -99,6 +99,8 @@ from .ops.experts.sort_by_expert import sort_by_expert as sort_by_expert
 # Recurrence
 from .ops.recurrence.causal_conv import causal_conv as causal_conv
 from .ops.recurrence.causal_conv import causal_conv_backward as causal_conv_backward
+from .ops.recurrence.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from .ops.recurrence.gated_delta_rule import gated_delta_rule_backward as gated_delta_rule_backward
 
 # Quantized
 from .ops.quantized.int8 import Int8 as Int8

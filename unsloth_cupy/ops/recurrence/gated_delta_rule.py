@@ -1,0 +1,366 @@
+"""The gated delta rule, a linear attention whose state forgets and corrects itself.
+
+S_t = exp(decay_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T        out_t = scale S_t^T q_t
+
+Tokens are computed by chunks (UT transform), and only states pass from one to the next.  Backward
+computes the states of all chunks again: forward keeps nothing.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2025; Yang et al., Parallelizing Linear
+Transformers with the Delta Rule over Sequence Length, 2024.
+"""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes
+from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import ConfigError
+from ..common.no_kernel import no_kernel
+from ._chunks import Chunks, chosen, turned
+from ._texts import check_texts, count_of, ends, offsets_of
+
+CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
+WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
+
+@op(
+    "q(batch, tokens, heads, dim), k(batch, tokens, heads, dim),"
+    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads): param,"
+    " beta(batch, tokens, value_heads): param,"
+    " initial?(states, value_heads, dim, value_dim): stat, offsets?(texts+1): int"
+    " -> out(batch, tokens, value_heads, value_dim),"
+    " final(ends, value_heads, dim, value_dim): stat where value_heads % heads",
+    bound=ends,
+)
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    *,
+    initial: Array | None = None,
+    offsets: Array | None = None,
+    chunk: int = 64,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Run the gated delta rule along the tokens of each text.
+
+    For each value head, with a state S of (dim, value_dim), ``S = exp(decay) * S``, then ``S = S +
+    beta * k (v - S^T k)^T``, then ``out = scale * S^T q``.  q and k are used as they are: models
+    normalise them before.  Value head h reads key head ``h // (value_heads // heads)``.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim) float
+    v : (batch, tokens, value_heads, value_dim) float
+    decay : (batch, tokens, value_heads) dtype of q or float32
+        The logarithm of the factor by which the state shrinks before a token; -inf empties it.
+    beta : (batch, tokens, value_heads) dtype of q or float32
+        The share of the error that a token corrects, from 0 to 1, or to 2.
+    initial : (batch or texts, value_heads, dim, value_dim) float32, optional
+        The state before each text: ``final`` of what came before.  0 by default.
+    offsets : (texts + 1,) int, optional
+        Texts are packed in one row, batch 1: the index of the first token of each, then the number
+        of tokens.  Results have the bits of each text alone.
+    chunk : int
+        Tokens that are computed together; the results differ by rounding.  1 is the recurrence.
+        The kernels have 64.
+    scale : float, optional
+        ``1 / sqrt(dim)`` by default.
+
+    Returns
+    -------
+    out : (batch, tokens, value_heads, value_dim) float
+    final : (batch or texts, value_heads, dim, value_dim) float32
+        The state after each text.
+
+    Raises
+    ------
+    RangeError
+        Offsets do not rise from 0 to the number of tokens.  On a GPU the host does not read them.
+    ConfigError
+        chunk is below 1.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import gated_delta_rule, gated_delta_rule_backward
+    >>> k = np.eye(4, dtype=np.float32)[None, :, None]  # four tokens, whose keys do not overlap
+    >>> v = np.arange(8, dtype=np.float32).reshape(1, 4, 1, 2)
+    >>> decay, beta = np.zeros((1, 4, 1), np.float32), np.ones((1, 4, 1), np.float32)
+    >>> out, final = gated_delta_rule(k, k, v, decay, beta, scale=1.0)
+    >>> np.testing.assert_array_equal(final[0, 0], v[0, :, 0])  # the value of each key
+    >>> first, state = gated_delta_rule(*(a[:, :3] for a in (k, k, v, decay, beta)), scale=1.0)
+    >>> step = (a[:, 3:] for a in (k, k, v, decay, beta))
+    >>> last, final = gated_delta_rule(*step, initial=state, scale=1.0)
+    >>> np.testing.assert_array_equal(last, out[:, 3:])
+    >>> dq, dk, dv, ddecay, dbeta, dinitial = gated_delta_rule_backward(
+    ...     out, None, k, k, v, decay, beta, None, None, scale=1.0
+    ... )
+    """
+    chunks = _chunks("gated_delta_rule", q, k, v, decay, beta, offsets, chunk, scale)
+    begin, layout, state = _begin(q, k, v, initial, offsets), chunks.layout, None
+    final = begin.copy()
+    out = np.zeros_like(chunks.arrays[2])
+    for number in range(len(layout.spans)):
+        state = chunks.begin(number, begin, state)
+        own = chunks.at(number)
+        _, u = own.solve(state)
+        part = own.fade * (own.q @ turned(own.k)) @ u
+        part += own.into * (own.q @ state)
+        chunks.give(number, out, part)
+        state = own.end(state, u)
+        final[layout.text[number]] = state
+    return layout.back(out), final.reshape(len(begin), v.shape[2], q.shape[3], v.shape[3])
+
+
+@gated_delta_rule.kernel
+def _launch(
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    initial: Array | None,
+    offsets: Array | None,
+    chunk: int,
+    scale: float | None,
+) -> Any:
+    if (reason := _without_kernel(q, chunk)) is not None:
+        return no_kernel(reason)
+    (value_heads, value_dim), dim = v.shape[2:], q.shape[3]
+    texts = count_of(len(q), offsets)
+    out = empty(v.shape, q.dtype, like=q)
+    final = empty((texts, value_heads, dim, value_dim), FLOAT32, like=q)
+    chosen, sizes = _constants_of(q, v, decay, beta, offsets), _sizes(q, v, offsets, scale)
+    chosen = chosen(INITIAL=initial is not None, BACKWARD=False)
+    blocks = texts * value_heads * sizes["tiles"]
+    if q.shape[1] == 1 and offsets is None:
+        kernel = load("gated_delta_rule.cu", "delta_step", q, chosen)
+        kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
+        return out, final
+    scores, solve, _ = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
+    kernel = load("gated_delta_rule.cu", "delta_states", q, chosen)
+    kernel[blocks, THREADS, _shared(dim, 1)](
+        *(q, k, v, decay, beta, initial, offsets, scores, solve, out, final, None, None, sizes)
+    )
+    return out, final
+
+
+@gated_delta_rule.gradient
+def gated_delta_rule_backward(
+    dout: Array,
+    dfinal: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    initial: Array | None,
+    offsets: Array | None,
+    *,
+    chunk: int = 64,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array, Array, Array, Array | None]:
+    """Return the gradients of q, k, v, decay, beta and initial; dfinal None stands for 0."""
+    call = "gated_delta_rule_backward"
+    chunks = _chunks(call, q, k, v, decay, beta, offsets, chunk, scale)
+    begin, layout = _begin(q, k, v, initial, offsets), chunks.layout
+    states: list[Array] = []
+    state = None
+    count = len(layout.spans)
+    for number in range(count):
+        state = chunks.begin(number, begin, state)
+        states.append(state)
+        if number + 1 < count:
+            own = chunks.at(number)
+            state = own.end(state, own.solve(state)[1])
+    ends_of = np.zeros_like(begin) if dfinal is None else dfinal.reshape(begin.shape)
+    dinitial = ends_of.copy()
+    douts = layout.lay(dout)
+    results = [np.zeros_like(array) for array in chunks.arrays]
+    dstate = np.zeros_like(begin[:1])
+    for number in reversed(range(count)):
+        dstate = chosen(layout.last[number], ends_of[layout.text[number]], dstate)
+        own, do = chunks.at(number), chunks.take(number, douts)
+        *gradients, dstate = own.gradients(states.pop(), do, dstate)
+        gradients[0] *= chunks.scale
+        for array, part in zip(results, gradients, strict=True):
+            chunks.give(number, array, part)
+        dinitial[layout.text[number]] = dstate
+    dq, dk, dv, ddecay, dbeta = (layout.back(array) for array in results)
+    shape = len(begin), v.shape[2], q.shape[3], v.shape[3]
+    return dq, dk, dv, ddecay, dbeta, None if initial is None else dinitial.reshape(shape)
+
+
+@gated_delta_rule_backward.kernel
+def _launch_backward(
+    dout: Array,
+    dfinal: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    initial: Array | None,
+    offsets: Array | None,
+    chunk: int,
+    scale: float | None,
+) -> Any:
+    if (reason := _without_kernel(q, chunk)) is not None:
+        return no_kernel(reason)
+    (value_heads, value_dim), dim = v.shape[2:], q.shape[3]
+    texts, given = count_of(len(q), offsets), (q, k, v, decay, beta)
+    constants, sizes = _constants_of(q, v, decay, beta, offsets), _sizes(q, v, offsets, scale)
+    forward = constants(INITIAL=initial is not None, BACKWARD=True)
+    backward = constants(FINAL=dfinal is not None)
+    slots, blocks = _slots(q, offsets), texts * value_heads * sizes["tiles"]
+    scores, solve, alike = _of_chunks(q, k, decay, beta, offsets, forward, sizes)
+    shape = slots, value_heads, CHUNK, value_dim
+    u, db = (empty(shape, FLOAT32, like=q) for _ in range(2))
+    shape = slots, value_heads, dim, value_dim
+    states, dstates = (empty(shape, FLOAT32, like=q) for _ in range(2))
+    kernel = load("gated_delta_rule.cu", "delta_states", q, forward)
+    kernel[blocks, THREADS, _shared(dim, 1)](
+        *(*given, initial, offsets, scores, solve, None, None, u, states, sizes)
+    )
+    dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=q)
+    file = "gated_delta_rule_backward.cu"
+    kernel = load(file, "delta_state_gradients", q, backward)
+    kernel[blocks, THREADS, _shared(dim, 2)](
+        *(dout, dfinal, q, k, decay, beta, offsets, scores, solve, db, dstates, dinitial, sizes)
+    )
+    gradients = [empty(array.shape, array.dtype, like=q) for array in given]
+    kernel = load(file, "delta_chunk_gradients", q, backward)
+    kernel[slots * q.shape[2], THREADS, _shared_of_chunks(dim)](
+        *(dout, *given, offsets, scores, alike, u, db, states, dstates, *gradients, sizes)
+    )
+    return *gradients, dinitial
+
+
+# ---- checks and what both directions need --------------------------------------------------------
+def _check(call: str, q: Any, initial: Any, offsets: Any, chunk: Any) -> None:
+    """Raise unless texts have a state each and chunks have tokens."""
+    if type(chunk) is not int or chunk < 1:
+        raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, as 64")
+    check_texts(call, q, initial, offsets)
+
+
+gated_delta_rule.require(_check)
+gated_delta_rule_backward.require(_check)
+
+
+def _chunks(
+    call: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    offsets: Array | None,
+    chunk: int,
+    scale: float | None,
+) -> Chunks:
+    """Return the chunks of a call."""
+    packed = None if offsets is None else offsets_of(call, q, offsets)
+    return Chunks(q, k, v, decay, beta, packed, chunk, scale_of(q, scale))
+
+
+def scale_of(q: Array, scale: float | None) -> float:
+    """Return the factor of q."""
+    return max(q.shape[3], 1) ** -0.5 if scale is None else scale
+
+
+def _begin(q: Array, k: Array, v: Array, initial: Array | None, offsets: Array | None) -> Array:
+    """Return the states before texts, (texts, heads, groups, dim, value_dim)."""
+    heads, (value_heads, value_dim) = q.shape[2], v.shape[2:]
+    shape = count_of(len(q), offsets), heads, value_heads // max(heads, 1), q.shape[3], value_dim
+    if initial is not None:
+        return initial.reshape(shape)
+    return np.zeros(shape, np.promote_types(q.dtype, FLOAT32), like=q)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+def _without_kernel(q: Array, chunk: int) -> str | None:
+    """Return why the kernels do not compute a call; None if they do."""
+    if chunk != CHUNK:
+        return f"chunk={chunk}: the kernels have chunks of {CHUNK}"
+    return f"dim={q.shape[3]}: the kernels have up to {WIDEST}" if q.shape[3] > WIDEST else None
+
+
+@functools.cache
+def _constants(
+    dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool
+) -> Constants:
+    """Return the constants of common/delta.cuh; dtypes of q, decay, beta and offsets, or None."""
+    own, decay, beta, offsets = dtypes
+    names = {"T": own, "D": decay, "E": beta, "I": offsets or np.dtype("int32")}
+    return Constants(**names, DIM=dim, LANES=vector, PACKED=offsets is not None, **flags)
+
+
+def _constants_of(q: Array, v: Array, decay: Array, beta: Array, offsets: Array | None) -> Any:
+    """Return the constants of a call, but for those of one kernel."""
+    dtypes = q.dtype, decay.dtype, beta.dtype, getattr(offsets, "dtype", None)
+    vector = min(4, lanes(math.gcd(q.shape[3], v.shape[3]), q, v))
+    return functools.partial(_constants, dtypes, q.shape[3], vector)
+
+
+def _sizes(q: Array, v: Array, offsets: Array | None, scale: float | None) -> dict[str, Any]:
+    """Return the struct Sizes of common/delta.cuh."""
+    batch, tokens, heads, _ = q.shape
+    return {
+        "tokens": batch * tokens,
+        "each": tokens,
+        "texts": count_of(batch, offsets),
+        "heads": heads,
+        "groups": v.shape[2] // heads,
+        "values": v.shape[3],
+        "tiles": -(-v.shape[3] // COLUMNS),
+        "scale": scale_of(q, scale),
+    }
+
+
+def _slots(q: Array, offsets: Array | None) -> int:
+    """Return the number of places for chunks: at most one for each text stays empty."""
+    return len(q) * q.shape[1] // CHUNK + count_of(len(q), offsets)
+
+
+def _of_chunks(
+    q: Array,
+    k: Array,
+    decay: Array,
+    beta: Array,
+    offsets: Array | None,
+    chosen: Constants,
+    sizes: dict[str, Any],
+) -> tuple[Array, Array, Array | None]:
+    """Return the matrices of all chunks that do not depend on states: see delta_chunks."""
+    slots, heads = _slots(q, offsets), sizes["heads"]
+    shape = slots, heads * sizes["groups"], CHUNK, CHUNK
+    count = 3 if chosen["BACKWARD"] else 2
+    made = [empty(shape, FLOAT32, like=q) for _ in range(count)] + [None] * (3 - count)
+    kernel = load("gated_delta_rule.cu", "delta_chunks", q, chosen)
+    kernel[slots * heads, THREADS](q, k, decay, beta, offsets, *made, sizes)
+    scores, solve, alike = made
+    return scores, solve, alike
+
+
+def _shared(dim: int, values: int) -> int:
+    """Return the bytes of shared memory of a block along a text, with so many tiles of values."""
+    depth = -(-dim // 64) * 64
+    keys, square = CHUNK * (depth + 4), CHUNK * (CHUNK + 4)
+    return 4 * (keys + square + depth * COLUMNS + values * CHUNK * COLUMNS)
+
+
+def _shared_of_chunks(dim: int) -> int:
+    """Return the bytes of shared memory of delta_chunk_gradients."""
+    depth, slab = -(-dim // 64) * 64, 32
+    return 4 * ((CHUNK + depth) * (slab + 4) + 3 * CHUNK * (CHUNK + 4))

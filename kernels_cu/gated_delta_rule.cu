@@ -35,18 +35,19 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
     const long long first = text.first(slot - text.slot);
     const int count = text.count(slot - text.slot);
     if (count <= 0) return;
-    const Square queries{memory}, keys{memory + Square::SIZE};
+    constexpr int SLAB = DEPTH < CHUNK ? DEPTH : CHUNK;
+    const Tile<CHUNK, SLAB> queries{memory}, keys{memory + Square::SIZE};
     const int x = thread_x(), y = thread_y();
     float by_query[M][M] = {}, by_key[M][M] = {};  // rows y * M + m, columns x + n * SIDE
 #pragma unroll 1
-    for (int from = 0; from < DEPTH; from += CHUNK) {
+    for (int from = 0; from < DEPTH; from += SLAB) {
         const long long at = (first * s.heads + head) * DIM + from, stride = (long long)s.heads * DIM;
         if (from) __syncthreads();
         queries.load<LANES>(q + at, stride, count, DIM - from);
         keys.load<LANES>(k + at, stride, count, DIM - from);
         __syncthreads();
 #pragma unroll 2
-        for (int depth = 0; depth < CHUNK; depth += 4) {
+        for (int depth = 0; depth < SLAB; depth += 4) {
             Vector<float, 4> left[2][M], right[M];
 #pragma unroll
             for (int m = 0; m < M; m++) {
@@ -66,7 +67,7 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
                     }
         }
     }
-    const Square a = queries, t = keys;
+    const Square a{memory}, t{memory + Square::SIZE};
     for (int group = 0; group < s.groups; group++) {
         const int value_head = head * s.groups + group;
         const long long matrix = (slot * heads + value_head) * CHUNK * CHUNK;

@@ -110,7 +110,7 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
 
 constexpr int SLAB = 32;  // depth of the parts in which products are computed
 using Left = Tile<CHUNK, SLAB>;
-using Right = Tile<DEPTH, SLAB>;
+using Right = Tile<(DEPTH < CHUNK ? CHUNK : DEPTH), SLAB>;
 
 // sum += left @ right^T; rows y * M + m, columns x + n * SIDE.  left(row, k) and right(column, k)
 // read values, of which those along k are side by side; with TURNED, in right those along columns.

@@ -14,7 +14,7 @@
 #include <common/vector.cuh>
 
 constexpr int CHUNK = 64, SIDE = 16, THREADS = SIDE * SIDE;
-constexpr int DEPTH = (DIM + 63) / 64 * 64;  // DIM and zeros
+constexpr int DEPTH = DIM <= 16 ? 16 : DIM <= 32 ? 32 : DIM <= 64 ? 64 : 128;  // DIM and zeros
 constexpr int COLUMNS = 32;                  // of values: those of a block that walks along a text
 constexpr int M = CHUNK / SIDE, N = COLUMNS / SIDE;  // results of a thread: rows, columns
 
@@ -107,7 +107,7 @@ DEVICE void set(Factors &to, const D *decay, const E *beta, long long first, int
 }
 
 // ---- tiles in shared memory ---------------------------------------------------------------------
-// ROWS x COLUMNS_ floats; rows are apart by an odd number of 16 bytes.
+// ROWS x WIDTH floats; rows with a PAD are an odd number of 16 bytes apart.
 template <int ROWS, int WIDTH, int PAD = 4> struct Tile {
     static constexpr int PITCH = WIDTH + PAD, SIZE = ROWS * PITCH;
     float *start;
@@ -161,13 +161,14 @@ DEVICE void add_rows(float (&sum)[M][N], const A &a, const B &b, int depth) {
 // sum += a^T @ (factor * b), over the rows of a and b from `first` on.
 template <int ROWS, class A, class B, class Factor>
 DEVICE void add_columns(float (&sum)[ROWS][N], const A &a, const B &b, int first, Factor factor) {
+    constexpr int WIDE = ROWS < 4 ? ROWS : 4;
     const int row = thread_y() * ROWS, column = thread_x() * N;
 #pragma unroll 4
     for (int k = first; k < CHUNK; k++) {
-        Vector<float, 4> left[ROWS / 4];
+        Vector<float, WIDE> left[ROWS / WIDE];
         Vector<float, N> right;
 #pragma unroll
-        for (int m = 0; m < ROWS / 4; m++) left[m] = a.four(k, row + m * 4);
+        for (int m = 0; m < ROWS / WIDE; m++) fetch(left[m], &a.at(k, row + m * WIDE));
         fetch(right, &b.at(k, column));
         const float by = factor(k);
 #pragma unroll
@@ -175,7 +176,7 @@ DEVICE void add_columns(float (&sum)[ROWS][N], const A &a, const B &b, int first
             const float value = right.at[n] * by;
 #pragma unroll
             for (int m = 0; m < ROWS; m++)
-                sum[m][n] = fmaf(left[m / 4].at[m % 4], value, sum[m][n]);
+                sum[m][n] = fmaf(left[m / WIDE].at[m % WIDE], value, sum[m][n]);
         }
     }
 }

@@ -158,7 +158,8 @@ class Chunks:
     def take(self, number: int, array: Array) -> Array:
         """Return one chunk of an array, (batch, heads, groups, chunk, ...)."""
         part = array[:, slice(*self.layout.spans[number])]
-        part = part.reshape(*part.shape[:2], self.heads, -1, *part.shape[3:])
+        groups = part.shape[2] // max(self.heads, 1)
+        part = part.reshape(*part.shape[:2], self.heads, groups, *part.shape[3:])
         return np.moveaxis(part, 1, 3).copy()
 
     def give(self, number: int, array: Array, part: Array) -> None:

@@ -353,14 +353,19 @@ def _of_chunks(
     return scores, solve, alike
 
 
+def _depth(dim: int) -> int:
+    """Return the columns of q and k in shared memory, zeros among them."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def _shared(dim: int, values: int) -> int:
     """Return the bytes of shared memory of a block along a text, with so many tiles of values."""
-    depth = -(-dim // 64) * 64
+    depth = _depth(dim)
     keys, square = CHUNK * (depth + 4), CHUNK * (CHUNK + 4)
     return 4 * (keys + square + depth * COLUMNS + values * CHUNK * COLUMNS)
 
 
 def _shared_of_chunks(dim: int) -> int:
     """Return the bytes of shared memory of delta_chunk_gradients."""
-    depth, slab = -(-dim // 64) * 64, 32
+    depth, slab = max(_depth(dim), CHUNK), 32
     return 4 * ((CHUNK + depth) * (slab + 4) + 3 * CHUNK * (CHUNK + 4))

@@ -1,0 +1,341 @@
+"""The gated delta rule: stored numbers, the recurrence, texts packed and alone, kernels."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
+
+from ..conftest import FOLDER
+from ..golden.golden import OpCase, op_cases
+from ..harness.parity import Case, KernelParity, emulator
+from .golden_cases import agree, both_dtypes, cast
+
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "gated_delta_rule(q, k, v, decay, beta, *, initial=None, offsets=None, chunk=64, scale=None)",
+)
+
+CASES = [*op_cases(FOLDER / "ops_next", "delta")]
+NAMES = ("q", "k", "v", "decay", "beta")
+
+
+def unit(array: np.ndarray) -> np.ndarray:
+    """Return rows of length 1, as the keys of a model are."""
+    return array / np.sqrt(np.square(array).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def case(
+    label: str,
+    heads: int,
+    groups: int,
+    dim: int,
+    value_dim: int,
+    *lengths: int,
+    batch: int = 0,
+    strength: float = 0.1,
+    **how: Any,
+) -> Case:
+    """Return a call on texts of these lengths; with ``batch``, on rows of one length."""
+    rows, tokens, value_heads = batch or 1, sum(lengths), heads * groups
+    of_keys, of_values = (rows, tokens, heads, dim), (rows, tokens, value_heads)
+    arrays: dict[str, Any] = {
+        **dict.fromkeys(("q", "k"), lambda rng: unit(rng.standard_normal(of_keys))),
+        "decay": lambda rng: -strength * np.abs(rng.standard_normal(of_values)),
+        "beta": lambda rng: rng.random(of_values),
+    }
+    if not batch:
+        arrays["offsets"] = np.cumsum([0, *lengths], dtype=how.pop("kind", np.int64))
+    sizes = {"batch": rows, "tokens": tokens, "heads": heads, "value_heads": value_heads}
+    sizes |= {"dim": dim, "value_dim": value_dim, "states": batch or len(lengths)}
+    return Case(label, arrays=arrays, **sizes, **how)
+
+
+class TestGatedDeltaRule(KernelParity):
+    op = "gated_delta_rule"
+    sizes = tuple(
+        {
+            **{"batch": 1, "tokens": tokens, "heads": 2, "value_heads": 4, "states": 1, "texts": 1},
+            **{"dim": dim, "value_dim": value_dim},
+        }
+        for tokens, dim, value_dim in ((128, 64, 64), (128, 128, 128), (1, 128, 128), (64, 9, 7))
+    )
+    options = ({"chunk": 64},)
+    cases = (
+        case("a batch", 1, 1, 16, 8, 5, batch=2),
+        case("a head for two", 1, 2, 16, 16, 3, batch=1, given=["initial"]),
+        case("odd sizes", 1, 1, 9, 7, 6, batch=1, given=["initial"], scale=0.3),
+        case("two chunks", 1, 1, 8, 4, 70, batch=1, given=["initial"]),
+        case("texts", 1, 1, 8, 8, 3, 0, 65, 1, 0, given=["initial"], kind=np.int32),
+        case("texts without states", 1, 1, 8, 8, 64, 2),
+        case("dim 64", 1, 1, 64, 40, 2, batch=1),
+        case("dim 128", 1, 1, 128, 64, 2, batch=1, given=["initial"]),
+        case("one token", 2, 2, 16, 40, 1, batch=2, given=["initial"]),
+        case("one token of a new text", 1, 1, 12, 4, 1, batch=1),
+        case("no tokens", 1, 1, 8, 4, 0, batch=2, given=["initial"]),
+        case("empty texts", 1, 1, 8, 4, 0, 0, given=["initial"]),
+        case("no values", 1, 2, 8, 0, 3, batch=1, given=["initial"]),
+        case("no columns of keys", 1, 1, 0, 4, 3, batch=1),
+        case("chunks of 16", 1, 1, 8, 4, 40, batch=1, chunk=16),
+    )
+
+
+class TestGatedDeltaRuleStrongDecay(KernelParity):
+    op = "gated_delta_rule"
+    cases = (case("one", 1, 1, 8, 4, 66, batch=1, given=["initial"], strength=20.0),)
+    test_gradient_matches_finite_differences = None  # differences do not resolve slopes of e^-20
+
+
+def taped(arrays: dict[str, Any], function: Any, expected: OpCase, known: Any) -> list[Any]:
+    """Compare both results of a case; return the gradients of the arrays."""
+    tape = uc.Tape()
+    watched = {name: tape.watch(array) for name, array in arrays.items()}
+    out, final = function(watched)
+    agree(out.value, expected.outputs["y"])
+    agree(final.value, expected.outputs["final_state"])
+    loss = uc.sum(uc.multiply(out, known["cotangent_y"]))
+    loss = loss + uc.sum(uc.multiply(final, known["cotangent_final_state"]))
+    return tape.gradients(loss, [*watched.values()])
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunk", [64, 16, 5, 1])
+@pytest.mark.parametrize(
+    "golden",
+    [c for c in CASES if c.name != "decay" and not c.name.startswith("layer")],
+    ids=lambda c: c.name,
+)
+def test_golden(golden: OpCase, chunk: int, dtype: Any) -> None:
+    """As transformers computes them token by token, with chunks of any length."""
+    known = cast(golden, dtype)
+    theirs = {"q": "q", "k": "k", "v": "v", "decay": "g", "beta": "beta", "initial": "state"}
+    arrays = {ours: known[name] for ours, name in theirs.items() if name in known}
+
+    def run(watched: dict[str, Any]) -> Any:
+        if golden.params["normalise_q_k"]:
+            watched = watched | {name: normalised(watched[name]) for name in ("q", "k")}
+        return uc.gated_delta_rule(**watched, offsets=known.get("offsets"), chunk=chunk)
+
+    gradients = taped(arrays, run, golden, known)
+    for name, gradient in zip(arrays, gradients, strict=True):
+        agree(gradient, golden.grads[theirs[name]])
+
+
+def normalised(x: Any) -> Any:
+    """Return x / sqrt(sum(x**2) + 1e-6), as rms_norm computes it."""
+    dim = x.shape[-1]
+    weight = np.full(dim, dim**-0.5, x.dtype)
+    return uc.rms_norm(x, weight, eps=1e-6 / dim)
+
+
+def slices(*sizes: int) -> list[slice]:
+    """Return parts of these sizes, one after the other."""
+    return [slice(*pair) for pair in itertools.pairwise(np.cumsum([0, *sizes]).tolist())]
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "golden", [c for c in CASES if c.name.startswith("layer")], ids=lambda c: c.name
+)
+def test_whole_layers(golden: OpCase, dtype: Any) -> None:
+    """The layers of Qwen3-Next and Qwen3.5, with all gradients, from the ops they are made of."""
+    known, p = cast(golden, dtype), golden.params
+    heads, value_heads = p["linear_num_key_heads"], p["linear_num_value_heads"]
+    dim, value_dim = p["linear_key_head_dim"], p["linear_value_head_dim"]
+    of_keys, of_values = heads * dim, value_heads * value_dim
+    parts = slices(of_keys, of_keys, of_values)
+    tape = uc.Tape()
+    w = {name: tape.watch(a) for name, a in known.items() if name != "cotangent"}
+    x = w["x"]
+    lead = x.shape[:2]
+    if "in_proj_qkvz.weight" in w:  # per head q, k, then v and z of its value heads
+        each = uc.reshape(uc.linear(x, w["in_proj_qkvz.weight"]), shape=(*lead, heads, -1))
+        some = value_dim * value_heads // heads
+        of_head = (uc.index(each, key=np.s_[..., s]) for s in slices(dim, dim, some, some))
+        q, k, v, z = (uc.reshape(part, shape=(*lead, -1)) for part in of_head)
+        both = uc.reshape(uc.linear(x, w["in_proj_ba.weight"]), shape=(*lead, heads, -1))
+        some = value_heads // heads
+        b, a = (uc.index(both, key=np.s_[..., i * some : (i + 1) * some]) for i in range(2))
+        b, a = (uc.reshape(part, shape=(*lead, -1)) for part in (b, a))
+    else:
+        mixed, z = (uc.linear(x, w[f"in_proj_{n}.weight"]) for n in ("qkv", "z"))
+        q, k, v = (uc.index(mixed, key=np.s_[..., part]) for part in parts)
+        b, a = (uc.linear(x, w[f"in_proj_{n}.weight"]) for n in "ba")
+    taps = uc.reshape(w["conv1d.weight"], shape=(-1, 4))
+    own = (uc.index(taps, key=part) for part in parts)
+    q, k, v = (uc.causal_conv(a, t)[0] for a, t in zip((q, k, v), own, strict=True))
+    q, k = (normalised(uc.reshape(part, shape=(*lead, heads, dim))) for part in (q, k))
+    v, z = (uc.reshape(part, shape=(*lead, value_heads, value_dim)) for part in (v, z))
+    ones = np.ones((*lead, value_heads), dtype)
+    beta = uc.divide(ones, uc.exp(b * -1.0) + ones)
+    bias, rate = (uc.broadcast_to(w[n], shape=ones.shape) for n in ("dt_bias", "A_log"))
+    softplus = uc.log(uc.exp(a + bias) + ones)
+    decay = uc.multiply(uc.exp(rate), softplus) * -1.0
+    out, _ = uc.gated_delta_rule(q, k, v, decay, beta)
+    out = uc.gated_rms_norm(out, z, w["norm.weight"], eps=p["rms_norm_eps"])
+    y = uc.linear(uc.reshape(out, shape=(*lead, -1)), w["out_proj.weight"])
+    agree(y.value, golden.outputs["y"])
+    gradients = tape.gradients(y, [*w.values()], known["cotangent"])
+    for name, gradient in zip(w, gradients, strict=True):
+        agree(gradient, golden.grads[name])
+
+
+def by_tokens(q: Any, k: Any, v: Any, decay: Any, beta: Any, state: Any, scale: float) -> Any:
+    """Return out and the last state by the recurrence, a token at a time."""
+    outs = []
+    for t in range(q.shape[1]):
+        groups = v.shape[2] // q.shape[2]
+        key, query = (a[:, t].repeat(groups, axis=1) for a in (k, q))
+        state = np.exp(decay[:, t])[..., None, None] * state
+        error = v[:, t] - np.einsum("bhkv,bhk->bhv", state, key)
+        state = state + np.einsum("bh,bhk,bhv->bhkv", beta[:, t], key, error)
+        outs.append(scale * np.einsum("bhkv,bhk->bhv", state, query))
+    return np.stack(outs, axis=1), state
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.01, 1.0, 30.0, 1000.0])
+def test_chunks_are_the_recurrence(strength: float) -> None:
+    """In float64 along a text of many chunks; decays of every strength, keys that repeat."""
+    rng = np.random.default_rng(0)
+    q, k = unit(rng.standard_normal((2, 2, 300, 2, 8)))
+    k[:, 100:200] = k[:, 100:101]  # powers of A would be as large as 2^64
+    v, state = rng.standard_normal((2, 300, 4, 6)), rng.standard_normal((2, 4, 8, 6))
+    decay, beta = -strength * rng.random((2, 300, 4)), rng.random((2, 300, 4))
+    beta[:, 100:200] = 1
+    out, final = uc.gated_delta_rule(q, k, v, decay, beta, initial=state)
+    expected = by_tokens(q, k, v, decay, beta, state, 8**-0.5)
+    for actual, exact in zip((out, final), expected, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=1e-10, atol=1e-12)
+    narrow = [a.astype(np.float32) for a in (q, k, v, decay, beta)]
+    out, final = uc.gated_delta_rule(*narrow, initial=state.astype(np.float32))
+    for actual, exact in zip((out, final), expected, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decay_that_empties_the_state() -> None:
+    """-inf: the texts before and after it are apart, in results and in gradients."""
+    rng = np.random.default_rng(0)
+    q, k, v = unit(rng.standard_normal((3, 1, 90, 1, 8)).astype(np.float32))
+    decay, beta = np.zeros((1, 90, 1), np.float32), np.ones((1, 90, 1), np.float32)
+    decay[0, 40] = -np.inf
+
+    def run() -> list[Any]:
+        out, _ = uc.gated_delta_rule(q, k, v, decay, beta)
+        return [out, *uc.gated_delta_rule_backward(v, None, q, k, v, decay, beta, None, None)]
+
+    expected = run()
+    after = (a[:, 40:] for a in (q, k, v, np.zeros_like(decay), beta))
+    alone, _ = uc.gated_delta_rule(*after)
+    np.testing.assert_allclose(expected[0][:, 40:], alone, rtol=1e-5, atol=1e-6)
+    assert all(np.isfinite(a).all() for a in expected[:-1])
+    with emulator():
+        for actual, exact in zip(run()[:-1], expected[:-1], strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
+
+
+def drawn(lengths: tuple[int, ...], dtype: Any, dim: int = 8) -> dict[str, np.ndarray]:
+    """Return the arrays of packed texts, their states and the gradients of both results."""
+    rng = np.random.default_rng(0)
+    tokens = sum(lengths)
+    q, k = unit(rng.standard_normal((2, 1, tokens, 1, dim)))
+    v, dout = rng.standard_normal((2, 1, tokens, 2, 4))
+    decay, beta = -rng.random((1, tokens, 2)), rng.random((1, tokens, 2))
+    arrays = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "dout": dout}
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    states = np.promote_types(dtype, np.float32)
+    initial, dfinal = rng.standard_normal((2, len(lengths), 2, dim, 4)).astype(states)
+    return arrays | {"initial": initial, "dfinal": dfinal}
+
+
+def both_ways(arrays: dict[str, np.ndarray], offsets: Any) -> list[Any]:
+    """Return results of tokens, then those of states, of a call and its backward."""
+    inputs = [arrays[name] for name in NAMES]
+    out, final = uc.gated_delta_rule(*inputs, initial=arrays["initial"], offsets=offsets)
+    *gradients, dinitial = uc.gated_delta_rule_backward(
+        arrays["dout"], arrays["dfinal"], *inputs, arrays["initial"], offsets
+    )
+    return [out, *gradients, final, dinitial]
+
+
+def packed_and_alone(lengths: tuple[int, ...], dtype: Any) -> None:
+    """Raise unless packed texts have the bits of each text alone, in all results."""
+    arrays, offsets = drawn(lengths, dtype), np.cumsum([0, *lengths])
+    packed = both_ways(arrays, offsets)
+    for text, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        state = {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
+        own = {n: a[:, start:stop] for n, a in arrays.items() if n not in state}
+        alone = both_ways(own | state, None)
+        for each, parts in zip(alone[:-2], packed[:-2], strict=True):
+            assert each.tobytes() == parts[:, start:stop].tobytes()
+        for each, parts in zip(alone[-2:], packed[-2:], strict=True):
+            assert each.tobytes() == parts[text : text + 1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, np.dtype("float64")], ids=str)
+def test_packed_texts_have_the_bits_of_each_alone(dtype: Any) -> None:
+    packed_and_alone((5, 0, 130, 1, 64, 3), dtype)
+
+
+def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
+    """None begins where a chunk of all tokens would."""
+    with emulator():
+        packed_and_alone((5, 0, 66, 2), KERNEL_DTYPES[1])
+
+
+def test_any_schedule() -> None:
+    """Any order of threads and blocks gives equal bits."""
+    arrays = drawn((3, 4), np.float32)
+    with emulator():
+        expected = both_ways(arrays, np.array([0, 3, 7]))
+    with emulator(seed=3):
+        actual = both_ways(arrays, np.array([0, 3, 7]))
+    assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
+
+
+class Unread(np.ndarray):
+    """An array that plays one of a device, which the host must not read."""
+
+
+def test_texts_of_a_device_are_not_read() -> None:
+    """The definition pads them then, and their number of chunks is an upper bound."""
+    for lengths in ((5, 0, 130, 1, 64, 3), (0, 0), (64,), (0, 7, 0)):
+        arrays, offsets = drawn(lengths, np.float64), np.cumsum([0, *lengths])
+        expected, actual = (both_ways(arrays, o) for o in (offsets, offsets.view(Unread)))
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_goes_on_with_a_text() -> None:
+    """In pieces of any length, down to one token."""
+    arrays = drawn((100,), np.float64)
+    inputs = [arrays[name] for name in NAMES]
+    whole, last = uc.gated_delta_rule(*inputs)
+    state, at, parts = None, 0, []
+    for length in (1, 1, 70, 20, 1, 7):
+        part = (a[:, at : at + length] for a in inputs)
+        out, state = uc.gated_delta_rule(*part, initial=state)
+        parts.append(out)
+        at += length
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(state, last, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+
+
+def test_wrong_calls() -> None:
+    q = np.ones((2, 6, 2, 4), np.float32)
+    decay = np.zeros((2, 6, 2), np.float32)
+    with pytest.raises(ConfigError, match=r"chunk=0; pass an integer of 1 or more, as 64"):
+        uc.gated_delta_rule(q, q, q, decay, decay, chunk=0)
+    with pytest.raises(ShapeError, match=r"batch=2; with offsets it must be 1: pass reshape\(1,"):
+        uc.gated_delta_rule(q, q, q, decay, decay, offsets=np.array([0, 6]))
+    one = [a[:1] for a in (q, q, q, decay, decay)]
+    with pytest.raises(RangeError, match="must rise from 0 to 6, the number of tokens"):
+        uc.gated_delta_rule(*one, offsets=np.array([0, 7]))
+    with pytest.raises(ShapeError, match="initial has 3 states"):
+        uc.gated_delta_rule(*one, initial=np.zeros((3, 2, 4, 4), np.float32))
+    with pytest.raises(ShapeError, match="value_heads=3 must be a multiple of heads=2"):
+        three = np.ones((2, 6, 3, 4), np.float32)
+        uc.gated_delta_rule(q, q, three, three[..., 0], three[..., 0])

@@ -187,6 +187,14 @@ def _rows_of_a_layer(draw: Draw, sizes: Sizes) -> None:
     sizes["masked"] = sizes["rows"][draw(st.integers(0, len(sizes["rows"]))) :]
 
 
+def _texts(draw: Draw, sizes: Sizes) -> None:
+    packed = draw(st.booleans())
+    sizes["given"], sizes["states"] = {"offsets": packed}, sizes["batch"]
+    if packed:
+        sizes["batch"], sizes["states"] = 1, sizes["texts"]
+        sizes["tokens"] *= sizes["texts"] > 0
+
+
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
@@ -209,6 +217,8 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "experts_mlp_forward": _halves,
     "balance_loss_forward": _rows_of_a_layer,
     "router_z_loss_forward": _rows_of_a_layer,
+    "causal_conv": _texts,
+    "gated_delta_rule": _texts,
 }
 
 
@@ -226,9 +236,17 @@ def _offsets(tokens: str, most: str) -> Callable[..., Any]:
     return offsets_of
 
 
-def _ends(rng: Any, shape: Any, sizes: Sizes) -> Any:
-    inner = rng.integers(0, sizes["assignments"] + 1, max(shape[0] - 2, 0))
-    return np.sort(np.concatenate([[0], inner, [sizes["assignments"]]]))[: shape[0]]
+def _ends(of: str) -> Callable[..., Any]:
+    def ends_of(rng: Any, shape: Any, sizes: Sizes) -> Any:
+        inner = rng.integers(0, sizes[of] + 1, max(shape[0] - 2, 0))
+        return np.sort(np.concatenate([[0], inner, [sizes[of]]]))[: shape[0]]
+
+    return ends_of
+
+
+def _unit(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    rows = rng.standard_normal(shape)
+    return rows / np.sqrt(np.square(rows).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def _pages(rng: Any, shape: Any, sizes: Sizes) -> Any:
@@ -278,7 +296,11 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     ),
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
-    **dict.fromkeys(("grouped_linear.offsets", "nf4_dequantize_.offsets"), _ends),
+    **dict.fromkeys(("grouped_linear.offsets", "nf4_dequantize_.offsets"), _ends("assignments")),
+    **dict.fromkeys(("causal_conv.offsets", "gated_delta_rule.offsets"), _ends("tokens")),
+    **dict.fromkeys(("gated_delta_rule.q", "gated_delta_rule.k"), _unit),
+    "decay": lambda rng, shape, sizes: -rng.random(shape),
+    "gated_delta_rule.beta": lambda rng, shape, sizes: rng.random(shape),
     "route_forward.logits": _apart,
     "sort_by_expert_forward.experts": lambda rng, shape, sizes: rng.integers(0, 3, shape),
     "page_table": _pages,
@@ -471,6 +493,8 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "scores": _some("softmax", "softmax_of_k", "sigmoid", "sqrt_softplus"),
     **dict.fromkeys(("groups", "top_groups", "limit", "experts_mlp_forward.alpha"), _some(None)),
     "activation": _some("swiglu", "geglu", "geglu_tanh"),
+    "causal_conv.activation": _some("silu", None),
+    "gated_delta_rule.chunk": _some(64, 1, 3),
     "sort_by_expert_forward.count": _some(3, 70),
     "max_queries": _most("max_queries"),
     "max_keys": _most("max_keys"),

@@ -97,6 +97,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "value_dim": scale.dim,
         "batch": 1,
         "sequences": SEQUENCES,
+        **{"states": 1, "channels": scale.hidden, "previous": 3, "value_heads": scale.heads},
         **dict.fromkeys(("queries", "keys", "key_tokens", "length", "slots", "candidates"), tokens),
         **dict.fromkeys(("max_queries", "max_keys"), part),
         **dict.fromkeys(("pages", "max_pages", "row_pages"), tokens // PAGE),
@@ -146,6 +147,13 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         ),
         "route_backward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN), np.int32),
         "sort_by_expert_forward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN)),
+        # keys of length 1, whose corrections do not grow
+        **dict.fromkeys(
+            ("gated_delta_rule.q", "gated_delta_rule.k"),
+            lambda: _unit(rng.standard_normal((1, tokens, scale.heads, scale.dim))),
+        ),
+        "decay": lambda: -rng.random((1, tokens, scale.heads)),
+        "gated_delta_rule.beta": lambda: rng.random((1, tokens, scale.heads)),
         "positions": lambda: np.arange(tokens)[None],
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],
         "lengths": lambda: np.array([tokens]),
@@ -180,6 +188,11 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             lambda: rng.random((tokens, scale.hidden)) + 0.5,
         ),
     }
+
+
+def _unit(rows: Any) -> Any:
+    """Return rows of length 1."""
+    return rows / np.sqrt(np.square(rows).sum(axis=-1, keepdims=True))
 
 
 def _planes(rng: np.random.Generator, rows: int, columns: int) -> Any:

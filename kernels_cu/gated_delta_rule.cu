@@ -41,7 +41,8 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
     float by_query[M][M] = {}, by_key[M][M] = {};  // rows y * M + m, columns x + n * SIDE
 #pragma unroll 1
     for (int from = 0; from < DEPTH; from += SLAB) {
-        const long long at = (first * s.heads + head) * DIM + from, stride = (long long)s.heads * DIM;
+        const long long at = (first * s.heads + head) * DIM + from;
+        const int stride = s.heads * DIM;
         if (from) __syncthreads();
         queries.load<LANES>(q + at, stride, count, DIM - from);
         keys.load<LANES>(k + at, stride, count, DIM - from);
@@ -139,33 +140,40 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
     for (int i = threadIdx.x; i < DEPTH * COLUMNS; i += THREADS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
         const bool inside = INITIAL && row < DIM && column < width;
-        state.at(row, column) = inside ? initial[own + (long long)row * s.values + column] : 0.0f;
+        state.at(row, column) = inside ? initial[own + row * s.values + column] : 0.0f;
     }
     const int chunks = text.chunks(), row = thread_y() * M, column = thread_x() * N;
     for (int chunk = 0; chunk < chunks; chunk++) {
         const long long first = text.first(chunk), matrix = (text.slot + chunk) * heads + value_head;
         const int count = text.count(chunk);
-        const long long at = (first * s.heads + head) * DIM, stride = (long long)s.heads * DIM;
+        const long long at = (first * s.heads + head) * DIM;
+        const int stride = s.heads * DIM;
         const T *const token = v + (first * heads + value_head) * s.values + from;
-        const long long down = (long long)heads * s.values;
+        const int down = heads * s.values;
         __syncthreads();
         set(factors, decay, beta, first, count, value_head, s);
-        keys.load<LANES>(k + at, stride, count, DIM);
         square.load<4>(solve + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
-        float part[M][N] = {}, next[ROWS][N];
+        float part[M][N] = {}, of_state[M][N] = {}, next[ROWS][N];
+        if constexpr (!BACKWARD) {
+            keys.load<LANES>(q + at, stride, count, DIM);
+            __syncthreads();
+            add_rows(of_state, keys, state, DEPTH);
+            __syncthreads();
+        }
+        keys.load<LANES>(k + at, stride, count, DIM);
         __syncthreads();
         if constexpr (BACKWARD) {
             float *const to = states + matrix * DIM * s.values + from;
             for (int i = threadIdx.x; i < DIM * COLUMNS; i += THREADS)
                 if (i % COLUMNS < width)
-                    to[(long long)(i / COLUMNS) * s.values + i % COLUMNS] =
+                    to[i / COLUMNS * s.values + i % COLUMNS] =
                         state.at(i / COLUMNS, i % COLUMNS);
         }
         add_rows(part, keys, state, DEPTH);
         each(part, [&](int row, int column, float read) {
             const bool inside = row < count && column < width;
             const float value = inside ? (float)token[row * down + column] : 0.0f;
-            values.at(row, column) = factors.beta[row] * (value - factors.into[row] * read);
+            values.at(row, column) = factors.beta[row] * fmaf(-factors.into[row], read, value);
         });
         __syncthreads();
 #pragma unroll
@@ -179,7 +187,19 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
             if (BACKWARD && column < width)
                 u[(matrix * CHUNK + row) * s.values + from + column] = value;
         });
+        if constexpr (!BACKWARD) square.load<4>(scores + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
         __syncthreads();
+        if constexpr (!BACKWARD) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n++) of_state[m][n] *= factors.into[row + m] * s.scale;
+            add_rows(of_state, square, values, row + M);
+            T *const to = out + (first * heads + value_head) * s.values + from;
+            each(of_state, [&](int row, int column, float value) {
+                if (row < count && column < width) to[row * down + column] = (T)value;
+            });
+        }
 #pragma unroll
         for (int m = 0; m < ROWS; m++)
 #pragma unroll
@@ -187,84 +207,59 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
                 next[m][n] = factors.whole * state.at(thread_y() * ROWS + m, column + n);
         add_columns(next, keys, values, 0, [&](int row) { return factors.onward[row]; });
         __syncthreads();
-        if constexpr (!BACKWARD) {
-            keys.load<LANES>(q + at, stride, count, DIM);
-            square.load<4>(scores + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
-            __syncthreads();
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < N; n++) part[m][n] = 0;
-            add_rows(part, keys, state, DEPTH);
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < N; n++) part[m][n] *= factors.into[row + m] * s.scale;
-            add_rows(part, square, values, row + M);
-            T *const to = out + (first * heads + value_head) * s.values + from;
-            each(part, [&](int row, int column, float value) {
-                if (row < count && column < width) to[row * down + column] = (T)value;
-            });
-            __syncthreads();
-        }
         each(next, [&](int row, int column, float value) { state.at(row, column) = value; });
     }
     if constexpr (BACKWARD) return;
     __syncthreads();
     for (int i = threadIdx.x; i < DIM * COLUMNS; i += THREADS)
         if (i % COLUMNS < width)
-            final[own + (long long)(i / COLUMNS) * s.values + i % COLUMNS] =
+            final[own + i / COLUMNS * s.values + i % COLUMNS] =
                 state.at(i / COLUMNS, i % COLUMNS);
 }
 
-// One token of each text: a warp reads 32 columns of a row of the state, and keeps its rows.
+// One token of each text, with the sums of a chunk of one token in their order: the same bits.
 KERNEL(THREADS, 4)
 delta_step(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
            const D *__restrict__ decay, const E *__restrict__ beta,
            const float *__restrict__ initial, T *__restrict__ out, float *__restrict__ final,
            const __grid_constant__ Sizes s) {
-    constexpr int WARPS = THREADS / 32, HELD = (DIM + WARPS - 1) / WARPS;
-    __shared__ float queries[DIM], keys[DIM], reads[2][WARPS][32];
+    __shared__ __align__(16) float memory[State::SIZE];
+    __shared__ float vectors[2][DEPTH], sums[3][COLUMNS];  // q and k; S^T q, S^T k and q . k
+    const State state{memory};
     const int heads = s.heads * s.groups, value_head = blockIdx.x / s.tiles % heads;
     const long long number = blockIdx.x / (s.tiles * heads), token = number * heads + value_head;
-    const int column = blockIdx.x % s.tiles * COLUMNS + threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % COLUMNS, warp = threadIdx.x / COLUMNS;
+    const int column = blockIdx.x % s.tiles * COLUMNS + lane;
     const long long at = (number * s.heads + value_head / s.groups) * DIM;
     const long long own = token * DIM * s.values + column;
     const bool inside = column < s.values;
-    const float factor = expf(fmaxf((float)decay[token], -800.0f));
-    float state[HELD];
 #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        const int row = i * WARPS + warp;
+    for (int row = warp; row < DEPTH; row += THREADS / COLUMNS) {
         const bool real = INITIAL && inside && row < DIM;
-        state[i] = real ? factor * initial[own + (long long)row * s.values] : 0.0f;
+        state.at(row, lane) = real ? initial[own + row * s.values] : 0.0f;
     }
-    for (int i = threadIdx.x; i < DIM; i += THREADS) {
-        queries[i] = (float)q[at + i] * s.scale;
-        keys[i] = (float)k[at + i];
+    for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
+        vectors[0][i] = i < DIM ? (float)q[at + i] : 0.0f;
+        vectors[1][i] = i < DIM ? (float)k[at + i] : 0.0f;
     }
+    const float factor = expf(fmaxf((float)decay[token], -800.0f));
     const float value = inside ? (float)v[token * s.values + column] : 0.0f;
-    const auto total = [&](int which, const float (&vector)[DIM]) {  // of all rows of a column
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (i * WARPS + warp < DIM) sum = fmaf(state[i], vector[i * WARPS + warp], sum);
-        reads[which][warp][threadIdx.x % 32] = sum;
-        __syncthreads();
-        sum = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) sum += reads[which][i][threadIdx.x % 32];
-        return sum;
-    };
     __syncthreads();
-    const float error = (float)beta[token] * (value - total(0, keys));
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        const int row = i * WARPS + warp;
-        if (row >= DIM) continue;
-        state[i] = fmaf(keys[row], error, state[i]);
-        if (inside) final[own + (long long)row * s.values] = state[i];
+    if (warp < 3) {
+        float sum = 0;
+#pragma unroll 16
+        for (int row = 0; row < DEPTH; row++)
+            sum = fmaf(vectors[warp == 1][row], warp < 2 ? state.at(row, lane) : vectors[1][row], sum);
+        sums[warp][lane] = sum;
     }
-    const float result = total(1, queries);
-    if (inside && warp == 0) out[token * s.values + column] = (T)result;
+    __syncthreads();
+    const float u = (float)beta[token] * fmaf(-factor, sums[1][lane], value);
+    if (!inside) return;
+#pragma unroll
+    for (int row = warp; row < DIM; row += THREADS / COLUMNS)
+        final[own + row * s.values] =
+            fmaf(vectors[1][row], u, factor * state.at(row, lane));
+    if (warp == 0)
+        out[token * s.values + column] =
+            (T)fmaf(sums[2][lane] * s.scale, u, sums[0][lane] * (factor * s.scale));
 }

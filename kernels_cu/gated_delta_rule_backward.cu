@@ -46,25 +46,26 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
     for (int i = threadIdx.x; i < DEPTH * COLUMNS; i += THREADS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
         const bool inside = FINAL && row < DIM && column < width;
-        state.at(row, column) = inside ? dfinal[own + (long long)row * s.values + column] : 0.0f;
+        state.at(row, column) = inside ? dfinal[own + row * s.values + column] : 0.0f;
     }
     const int row = thread_y() * M, column = thread_x() * N;
     for (int chunk = text.chunks() - 1; chunk >= 0; chunk--) {
         const long long first = text.first(chunk), matrix = (text.slot + chunk) * heads + value_head;
         const int count = text.count(chunk);
-        const long long at = (first * s.heads + head) * DIM, stride = (long long)s.heads * DIM;
+        const long long at = (first * s.heads + head) * DIM;
+        const int stride = s.heads * DIM;
         __syncthreads();
         set(factors, decay, beta, first, count, value_head, s);
         keys.load<LANES>(k + at, stride, count, DIM);
         square.load<4>(scores + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
         douts.load<LANES>(dout + (first * heads + value_head) * s.values + from,
-                          (long long)heads * s.values, count, width);
+                          heads * s.values, count, width);
         float part[M][N] = {}, next[ROWS][N];
         __syncthreads();
         float *const to = dstates + matrix * DIM * s.values + from;
         for (int i = threadIdx.x; i < DIM * COLUMNS; i += THREADS)
             if (i % COLUMNS < width)
-                to[(long long)(i / COLUMNS) * s.values + i % COLUMNS] =
+                to[i / COLUMNS * s.values + i % COLUMNS] =
                     state.at(i / COLUMNS, i % COLUMNS);
         add_rows(part, keys, state, DEPTH);
 #pragma unroll
@@ -104,7 +105,7 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
     __syncthreads();
     for (int i = threadIdx.x; dinitial && i < DIM * COLUMNS; i += THREADS)
         if (i % COLUMNS < width)
-            dinitial[own + (long long)(i / COLUMNS) * s.values + i % COLUMNS] =
+            dinitial[own + i / COLUMNS * s.values + i % COLUMNS] =
                 state.at(i / COLUMNS, i % COLUMNS);
 }
 
@@ -176,8 +177,8 @@ delta_chunk_gradients(const T *__restrict__ dout, const T *__restrict__ q, const
     const int count = text.count(slot - text.slot);
     if (count <= 0) return;
     const int x = thread_x(), y = thread_y();
-    const long long at = (first * s.heads + head) * DIM, stride = (long long)s.heads * DIM;
-    const long long down = (long long)heads * s.values;
+    const long long at = (first * s.heads + head) * DIM;
+    const int stride = s.heads * DIM, down = heads * s.values;
     const auto key = [&](int row, int column) {
         return row < count && column < DIM ? (float)k[at + row * stride + column] : 0.0f;
     };

@@ -172,7 +172,7 @@ norm_forward(const T *__restrict__ x, const W *__restrict__ weight, const T *__r
 }
 
 // ---- backward ---------------------------------------------------------------------------------
-constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS ? 2 : 4;  // rows read before they are read again
+constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS || GATED ? 2 : 4;  // rows read before again
 constexpr int MEANS = 1 + CENTRED;                         // means of a row: of g * hhat; of g
 constexpr int SUMS = 1 + BIAS;                             // sums of a column: dw; dbias
 // Whether dh, or the gate, fits into registers beside dy and h before the means are known.

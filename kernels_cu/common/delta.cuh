@@ -118,7 +118,8 @@ template <int ROWS, int WIDTH, int PAD = 4> struct Tile {
     }
     // Copy `rows` rows of `columns` values, `stride` apart; the rest becomes 0.
     template <int STEP, class V>
-    DEVICE void load(const V *from, long long stride, int rows, int columns) const {
+    DEVICE void load(const V *from, int stride, int rows, int columns) const {
+#pragma unroll 4
         for (int i = threadIdx.x; i < ROWS * (WIDTH / STEP); i += THREADS) {
             const int row = i / (WIDTH / STEP), column = i % (WIDTH / STEP) * STEP;
             float values[STEP] = {};
@@ -140,7 +141,7 @@ DEVICE int thread_y() { return threadIdx.x / SIDE; }
 template <class A, class B>
 DEVICE void add_rows(float (&sum)[M][N], const A &a, const B &b, int depth) {
     const int row = thread_y() * M, column = thread_x() * N;
-#pragma unroll 4
+#pragma unroll 2
     for (int k = 0; k < depth; k += 4) {
         Vector<float, 4> left[M];
         Vector<float, N> right[4];
@@ -163,7 +164,7 @@ template <int ROWS, class A, class B, class Factor>
 DEVICE void add_columns(float (&sum)[ROWS][N], const A &a, const B &b, int first, Factor factor) {
     constexpr int WIDE = ROWS < 4 ? ROWS : 4;
     const int row = thread_y() * ROWS, column = thread_x() * N;
-#pragma unroll 4
+#pragma unroll 2
     for (int k = first; k < CHUNK; k++) {
         Vector<float, WIDE> left[ROWS / WIDE];
         Vector<float, N> right;

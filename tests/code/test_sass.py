@@ -83,6 +83,11 @@ OTHERS = {
     "nf4_dequantize_": (WRITE,),
     "nf4_product_": (READ, PRODUCT),
     "grouped_linear": (COPY, PRODUCT, WRITE),
+    "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
+    "delta_states": (READ,),
+    "delta_state_gradients": (READ,),
+    "delta_chunk_gradients": (),  # a warp reads and writes neighbouring values
+    "delta_step": (),
     "grouped_float32": (),  # a warp reads neighbouring values, into registers
     "group_tiles": (),  # three numbers for each tile
     "group_sums": (),  # a warp reads 32 neighbouring columns

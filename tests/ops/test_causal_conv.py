@@ -1,5 +1,6 @@
 """Causal convolutions: stored numbers, texts packed and alone, the parity of kernels."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def _packed_and_alone(dtype: Any) -> None:
         return [y, final, backward[0], backward[3]]
 
     packed = run(slice(None), slice(None), offsets)
-    for text, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
         alone = run(slice(start, stop), slice(text, text + 1), None)
         for each, parts in zip(alone, packed, strict=True):
             part = parts[:, start:stop] if len(parts) == 1 else parts[text : text + 1]

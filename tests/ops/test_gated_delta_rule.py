@@ -137,6 +137,25 @@ def slices(*sizes: int) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(np.cumsum([0, *sizes]).tolist())]
 
 
+def decay_of(a: Any, w: dict[str, Any]) -> Any:
+    """Return -exp(A_log) softplus(a + dt_bias)."""
+    ones = np.ones(a.shape, a.dtype)
+    bias, rate = (uc.broadcast_to(w[n], shape=ones.shape) for n in ("dt_bias", "A_log"))
+    return uc.multiply(uc.exp(rate), uc.log(uc.exp(a + bias) + ones)) * -1.0
+
+
+@both_dtypes
+def test_decays_of_a_layer(dtype: Any) -> None:
+    (golden,) = (c for c in CASES if c.name == "decay")
+    known, tape = cast(golden, dtype), uc.Tape()
+    w = {name: tape.watch(a) for name, a in known.items() if name != "cotangent"}
+    decay = decay_of(w["a"], w)
+    agree(decay.value, golden.outputs["y"])
+    gradients = tape.gradients(decay, [*w.values()], known["cotangent"])
+    for name, gradient in zip(w, gradients, strict=True):
+        agree(gradient, golden.grads[name])
+
+
 @both_dtypes
 @pytest.mark.parametrize(
     "golden", [c for c in CASES if c.name.startswith("layer")], ids=lambda c: c.name
@@ -172,10 +191,7 @@ def test_whole_layers(golden: OpCase, dtype: Any) -> None:
     v, z = (uc.reshape(part, shape=(*lead, value_heads, value_dim)) for part in (v, z))
     ones = np.ones((*lead, value_heads), dtype)
     beta = uc.divide(ones, uc.exp(b * -1.0) + ones)
-    bias, rate = (uc.broadcast_to(w[n], shape=ones.shape) for n in ("dt_bias", "A_log"))
-    softplus = uc.log(uc.exp(a + bias) + ones)
-    decay = uc.multiply(uc.exp(rate), softplus) * -1.0
-    out, _ = uc.gated_delta_rule(q, k, v, decay, beta)
+    out, _ = uc.gated_delta_rule(q, k, v, decay_of(a, w), beta)
     out = uc.gated_rms_norm(out, z, w["norm.weight"], eps=p["rms_norm_eps"])
     y = uc.linear(uc.reshape(out, shape=(*lead, -1)), w["out_proj.weight"])
     agree(y.value, golden.outputs["y"])
@@ -265,7 +281,7 @@ def packed_and_alone(lengths: tuple[int, ...], dtype: Any) -> None:
     """Raise unless packed texts have the bits of each text alone, in all results."""
     arrays, offsets = drawn(lengths, dtype), np.cumsum([0, *lengths])
     packed = both_ways(arrays, offsets)
-    for text, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
         state = {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
         own = {n: a[:, start:stop] for n, a in arrays.items() if n not in state}
         alone = both_ways(own | state, None)
@@ -281,9 +297,9 @@ def test_packed_texts_have_the_bits_of_each_alone(dtype: Any) -> None:
 
 
 def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
-    """None begins where a chunk of all tokens would."""
+    """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
     with emulator():
-        packed_and_alone((5, 0, 66, 2), KERNEL_DTYPES[1])
+        packed_and_alone((5, 0, 1, 66, 2), KERNEL_DTYPES[1])
 
 
 def test_any_schedule() -> None:
@@ -336,6 +352,6 @@ def test_wrong_calls() -> None:
         uc.gated_delta_rule(*one, offsets=np.array([0, 7]))
     with pytest.raises(ShapeError, match="initial has 3 states"):
         uc.gated_delta_rule(*one, initial=np.zeros((3, 2, 4, 4), np.float32))
+    three = np.ones((2, 6, 3, 4), np.float32)
     with pytest.raises(ShapeError, match="value_heads=3 must be a multiple of heads=2"):
-        three = np.ones((2, 6, 3, 4), np.float32)
         uc.gated_delta_rule(q, q, three, three[..., 0], three[..., 0])

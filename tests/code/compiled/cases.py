@@ -46,6 +46,9 @@ LIBRARY = {
     "linear_log_probs": ("logf", "tanhf"),
     "geglu": ("erfcf", "expf"),
     "swiglu": ("expf",),
+    "causal_conv": ("expf",),
+    "gated_delta_rule": ("expf",),
+    "gated_rms_norm": ("expf",),
     "apply_rotary_embedding": ("sincospif",),
 }
 CHOSEN: list[list["Job"]] = []  # shared by the forked processes of a run

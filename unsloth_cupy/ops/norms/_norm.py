@@ -179,7 +179,7 @@ def backward(
     arrived = counters(cluster * (-(-groups // team) + 1), like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, shared](
-        *(own_dy, own_third, own_h, weight, mean, rstd, dx, dgate, partial, dweight, dbias, arrived),
-        *(rows, layout.struct(), offset, team),
+        *(own_dy, own_third, own_h, weight, mean, rstd, dx, dgate, partial, dweight, dbias),
+        *(arrived, rows, layout.struct(), offset, team),
     )
     return dx, dweight, dbias, dgate

@@ -95,6 +95,6 @@ def gated_rms_norm_backward(
 @gated_rms_norm_backward.kernel(strided=("dy", "x", "gate"))
 def _launch_backward(
     dy: Array, x: Array, gate: Array, weight: Array, rstd: Array
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array | None, Array]:
     dx, dweight, _, dgate = backward(dy, None, x, weight, None, None, rstd, gate=gate)
     return dx, dgate, dweight

@@ -151,7 +151,8 @@ class Chunks:
         chunk: int,
         scale: float,
     ) -> None:
-        self.layout = Layout(*q.shape[:2], offsets, chunk)
+        batch, tokens = q.shape[:2]
+        self.layout = Layout(batch, tokens, offsets, chunk)
         self.heads, self.scale = q.shape[2], scale
         self.arrays = [self.layout.lay(a) for a in (q, k, v, decay, beta)]
 

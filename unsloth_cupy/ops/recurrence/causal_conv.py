@@ -18,7 +18,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...errors import ConfigError
 from ..activations.swiglu import sigmoid
-from ..common.columns import row_sum
+from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
 from ._texts import check_texts, count_of, ends, offsets_of, tile_of
@@ -114,8 +114,8 @@ def _launch(
     y = empty(x.shape, x.dtype, like=x)
     final = empty((texts, channels, width - 1), x.dtype, like=x)
     vector = min(8 if width <= 4 else 4, lanes(channels, x, y))
-    chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, initial is not None,
-                        activation is not None)  # fmt: skip
+    flags = initial is not None, activation is not None
+    chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
     sizes, blocks = _sizes(x, texts, vector)
     kernel = load("causal_conv.cu", "causal_conv", x, chosen)
     kernel[blocks, THREADS](x, weight, bias, initial, offsets, y, final, sizes)
@@ -166,16 +166,19 @@ def _launch_backward(
     dx = empty(x.shape, x.dtype, like=x)
     dinitial = None if initial is None else empty(initial.shape, x.dtype, like=x)
     vector = min(4 if width <= 4 else 2, lanes(channels, x, dy, dx))
-    chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, initial is not None,
-                        activation is not None)  # fmt: skip
+    flags = initial is not None, activation is not None
+    chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
     sizes, blocks = _sizes(x, texts, vector)
-    taps = empty((sizes["tiles"], channels * width), FLOAT32, like=x)
-    sums = None if bias is None else empty((sizes["tiles"], channels), FLOAT32, like=x)
+    taps = empty((1, sizes["tiles"], channels * width), FLOAT32, like=x)
+    sums: Any = None if bias is None else empty((1, sizes["tiles"], channels), FLOAT32, like=x)
     kernel = load("causal_conv.cu", "causal_conv_backward", x, chosen)
     arrays = dy, dfinal, x, weight, bias, initial, offsets
     kernel[blocks, THREADS](*arrays, dx, dinitial, taps, sums, sizes)
-    dweight = row_sum(taps, weight.dtype).reshape(weight.shape)
-    dbias = None if bias is None else row_sum(sums, bias.dtype)
+    dweight = empty(weight.shape, weight.dtype, like=x)
+    column_sums(taps, dweight, None)
+    dbias = None if bias is None else empty(bias.shape, bias.dtype, like=x)
+    if dbias is not None:
+        column_sums(sums, dbias, None)
     return dx, dweight, dbias, dinitial
 
 
@@ -304,12 +307,12 @@ class Texts:
                 dinitial[:, :, slot] += np.where(there, d[token] * weight[:, last - lag], 0)
         if dfinal is None or not last:
             return dx, dinitial
-        slot = np.arange(last, like=self.start)
+        slots = np.arange(last, like=self.start)
         if tokens:
             left = self.length[self.text] - self.place  # tokens up to the end of the text
             own = dfinal[self.text, :, np.maximum(last - left, 0)]
             dx += np.where((left <= last)[:, None], own, 0)
-        source = np.maximum(slot - self.length[:, None], 0)
+        source = np.maximum(slots - self.length[:, None], 0)
         moved = np.take_along_axis(dfinal, source[:, None], axis=2)
-        dinitial += np.where((slot >= self.length[:, None])[:, None], moved, 0)
+        dinitial += np.where((slots >= self.length[:, None])[:, None], moved, 0)
         return dx, dinitial

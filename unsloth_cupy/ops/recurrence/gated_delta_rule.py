@@ -28,6 +28,7 @@ from ._texts import check_texts, count_of, ends, offsets_of
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
 WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
 
+
 @op(
     "q(batch, tokens, heads, dim), k(batch, tokens, heads, dim),"
     " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads): param,"
@@ -137,10 +138,10 @@ def _launch(
     if (reason := _without_kernel(q, chunk)) is not None:
         return no_kernel(reason)
     (value_heads, value_dim), dim = v.shape[2:], q.shape[3]
-    texts = count_of(len(q), offsets)
+    texts = count_of(q.shape[0], offsets)
     out = empty(v.shape, q.dtype, like=q)
     final = empty((texts, value_heads, dim, value_dim), FLOAT32, like=q)
-    chosen, sizes = _constants_of(q, v, decay, beta, offsets), _sizes(q, v, offsets, scale)
+    chosen, sizes = _constants_of(decay, beta, offsets, q, k, v), _sizes(q, v, offsets, scale)
     chosen = chosen(INITIAL=initial is not None, BACKWARD=False)
     blocks = texts * value_heads * sizes["tiles"]
     if q.shape[1] == 1 and offsets is None:
@@ -218,8 +219,9 @@ def _launch_backward(
     if (reason := _without_kernel(q, chunk)) is not None:
         return no_kernel(reason)
     (value_heads, value_dim), dim = v.shape[2:], q.shape[3]
-    texts, given = count_of(len(q), offsets), (q, k, v, decay, beta)
-    constants, sizes = _constants_of(q, v, decay, beta, offsets), _sizes(q, v, offsets, scale)
+    texts, given = count_of(q.shape[0], offsets), (q, k, v, decay, beta)
+    constants = _constants_of(decay, beta, offsets, q, k, v, dout)
+    sizes = _sizes(q, v, offsets, scale)
     forward = constants(INITIAL=initial is not None, BACKWARD=True)
     backward = constants(FINAL=dfinal is not None)
     slots, blocks = _slots(q, offsets), texts * value_heads * sizes["tiles"]
@@ -297,19 +299,18 @@ def _without_kernel(q: Array, chunk: int) -> str | None:
 
 
 @functools.cache
-def _constants(
-    dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool
-) -> Constants:
+def _constants(dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool) -> Constants:
     """Return the constants of common/delta.cuh; dtypes of q, decay, beta and offsets, or None."""
     own, decay, beta, offsets = dtypes
     names = {"T": own, "D": decay, "E": beta, "I": offsets or np.dtype("int32")}
     return Constants(**names, DIM=dim, LANES=vector, PACKED=offsets is not None, **flags)
 
 
-def _constants_of(q: Array, v: Array, decay: Array, beta: Array, offsets: Array | None) -> Any:
-    """Return the constants of a call, but for those of one kernel."""
+def _constants_of(decay: Array, beta: Array, offsets: Array | None, *rows: Array) -> Any:
+    """Return the constants of a call, but for those of one kernel; rows are q, k, v and dout."""
+    q, _, v, *_ = rows
     dtypes = q.dtype, decay.dtype, beta.dtype, getattr(offsets, "dtype", None)
-    vector = min(4, lanes(math.gcd(q.shape[3], v.shape[3]), q, v))
+    vector = min(4, lanes(math.gcd(q.shape[3], v.shape[3]), *rows))
     return functools.partial(_constants, dtypes, q.shape[3], vector)
 
 
@@ -330,7 +331,8 @@ def _sizes(q: Array, v: Array, offsets: Array | None, scale: float | None) -> di
 
 def _slots(q: Array, offsets: Array | None) -> int:
     """Return the number of places for chunks: at most one for each text stays empty."""
-    return len(q) * q.shape[1] // CHUNK + count_of(len(q), offsets)
+    batch, tokens = q.shape[:2]
+    return batch * tokens // CHUNK + count_of(batch, offsets)
 
 
 def _of_chunks(

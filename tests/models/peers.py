@@ -109,6 +109,14 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+HEADS: dict[str, Any] = {  # of latent attention, each of another length
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+}
 RELATIVES: dict[str, dict[str, Any]] = {
     "smollm3": {
         "model_type": "smollm3",
@@ -216,6 +224,29 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "jais2": {"model_type": "jais2"},
+    "minicpm3": {
+        "model_type": "minicpm3",
+        **HEADS,
+        "v_head_dim": None,
+        "scale_emb": 3,
+        "scale_depth": 1.1,
+        "dim_model_base": 24,
+    },
+    "minicpm3 plain": {
+        "model_type": "minicpm3",
+        **HEADS,
+        "q_lora_rank": None,
+        "attention_bias": True,
+        "scale_depth": None,
+        "dim_model_base": None,
+        "tie_word_embeddings": False,
+    },
+    "youtu": {  # transformers sets the padding's embedding to 0 when it loads
+        "model_type": "youtu",
+        **HEADS,
+        "v_head_dim": 24,
+        "pad_token_id": None,
+    },
 }
 
 # Every key that a mixture's class in transformers reads has a value that no default hides.
@@ -223,6 +254,16 @@ CHOICE = {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MSCALES = {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": 32}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 3.0, 7.0, 9.0]}
+ROUTED = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
 TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **BALANCED},
@@ -356,6 +397,47 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "rope_theta": 300.0,
             "partial_rotary_factor": 0.25,
         },
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **HEADS,
+        **ROUTED,
+        "rope_interleave": False,
+        "attention_bias": True,
+    },
+    "deepseek_v3 yarn": {
+        "model_type": "deepseek_v3",
+        **HEADS,
+        **ROUTED,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **HEADS,
+        **ROUTED,
+        "topk_method": "group_limited_greedy",
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v2 greedy": {
+        "model_type": "deepseek_v2",
+        **HEADS,
+        **ROUTED,
+        "q_lora_rank": None,
+        "n_group": None,
+        "topk_group": None,
+        "mlp_bias": False,
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **HEADS,
+        **ROUTED,
+        "v_head_dim": 20,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
     "ernie4_5_moe": {
         "model_type": "ernie4_5_moe",

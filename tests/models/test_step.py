@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from functools import partial
 from unsloth_cupy import KVCache
 from unsloth_cupy.models import create, next_logits
 from unsloth_cupy.models.step import Step
@@ -133,10 +134,11 @@ def test_no_value_is_read_and_none_is_sent(kind, dtype, padded):
         )
         real = np.ones((2, 7), bool)
         real[1, :3] = not padded
-        model.tables = {
-            kind: lambda length: tuple(machine.array((16, sizes.dim // 2), "float32") for _ in "cs")
-            for kind in model.tables
+        rows = {
+            kind: tuple(machine.array((16, rope.dim // 2), "float32") for _ in "cs")
+            for kind, rope in sizes.ropes.items()
         }
+        model.tables = {kind: partial(lambda made, length: made, made) for kind, made in rows.items()}
         cache.filled = [7] * sizes.layers
         step = Step(model, cache, real, 16)
         machine.strict = True

@@ -37,6 +37,7 @@ from .config import BUFFERS, Config, Rope
 from .division import Division, entered, joined
 from .elements import clip, gated, gelu, scaled_heads, stacked, xielu
 from .experts_layer import experts_of_tokens
+from .latent_attention import latent_heads
 from .outer_weights import embedding_of
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
@@ -220,6 +221,8 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     config, module = call.config, prefix + "self_attn."
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
+    if config.latent is not None:
+        return _attended(call, layer, module, *latent_heads(call, layer, module, x))
     if "qkv" in config.fused:
         (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
         q, k, v = (
@@ -238,13 +241,21 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
     q, k = _placed(call, layer, module, q, k, v)
+    return _attended(call, layer, module, q, k, v)
+
+
+def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> Any:
+    """Return the output of the attention of heads."""
+    config = call.config
     window = config.window_of(layer)  # it counts the query itself
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)
     if config.sinks:
         options["sinks"] = call.parameters[module + "sinks"]
     out = call.attend(layer, q, k, v, **options)
-    out = out.reshape(batch, tokens, queries)
+    if config.latent is not None:
+        out = out[..., : config.latent.value]
+    out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
     if config.sub_norms:
         out = _divided_norm(call, module, "attn_sub_norm", out)
     return call.project(call.parameters, [module + config.names.output], out)[0]

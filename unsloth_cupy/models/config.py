@@ -130,6 +130,46 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention (MLA): keys and values of all heads come from one short vector of a token.
+
+    Queries and keys have ``plain`` elements of a head, then ``rotated`` ones, of which the keys of
+    all heads share one vector; values have ``value``.  ``rank`` is the length of the vector of keys
+    and values, ``queries`` that of queries; None: they come from the hidden state.  ``biases``
+    are those of what makes these vectors.
+    """
+
+    queries: int | None
+    rank: int
+    plain: int
+    rotated: int
+    value: int
+    biases: bool
+
+    @property
+    def dim(self) -> int:
+        """The elements of a head of queries and keys."""
+        return self.plain + self.rotated
+
+    def shapes(self, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters that make queries, keys and values."""
+        rows = heads * self.dim
+        if self.queries is None:
+            yield "q_proj.weight", (rows, hidden)
+        else:
+            yield "q_a_proj.weight", (self.queries, hidden)
+            yield "q_a_layernorm.weight", (self.queries,)
+            yield "q_b_proj.weight", (rows, self.queries)
+        yield "kv_a_proj_with_mqa.weight", (self.rank + self.rotated, hidden)
+        yield "kv_a_layernorm.weight", (self.rank,)
+        yield "kv_b_proj.weight", (heads * (self.plain + self.value), self.rank)
+        if self.biases:
+            yield "kv_a_proj_with_mqa.bias", (self.rank + self.rotated,)
+        if self.biases and self.queries is not None:
+            yield "q_a_proj.bias", (self.queries,)
+
+
+@dataclass(frozen=True)
 class Config:
     """A decoder-only transformer.
 
@@ -145,7 +185,8 @@ class Config:
     linear layers but the head are ``bit_linear``: weights are rounded at every call.  With
     ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not codes * scale.
     With ``sinks`` each head's attention has the score of a further key, without a value.
-    ``experts`` are those of a mixture, ``left_out`` further layers in the files, which only predict
+    With ``latent`` queries, keys and values are made of short vectors; ``dim`` is then the length
+    of heads in caches, the larger of both.  ``experts`` are those of a mixture, ``left_out`` further layers in the files, which only predict
     several tokens at once.
     ``body`` is what transformers' model has before the names of the body's modules: another prefix
     in a model that reads images.  ``head`` is one of ``heads.HEADS``; only that of a language model
@@ -199,6 +240,7 @@ class Config:
     sinks: bool = False
     experts: Experts | None = None
     left_out: str = ""  # a pattern of names
+    latent: Latent | None = None
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -239,10 +281,14 @@ class Config:
         """Yield the name inside of a block and the shape of each parameter of a block."""
         hidden, names = self.hidden, self.names
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
-        if "qkv" in self.fused:
+        if self.latent is not None:
+            queries = self.heads * self.latent.value
+            for name, shape in self.latent.shapes(self.heads, hidden):
+                yield f"self_attn.{name}", shape
+        elif "qkv" in self.fused:
             yield "self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)
         for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            if "qkv" not in self.fused:
+            if "qkv" not in self.fused and self.latent is None:
                 yield f"self_attn.{name}_proj.weight", (size, hidden)
             if self.qkv_bias:
                 yield f"self_attn.{name}_proj.bias", (size,)

@@ -6,10 +6,12 @@ from typing import Any
 
 from .config import OWN_NAMES, Names, Norms
 from .mixtures import (
+    DEEPSEEK2,
     ERNIE,
     GPT_OSS,
     GRANITE,
     KEYS,
+    LISTED,
     MINIMAX,
     MIXTRAL,
     NOISE,
@@ -70,7 +72,7 @@ class Family:
     sub_norms: bool = False
     names: Names = OWN_NAMES
     gate: bool = True
-    interleaved: bool = False
+    interleaved: str | bool = False
     local: bool = False  # sliding layers keep their positions where rope_scaling stretches others
     of_rope: tuple[str, ...] = ()  # keys of rope_parameters that it alone reads
     partial: bool = False  # partial_rotary_factor also counts where rope_type is default
@@ -81,6 +83,7 @@ class Family:
     sinks: bool = False
     experts: Mixture | None = None
     left_out: str = ""  # of the names of tensors in files: a pattern
+    latent: bool = False  # attention with short vectors of keys and values
 
 
 COMMON = {
@@ -249,6 +252,33 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+LATENT = {
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+DEEPSEEK = {
+    **LATENT,
+    **KEYS,
+    "num_experts": None,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "max_position_embeddings": 4096,
+}
+HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two that are read
+ROUTER = dict.fromkeys(("aux_loss_alpha", "seq_aux"), ...) | {"moe_layer_freq": 1} | HEAD_DIM
+FURTHER = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "ep_size"), ...)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
     "mistral": Family(MISTRAL, "all", qkv_bias=False, output_bias=False),
@@ -622,6 +652,88 @@ FAMILIES: Mapping[str, Family] = {
         of_rope=("short_mscale", "long_mscale"),
         head_bias="lm_head_bias",
         experts=PHIMOE,
+    ),
+    "deepseek_v2": Family(
+        {
+            **DEEPSEEK,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "max_position_embeddings": 2048,
+        },
+        mlp_bias="mlp_bias",
+        interleaved=True,
+        facts={**FURTHER, **ROUTER, "scoring_func": "softmax", "norm_topk_prob": False},
+        experts=DEEPSEEK2,
+        latent=True,
+    ),
+    "deepseek_v3": Family(
+        DEEPSEEK,
+        interleaved="rope_interleave",
+        facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=GLM4_EXPERTS,
+        left_out=r"model\.layers\.61\.",
+        latent=True,
+    ),
+    "glm4_moe_lite": Family(
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-5,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 202_752,
+        },
+        interleaved="rope_interleave",
+        facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=LISTED,
+        left_out=r"model\.layers\.47\.",
+        latent=True,
+    ),
+    "youtu": Family(
+        {
+            **LATENT,
+            "rope_interleave": True,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131_072,
+        },
+        interleaved="rope_interleave",
+        facts={"embedding_initializer_range": ..., **HEAD_DIM},
+        latent=True,
+    ),
+    "minicpm3": Family(
+        {
+            **LATENT,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": None,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+            "rms_norm_eps": 1e-5,
+            "initializer_range": 0.1,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32_768,
+        },
+        obeys=("scale_emb", "scale_depth", "dim_model_base"),
+        facts=HEAD_DIM,
+        latent=True,
     ),
     "glm4_moe": Family(
         {

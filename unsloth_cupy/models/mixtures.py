@@ -1,7 +1,7 @@
 """The mixtures of experts of each family: keys of config.json, and names of tensors in files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .config import STACKS
@@ -13,17 +13,18 @@ class Mixture:
 
     A property that a string names is the value of that key.  ``layers`` says which layers have
     experts: all; those that decoder_sparse_step and mlp_only_layers leave; those after the
-    first_k_dense_replace first; or every moe_layer_interval-th between two.  ``files`` are in
-    ``Experts``.
+    first_k_dense_replace first; every moe_layer_interval-th between two; or those that
+    mlp_layer_types lists as sparse.  Groups that topk_method names are of "group_limited_greedy".
+    ``files`` are in ``Experts``.
     """
 
     count: tuple[str, ...] = ("num_local_experts", "num_experts")
     k: tuple[str, ...] = ("num_experts_per_tok",)
     inner: str = "intermediate_size"
-    layers: str = "all"  # all, stepped, late or between
+    layers: str = "all"  # all, stepped, late, between or listed
     scores: str = "softmax"
     normalize: str | bool = True
-    grouped: bool = False
+    grouped: bool | str = False
     scale: str | None = None
     mixer: bool = False  # the router is ``sparse_mixer``
     correction: str | None = None  # what is before the name of a bias of the choice
@@ -111,6 +112,8 @@ GLM4 = Mixture(
     balanced=False,
     files=BY_NAME,
 )
+DEEPSEEK2 = replace(GLM4, scores="softmax", normalize=False, grouped="topk_method", correction=None)
+LISTED = replace(GLM4, layers="listed")
 ERNIE = Mixture(
     count=("moe_num_experts", "num_experts"),
     k=("moe_k", "num_experts_per_tok"),

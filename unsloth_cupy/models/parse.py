@@ -1,11 +1,12 @@
 """Parse a Hugging Face config.json, in its older and newer forms, into a ``Config``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .config import SLIDING, Config
+from .config import SLIDING, Config, Latent, Rope
 from .families import FAMILIES, Family
 from .heads import CAUSAL, NONE, head_of, labels_of
 from .other_weights import KEYS, check_quantization
@@ -64,6 +65,12 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     )
     shared = read.get("num_key_value_heads") is not None
     kv_heads = read.size("num_key_value_heads") if shared else heads
+    latent = latent_of(read, hidden, heads) if family.latent else None
+    if latent is not None:
+        if kv_heads != heads:
+            problem = f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}"
+            raise ConfigError(f"config: {problem}, and all heads have keys of their own here")
+        read = Reader({**values, "head_dim": max(latent.dim, latent.value)}, family)
     if read.get("head_dim") is None and hidden % heads:
         raise ConfigError(
             f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
@@ -78,9 +85,14 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
             f" num_key_value_heads={kv_heads}"
         )
     rotated, layer_types = layers_of(read, layers)
+    turned = dim if latent is None else latent.rotated
+    ropes = {kind: rope_of(read, kind, turned) for kind in sorted(set(layer_types))}
     activation = activation_of(read)
     parallel, norms = read.says(family.parallel), family.norms
-    embedding = read.obeyed("embedding_multiplier")
+    embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
+    depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")
+    residual = read.obeyed("residual_multiplier") or (depth or layers**0.5) / layers**0.5
+    logit_scale = read.obeyed("logit_scale") or 1 / (read.obeyed("logits_scaling") or 1)
     normed = read.says(family.query_key_if)
     head = head_of(values)
     read.flag("attention_bias")
@@ -97,8 +109,9 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         activation=activation,
         layer_types=layer_types,
         window=read.size("sliding_window") if SLIDING in layer_types else None,
-        ropes={kind: rope_of(read, kind, dim) for kind in sorted(set(layer_types))},
-        scale=read.obeyed("attention_multiplier")
+        ropes=ropes,
+        scale=latent_scale(latent, ropes)
+        or read.obeyed("attention_multiplier")
         or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5,
         softcap=read.obeyed("attn_logit_softcapping"),
         logit_softcap=read.obeyed("final_logit_softcapping"),
@@ -108,7 +121,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         query_key_biases=normed and family.query_key_biases,
         rotated_first=family.rotated_first,
         embedding_scale=hidden**0.5 if family.scaled_embedding else embedding or 1.0,
-        qkv_bias=read.says(family.qkv_bias),
+        qkv_bias=latent is None and read.says(family.qkv_bias),
         output_bias=read.says(family.output_bias),
         mlp_bias=read.says(family.mlp_bias),
         head_bias=read.says(family.head_bias),
@@ -126,15 +139,42 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         pad_token=next(iter(token_ids("pad_token_id", values)), None),
         names=family.names,
         rotated=() if all(rotated) else rotated,
-        interleaved=family.interleaved,
+        interleaved=read.says(family.interleaved),
         clip=read.obeyed("clip_qkv"),
         parallel=parallel,
-        residual_scale=read.obeyed("residual_multiplier") or 1.0,
-        logit_scale=read.obeyed("logit_scale") or 1 / (read.obeyed("logits_scaling") or 1),
+        residual_scale=residual,
+        logit_scale=base / hidden if base else logit_scale,
+        latent=latent,
         gate=family.gate,
         head=head,
         labels=labels_of(values, head),
     )
+
+
+def latent_of(read: Reader, hidden: int, heads: int) -> Latent:
+    """Return the sizes of latent attention."""
+    value = read.get("v_head_dim")
+    rotated = read.size("qk_rope_head_dim")
+    if rotated % 2:
+        raise ConfigError(f"config: qk_rope_head_dim is {rotated}; it must be even")
+    return Latent(
+        queries=None if read.get("q_lora_rank") is None else read.size("q_lora_rank"),
+        rank=read.size("kv_lora_rank"),
+        plain=read.size("qk_nope_head_dim"),
+        rotated=rotated,
+        value=hidden // heads if value is None else read.size("v_head_dim"),
+        biases=read.flag("attention_bias"),
+    )
+
+
+def latent_scale(latent: Latent | None, ropes: Mapping[str, Rope]) -> float | None:
+    """Return the factor of scores, in which yarn's stretched positions count; None: not latent."""
+    if latent is None:
+        return None
+    scaling = next(iter(ropes.values())).scaling or {}
+    factor, weight = scaling.get("factor") or 1, scaling.get("mscale_all_dim") or 0
+    stretched = 1 + 0.1 * weight * math.log(factor) if factor > 1 else 1.0
+    return latent.dim**-0.5 * stretched * stretched
 
 
 def _bit_layers(quantization: Mapping[str, Any]) -> bool:

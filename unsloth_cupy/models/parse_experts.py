@@ -7,6 +7,7 @@ from .parse_layers import activation_of
 from .reading import Reader
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+METHODS = ("greedy", "group_limited_greedy")  # of choosing experts
 LARGEST_MINIMUM = 1e-6  # of a sum of weights, which no text reaches
 
 
@@ -67,6 +68,13 @@ def _size(read: Reader, keys: tuple[str, ...]) -> int:
 
 def _groups(read: Reader, rules: Mixture, count: int) -> tuple[int | None, int | None]:
     """Return how many groups of experts there are and how many are chosen from; None: one."""
+    if isinstance(rules.grouped, str):
+        method = read.get(rules.grouped)
+        if method not in METHODS:
+            problem = f"{rules.grouped} is {method!r}"
+            raise ConfigError(f"config: {problem}; choose from {', '.join(METHODS)}")
+        if method == METHODS[0]:
+            return None, None
     if not rules.grouped or read.size("n_group") == 1:
         return None, None
     groups, best = read.size("n_group"), read.size("topk_group")
@@ -98,6 +106,13 @@ def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
         case "late":
             first = read.number("first_k_dense_replace")
             return tuple(n >= first for n in every)
+        case "listed":
+            kinds = read.get("mlp_layer_types")
+            kinds = ["dense", *["sparse"] * (layers - 1)] if kinds is None else kinds
+            if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+                problem = f"mlp_layer_types is {kinds!r}"
+                raise ConfigError(f"config: {problem}; it must list dense or sparse, {layers} times")
+            return tuple(kind == "sparse" for kind in kinds)
         case "between":
             first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")
             if type(last) is not int or last < -1:

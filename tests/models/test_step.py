@@ -1,9 +1,10 @@
 """The step of generation that a GPU captures, where there is none and where there is one."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from functools import partial
 from unsloth_cupy import KVCache
 from unsloth_cupy.models import create, next_logits
 from unsloth_cupy.models.step import Step
@@ -138,7 +139,9 @@ def test_no_value_is_read_and_none_is_sent(kind, dtype, padded):
             kind: tuple(machine.array((16, rope.dim // 2), "float32") for _ in "cs")
             for kind, rope in sizes.ropes.items()
         }
-        model.tables = {kind: partial(lambda made, length: made, made) for kind, made in rows.items()}
+        model.tables = {
+            kind: partial(lambda made, length: made, made) for kind, made in rows.items()
+        }
         cache.filled = [7] * sizes.layers
         step = Step(model, cache, real, 16)
         machine.strict = True

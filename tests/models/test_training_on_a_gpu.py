@@ -64,7 +64,18 @@ def test_rows_and_tables_of_an_adapter_run_on_arrays_of_cupy(tied: bool, dtype: 
 
 
 @pytest.mark.parametrize("way", ["all", "lora", "nf4-double", "int8"])
-@pytest.mark.parametrize("label", ["mixtral", "gpt_oss", "qwen2_moe", "phimoe", "glm4_moe groups"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "mixtral",
+        "gpt_oss",
+        "qwen2_moe",
+        "phimoe",
+        "glm4_moe groups",
+        "deepseek_v2",
+        "glm4_moe_lite",
+    ],
+)
 def test_mixtures_run_on_arrays_of_cupy(label: str, way: str) -> None:
     with gpu(devices=2) as machine:
         machine.strict = False

@@ -23,7 +23,10 @@ from ..models.peers import CONFIGS, RELATIVES, SIZES
 from .models import filled
 
 
-@pytest.mark.parametrize("name", sorted({*CONFIGS, *RELATIVES} - {"minicpm3", "minicpm3 plain", "stablelm parallel", "youtu"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted({*CONFIGS, *RELATIVES} - {"minicpm3", "minicpm3 plain", "stablelm parallel", "youtu"}),
+)
 def test_parts_cover_all_once(name: str) -> None:
     """The slices of the ranks make up each parameter; what several hold is counted by shares."""
     comm = SingleCommunicator()

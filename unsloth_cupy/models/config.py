@@ -186,8 +186,8 @@ class Config:
     ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not codes * scale.
     With ``sinks`` each head's attention has the score of a further key, without a value.
     With ``latent`` queries, keys and values are made of short vectors; ``dim`` is then the length
-    of heads in caches, the larger of both.  ``experts`` are those of a mixture, ``left_out`` further layers in the files, which only predict
-    several tokens at once.
+    of heads in caches.  ``experts`` are those of a mixture, ``left_out`` further layers in the
+    files, which only predict several tokens at once.
     ``body`` is what transformers' model has before the names of the body's modules: another prefix
     in a model that reads images.  ``head`` is one of ``heads.HEADS``; only that of a language model
     can be ``tied``.
@@ -279,22 +279,16 @@ class Config:
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
-        hidden, names = self.hidden, self.names
-        queries, keys = self.heads * self.dim, self.kv_heads * self.dim
-        if self.latent is not None:
-            queries = self.heads * self.latent.value
-            for name, shape in self.latent.shapes(self.heads, hidden):
+        names, latent = self.names, self.latent
+        queries = self.heads * (self.dim if latent is None else latent.value)
+        if latent is None:
+            yield from self._projection_shapes()
+        else:
+            for name, shape in latent.shapes(self.heads, self.hidden):
                 yield f"self_attn.{name}", shape
-        elif "qkv" in self.fused:
-            yield "self_attn.qkv_proj.weight", (queries + 2 * keys, hidden)
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            if "qkv" not in self.fused and self.latent is None:
-                yield f"self_attn.{name}_proj.weight", (size, hidden)
-            if self.qkv_bias:
-                yield f"self_attn.{name}_proj.bias", (size,)
-        yield f"self_attn.{names.output}.weight", (hidden, queries)
+        yield f"self_attn.{names.output}.weight", (self.hidden, queries)
         if self.output_bias:
-            yield f"self_attn.{names.output}.bias", (hidden,)
+            yield f"self_attn.{names.output}.bias", (self.hidden,)
         for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
             yield from self._query_key_shapes(f"self_attn.{name}", heads)
         if self.sinks:
@@ -315,6 +309,17 @@ class Config:
         ):
             if norm:
                 yield from self._norm_shapes(norm).items()
+
+    def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters that project a token into queries, keys and values."""
+        queries, keys = self.heads * self.dim, self.kv_heads * self.dim
+        if "qkv" in self.fused:
+            yield "self_attn.qkv_proj.weight", (queries + 2 * keys, self.hidden)
+        for name, size in (("q", queries), ("k", keys), ("v", keys)):
+            if "qkv" not in self.fused:
+                yield f"self_attn.{name}_proj.weight", (size, self.hidden)
+            if self.qkv_bias:
+                yield f"self_attn.{name}_proj.bias", (size,)
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of the MLP of a block, or of its experts."""

@@ -264,8 +264,6 @@ DEEPSEEK = {
     **LATENT,
     **KEYS,
     "num_experts": None,
-    "norm_topk_prob": True,
-    "rope_interleave": True,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
@@ -277,7 +275,7 @@ DEEPSEEK = {
     "max_position_embeddings": 4096,
 }
 HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two that are read
-ROUTER = dict.fromkeys(("aux_loss_alpha", "seq_aux"), ...) | {"moe_layer_freq": 1} | HEAD_DIM
+ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
 FURTHER = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "ep_size"), ...)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
@@ -656,7 +654,6 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(
         {
             **DEEPSEEK,
-            "norm_topk_prob": False,
             "topk_method": "greedy",
             "n_routed_experts": 64,
             "n_shared_experts": 2,
@@ -670,12 +667,12 @@ FAMILIES: Mapping[str, Family] = {
         },
         mlp_bias="mlp_bias",
         interleaved=True,
-        facts={**FURTHER, **ROUTER, "scoring_func": "softmax", "norm_topk_prob": False},
+        facts={**FURTHER, **ROUTER, "scoring_func": "softmax"},
         experts=DEEPSEEK2,
         latent=True,
     ),
     "deepseek_v3": Family(
-        DEEPSEEK,
+        {**DEEPSEEK, "norm_topk_prob": True, "rope_interleave": True},
         interleaved="rope_interleave",
         facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=GLM4_EXPERTS,
@@ -685,6 +682,8 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": Family(
         {
             **DEEPSEEK,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,
             "v_head_dim": 256,

@@ -26,18 +26,23 @@ def latent_heads(call: Any, layer: int, module: str, x: Any) -> tuple[Any, Any, 
     latent, parameters = config.latent, call.parameters
     assert latent is not None
     batch, tokens, _ = x.shape
-    names = [f"{module}kv_a_proj_with_mqa", f"{module}{'q' if latent.queries is None else 'q_a'}_proj"]
+    names = [
+        f"{module}kv_a_proj_with_mqa",
+        f"{module}{'q' if latent.queries is None else 'q_a'}_proj",
+    ]
     both, q = call.project(parameters, names, x)
     if latent.queries is not None:
         q = rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=EPS)
         (q,) = call.project(parameters, [f"{module}q_b_proj"], q)
     q = q.reshape(batch, tokens, config.heads, latent.dim)
-    short = rms_norm(both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=EPS)
+    short = rms_norm(
+        both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=EPS
+    )
     (kv,) = call.project(parameters, [f"{module}kv_b_proj"], short)
     rotated = both[..., latent.rank :].reshape(batch, tokens, 1, latent.rotated)
     turned = q[..., latent.plain :]
     if config.rotates(layer):
-        cos, sin, *of_queries = call.tables[config.layer_types[layer]]
+        cos, sin, *_ = call.tables[config.layer_types[layer]]
         turned, rotated = rope_qk(
             turned, rotated, cos, sin, call.positions, interleaved=config.interleaved
         )

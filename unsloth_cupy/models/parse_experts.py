@@ -111,7 +111,9 @@ def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
             kinds = ["dense", *["sparse"] * (layers - 1)] if kinds is None else kinds
             if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
                 problem = f"mlp_layer_types is {kinds!r}"
-                raise ConfigError(f"config: {problem}; it must list dense or sparse, {layers} times")
+                raise ConfigError(
+                    f"config: {problem}; it must list dense or sparse, {layers} times"
+                )
             return tuple(kind == "sparse" for kind in kinds)
         case "between":
             first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")

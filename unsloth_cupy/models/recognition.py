@@ -112,7 +112,7 @@ def _varied(rows: list[tuple[Family, Config]]) -> Iterator[tuple[Family, Config]
     norms = {family.norms for family in FAMILIES.values()}
     for family, config in rows:
         for other in (family.norms, *sorted(norms - {family.norms}, key=repr)):
-            for interleaved in (family.interleaved, not family.interleaved):
+            for interleaved in (config.interleaved, not config.interleaved):
                 varied = replace(family, norms=other, interleaved=interleaved)
                 before_mlp = None if config.parallel else other.before_mlp
                 own = replace(other, before_mlp=before_mlp)

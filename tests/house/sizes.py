@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 8350,
+    "models": 8900,
     "memory": 1000,
     "finetune": 5560,
     "bench": 850,

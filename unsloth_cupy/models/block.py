@@ -222,7 +222,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
     if config.latent is not None:
-        return _attended(call, layer, module, *latent_heads(call, layer, module, x))
+        return _attended(call, layer, module, *latent_heads(call, config.latent, layer, module, x))
     if "qkv" in config.fused:
         (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
         q, k, v = (

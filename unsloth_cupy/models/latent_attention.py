@@ -20,11 +20,12 @@ from .config import Config, Latent
 EPS = 1e-6  # of the norms of the short vectors, whatever that of the others is
 
 
-def latent_heads(call: Any, layer: int, module: str, x: Any) -> tuple[Any, Any, Any]:
+def latent_heads(
+    call: Any, latent: Latent, layer: int, module: str, x: Any
+) -> tuple[Any, Any, Any]:
     """Return q, k and v of normalised x, each (batch, tokens, heads, dim)."""
     config: Config = call.config
-    latent, parameters = config.latent, call.parameters
-    assert latent is not None
+    parameters = call.parameters
     batch, tokens, _ = x.shape
     names = [
         f"{module}kv_a_proj_with_mqa",

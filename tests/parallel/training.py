@@ -17,6 +17,7 @@ from unsloth_cupy.parallel import (
     part,
 )
 
+from ..models.peers import RELATIVES, SIZES
 from .ranks import close, likelihoods
 
 CONFIG = {
@@ -140,13 +141,17 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
     """Tokens of each row divided among ranks: inside of texts, windows, uneven lengths."""
     rng, layers = np.random.default_rng(7), {"model_type": "mistral", "sliding_window": 3}
     texts = np.array([0, 3, 4, 4, 15, 22])
-    for config, kind in ((CONFIG, "ring"), (CONFIG | layers, "ring"), (CONFIG | layers, "ulysses")):
+    windows, latent = CONFIG | layers, SIZES | RELATIVES["youtu"]
+    for config, kind in (
+        *((CONFIG, "ring"), (windows, "ring"), (windows, "ulysses")),
+        *((latent, "ring"), (latent, "ulysses")),
+    ):
         if kind == "ulysses" and config["num_attention_heads"] % comm.size:
             continue
         whole, model = (models.create(config, seed=1) for _ in range(2))
         model.context, model.context_attention = comm, kind
         many = DataParallel(model, comm)
-        tokens = rng.integers(0, CONFIG["vocab_size"], (2, 11))
+        tokens = rng.integers(0, config["vocab_size"], (2, 11))
         labels = np.where(rng.random(tokens.shape) < 0.3, -100, tokens)
         for offsets in (None, texts):
             expected, grads = whole.loss_and_gradients(tokens, labels, offsets=offsets)

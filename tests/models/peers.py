@@ -117,6 +117,15 @@ HEADS: dict[str, Any] = {  # of latent attention, each of another length
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
 }
+RULE: dict[str, Any] = {  # of layers with a delta rule
+    "head_dim": 16,
+    "rms_norm_eps": 1e-2,  # first tokens give the gated norm little: rounding would be all of it
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+}
 RELATIVES: dict[str, dict[str, Any]] = {
     "smollm3": {
         "model_type": "smollm3",
@@ -224,6 +233,12 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "jais2": {"model_type": "jais2"},
+    "qwen3_5_text": {
+        "model_type": "qwen3_5_text",
+        **RULE,
+        "attention_bias": True,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "minicpm3": {
         "model_type": "minicpm3",
         **HEADS,
@@ -254,6 +269,12 @@ CHOICE = {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MSCALES = {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": 32}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 3.0, 7.0, 9.0]}
+NEXT = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
 ROUTED = {
     "moe_intermediate_size": 12,
     "n_routed_experts": 6,
@@ -398,6 +419,31 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.25,
         },
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **RULE,
+        **NEXT,
+        **BALANCED,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+    },
+    "qwen3_next types": {
+        "model_type": "qwen3_next",
+        **RULE,
+        **NEXT,
+        "linear_num_value_heads": 2,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+    },
+    "qwen3_5_moe_text": {
+        "model_type": "qwen3_5_moe_text",
+        **RULE,
+        **NEXT,
+        **BALANCED,
+        "num_hidden_layers": 4,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         **HEADS,
@@ -482,7 +528,9 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
+            if name.endswith("A_log"):  # decays that leave something of a state
+                parameter.copy_(0.3 * torch.randn_like(parameter) - 1)
+            elif (
                 parameter.ndim == 1 or "norm" in name
             ):  # norms and biases begin as ones and zeros: too easy
                 parameter.add_(0.3 * torch.randn_like(parameter))

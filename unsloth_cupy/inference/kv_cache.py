@@ -66,6 +66,8 @@ class KVCache:
         For int8, the factors of the codes of keys and of values.
     real : (batch, tokens) bool
         Which tokens are not padding; a model notes its mask here, and attention applies it later.
+    states : dict of int to tuple
+        What layers without attention keep of earlier tokens, by layer: see ``recurrent``.
     padded : bool
         Whether any token may be padding: False until a model notes a mask.
 
@@ -120,6 +122,7 @@ class KVCache:
         self.shape, self.dtype = (batch, kv_heads, dim), kind
         self.real = arrays.empty((batch, capacity), np.dtype(bool), place)
         self.filled = [0] * layers
+        self.states: dict[int, tuple[Array, ...]] = {}
         self.reset()
 
     @property
@@ -400,6 +403,7 @@ class KVCache:
     def reset(self) -> None:
         """Remove all tokens; the storage is kept."""
         self.filled = [0] * len(self.filled)
+        self.states = {}
         self.real[...] = True
         self.padded = False
 
@@ -417,6 +421,10 @@ class KVCache:
             not changed.
         """
         check_length("KVCache", length)
+        if behind := [layer for layer in self.states if self.filled[layer] > length]:
+            problem = f"layer {behind[0]} has a state after {self.filled[behind[0]]} tokens"
+            cure = "call reset() and give the text again"
+            raise RangeError(f"KVCache.truncate({length}): {problem}, none before; {cure}")
         for layer, (held, keys) in enumerate(zip(self.filled, self.keys, strict=True)):
             slots = keys.shape[1]
             if self.sinks < length < held - 1 and held > slots:
@@ -451,6 +459,7 @@ class KVCache:
             if scales is not None:
                 scales[:, :, :filled] = scales[:, index, :filled]
         self.real[...] = self.real[index]
+        self.states = {i: tuple(s[index] for s in each) for i, each in self.states.items()}
 
     def repeat(self, other: "KVCache", times: int) -> None:
         """Make ``times`` rows in succession continue from each row of a cache with fewer rows."""
@@ -461,6 +470,19 @@ class KVCache:
                 mine[...] = np.repeat(its, times, axis=1)
         self.real[...] = np.repeat(other.real[:, : self.real.shape[1]], times, axis=0)
         self.filled, self.padded = [*other.filled], other.padded
+        states = other.states.items()
+        self.states = {i: tuple(np.repeat(s, times, axis=0) for s in each) for i, each in states}
+
+    def recurrent(self, layer: int, tokens: int = 0, *states: Array) -> tuple[Array | None, ...]:
+        """Return the states of a layer without attention, or keep those after new tokens.
+
+        (None, None) before the first token.  A state has a row for each row of the cache.
+        """
+        self._check_layer("recurrent", layer)
+        if states:
+            self.states[layer] = states
+            self.filled[layer] += tokens
+        return self.states.get(layer, (None, None))
 
     def check_append(self, call: str, layer: int, k: Any, v: Any) -> None:
         """Raise unless there is such a layer, and it has room for these keys and values."""

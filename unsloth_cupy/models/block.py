@@ -34,6 +34,7 @@ from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .adapter_stacks import Adapted
 from .config import BUFFERS, Config, Rope
+from .delta_layer import delta_layer
 from .division import Division, entered, joined
 from .elements import clip, gated, gelu, scaled_heads, stacked, xielu
 from .experts_layer import experts_of_tokens
@@ -44,6 +45,11 @@ Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see a
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
 Project = Callable[[Mapping[str, Any], Sequence[str], Any], list[Any]]  # (parameters, names, x)
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def unkept(*_: Any) -> tuple[None, None]:
+    """Return that a layer has no state before the first token; keep none."""
+    return None, None
 
 
 class Call(NamedTuple):
@@ -63,6 +69,9 @@ class Call(NamedTuple):
     turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
     stacks: Mapping[str, Adapted] = {}  # those of experts that have an adapter
+    mask: Any = None  # of tokens that are not padding
+    offsets: Any = None  # of packed texts
+    states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
     routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them
 
 
@@ -221,6 +230,8 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     config, module = call.config, prefix + "self_attn."
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
+    if config.delta is not None and not config.attends(layer):
+        return delta_layer(call, config.delta, layer, f"{prefix}linear_attn.", x)
     if config.latent is not None:
         return _attended(call, layer, module, *latent_heads(call, config.latent, layer, module, x))
     if "qkv" in config.fused:
@@ -237,15 +248,17 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         q, k = (_divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     if config.clip is not None:
         q, k, v = (clip(each, config.clip) for each in (q, k, v))
-    q = q.reshape(batch, tokens, config.heads, config.dim)
+    q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
+    if config.gated:
+        q, gate = q[..., : config.dim], q[..., config.dim :]
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
     q, k = _placed(call, layer, module, q, k, v)
-    return _attended(call, layer, module, q, k, v)
+    return _attended(call, layer, module, q, k, v, gate)
 
 
-def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> Any:
-    """Return the output of the attention of heads."""
+def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
+    """Return the output of the attention of heads, times the sigmoid of a gate if there is one."""
     config = call.config
     window = config.window_of(layer)  # it counts the query itself
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
@@ -255,6 +268,7 @@ def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> An
     out = call.attend(layer, q, k, v, **options)
     if config.latent is not None:
         out = out[..., : config.latent.value]
+    out = out if gate is None else gated(out, gate)
     out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
     if config.sub_norms:
         out = _divided_norm(call, module, "attn_sub_norm", out)

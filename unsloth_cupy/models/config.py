@@ -6,7 +6,7 @@ from typing import Any
 
 from .names import TEXT
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
 CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
 STACKS = ("gate_up_proj", "down_proj")  # of experts
@@ -170,6 +170,36 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """Layers with a gated delta rule, after a convolution with ``taps`` taps.
+
+    Queries and keys have ``key_heads`` of ``key_dim``, values ``value_heads`` of ``value_dim``.
+    ``fused`` checkpoints store the projections head by head in two matrices.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    fused: bool
+
+    def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters of a layer."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        sizes = {"qkv": 2 * keys + values, "z": values, "b": self.value_heads}
+        sizes |= {"a": self.value_heads}
+        if self.fused:
+            sizes = {"qkvz": 2 * (keys + values), "ba": 2 * self.value_heads}
+        for name, size in sizes.items():
+            yield f"in_proj_{name}.weight", (size, hidden)
+        yield "conv1d.weight", (2 * keys + values, 1, self.taps)
+        yield from ((name, (self.value_heads,)) for name in ("A_log", "dt_bias"))
+        yield "norm.weight", (self.value_dim,)
+        yield "out_proj.weight", (hidden, values)
+
+
+@dataclass(frozen=True)
 class Config:
     """A decoder-only transformer.
 
@@ -241,6 +271,8 @@ class Config:
     experts: Experts | None = None
     left_out: str = ""  # a pattern of names
     latent: Latent | None = None
+    delta: Delta | None = None  # of the layers of type LINEAR
+    gated: bool = False  # the output of attention, by what its queries' projection has more
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -248,6 +280,10 @@ class Config:
 
     head: str = "causal_lm"
     labels: int = 0  # outputs of a classifier
+
+    def attends(self, layer: int) -> bool:
+        """Return whether this layer has attention."""
+        return self.layer_types[layer] != LINEAR
 
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""
@@ -279,6 +315,29 @@ class Config:
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
+        if self.delta is not None and not self.attends(layer):
+            yield from ((f"linear_attn.{n}", shape) for n, shape in self.delta.shapes(self.hidden))
+        else:
+            yield from self._attention_shapes()
+        yield from self._feed_forward_shapes(layer)
+        if self.activation == "xielu":
+            yield from ((f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
+            yield from ((f"mlp.act_fn.{name}", ()) for name in BUFFERS)
+        if self.sub_norms:
+            yield "self_attn.attn_sub_norm.weight", (self.heads * self.dim,)
+            yield "mlp.ffn_sub_norm.weight", (self.inner,)
+        norms = self.norms
+        for norm in (
+            norms.before_attention,
+            norms.after_attention,
+            norms.before_mlp,
+            norms.after_mlp,
+        ):
+            if norm:
+                yield from self._norm_shapes(norm).items()
+
+    def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the parameters of attention."""
         names, latent = self.names, self.latent
         queries = self.heads * (self.dim if latent is None else latent.value)
         if latent is None:
@@ -293,29 +352,13 @@ class Config:
             yield from self._query_key_shapes(f"self_attn.{name}", heads)
         if self.sinks:
             yield "self_attn.sinks", (self.heads,)
-        yield from self._feed_forward_shapes(layer)
-        if self.activation == "xielu":
-            yield from ((f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
-            yield from ((f"mlp.act_fn.{name}", ()) for name in BUFFERS)
-        if self.sub_norms:
-            yield "self_attn.attn_sub_norm.weight", (queries,)
-            yield "mlp.ffn_sub_norm.weight", (self.inner,)
-        norms = self.norms
-        for norm in (
-            norms.before_attention,
-            norms.after_attention,
-            norms.before_mlp,
-            norms.after_mlp,
-        ):
-            if norm:
-                yield from self._norm_shapes(norm).items()
 
     def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters that project a token into queries, keys and values."""
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if "qkv" in self.fused:
             yield "self_attn.qkv_proj.weight", (queries + 2 * keys, self.hidden)
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
+        for name, size in (("q", queries * (1 + self.gated)), ("k", keys), ("v", keys)):
             if "qkv" not in self.fused:
                 yield f"self_attn.{name}_proj.weight", (size, self.hidden)
             if self.qkv_bias:

@@ -1,6 +1,7 @@
 """Functions that few families need, on arrays or on a tape."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,15 +59,31 @@ def scaled_heads(x: Any, weight: Any) -> Any:
     return taped("scaled_heads", y, back, x=x, weight=weight)
 
 
+def beside(*parts: Any) -> Any:
+    """Return arrays joined along the last axis."""
+    values = [value_of(part) for part in parts]
+    ends = np.cumsum([0, *(value.shape[-1] for value in values)]).tolist()
+    names = [f"part_{i}" for i in range(len(parts))]
+    places = {n: slice(*each) for n, each in zip(names, pairwise(ends), strict=True)}
+    return taped(
+        "beside",
+        np.concatenate(values, axis=-1),
+        lambda dy, wanted: {n: dy[..., places[n]].copy() for n in wanted},
+        **dict(zip(names, parts, strict=True)),
+    )
+
+
 def gated(x: Any, gate: Any) -> Any:
-    """Return x (*rows, hidden) times the sigmoid of gate (*rows, 1), rounded once."""
+    """Return x times the sigmoid of gate, of which rows may have one, rounded once."""
     arrays = value_of(x), value_of(gate)
     wide = np.promote_types(arrays[0].dtype, FLOAT32)
     value, factor = arrays[0].astype(wide, copy=False), sigmoid(arrays[1].astype(wide, copy=False))
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         dy = dy.astype(wide, copy=False)
-        slope = (dy * value).sum(axis=-1, keepdims=True) * factor * (1 - factor)
+        slope = dy * value
+        slope = slope if factor.shape == slope.shape else slope.sum(axis=-1, keepdims=True)
+        slope = slope * factor * (1 - factor)
         return {"x": rounded(dy * factor, arrays[0].dtype), "gate": rounded(slope, arrays[1].dtype)}
 
     return taped("gated", rounded(value * factor, arrays[0].dtype), back, x=x, gate=gate)

@@ -19,6 +19,7 @@ from .mixtures import (
     PHIMOE,
     QWEN2,
     QWEN3,
+    QWEN35,
     STEPPED,
     Mixture,
 )
@@ -49,9 +50,10 @@ class Family:
     A property that a string names is the value of that key.  ``windows`` says which layers see
     only a window of keys: none, all, flagged (all if use_sliding_window), the late ones (from
     max_window_layers on), every second one of the early ones, or most (all but every
-    sliding_window_pattern-th).  ``rotates`` says which layers rotate queries and keys: all, those
-    that no_rope_layers lists with 1, the sliding ones, or these where there is a window.
-    ``facts`` are keys that say what the family has anyway; ... stands for any value.
+    sliding_window_pattern-th); with linear all but every full_attention_interval-th have no
+    attention.  ``rotates`` says which layers rotate queries and keys: all, those that
+    no_rope_layers lists with 1, the sliding ones, or these where there is a window.  ``facts`` are
+    keys that say what the family has anyway; ... stands for any value.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +85,8 @@ class Family:
     sinks: bool = False
     experts: Mixture | None = None
     left_out: str = ""  # of the names of tensors in files: a pattern
+    delta: str | None = None  # fused or split: the projections of layers with a delta rule
+    gated: bool = False  # the output of attention
     latent: bool = False  # attention with short vectors of keys and values
 
 
@@ -251,6 +255,32 @@ GPT_OSS_ROPE = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
+}
+DELTA = {
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32_768,
+}
+HYBRID: dict[str, Any] = {
+    "windows": "linear",
+    "norm_offset": 1.0,
+    "query_key_norm": "head",
+    "of_rope": ("mrope_section", "mrope_interleaved"),  # of an image: those of a text are equal
+    "partial": True,
+    "facts": {
+        "attn_output_gate": True,
+        **dict.fromkeys(("mamba_ssm_dtype", "mtp_num_hidden_layers"), ...),
+        "mtp_use_dedicated_embeddings": ...,
+    },
+    "left_out": r"mtp\.",
+    "gated": True,
 }
 LATENT = {
     "attention_bias": False,
@@ -650,6 +680,37 @@ FAMILIES: Mapping[str, Family] = {
         of_rope=("short_mscale", "long_mscale"),
         head_bias="lm_head_bias",
         experts=PHIMOE,
+    ),
+    "qwen3_next": Family(
+        {
+            **STEPPED,
+            **DELTA,
+            "moe_intermediate_size": 512,
+            "num_local_experts": None,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 512,
+        },
+        delta="fused",
+        experts=QWEN2,
+        **HYBRID,
+    ),
+    "qwen3_5_text": Family({**DELTA, "num_key_value_heads": 4}, delta="split", **HYBRID),
+    "qwen3_5_moe_text": Family(
+        {
+            **KEYS,
+            **DELTA,
+            "moe_intermediate_size": 512,
+            "num_local_experts": None,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512,  # of dense layers, which it has none of
+        },
+        delta="split",
+        experts=QWEN35,
+        **HYBRID,
     ),
     "deepseek_v2": Family(
         {

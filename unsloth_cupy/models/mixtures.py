@@ -81,6 +81,7 @@ QWEN2 = Mixture(
     shared_in="shared_expert",
     files=BY_NAME,
 )
+QWEN35 = replace(QWEN2, layers="all", normalize=True)
 GPT_OSS = Mixture(
     scores="softmax_of_k", biases=True, clamped=True, router="router", transposed=True
 )

@@ -12,6 +12,7 @@ from ..core.dtypes import FLOAT32, Array, Stored
 from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
+from ..inference.paged_rows import PagedRows
 from ..parallel.communicator import Communicator
 from ..parallel.zero3 import Parts
 from ..placement import on_gpu_of_attribute
@@ -22,7 +23,7 @@ from ..training.variable import Var
 from .adapter import Adapter
 from .any_library import to_torch
 from .attending import attend_of, project_of
-from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
+from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows, unkept
 from .config import CORRECTION, Config
 from .context import Context, own_tokens
 from .division import Division
@@ -249,6 +250,8 @@ class Network(Summary):
             problem = f"the attention of a {self.config.model_type} has sinks"
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
             raise ConfigError(f"Transformer: {problem}, which ranks do not divide; {cure}")
+        if self.config.delta is not None:
+            self._check_recurrent(rows, context)
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         attend = attend_of(rows, where.mask, where.offsets, context)
@@ -256,8 +259,19 @@ class Network(Summary):
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
             self.division, gather=self.gather, routers=routers,
+            mask=mask, offsets=where.offsets, states=getattr(rows, "recurrent", unkept),
             stacks={} if self.adapter is None else self.adapter.stacks,
         )  # fmt: skip
+
+    def _check_recurrent(self, rows: Any, context: Context | None) -> None:
+        """Raise a ConfigError for a call whose layers without attention have no states."""
+        kind = f"layers of a {self.config.model_type} that have no attention"
+        if context is not None:
+            cure = "divide the batch, not its tokens"
+            raise ConfigError(f"Transformer: ranks do not pass on the states of {kind}; {cure}")
+        if isinstance(rows, PagedRows):
+            problem = f"a PagedKVCache holds no states of {kind}"
+            raise ConfigError(f"Transformer: {problem}; use a KVCache")
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters in which those outside of the blocks are whole, and the adapter's."""

@@ -44,7 +44,10 @@ class CachedLogits:
     ) -> None:
         self.model, self.like, self.most, self.greedy = model, like, most, greedy
         config, stages = model.config, stages_of(model)
-        in_rank = [stages is None or stages.holds(layer) for layer in range(config.layers)]
+        in_rank = [
+            config.attends(layer) and (stages is None or stages.holds(layer))
+            for layer in range(config.layers)
+        ]
         self.new_cache = partial(
             KVCache,
             dtype=model.dtype if dtype is None else dtype,
@@ -203,7 +206,7 @@ def _steps_on_device(model: Network, most: int) -> bool:
     It needs a GPU, rotary angles that do not change up to that length, and weights that stay whole
     in memory, which those gathered block by block do not.
     """
-    if stages_of(model) is not None or model.gather is not None:
+    if stages_of(model) is not None or model.gather is not None or model.config.delta is not None:
         return False
     ropes = model.config.ropes.values()
     fixed = all(rope.original is None or most <= rope.original for rope in ropes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .config import SLIDING, Config, Latent, Rope
+from .config import LINEAR, SLIDING, Config, Delta, Latent, Rope
 from .families import FAMILIES, Family
 from .heads import CAUSAL, NONE, head_of, labels_of
 from .other_weights import KEYS, check_quantization
@@ -86,7 +86,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         )
     rotated, layer_types = layers_of(read, layers)
     turned = dim if latent is None else latent.rotated
-    ropes = {kind: rope_of(read, kind, turned) for kind in sorted(set(layer_types))}
+    ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR})}
     activation = activation_of(read)
     parallel, norms = read.says(family.parallel), family.norms
     embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
@@ -145,9 +145,31 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         residual_scale=residual,
         logit_scale=base / hidden if base else logit_scale,
         latent=latent,
+        delta=None if family.delta is None else delta_of(read),
+        gated=family.gated,
         gate=family.gate,
         head=head,
         labels=labels_of(values, head),
+    )
+
+
+def delta_of(read: Reader) -> Delta:
+    """Return the sizes of the layers with a gated delta rule."""
+    keys, values = (read.size(f"linear_num_{name}_heads") for name in ("key", "value"))
+    if values % keys:
+        problem = f"linear_num_value_heads={values} is not a multiple"
+        raise ConfigError(f"config: {problem} of linear_num_key_heads={keys}")
+    if read.values.get("attn_output_gate") is False:
+        raise ConfigError("config: attn_output_gate is false; attention without it is not known")
+    if read.get("hidden_act") not in ("silu", "swish"):
+        raise ConfigError("config: hidden_act is that of the convolutions, too; it must be silu")
+    return Delta(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=read.size("linear_key_head_dim"),
+        value_dim=read.size("linear_value_head_dim"),
+        taps=read.size("linear_conv_kernel_dim"),
+        fused=read.family.delta == "fused",
     )
 
 

@@ -1,7 +1,7 @@
 """What the layers of a config.json are: the activation, windows, and which of them rotate."""
 
 from ..errors import ConfigError
-from .config import FULL, SLIDING
+from .config import FULL, LINEAR, SLIDING
 from .reading import Reader
 
 ACTIVATIONS = {
@@ -65,6 +65,8 @@ def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
 def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[str, ...]:
     """Return for each layer whether its queries see all keys or a window of them."""
     windows, window = read.family.windows, read.get("sliding_window")
+    if windows == "linear":
+        return _linear(read, layers)
     by_flag = windows in ("flagged", "late", "early", "unrotated")
     if windows == "none" or (by_flag and not read.flag("use_sliding_window")):
         return (FULL,) * layers
@@ -79,6 +81,20 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
         )
     if SLIDING in types and window is None:
         raise ConfigError("config: layer_types has sliding layers; add sliding_window")
+    return tuple(types)
+
+
+def _linear(read: Reader, layers: int) -> tuple[str, ...]:
+    """Return which layers have attention; the others have a gated delta rule."""
+    types = read.get("layer_types")
+    if types is None:
+        period = read.size("full_attention_interval")
+        return tuple(FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers))
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= {FULL, LINEAR}:
+        raise ConfigError(
+            f"config: layer_types must be a list of num_hidden_layers={layers} names,"
+            f" each {FULL!r} or {LINEAR!r}, not {types!r}"
+        )
     return tuple(types)
 
 

@@ -18,6 +18,8 @@ OUTER = {
     **dict.fromkeys(("llava_onevision", "internvl", "qwen2_audio", "got_ocr2"), "qwen2"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "qwen2_vl_text"),
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "mistral3": "mistral",
     **dict.fromkeys(("aya_vision", "cohere2_vision"), "cohere2"),
     "glm4v": "glm4v_text",

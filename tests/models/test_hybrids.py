@@ -1,0 +1,167 @@
+"""Models with delta rules: states in caches, packing, adapters, plans, and what is refused."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import CheckpointConfig, PagedKVCache
+from unsloth_cupy.errors import ConfigError, RangeError
+from unsloth_cupy.inference.kv_cache import KVCache
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.memory.pool import memory_pool
+from unsloth_cupy.models import create, load
+from unsloth_cupy.models.families import FAMILIES
+from unsloth_cupy.models.parse import parse
+from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.training.adamw import AdamW
+
+from .peers import MIXTURES, RELATIVES, SIZES
+
+CONFIGS = {
+    name: SIZES | config
+    for name, config in (RELATIVES | MIXTURES).items()
+    if FAMILIES[config["model_type"]].delta is not None
+}
+TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
+DENSE = CONFIGS["qwen3_5_text"]
+
+
+def near(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_every_family_has_a_case():
+    kinds = {config["model_type"] for config in CONFIGS.values()}
+    assert kinds == {name for name, family in FAMILIES.items() if family.delta is not None}
+
+
+@pytest.mark.parametrize("label", CONFIGS)
+def test_packed_texts_padding_and_caches(label):
+    """States begin anew with each text, pass over padding, and go on from a cache."""
+    model = create(CONFIGS[label], seed=0)
+    texts, offsets = np.split(TOKENS.reshape(-1), [5, 14]), np.array([0, 5, 14, 24])
+    packed = model.logits(TOKENS.reshape(1, -1), offsets=offsets)[0]
+    near(packed, np.concatenate([model.logits(text[None])[0] for text in texts]))
+    mask = np.arange(12) >= np.array([[4], [0]])
+    near(model.logits(TOKENS, mask=mask)[0, 4:], model.logits(TOKENS[:1, 4:])[0])
+    whole = TOKENS
+    for _ in range(4):
+        following = model.logits(whole)[:, -1].argmax(axis=-1)
+        whole = np.concatenate([whole, following[:, None]], axis=1)
+    np.testing.assert_array_equal(model.generate(TOKENS, max_new_tokens=4, stop=()), whole)
+    padded = model.generate(TOKENS, mask=mask, max_new_tokens=4, stop=())
+    alone = model.generate(TOKENS[:1, 4:], max_new_tokens=4, stop=())
+    np.testing.assert_array_equal(padded[0, 4:], alone[0])
+    loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
+    again, actual = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=CheckpointConfig())
+    assert again == loss
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(actual[name], gradient, err_msg=name)
+
+
+def new_cache(model, batch=2):
+    config = model.config
+    windows = [None if config.attends(layer) else 1 for layer in range(config.layers)]
+    sizes = config.layers, batch, 16, config.kv_heads, config.dim
+    return KVCache(*sizes, dtype="float32", window=windows)
+
+
+def test_states_follow_the_rows_of_a_cache():
+    """Several tokens at once, rows in another order, prompts that are repeated, a reset."""
+    model = create(DENSE, seed=0)
+    expected = model.logits(TOKENS)
+    cache = new_cache(model)
+    parts = [model.logits(TOKENS[:, part], cache=cache) for part in np.split(range(12), [5, 6])]
+    near(np.concatenate(parts, axis=1), expected)
+    cache.reset()
+    near(model.logits(TOKENS, cache=cache), expected)
+    cache.reset()
+    model.logits(TOKENS[:, :7], cache=cache)
+    cache.reorder(np.array([1, 0]))
+    near(model.logits(TOKENS[::-1, 7:], cache=cache), expected[::-1, 7:])
+    one = new_cache(model, 1)
+    model.logits(TOKENS[:1, :7], cache=one)
+    cache.repeat(one, 2)
+    twice = np.repeat(TOKENS[:1, 7:], 2, axis=0)
+    near(model.logits(twice, cache=cache), np.repeat(expected[:1, 7:], 2, axis=0))
+    with pytest.raises(RangeError, match=r"layer 0 has a state after 12 tokens, none before"):
+        cache.truncate(11)
+    cache.truncate(12)
+    drawn = model.rollouts(TOKENS[:, :6], samples=2, max_new_tokens=3, temperature=1.0, seed=0)
+    assert drawn.tokens.shape[0] == 4
+
+
+def test_adapters(tmp_path):
+    """All projections of a layer have one; saved, read and merged they compute the same."""
+    model = create(DENSE, seed=0)
+    model.save(tmp_path / "m")
+    model.add_adapter(3, seed=1)
+    modules = {name.rpartition(".")[2] for name in model.adapter.scales if "linear_attn" in name}
+    assert modules == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    rng = np.random.default_rng(0)
+    for array in model.adapter.parameters.values():
+        array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
+    expected = model.logits(TOKENS)
+    model.save_adapter(tmp_path / "a")
+    read = load(tmp_path / "m", lora=tmp_path / "a")
+    np.testing.assert_array_equal(read.logits(TOKENS), expected)
+    read.merge_adapter()
+    near(read.logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("label", ["qwen3_5_text", "qwen3_next"])
+def test_a_plan_bounds_memory(label):
+    config = CONFIGS[label] | {"hidden_size": 64, "vocab_size": 512}
+    ids = np.random.default_rng(0).integers(3, 512, (2, 96))
+    plan = plan_memory(config, batch=2, tokens=96, dtype="float32", device="cpu")
+    model = create(config, seed=0)
+    optimizer = AdamW(model.trainable)
+
+    def step():
+        _, gradients = model.loss_and_gradients(ids, ids)
+        optimizer.step(gradients, factor=0.5)
+
+    step()
+    with memory_pool(held=[*model.parameters.values(), *optimizer.state().values()]) as pool:
+        step()
+        pool.reset_peak()
+        step()
+    assert -(2**17) < plan.total - pool.peak < 0.3 * pool.peak
+    on_a_gpu = plan_memory(config, batch=2, tokens=96, dtype="bfloat16", device="cuda")
+    assert on_a_gpu.total > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of"),
+        ({"layer_types": ["linear_attention"]}, "layer_types must be a list of num_hidden_layers"),
+        ({"hidden_act": "gelu"}, "hidden_act is that of the convolutions, too"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+    ],
+)
+def test_what_is_not_known_is_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(DENSE | change)
+
+
+def test_layers_by_an_interval():
+    config = {name: value for name, value in DENSE.items() if name != "layer_types"}
+    kinds = parse(config | {"num_hidden_layers": 5, "full_attention_interval": 2}).layer_types
+    assert [kind == "full_attention" for kind in kinds] == [False, True, False, True, False]
+
+
+def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
+    model = create(DENSE, seed=0)
+    model.save(tmp_path)
+    two = SingleCommunicator()
+    two.size = 2
+    with pytest.raises(ConfigError, match="ranks do not divide a qwen3_5_text, whose layers have"):
+        load(tmp_path, communicator=two)
+    config = model.config
+    pages = PagedKVCache(config.layers, 12, 4, config.kv_heads, config.dim, dtype="float32")
+    with pytest.raises(ConfigError, match="a PagedKVCache holds no states of layers"):
+        model.generate(TOKENS, max_new_tokens=2, cache=pages)
+    model.context = two
+    with pytest.raises(ConfigError, match="ranks do not pass on the states of layers"):
+        model.loss(TOKENS, TOKENS)

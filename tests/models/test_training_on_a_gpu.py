@@ -74,6 +74,7 @@ def test_rows_and_tables_of_an_adapter_run_on_arrays_of_cupy(tied: bool, dtype: 
         "glm4_moe groups",
         "deepseek_v2",
         "glm4_moe_lite",
+        "qwen3_next",
     ],
 )
 def test_mixtures_run_on_arrays_of_cupy(label: str, way: str) -> None:

@@ -79,8 +79,9 @@ def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
 def _of_length_1(x: Any) -> Any:
     """Return x / sqrt(sum(x**2) + eps) of each head."""
     dim = x.shape[-1]
-    ones = np.full_like(value_of(x), dim**-0.5, shape=(dim,))
-    return rms_norm(x, ones, eps=EPS / dim)
+    kind = np.promote_types(x.dtype, FLOAT32)
+    unit = np.full_like(value_of(x), dim**-0.5, kind, shape=(dim,))
+    return rms_norm(x, unit, eps=EPS / dim)
 
 
 def _without_padding(x: Any, mask: Any) -> Any:

@@ -37,7 +37,8 @@ class WholeLogits:
     @staticmethod
     def call(arrays: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
         used.add("whole logits")
-        *inputs, labels, share = arrays
+        *inputs, labels, share, class_weights = arrays
+        assert class_weights is None
         tape = Tape()
         watched = [tape.watch(array) for array in inputs]
         how = {name: options[name] for name in ("ignore", "softcap")}

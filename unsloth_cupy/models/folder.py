@@ -316,12 +316,18 @@ def create(
         return model
 
 
+DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them
+ONES = ("linear_attn.norm.weight", "dt_bias")
+
+
 def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) -> Array:
     """Return a new parameter: that of a norm changes nothing, biases are 0, most are random."""
+    if name.endswith("A_log"):
+        return np.log(np.random.default_rng(seed).uniform(*DECAYS, shape)).astype(kind)
+    if name.endswith(ONES) or re.search(r"layernorm\.norms\.\d+\.weight$", name):
+        return np.ones(shape, kind)
     if name.endswith("norm.weight"):
         return np.full(shape, 1 - config.norm_offset, kind)
-    if re.search(r"layernorm\.norms\.\d+\.weight$", name):
-        return np.ones(shape, kind)
     if name.endswith(".bias"):
         return np.zeros(shape, kind)
     if ".act_fn." in name:

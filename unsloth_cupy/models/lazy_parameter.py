@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..core.dtypes import FLOAT32, Array
+from ..core.dtypes import Array
 from ..machine import format_bytes
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
@@ -30,7 +30,7 @@ class StoredTensor(NamedTuple):
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
     inverse: bool = False  # the weight is codes / scale
     stack: Stack | None = None  # of experts, in tensors of another form
-    wide: bool = False  # it is float32, if not wider
+    wide: bool = False  # it is not read in a narrower dtype
     dense: Callable[[Mapping[str, Array]], Array] | None = None
     format: str = ""  # the name of that format
     bytes: int = 0  # of its tensors
@@ -136,8 +136,10 @@ class LazyParameter:
     @property
     def _dtype(self) -> np.dtype[Any] | None:
         """The dtype of results."""
-        dtype = self.dtype or self.home.dtype
-        return FLOAT32 if self.home.wide and dtype is not None and dtype.itemsize < 4 else dtype
+        stored = self.home.dtype
+        if self.home.wide and stored is not None and self.dtype is not None:
+            return np.promote_types(self.dtype, stored)
+        return self.dtype or stored
 
     def _stacked(self, stack: Stack, some: Any) -> Array:
         """Return the experts of a slice, or all."""

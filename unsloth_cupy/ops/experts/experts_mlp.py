@@ -431,7 +431,7 @@ def _experts(call: str, offsets: Array, order: Any, k: int) -> Iterator[tuple[in
     ):
         problem = "order is not that of the forward call; pass what experts_mlp_forward returned"
         raise RangeError(f"{call}: {problem}", expected=range(order.size), actual=int(order.max()))
-    return parts(call, offsets, len(order), -(-len(order) // k))
+    return parts(call, offsets, len(order), -(-len(order) // max(k, 1)))
 
 
 def _gate_and_up(

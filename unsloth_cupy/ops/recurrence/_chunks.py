@@ -66,6 +66,8 @@ class Layout:
         """Return an array of tokens in the order of chunks."""
         if not self.on_device:
             return array
+        if not array.shape[1]:
+            return np.zeros_like(array, shape=(1, self.real.size, *array.shape[2:]))
         real = self.real.reshape(-1, *[1] * (array.ndim - 2))
         return np.where(real, array[0, self.token], 0)[None]
 

@@ -9,7 +9,7 @@ import pytest
 from unsloth_cupy import Lion, ScheduleFreeAdamW
 from unsloth_cupy.core.dtypes import BFLOAT16
 
-from ..harness.parity import Case, KernelAlone, emulator, on_gpu
+from ..harness.parity import EPS, Case, KernelAlone, emulator, on_gpu
 from ..machines import stand_in
 from ..machines.cuda_on_cpu.traffic import counted
 from .test_adamw_step import SHAPES, judge
@@ -20,7 +20,8 @@ OPTIONS: dict[Any, dict[str, Any]] = {
         "lr": 1e-2, "betas": (0.9, 0.97), "eps": 1e-3, "weight_decay": 0.1, "warmup": 3,
     },
 }  # fmt: skip
-GROUPS = ({"names": "few", "lr": 3e-2, "weight_decay": 0.0},)
+LARGEST_RATE = 3e-2
+GROUPS = ({"names": "few", "lr": LARGEST_RATE, "weight_decay": 0.0},)
 
 
 class Arena:
@@ -65,7 +66,7 @@ class Arena:
         self.step(finite=place(np.array(True)), factor=place(np.array(0.25, np.float32)))
         state = {n: np.array(a.get() if hasattr(a, "get") else a) for n, a in self.state().items()}
         self.optimizer.load_state({n: place(a) if "." in n else a for n, a in state.items()})
-        self.step(lr=3e-2, factor=0.5)
+        self.step(lr=LARGEST_RATE, factor=0.5)
         self.step(finite=np.bool_(True), factor=np.float32(0.5))
 
     def state(self) -> Any:
@@ -125,6 +126,20 @@ class Steps:
 
 class TestLionStep(Steps, KernelAlone):
     op, kind, cases = "adamw_", Lion, CASES  # a step is no op
+
+    def judge(self, plain: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> None:
+        """As of other steps; a sum beside 0 may have the other sign, which is 2 lr apart."""
+        moved = {**actual}
+        for name, expected in plain.items():
+            if name == "steps" or name.startswith("mean") or not expected.size:
+                continue
+            wide, array = (each.astype(np.float64) for each in (expected, actual[name]))
+            apart = np.abs(array - wide)
+            other = apart > 4 * EPS[expected.dtype.name] * np.abs(wide).max()
+            assert other.sum() <= 1 + other.size // 10_000, name
+            assert apart[other].max(initial=0) <= 2.1 * LARGEST_RATE, name
+            moved[name] = np.where(other, expected, actual[name])
+        super().judge(plain, moved)
 
 
 class TestScheduleFreeStep(Steps, KernelAlone):

@@ -127,7 +127,7 @@ def check_bytes(call: str, required: int, like: Any = None) -> None:
         available = machine_memory() or sys.maxsize
     if required > available:
         raise DeviceMemoryError(
-            f"{call} takes {Decimal(required) / 2**30:,.1f} GiB, and there are"
+            f"{call} takes {Decimal(int(required)) / 2**30:,.1f} GiB, and there are"
             f" {available / 2**30:,.1f} GiB"
             " of memory; pass smaller sizes",
             required,

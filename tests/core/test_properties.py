@@ -133,6 +133,8 @@ SLOPES = sorted(
 def test_gradients(name: str) -> None:
     def judge(call: Call) -> None:
         options = {k: v for k, v in call.options.items() if k != "int8"}  # rounds: no slope
+        if name == "route_forward" and options.get("scores") != "softmax_of_k":
+            call = call._replace(arrays=call.arrays | {"bias": None})
         with quiet():
             judge_gradient(call._replace(options=options), LEAST)
 

@@ -302,6 +302,8 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "decay": lambda rng, shape, sizes: -rng.random(shape),
     "gated_delta_rule.beta": lambda rng, shape, sizes: rng.random(shape),
     "route_forward.logits": _apart,
+    # smaller than what is between any two scores, whose order is that of logits
+    "route_forward.bias": lambda rng, shape, sizes: rng.random(shape) / (40 * max(1, *shape)) ** 2,
     "sort_by_expert_forward.experts": lambda rng, shape, sizes: rng.integers(0, 3, shape),
     "page_table": _pages,
     "lengths": _lengths,

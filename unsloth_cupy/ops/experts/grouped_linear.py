@@ -171,10 +171,11 @@ def parts(
         most = rows if most is None else most
         ends = [min(rows, (group + 1) * most) for group in range(offsets.size - 1)]
     else:
-        first, *ends = offsets.tolist()
-        if first != 0 or [0, *ends] != sorted([0, *ends]) or ends[-1:] != [rows][: len(ends)]:
-            problem = f"{call}: offsets are {[first, *ends]}; they must rise from 0 to {rows}"
-            raise RangeError(problem, expected=rows, actual=ends[-1] if ends else first)
+        edges = offsets.tolist()
+        if edges[0] != 0 or edges != sorted(edges) or edges[-1] != rows:
+            problem = f"{call}: offsets are {edges}; they must rise from 0 to {rows}"
+            raise RangeError(problem, expected=rows, actual=edges[-1])
+        ends = edges[1:]
     start = 0
     for expert, end in enumerate(ends):
         yield expert, slice(start, end)

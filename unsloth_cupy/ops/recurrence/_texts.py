@@ -29,7 +29,8 @@ def check_texts(call: str, lead: Any, initial: Any, offsets: Any) -> None:
     texts = count_of(batch, offsets)
     if offsets is not None and texts < 1 and lead.size:
         problem = "offsets has no element" if texts < 0 else "offsets has no text"
-        raise ShapeError(f"{call}: {problem}; pass the first token of each, then their number")
+        problem = f"{call}: {problem}; pass the first token of each, then their number"
+        raise ShapeError(problem, expected="2 elements or more", actual=tuple(offsets.shape))
     if initial is not None and initial.shape[0] != max(texts, 0):
         problem = f"initial has {initial.shape[0]} states, one for each text must be {texts}"
         raise ShapeError(f"{call}: {problem}", expected=texts, actual=initial.shape[0])

@@ -10,7 +10,16 @@ from ..ptx import functions
 from ..sass import alignment
 from ..variants import ARCHITECTURES, Variant, declared, of_kernel
 from . import emitted
-from .emitted import ALIGNED_OTHERWISE, CHECKS, DOUBLE, Kernel, faults, kernel_of, unproved
+from .emitted import (
+    ALIGNED_OTHERWISE,
+    CHECKS,
+    DOUBLE,
+    SPLIT,
+    Kernel,
+    faults,
+    kernel_of,
+    unproved,
+)
 from .uniform import unproved_barriers
 
 SHARE = 3  # runs that look at every kernel
@@ -33,7 +42,7 @@ def test_nothing_is_wrong_with_a_kernel(kernel: str) -> None:
 
 def test_reasons_are_of_kernels() -> None:
     files = {path.name for path in tracked("kernels_cu/**/*.cuh")}
-    assert {*DOUBLE, *ALIGNED_OTHERWISE} <= {*declared(), *files}
+    assert {*DOUBLE, *ALIGNED_OTHERWISE, *SPLIT} <= {*declared(), *files}
 
 
 PLANTED = """

@@ -16,7 +16,7 @@ from unsloth_cupy import (
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.inference import kv_cache
-from unsloth_cupy.models import block
+from unsloth_cupy.models.layers import block
 
 from ..harness.parity import emulator
 

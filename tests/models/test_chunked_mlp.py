@@ -8,7 +8,8 @@ import pytest
 
 from unsloth_cupy import CheckpointConfig, KVCache, swiglu_mlp
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import Transformer, block, create
+from unsloth_cupy.models import Transformer, create
+from unsloth_cupy.models.layers import block
 from unsloth_cupy.training import tape
 
 from ..machines.stand_in import gpu

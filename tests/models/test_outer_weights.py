@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy import AdamW, CheckpointConfig, losses
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
-from unsloth_cupy.models.head import head_weight
+from unsloth_cupy.models.layers.head import head_weight
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 
 from ..conftest import FOLDER

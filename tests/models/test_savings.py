@@ -17,7 +17,8 @@ from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import training_data
 from unsloth_cupy.finetune.text import held_out_rows
-from unsloth_cupy.models import block, loss
+from unsloth_cupy.models import loss
+from unsloth_cupy.models.layers import block
 
 FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps
 BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 16)

@@ -19,7 +19,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import atomic_path, check_room, read_json, remove
 from ..machine import peak_memory
-from ..models.checkpoint_files import opened, write_tensors
+from ..models.folders.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.optimizers import optimizer_of
 from ..ops.common.faults import check_errors

@@ -11,8 +11,8 @@ from ..placement import to_numpy
 from .naming import named
 
 if TYPE_CHECKING:
-    from ..models.adapter import Adapter
-    from ..models.config import Config
+    from ..models.adapters.adapter import Adapter
+    from ..models.configs.config import Config
 
 ALL, ATTENTION = "all", "attention"
 
@@ -59,9 +59,9 @@ class Lora:
         ConfigError
             A target is no linear layer of the blocks.
         """
-        from ..models.adapter import linear_layers
-        from ..models.adapter_stacks import targets_of
-        from ..models.heads import CLASSIFIERS
+        from ..models.adapters.adapter import linear_layers
+        from ..models.adapters.adapter_stacks import targets_of
+        from ..models.configs.heads import CLASSIFIERS
 
         names = [*linear_layers(config)]
         known = [*sorted({name.rpartition(".")[2] for name in names}), *targets_of(config)]
@@ -92,7 +92,7 @@ def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None
     ConfigError
         The gradient of an adapter is 0 everywhere, though others are not: it would learn nothing.
     """
-    from ..models.adapter import UP, module_of
+    from ..models.adapters.adapter import UP, module_of
 
     ups = [name for name in gradients if name.endswith(UP)]
     if not ups:

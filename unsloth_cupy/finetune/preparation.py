@@ -13,17 +13,17 @@ import numpy as np
 from .. import models
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..models.adapter_base import ADAPTER, BASE, base_name, base_of
-from ..models.adapter_folder import read_adapter
-from ..models.chat import CHATML_TOKENS
-from ..models.checkpoint_files import find_tensors
-from ..models.config_files import GENERATION, read_config
-from ..models.heads import CLASSIFIERS
-from ..models.names import ADAPTED, SCORE
+from ..models.adapters.adapter_base import ADAPTER, BASE, base_name, base_of
+from ..models.adapters.adapter_folder import read_adapter
+from ..models.adapters.outer_folder import implied_head, with_labels
+from ..models.configs.config_files import GENERATION, read_config
+from ..models.configs.heads import CLASSIFIERS
+from ..models.configs.names import ADAPTED, SCORE
+from ..models.folders.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
-from ..models.outer_folder import implied_head, with_labels
 from ..models.parse import parse
-from ..models.tokenizer import Tokenizer, load_tokenizer
+from ..models.text.chat import CHATML_TOKENS
+from ..models.text.tokenizer import Tokenizer, load_tokenizer
 from ..ops.quantized.weight import Quantized
 from ..placement import to_device_of
 from .chat import Chat
@@ -46,7 +46,7 @@ from .training_data import Shape, encoded, ends_of, from_records, from_text
 from .turns import ending
 
 if TYPE_CHECKING:
-    from ..models.config import Config
+    from ..models.configs.config import Config
 
 MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
 SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens

@@ -10,9 +10,9 @@ from typing import Any, get_args
 from ..core.call import is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
-from ..models.context import KINDS as CONTEXTS
+from ..models.configs.heads import POOLINGS
 from ..models.gguf.opening import source_of
-from ..models.heads import POOLINGS
+from ..models.layers.context import KINDS as CONTEXTS
 from ..models.optimizers import OPTIMIZERS as KINDS
 from ..models.optimizers import conflict
 from ..models.quantized import KINDS as QUANTIZED

@@ -21,8 +21,8 @@ import numpy as np
 from ..errors import ConfigError
 from ..files import atomic_path, path_of
 from ..machine import blas_threads
-from ..models.adapter_base import base_of
-from ..models.folder import load, on_device
+from ..models.adapters.adapter_base import base_of
+from ..models.folders.folder import load, on_device
 from ..models.objective import Objective, next_token
 from ..models.transformer import Transformer
 from ..ops.quantized.weight import held_arrays

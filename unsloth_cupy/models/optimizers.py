@@ -10,8 +10,8 @@ from ..training.lion import Lion
 from ..training.muon import Muon
 from ..training.optimizer import Optimizer
 from ..training.schedule_free import ScheduleFreeAdamW
-from .config import Config
-from .pipeline_stages import EMBEDDING, HEAD
+from .configs.config import Config
+from .ranks.pipeline_stages import EMBEDDING, HEAD
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree")
 WHOLE = ("muon", "adafactor")  # a step needs whole matrices

@@ -25,29 +25,29 @@ from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapter import TABLES, create_adapter
-from .adapter_base import base_name
+from .adapters.adapter import TABLES, create_adapter
+from .adapters.adapter_base import base_name
+from .adapters.kept import Kept
+from .adapters.outer_weights import resized
 from .any_library import from_any_library
-from .chat import Message, Tools
-from .checkpoint_files import SINGLE, Layout, write_folder
-from .config import Config
-from .division import divided_adapter
-from .expert_files import saved_tensors
-from .gather import whole_parameters
-from .heads import SEQUENCE, pooled, sequence_scores
-from .initial_weights import loftq
-from .kept import Kept
+from .configs.config import Config
+from .configs.heads import SEQUENCE, pooled, sequence_scores
+from .configs.names import HEAD, TABLE
+from .folders.checkpoint_files import SINGLE, Layout, write_folder
+from .folders.expert_files import saved_tensors
+from .folders.initial_weights import loftq
+from .folders.quantized_weights import saved_config
+from .generation.rollouts import Rollouts
+from .generation.rollouts import rollouts as sampled
+from .generation.streaming import Continuation
 from .loss import label_log_probs, mean_loss
-from .names import HEAD, TABLE
 from .network import Network
 from .objective import next_token
-from .outer_weights import resized
-from .predicting import predicted
-from .quantized_weights import saved_config
-from .rollouts import Rollouts
-from .rollouts import rollouts as sampled
-from .streaming import Continuation
-from .tokenizer import Tokenizer
+from .ranks.division import divided_adapter
+from .ranks.gather import whole_parameters
+from .text.chat import Message, Tools
+from .text.predicting import predicted
+from .text.tokenizer import Tokenizer
 
 
 class Transformer(Network):

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from .configs.config import LINEAR, SLIDING, Config, Delta, Latent, Rope
-from .configs.families import FAMILIES, Family
+from .configs.families import FAMILIES
+from .configs.family import Family
 from .configs.heads import CAUSAL, NONE, head_of, labels_of
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, layers_of

@@ -5,7 +5,8 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...ops.position.rope_tables import LARGEST
-from .families import COMMON, NEUTRAL, READ, WITHOUT_EFFECT, Family
+from .family import Family
+from .keys import COMMON, NEUTRAL, READ, WITHOUT_EFFECT
 
 # Larger numbers must be mistakes.
 MOST = 2**31 - 1

@@ -20,7 +20,8 @@ import numpy as np
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from .config import Config
-from .families import FAMILIES, Family
+from .families import FAMILIES
+from .family import Family
 from .names import parameter_name
 
 Parse = Callable[[Mapping[str, Any], Family], Config]

@@ -165,7 +165,7 @@ def _noisy(objective: Objective) -> Objective:
 
 def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:
     """Return what each change would save, the largest first; then all of them if none is enough."""
-    from ..models.layers.block import check_chunked
+    from ..models.layers.mlp_branch import check_chunked
 
     changes: list[Mapping[str, Any]] = []
     if plan.checkpoint_every != 1:

@@ -25,9 +25,12 @@ from .any_library import to_torch
 from .configs.config import CORRECTION, Config
 from .folders.quantized_weights import trainable
 from .layers.attending import attend_of, project_of
-from .layers.block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows, unkept
+from .layers.block import blocks, embedded, rope_rows
+from .layers.call import Call, Gather, unkept
 from .layers.context import Context, own_tokens
 from .layers.head import logits_of
+from .layers.mlp_branch import check_chunked
+from .layers.norms import join
 from .layers.positions import Angles, check, places
 from .objective import TrainingStep, start_of_backward
 from .ranks.division import Division

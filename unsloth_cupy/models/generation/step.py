@@ -25,7 +25,9 @@ from ...parallel.nccl import NcclCommunicator
 from ...placement import on_gpu_of_attribute, to_device_of
 from ..adapters.adapter import DOWN, UP
 from ..layers.attending import project_of
-from ..layers.block import Call, blocks, embedded, join
+from ..layers.block import blocks, embedded
+from ..layers.call import Call
+from ..layers.norms import join
 from ..network import Network
 
 

@@ -15,7 +15,7 @@ from ...training.variable import Var
 from ..adapters.adapter import Adapter
 from ..configs.config import Config
 from ..ranks.division import Division, bits
-from .block import Attend, Project
+from .call import Attend, Project
 from .context import Context
 
 

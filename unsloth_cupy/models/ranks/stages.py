@@ -15,8 +15,10 @@ from ...training.checkpoint import CheckpointConfig
 from ...training.tape import Tape
 from ...training.variable import Var
 from ..adapters.adapter import PREFIX
-from ..layers.block import Call, blocks, embedded, join
+from ..layers.block import blocks, embedded
+from ..layers.call import Call
 from ..layers.context import Context, own_tokens
+from ..layers.norms import join
 from ..objective import Objective, TrainingStep, next_token, start_of_backward
 from .pipeline_stages import EMBEDDING, Stages
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from unsloth_cupy import Ternary, linear, linear_backward, ternary_linear
-from unsloth_cupy.models.quantized import KINDS, error_of
+from unsloth_cupy.models.quantized import error_of
+from unsloth_cupy.models.quantizer import KINDS
 
 from .savings import median_ratio, ratios
 

@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.machine import format_bytes
-from unsloth_cupy.models.quantized import KINDS
+from unsloth_cupy.models.quantizer import KINDS
 
 from ..cli.test_cli import LLAMA, _one_card, assert_one_clear_error, run
 

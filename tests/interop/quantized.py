@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import unsloth_cupy as uc
-from unsloth_cupy.models.quantized import KINDS
+from unsloth_cupy.models.quantizer import KINDS
 
 SIZE = 64
 SHAPES = {"x": (2, 3, SIZE), "a": (4, SIZE), "b": (SIZE, 4), "bias": (SIZE,), "magnitude": (SIZE,)}

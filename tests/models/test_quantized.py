@@ -12,7 +12,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, GradientError, RangeError
-from unsloth_cupy.models.quantized import KINDS, LEAST
+from unsloth_cupy.models.quantizer import KINDS, LEAST
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..conftest import FOLDER

@@ -16,7 +16,7 @@ from unsloth_cupy.errors import (
     ShapeError,
     UnslothCupyError,
 )
-from unsloth_cupy.models.quantized import KINDS
+from unsloth_cupy.models.quantizer import KINDS
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..interop import quantized

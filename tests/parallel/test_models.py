@@ -13,7 +13,7 @@ from unsloth_cupy.finetune.preparation import trainable_count
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse
-from unsloth_cupy.models.quantized import KINDS, Quantizer
+from unsloth_cupy.models.quantizer import KINDS, Quantizer
 from unsloth_cupy.models.ranks.division import Division, check_divides
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3

@@ -18,7 +18,7 @@ from ..memory.plan import CLIPPED, OPTIMIZERS
 from ..memory.planned import Planned, recording_in
 from ..memory.planned_model import new_adapter, planned_training
 from ..models.parse import parse
-from ..models.quantized import Quantizer
+from ..models.quantizer import Quantizer
 from ..profiling.explain import explain as explained
 from ..profiling.explanation import Explanation, Step
 from ..profiling.shapes import shape

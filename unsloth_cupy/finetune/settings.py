@@ -15,7 +15,7 @@ from ..models.gguf.opening import source_of
 from ..models.layers.context import KINDS as CONTEXTS
 from ..models.optimizers import OPTIMIZERS as KINDS
 from ..models.optimizers import conflict
-from ..models.quantized import KINDS as QUANTIZED
+from ..models.quantizer import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig

@@ -118,7 +118,7 @@ def plan_memory(
     from ..models.configs.config import Config
     from ..models.objective import next_token
     from ..models.parse import parse
-    from ..models.quantized import Quantizer
+    from ..models.quantizer import Quantizer
     from .stage_plan import Job, Layout
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
@@ -220,7 +220,7 @@ def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> N
 def _check_adapter(
     config: "Config", rank: int | None, adapter: Any, quantization: str | None, objective: Any
 ) -> None:
-    from ..models.quantized import check_stacks
+    from ..models.quantizer import check_stacks
 
     if not (objective is None or callable(objective)):
         problem = f"plan_memory(objective={objective!s:.80})"

@@ -13,7 +13,7 @@ from ..core.dtypes import FLOAT32
 from ..models.adapters.adapter import Adapter
 from ..models.configs.config import Config
 from ..models.objective import Objective, TrainingStep, next_token
-from ..models.quantized import Quantizer
+from ..models.quantizer import Quantizer
 from ..models.ranks.division import Division, divided_adapter
 from ..models.ranks.pipeline_stages import Stages
 from ..models.ranks.stages import ModelStage

@@ -22,7 +22,7 @@ from ..memory.planned import Planned
 from ..models.generation.next_logits import CachedLogits
 from ..models.generation.step import Step
 from ..models.parse import parse
-from ..models.quantized import Quantizer, check_stacks
+from ..models.quantizer import Quantizer, check_stacks
 from ..models.transformer import Transformer
 from ..ops.common.tensor_map import NVRTC
 from .binary import compiled, version

@@ -29,7 +29,7 @@ from ..configs.heads import CAUSAL
 from ..configs.text_configs import text_config
 from ..gguf.opening import folder_of
 from ..parse import parse
-from ..quantized import Quantizer, check_stacks, maker_of
+from ..quantizer import Quantizer, check_stacks, maker_of
 from ..ranks.division import Division, divided_adapter
 from ..ranks.pipeline_stages import EMBEDDING, Stages
 from ..text.tokenizer import FILE as TOKENIZER

@@ -21,6 +21,7 @@ from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
 from .adapters.adapter import Adapter
+from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
 from .folders.quantized_weights import trainable
@@ -263,7 +264,7 @@ class Network(Summary):
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
             self.division, gather=self.gather, routers=routers,
             mask=mask, offsets=where.offsets, states=getattr(rows, "recurrent", unkept),
-            stacks={} if self.adapter is None else self.adapter.stacks,
+            stacks={} if self.adapter is None else self.adapter.used_stacks(),
         )  # fmt: skip
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
@@ -285,18 +286,32 @@ class Network(Summary):
         if self.gather is not None:
             outside = {name: value for name, value in parameters.items() if ".layers." not in name}
             parameters = {**parameters, **self.gather(outside)}
-        return parameters if self.adapter is None else self.adapter.outside(parameters)
+        if self.adapter is None:
+            return parameters
+        return self.adapter.outside(self.adapter.file_weights(parameters))
 
     def used(self, parameters: Mapping[str, Any], seed: int | None) -> Mapping[str, Any]:
         """Return parameters for the blocks, with those of an adapter, prepared for backward."""
         if self.adapter is not None:
-            parameters = {**self.adapter.parameters, **parameters}
+            parameters = {**self.adapter.parameters, **self.adapter.file_weights(parameters)}
         if self.division is None:
             return parameters
         if self.adapter is not None and self.adapter.dropout and seed is not None:
             cure = "leave seed out"
             raise ConfigError(f"Transformer: dropout is not supported in a divided model; {cure}")
         return self.division.used(parameters)
+
+    def settled(self) -> Self:
+        """Return this model with the weights of the file that its adapter is trained for.
+
+        They are made once, not in every call.  Other models are returned as they are.
+        """
+        adapter = self.adapter
+        if adapter is None or not adapter.through:
+            return self
+        model = self.on_tape(file_weights(adapter, self.parameters), self.step, self.reached)
+        model.adapter = None
+        return model
 
     def to_torch(self) -> Any:
         """Return a model of transformers over the same memory; nothing is copied.

@@ -27,6 +27,7 @@ from ..training.loss_scaler import LossScaler
 from . import generate as generation
 from .adapters.adapter import TABLES, create_adapter
 from .adapters.adapter_base import base_name
+from .adapters.into import Into, kind_of, train_through
 from .adapters.kept import Kept
 from .adapters.outer_weights import resized
 from .any_library import from_any_library
@@ -36,13 +37,14 @@ from .configs.names import HEAD, TABLE
 from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
 from .folders.initial_weights import loftq
-from .folders.quantized_weights import saved_config
+from .folders.quantized_weights import saved_config, stored_kind
 from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
 from .loss import label_log_probs, mean_loss
 from .network import Network
 from .objective import next_token
+from .quantizer import Quantizer
 from .ranks.division import divided_adapter
 from .ranks.gather import whole_parameters
 from .text.chat import Message, Tools
@@ -81,6 +83,11 @@ class Transformer(Network):
     def add_adapter(self, rank: int, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
 
+        ``merge_into`` is the kind of the file that it will be merged into, and through whose
+        quantizer it is then trained: nf4, nf4-double, fp4, int8, ternary and mxfp4 of folders,
+        which ``models.merge`` writes, or a type of ``export_gguf``.  Products then use the weights
+        of that file, and the adapter alone is not the model.
+
         Without ``base``, its adapter_config.json names the model by its name on huggingface.co, if
         config.json (``_name_or_path``) or its place in the local cache says that, or else by its
         folder.
@@ -95,6 +102,9 @@ class Transformer(Network):
                 "add_adapter: the model has an adapter, which a new one would replace; call"
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
+        kind = options.pop("merge_into", None)
+        if kind is not None:
+            self._require_whole("add_adapter(merge_into=)", "on a model that is whole")
         outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
         targets = options.get("targets")
         listed = targets if isinstance(targets, Collection) else ()
@@ -118,7 +128,32 @@ class Transformer(Network):
         if options.get("init") == "loftq" and self.stored is not None:
             read = self.stored("add_adapter").read
             loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
+        if kind is not None:
+            call = f"add_adapter(merge_into={kind!r})"
+            train_through(call, adapter, Into(call, self.config, kind, *self._base_facts(call)))
         self.adapter = divided_adapter(adapter, self.division)
+
+    def _base_facts(self, call: str) -> tuple[str | None, Any]:
+        """Return the kind to which weights were quantized as they were read, and the file's dtype.
+
+        Raises
+        ------
+        ConfigError
+            Other weights are quantized than those that ``load(quantize=)`` quantizes.
+        """
+        kinds = {n: kind_of(w) for n, w in self.parameters.items()}
+        found = {kind for kind in kinds.values() if kind is not None}
+        stored = stored_kind(self.texts["config.json"])
+        homes = {} if self.stored is None else self.stored("add_adapter").homes
+        dtype = homes[TABLE].dtype if TABLE in homes else self.table.dtype
+        if not found or stored is not None:
+            return None, dtype
+        rule = Quantizer(call, kind := min(found))
+        for name, weight in self.parameters.items():
+            if (kinds[name] == kind) != rule.makes(name, weight.shape):
+                problem = f"{name} is not quantized as load(quantize={kind!r}) does it"
+                raise ConfigError(f"{call}: {problem}; load the model so")
+        return kind, dtype
 
     def _require_whole(self, call: str, when: str) -> None:
         """Raise a ConfigError if ranks divide the parameters."""

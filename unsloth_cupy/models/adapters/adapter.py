@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -59,6 +60,7 @@ from .outer_weights import (
     outer_settings,
     replaced,
 )
+from .through import file_weight, through_linear
 
 CONFIG = ADAPTER
 PREFIX = ADAPTED
@@ -91,12 +93,15 @@ class Adapter:
         The adapted stacks of experts, by their names.
     base : Path or None
         The folder of the model that it is for, if that is known.
+    into : Into or None
+        The quantizer of the file that it will be merged into, through which it is trained.
     initial : dict of str to (array, array)
         A0 and B0 of layers that began with a part of the weight; -B0 A0 is added, too, and does
         not change.
     """
 
     base: Path | None = None
+    into: Any = None  # an Into
     initial: Mapping[str, tuple[Array, Array]] = MappingProxyType({})
 
     def __init__(
@@ -153,6 +158,8 @@ class Adapter:
         reads x once for all adapters; with dropout each adapter has its own mask.
         """
         dropout = self.dropout if seed is not None else 0.0
+        if self.through:
+            return [self._through(parameters, name, x, dropout, seed) for name in modules]
         adapted = {name: self._layer(parameters, name) for name in modules if name in self.scales}
         if len(adapted) > 1 and not dropout:
             outputs = dict(zip(adapted, lora_linears(x, [*adapted.values()]), strict=True))
@@ -172,6 +179,50 @@ class Adapter:
             else linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
             for name in modules
         ]
+
+    @property
+    def through(self) -> bool:
+        """Whether products use the weights of the file that the adapter will be merged into."""
+        return self.into is not None and self.into.active
+
+    def _through(
+        self, parameters: Mapping[str, Any], module: str, x: Any, dropout: float, seed: int | None
+    ) -> Any:
+        """Return the output of a layer whose weight is that of the file."""
+        name = f"{module}.weight"
+        if module not in self.scales:
+            return linear(x, parameters[name], parameters.get(f"{module}.bias"))
+        layer = self._layer(parameters, module)
+        return through_linear(
+            x,
+            *layer[:3],
+            layer.bias,
+            scale=layer.scale,
+            make=partial(self.into, name),
+            dropout=dropout,
+            seed=_seed(seed, module) if dropout and seed is not None else None,
+        )
+
+    def file_weights(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return parameters in which those without an adapter are as the file has them."""
+        if not self.through:
+            return parameters
+        return {**parameters, **self.into.fixed(parameters, self._changes)}
+
+    def _changes(self, name: str) -> bool:
+        """Return whether the adapter changes a weight, takes its place, or has it."""
+        taken = name in self.tokens or PREFIX + name in self.parameters
+        return taken or name.startswith(PREFIX) or self.adds_to(name)
+
+    def used_stacks(self) -> Mapping[str, Adapted]:
+        """Return the adapted stacks, for a call."""
+        if not self.through:
+            return self.stacks
+        return {name: each._replace(into=self.into) for name, each in self.stacks.items()}
+
+    def low_rank(self, name: str) -> tuple[Any, Any]:
+        """Return a and b of the change ``scale b a`` of a weight."""
+        return low_rank(name, *self.pair(self.parameters, name.removesuffix(".weight")))
 
     def _layer(self, parameters: Mapping[str, Any], module: str) -> LoraLayer:
         """Return the arrays and the scale of an adapted layer."""
@@ -261,6 +312,8 @@ class Adapter:
         if own is not None and name.endswith(".bias"):
             wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
             return (wide + own * self.scales[module_of(name)]).astype(weight.dtype)
+        if self.into is not None:
+            return file_weight(self, name, weight, requantize, kept, exact)
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if name in self.stacks:
             return self.stacks[name].merge(weight, self.parameters, requantize, kept, exact)
@@ -269,14 +322,12 @@ class Adapter:
         wide = np.promote_types(weight.dtype, FLOAT32)
         result = lora_merge(
             weight if kept is None and not exact else weight.astype(wide),
-            *low_rank(name, *self.pair(self.parameters, module)),
+            *self.low_rank(name),
             scale=self.scales[module],
             magnitude=self.parameters.get(f"{PREFIX}{module}.{MAGNITUDE}"),
         )
-        if exact:
-            return result
-        rounded = result.astype(weight.dtype, copy=False)
-        if quantized and requantize:
+        rounded = result if exact else result.astype(weight.dtype, copy=False)
+        if quantized and requantize and not exact:
             rounded = weight.requantized(rounded)
         if kept is not None and rounded is not result:
             kept.measure(name, weight, result, rounded.__getitem__)

@@ -33,6 +33,7 @@ from .adapter import (
 from .adapter_base import WEIGHTS
 from .adapter_patterns import by_pattern, targeted
 from .adapter_stacks import Stack, listed_stacks
+from .into import through_listed
 from .outer_folder import outer_tensors, tables_of
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
@@ -129,7 +130,8 @@ def read_adapter(
     adapter = Adapter(
         settings, placed, stored=stored, others=tensors, path=path / CONFIG, stacks=stacks
     )
-    return adapter if initial not in INITIAL else _plain(path, adapter, weights)
+    adapter = adapter if initial not in INITIAL else _plain(path, adapter, weights)
+    return through_listed(str(path / CONFIG), config, adapter)
 
 
 def _plain(path: Path, adapter: Adapter, weights: Callable[[str], Any] | None) -> Adapter:

@@ -17,6 +17,7 @@ from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.linear.lora_merge import lora_merge
+from ...ops.linear.lora_straight import lora_sum
 from ...ops.quantized.weight import Quantized
 from ..configs.config import STACKS, Config
 from ..folders.initial_weights import INITIAL
@@ -108,6 +109,7 @@ class Adapted(NamedTuple):
     down: str
     up: str
     scale: float
+    into: Any = None  # the quantizer of the file through which the adapter is trained
 
     def pair(self, parameters: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return A as (experts, rank, in) and B as (experts, out, rank), on arrays or a tape."""
@@ -118,6 +120,15 @@ class Adapted(NamedTuple):
             b = b.reshape(outputs // 2, 2, -1, count).transpose(3, 1, 0, 2)
             return a, b.reshape(count, outputs, -1)
         return a, b.reshape(outputs, -1, count).transpose(2, 0, 1)
+
+    def sums(self, weight: Any, parameters: Mapping[str, Any]) -> Array:
+        """Return the stack with the adapter added, in float32, by ``lora_sum``."""
+        a, b = self.pair(parameters)
+        wide = np.promote_types(weight.dtype, FLOAT32)
+        result: Array = empty(weight.shape, wide, like=a)
+        for expert in range(len(weight)):
+            result[expert] = lora_sum(weight[expert], a[expert], b[expert], self.scale)
+        return result
 
     def merge(
         self,

@@ -30,6 +30,7 @@ from ..folders.lazy_parameter import formats_of
 from ..folders.quantized_weights import saved_config, stored_kind
 from ..folders.stored import StoredModel, stored_model
 from ..gguf.opening import source_of
+from ..transformer import Transformer
 from .kept import ENOUGH, Kept
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}  # of dtypes in a safetensors file
@@ -100,9 +101,11 @@ def merge(
     """Write a model with its adapter merged into the weights, as a Hugging Face folder.
 
     Each adapted weight W becomes W + scale B A, for DoRA with its rows scaled; sums are computed in
-    float32 and rounded once.  Quantized weights become dense.  The folder has the weights,
-    config.json, generation_config.json, and the tokenizer with its chat template.  Weights are
-    read, merged and written one by one.  After a crash there is either the whole folder or none.
+    float32 and rounded once.  Quantized weights become dense; but those of an adapter that was
+    trained through their quantizer (``merge_into``) are written as the run used them.  The folder
+    has the weights, config.json, generation_config.json, and the tokenizer with its chat template.
+    Weights are read, merged and written one by one.  After a crash there is either the whole folder
+    or none.
 
     Parameters
     ----------
@@ -112,7 +115,8 @@ def merge(
         A folder that does not exist yet, or is empty.
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None: each weight keeps that of the base's file, and
-        quantized ones get that of its embedding table.
+        quantized ones get that of its embedding table, or stay so where the adapter was trained
+        for them.
     base : path or name, optional
         The base model, in place of the one that the adapter names.
     progress : bool
@@ -143,7 +147,10 @@ def merge(
         if "tokenizer.json" not in tokenizer_files:
             notes.append(f"{model.folder} holds no tokenizer.json: copy one into {target}")
         others = any(home.dense for home in model.homes.values())
-        if model.adapter is None and chosen is None and not others:
+        into = None if model.adapter is None else model.adapter.into
+        if into is not None and chosen is None:
+            size, kind = _write_file_weights(model, into, partial, target, kept)
+        elif model.adapter is None and chosen is None and not others:
             size, kind = _copy(model, partial, target), _stored_dtype(model)
         else:
             size, kind = _write(model, chosen, partial, target, progress, kept)
@@ -256,6 +263,34 @@ def _write(
     return size, main
 
 
+def _write_file_weights(
+    model: StoredModel, into: Any, partial: Path, target: Path, kept: Kept
+) -> tuple[int, str]:
+    """Write config and the weights that an adapter was trained for; return their size and kind.
+
+    They are read one by one, and are all in memory as they are written.
+    """
+    if not into.in_folder:
+        cure = "unsloth-cupy export writes that file, or pass dtype= for its numbers in a folder"
+        raise ConfigError(f"merge: the adapter was trained through {into.kind} of GGUF; {cure}")
+    parameters, layout = dict[str, Any](), dict[str, list[str]]()
+    own = (home.file for home in model.homes.values() if not Path(home.file).is_absolute())
+    first = next(own, SINGLE)
+    for name, home in model.homes.items():
+        weight = model.read(name)
+        if model.adapter is not None:
+            weight = model.adapter.merge(name, weight, requantize=True, kept=kept)
+        parameters[name] = weight
+        file = first if Path(home.file).is_absolute() else home.file
+        layout.setdefault(file, []).append(name)
+    size = sum(each.nbytes for each in parameters.values())
+    check_room(target, size, "the model")
+    whole = Transformer(model.config, parameters, model.texts, layout)
+    whole.plain = plain_names(model.homes)
+    whole.save(partial)
+    return size, str(into.kind)
+
+
 def _part(stack: Unwritten, name: str, whole: Callable[[str], Array], place: Place) -> Unwritten:
     """Return a tensor of the file, which is a part of a parameter, or another form of it."""
     return Unwritten(stack.dtype, place.shape or stack.shape, lambda: place.of(whole(name)))
@@ -269,7 +304,7 @@ def _rounded(
 
     def read() -> Array:
         wide = np.promote_types(FLOAT32, np.promote_types(stored or FLOAT32, dtype))
-        weight = model.merged(name, wide)
+        weight = model.merged(name, wide, exact=False)
         weight = weight.dequantize(wide) if isinstance(weight, Quantized) else weight
         with np.errstate(over="ignore"):
             rounded: Array = weight.astype(dtype, copy=False)

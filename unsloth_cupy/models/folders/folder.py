@@ -22,6 +22,7 @@ from ...parallel.communicator import Communicator, SingleCommunicator, check_com
 from ...parallel.zero3 import Parts
 from ..adapters.adapter_base import ADAPTER, WEIGHTS, base_of
 from ..adapters.adapter_folder import read_adapter
+from ..adapters.into import quantize_of
 from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
@@ -131,8 +132,7 @@ def load(
         path, lora = base, path
     if not is_integer(seed):
         raise ConfigError(f"load(seed={seed!r}): pass an integer, 0 or more")
-    if lora is not None and head is None:
-        head, labels = implied_head(path_of("load(lora=)", lora), path, labels)
+    head, labels, quantize = _of_adapter(path, lora, head, labels, quantize)
     with ExitStack() as files:
         config, texts, stored_in, handles = of_one_save(
             path, "config.json", partial(_opened, path, files, head, labels)
@@ -184,6 +184,17 @@ def load(
                 adapter.base = path
                 model.adapter = divided_adapter(adapter, division)
             return model
+
+
+def _of_adapter(
+    path: Path, lora: Any, head: str | None, labels: int | None, quantize: str | None
+) -> tuple[str | None, int | None, str | None]:
+    """Return head, labels and kind of weights of a base, with what its adapter's folder says."""
+    if lora is None:
+        return head, labels, quantize
+    if head is None:
+        head, labels = implied_head(path_of("load(lora=)", lora), path, labels)
+    return head, labels, quantize_of("load", lora, quantize)
 
 
 def _opened(

@@ -16,6 +16,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32
 from ...errors import ConfigError
 from ...files import files_state, missing_folder_advice, of_one_save, path_of
+from ...ops.quantized.weight import Quantized
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_base import base_of
 from ..adapters.adapter_folder import read_adapter
@@ -24,6 +25,7 @@ from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
 from ..configs.names import ADAPTED, TABLE
 from ..gguf.opening import folder_of
+from ..quantizer import Quantizer
 from .checkpoint_files import find_tensors, opened
 from .lazy_parameter import LazyParameter, StoredTensor
 
@@ -54,15 +56,27 @@ class StoredModel(NamedTuple):
             if files_state(self.folder) != self.state:
                 problem = f"{self.call}: {self.folder} was saved meanwhile"
                 raise ConfigError(f"{problem}; call it again")
-            return LazyParameter(name, place, handles, dtype).whole()
+            weight = LazyParameter(name, place, handles, dtype).whole()
+        into = None if self.adapter is None else self.adapter.into
+        if into is None or into.quantize is None or isinstance(weight, Quantized):
+            return weight
+        return Quantizer(self.call, into.quantize)(name, weight)
 
-    def merged(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
-        """Return a parameter with its adapter merged, if it has one, in float32 at least."""
+    def merged(self, name: str, dtype: "np.dtype[Any] | None" = None, *, exact: bool = True) -> Any:
+        """Return a parameter with its adapter merged, if it has one, in float32 at least.
+
+        With ``exact`` it is not rounded; else it is as the file has it that the adapter is trained
+        for.
+        """
         own = None if self.adapter is None else self.adapter.parameters.get(ADAPTED + name)
         if own is not None:  # it takes the place of the base's, which may lack it
             return own.astype(dtype or FLOAT32)
         weight = self.read(name, dtype)
-        return weight if self.adapter is None else self.adapter.merge(name, weight, exact=True)
+        if self.adapter is None:
+            return weight
+        if exact or self.adapter.into is None:
+            return self.adapter.merge(name, weight, exact=True)
+        return self.adapter.merge(name, weight, requantize=True)
 
 
 def stored_model(

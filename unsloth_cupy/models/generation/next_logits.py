@@ -42,7 +42,8 @@ class CachedLogits:
         greedy: bool = False,
         samples: int = 1,
     ) -> None:
-        self.model, self.like, self.most, self.greedy = model, like, most, greedy
+        self.model = model = model.settled()
+        self.like, self.most, self.greedy = like, most, greedy
         config, stages = model.config, stages_of(model)
         in_rank = [
             config.attends(layer) and (stages is None or stages.holds(layer))
@@ -120,8 +121,8 @@ class PagedLogits:
     def __init__(
         self, model: Network, like: Array, cache: PagedKVCache, sequences: Sequence[int]
     ) -> None:
-        self.model, self.like, self.cache, self.sequences = model, like, cache, sequences
-        self.begun = False
+        self.model, self.like, self.begun = model.settled(), like, False
+        self.cache, self.sequences = cache, sequences
 
     def __call__(self, tokens: Array, real: Array) -> Array:
         """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.

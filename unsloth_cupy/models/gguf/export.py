@@ -80,6 +80,7 @@ class Source:
     adapter: Adapter | None
     folder: Path | None
     name: str
+    kind: str = "f16"
 
 
 @check_options
@@ -87,7 +88,7 @@ def export_gguf(
     model: Transformer | str | PathLike[str],
     file: str | PathLike[str],
     *,
-    kind: str = "f16",
+    kind: str | None = None,
     tokenizer: str | PathLike[str] | None = None,
     base: str | PathLike[str] | None = None,
     stop: int | None = None,
@@ -112,7 +113,8 @@ def export_gguf(
         (6), q5_0 (5.5), q4_k_m, q4_k_s (4.5 and more), q4_1 (5), q4_0 (4.5), q3_k_l, q3_k_m, q3_k_s
         (3.44 and more), q2_k (2.63 and more), tq1_0 (1.69) or tq2_0 (2.06).  Kinds with an _m, _l
         or _s are llama.cpp's mixtures: some tensors have more bits.  The last two store -1, 0, 1
-        and a scale for 256 weights, which is meant for BitNet.
+        and a scale for 256 weights, which is meant for BitNet.  None: the kind through which an
+        adapter was trained (``merge_into``), whose weights the run used; else f16.
     tokenizer : path, optional
         The folder of the tokenizer: tokenizer.json and, if they exist, tokenizer_config.json and
         chat_template.jinja.  None: the folder of the model.
@@ -145,8 +147,10 @@ def export_gguf(
     from ._types import KINDS
 
     path = _new_file("export_gguf", file)
-    check_choice("export_gguf", "kind", kind, TYPES)
-    source = _source(model, tokenizer, base)
+    if kind is not None:
+        check_choice("export_gguf", "kind", kind, TYPES)
+    source = _source(model, tokenizer, base, kind)
+    kind = source.kind
     require_head("export_gguf", source.config, CAUSAL)
     if stop is not None and not is_integer(stop, 0):
         raise ConfigError(f"export_gguf(stop={stop!r}): pass a token, or None")
@@ -164,7 +168,8 @@ def export_gguf(
         **metadata(source.config, known, source.read),
         **words,
     }
-    _write(path, known.name, values, tensor_list, progress, before, kept)
+    rounded = source.adapter is not None and source.adapter.into is not None
+    _write(path, known.name, values, tensor_list, progress, before, kept, used=rounded)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 keeps more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
@@ -215,6 +220,10 @@ def export_adapter_gguf(
     check_choice(call, "kind", kind, ("f32", "f16", "bf16"))
     source = _source(model, None, base)
     adapter, known = source.adapter, architecture(source.config)
+    if adapter is not None and adapter.into is not None:
+        problem = f"this adapter was trained through {adapter.into.kind}"
+        cure = "which llama.cpp would add to other weights; export_gguf merges it"
+        raise ConfigError(f"{call}: {problem}, {cure}")
     if adapter is None:
         raise ConfigError(f"{call}: there is no adapter; export_gguf writes a model")
     parts = {PARTS_ELSEWHERE.get(name.rpartition(".lora_")[2]) for name in adapter.parameters}
@@ -272,26 +281,43 @@ def _new_file(call: str, file: Any) -> Path:
     return path
 
 
-def _source(model: Any, tokenizer: Any, base: Any) -> Source:
-    """Return the source of a model's config, parameters and tokenizer."""
+def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> Source:
+    """Return the source of a model's config, parameters and tokenizer, and the kind of the file.
+
+    Weights that an adapter was trained for in this kind are not rounded yet, else they are.
+    """
     chosen = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
     if isinstance(model, Transformer):
         if base is not None:
             problem = f"export_gguf(base={str(base)!r}) is for the folder of an adapter"
             raise ConfigError(f"{problem}; leave it out")
         adapter, arrays = model.adapter, model.parameters
+        kind, exact = _kind_of(adapter, kind)
         name = "model" if model.folder is None else model.folder.resolve().name
 
         def merged(name: str) -> Any:
             array = arrays[name]
-            return array if adapter is None else adapter.merge(name, array, exact=True)
+            if adapter is None:
+                return array
+            return adapter.merge(name, array, exact=exact, requantize=not exact)
 
         reads = _dense(merged), _dense(arrays.__getitem__)
-        return Source(model.config, model.texts, *reads, adapter, chosen or model.folder, name)
+        words = chosen or model.folder
+        return Source(model.config, model.texts, *reads, adapter, words, name, kind)
     stored = stored_model("export_gguf", model, base)
-    reads = _dense(stored.merged), _dense(stored.read)
+    kind, exact = _kind_of(stored.adapter, kind)
+    reads = _dense(functools.partial(stored.merged, exact=exact)), _dense(stored.read)
     name, words = stored.path.resolve().name, chosen or stored.words
-    return Source(stored.config, stored.texts, *reads, stored.adapter, words, name)
+    return Source(stored.config, stored.texts, *reads, stored.adapter, words, name, kind)
+
+
+def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
+    """Return the kind of the file, and whether what it is rounded from is to be read."""
+    into = None if adapter is None else adapter.into
+    if into is None:
+        return kind or "f16", True
+    own = "f16" if into.in_folder else into.kind
+    return kind or own, (kind or own) == into.kind
 
 
 def _dense(read: Callable[[str], Any]) -> "Read":
@@ -344,10 +370,13 @@ def _write(
     progress: bool,
     before: Mapping[str, Callable[[], Array]],
     kept: Kept,
+    *,
+    used: bool = False,
 ) -> None:
     """Write keys, then tensor after tensor, to a temporary file that becomes ``path``.
 
-    ``kept`` measures the tensors that an adapter changed, of which ``before`` reads the old ones.
+    ``kept`` measures the tensors that an adapter changed, of which ``before`` reads the old ones;
+    if it has ``used`` them as they are rounded here, by that.
     """
     import gguf
     from tqdm import tqdm
@@ -382,7 +411,8 @@ def _write(
                 bar.update(data.nbytes)
                 if tensor.name in before and tensor.type.name != "F32":
                     dense = functools.partial(unpacked, data, tensor.type)
-                    kept.measure(tensor.name, before[tensor.name](), array, dense)
+                    exact = dense(slice(None)).reshape(array.shape) if used else array
+                    kept.measure(tensor.name, before[tensor.name](), exact, dense)
                 del array, data  # frees them before the next one is read
 
 

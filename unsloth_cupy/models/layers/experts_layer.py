@@ -26,6 +26,7 @@ from ...ops.linear.linear import linear
 from ...parallel.taped import taped, value_of
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
+from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, STACKS, Experts
 from .elements import clamped_swiglu, stacked
 
@@ -96,6 +97,10 @@ def _product(
 ) -> Any:
     """Return the grouped product of sorted rows with a stack, and its adapter's term."""
     adapted = stacks.get(name)
+    if adapted is not None and adapted.into is not None:
+        pair, bias = adapted.pair(parameters), parameters.get(f"{name}_bias")
+        how: Any = {"scale": adapted.scale, "make": partial(adapted.into, name)}
+        return through_stack(x, parameters[name], *pair, offsets, bias, **how)
     y = grouped_linear(x, parameters[name], offsets, parameters.get(f"{name}_bias"))
     if adapted is None:
         return y

@@ -273,6 +273,9 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
         problem = "DoRA needs the norms of whole rows, which ranks divide"
         raise ConfigError(f"Division: {problem}; use LoRA")
+    if adapter.into is not None:
+        problem = f"the adapter is trained through {adapter.into.kind}, which ranks would cut"
+        raise ConfigError(f"Division: {problem}; divide the batch or its tokens, or merge it")
     if adapter.initial:
         problem = "the adapter began with a part of the weights, which ranks divide"
         raise ConfigError(f"Division: {problem}; save it, and load that")

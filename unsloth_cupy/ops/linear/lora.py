@@ -122,7 +122,7 @@ def lora_linear_forward(
 ) -> tuple[Array, Array]:
     """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op."""
     rows = flat(x)
-    dropped = _dropout(rows, dropout, seed)
+    dropped = dropped_rows(rows, dropout, seed)
     low = empty((*x.shape[:-1], a.shape[0]), x.dtype, like=x)
     gemm(dropped, in_dtype(a, x.dtype).T, out=flat(low))
     return adapted(x, rows, dropped, weight, flat(low), b, bias, factor, scale), low
@@ -150,7 +150,7 @@ def lora_linear_backward(
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
-    dropped = _dropout(rows, dropout, seed)
+    dropped = dropped_rows(rows, dropout, seed)
     operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_linear_backward", wanted, **operands)
     dproduct, dlows, db, dbias, dfactor = adapted_gradients(
@@ -168,7 +168,7 @@ def lora_linear_backward(
         if not whole:
             gemm(dproduct - dy_rows, weight, out=to, add=True)
         if dropout:
-            to[...] = _dropout(to, dropout, seed)
+            to[...] = dropped_rows(to, dropout, seed)
         gemm(dproduct if whole else dy_rows, weight, out=to, add=True)
     if "weight" in needed:
         dweight = gemm(dproduct.T, rows if whole else dropped)
@@ -236,7 +236,7 @@ def adapted_gradients(
     return flat(dy), up, db, dbias, dfactor
 
 
-def _dropout(rows: Array, dropout: float, seed: int | None) -> Array:
+def dropped_rows(rows: Array, dropout: float, seed: int | None) -> Array:
     """Return the rows after dropout; the same array if dropout is 0."""
     if not dropout:
         return rows

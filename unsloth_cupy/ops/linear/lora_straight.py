@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import FLOAT32, Array
+from ...core.dtypes import FLOAT32, Array, Stored
 from ...core.stand_in import representative_steps
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
@@ -31,6 +31,8 @@ def lora_sum(weight: Any, a: Array, b: Array, scale: float) -> Array:
     bits depend on no device, BLAS or number of threads.
     """
     wide = np.promote_types(weight.dtype, FLOAT32)
+    if isinstance(weight, Stored):
+        weight = weight.computed_in(wide)
     outputs, inputs = weight.shape
     result: Array = empty((outputs, inputs), wide, like=a)
     columns = b.astype(wide, copy=False) * wide.type(scale)

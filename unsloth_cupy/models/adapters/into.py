@@ -1,0 +1,193 @@
+"""Adapters that are trained through the quantizer of the file which they will be merged into.
+
+    y = x Q(W + scale B A)^T        Q: what a reader of the file gets for the weight that is written
+
+So the merged file is the model that was trained.  The adapter alone is not: beside unrounded
+weights it computes something else.  adapter_config.json says so, under ``merge_into``:
+
+    kind       of the file: nf4, q4_0 and so on
+    quantize   the kind of the base's weights W, which were quantized as they were read; or null
+    dtype      of the matrices that stay dense in a folder
+    version    of these rules
+
+Weights without an adapter are rounded as the file has them, too.
+"""
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, FLOATS, Array
+from ...errors import ConfigError
+from ...files import read_json
+from ...ops.quantized.weight import Quantized
+from ..configs.config import Config
+from ..gguf import TYPES
+from ..gguf.rounding import rounded, types_of
+from ..quantizer import KINDS, OF_STACKS, Quantizer, check_stacks
+from .adapter import MAGNITUDE, Adapter
+from .adapter_base import ADAPTER
+
+MERGE_INTO = "merge_into"  # in adapter_config.json
+IN_FOLDERS = (*KINDS, OF_STACKS)  # the others are of GGUF files
+SHORT = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m"}  # as llama.cpp's own names
+KINDS_OF_FILES = (*IN_FOLDERS, *(kind for kind in TYPES if kind not in ("f32", "f16", "bf16")))
+CHOICES = (*KINDS_OF_FILES, *SHORT)
+VERSION = 1
+
+
+class Into:
+    """The quantizer of a file: what it makes of each weight of a model.
+
+    Attributes
+    ----------
+    kind : str
+    quantize : str or None
+        The kind of the base's weights, if they were quantized as they were read.
+    dtype : dtype
+        Of matrices that stay dense in a folder.
+    active : bool
+        Whether products use it now; before ``--merge-from`` an adapter learns without it.
+    """
+
+    def __init__(
+        self, call: str, config: Config, kind: Any, quantize: str | None = None, dtype: Any = None
+    ) -> None:
+        if kind not in CHOICES:
+            raise ConfigError(f"{call}: merge_into={kind!r}; choose from {', '.join(CHOICES)}")
+        self.kind: str = SHORT.get(kind, kind)
+        self.quantize, self.active = quantize, True
+        self.dtype: np.dtype[Any] = FLOAT32 if dtype is None else dtype
+        self.in_folder = self.kind in IN_FOLDERS
+        self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
+        if self.in_folder:
+            check_stacks(call, self.kind, config)
+            if self.kind == OF_STACKS and config.experts is None:
+                problem = f"{OF_STACKS} holds experts, of which a {config.model_type} has none"
+                raise ConfigError(f"{call}: {problem}; choose from {', '.join(KINDS_OF_FILES)}")
+            self._quantizer = Quantizer(call, self.kind)
+        else:
+            self._types = types_of(call, config, self.kind)
+
+    def __call__(self, name: str, weight: Any) -> Any:
+        """Return a weight as a reader of the file gets it: an array in float32, or quantized."""
+        if not self.in_folder:
+            kind = self._types.get(name)
+            return weight if kind is None else rounded(name, _dense(weight), kind)
+        if not self._quantizer.makes(name, weight.shape):
+            return _dense(weight).astype(self.dtype).astype(FLOAT32)
+        if isinstance(weight, Quantized) and kind_of(weight) == self.kind:
+            return weight
+        return self._quantizer.maker(_dense(weight))
+
+    def rounds(self, name: str, weight: Any) -> bool:
+        """Return whether the file has another form of a weight that has no adapter."""
+        if not self.in_folder:
+            return name in self._types
+        return self._quantizer.makes(name, weight.shape) and kind_of(weight) != self.kind
+
+    def fixed(
+        self, parameters: Mapping[str, Any], adapted: Callable[[str], bool]
+    ) -> dict[str, Any]:
+        """Return the weights without an adapter that the file rounds, as it has them.
+
+        They are computed once for each weight; dense ones have its dtype.
+        """
+        result = {}
+        for name, weight in parameters.items():
+            before, after = self._fixed.get(name, (None, None))
+            if weight is after or adapted(name):
+                continue
+            if weight is not before:
+                if not self.rounds(name, weight):
+                    continue
+                made = self(name, weight)
+                after = made if isinstance(made, Quantized) else made.astype(weight.dtype)
+                self._fixed[name] = weight, after
+            result[name] = after
+        return result
+
+    def settings(self) -> dict[str, Any]:
+        """Return what adapter_config.json says."""
+        facts = {"kind": self.kind, "quantize": self.quantize, "dtype": self.dtype.name}
+        return {**facts, "version": VERSION}
+
+
+def _dense(weight: Any) -> Array:
+    """Return a weight in float32."""
+    if isinstance(weight, Quantized):
+        return weight.dequantize(FLOAT32)
+    dense: Array = weight.astype(FLOAT32, copy=False)
+    return dense
+
+
+def kind_of(weight: Any) -> str | None:
+    """Return the kind of a quantized weight, by its name in ``models.quantize``; None: dense."""
+    if not isinstance(weight, Quantized):
+        return None
+    kind = str(getattr(weight, "kind", weight.KIND))
+    return f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
+
+
+def train_through(call: str, adapter: Adapter, into: Into) -> None:
+    """Let an adapter compute with the weights of the file that it will be merged into.
+
+    Raises
+    ------
+    ConfigError
+        It has norms of its own (DoRA), or trains tables that a GGUF file rounds.
+    """
+    if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
+        problem = "DoRA's norms are of rows before they are rounded"
+        raise ConfigError(f"{call}: {problem}; leave dora out, or merge_into")
+    if adapter.outer and not into.in_folder:
+        problem = f"the adapter trains {adapter.outer[0]}, and a GGUF file rounds tables"
+        cure = "choose a kind of a folder, as nf4, which leaves them dense"
+        raise ConfigError(f"{call}: {problem}; {cure}")
+    adapter.into = into
+    adapter.settings[MERGE_INTO] = into.settings()
+
+
+def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
+    """Return an adapter that is trained through the quantizer that its adapter_config.json names.
+
+    Raises
+    ------
+    ConfigError
+        It is of another version, or broken.
+    """
+    facts = adapter.settings.get(MERGE_INTO)
+    if facts is None:
+        return adapter
+    dtypes = {dtype.name: dtype for dtype in FLOATS}
+    known = isinstance(facts, Mapping) and facts.get("dtype") in dtypes
+    if not known or facts.get("quantize") not in (None, *KINDS):
+        raise ConfigError(f"{path}: {MERGE_INTO} is {facts!r}; copy the adapter again")
+    if facts.get("version") != VERSION:
+        problem = f"{MERGE_INTO} has the version {facts.get('version')!r}, not {VERSION}"
+        raise ConfigError(f"{path}: {problem}; install the version that trained it")
+    dtype = dtypes[facts["dtype"]]
+    train_through(path, adapter, Into(path, config, facts.get("kind"), facts["quantize"], dtype))
+    return adapter
+
+
+def quantize_of(call: str, adapter: str | PathLike[str], quantize: str | None) -> str | None:
+    """Return the kind to which the base of an adapter's folder is quantized as it is read.
+
+    Raises
+    ------
+    ConfigError
+        The adapter was trained through a quantizer, beside weights of another kind.
+    """
+    path = Path(adapter, ADAPTER)
+    facts = read_json(path).get(MERGE_INTO) if path.is_file() else None
+    if not isinstance(facts, Mapping):
+        return quantize
+    known = facts.get("quantize")
+    if quantize not in (None, known):
+        problem = f"{path} was trained beside {known or 'dense'} weights of its base"
+        raise ConfigError(f"{call}(quantize={quantize!r}): {problem}; leave quantize out")
+    return None if known is None else str(known)

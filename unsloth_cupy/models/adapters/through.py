@@ -1,0 +1,159 @@
+"""Products with rounded weights, on arrays or on a tape: of a layer, and of a stack of experts.
+
+    y = x Q(W + scale B A)^T + bias + scale (dropout(x) - x) A^T B^T
+    dx = dy Q + what dropout adds    dA, dB    as of the adapter without rounding
+
+The rounded weight is made for a product and freed after it: the backward pass makes it again.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import contiguous, empty, rounded
+from ...core.dtypes import FLOAT32, Array
+from ...ops.common.gemm import gemm
+from ...ops.elements.cast import in_dtype
+from ...ops.experts.grouped_linear import grouped_linear
+from ...ops.linear.linear import linear
+from ...ops.linear.lora import dropped_rows
+from ...ops.linear.lora_straight import lora_sum, straight_gradients
+from ...ops.quantized.weight import Quantized
+from ...parallel.taped import taped, value_of
+from ..configs.names import TABLE
+from .kept import Kept
+
+Make = Callable[[Array], Any]  # from the sum to the weight of the file
+_linear_backward: Any = linear.backward
+_grouped_backward: Any = grouped_linear.backward
+
+
+def through_linear(
+    x: Any,
+    weight: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    *,
+    scale: float,
+    make: Make,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Any:
+    """Return the output of a layer whose weight is made of its sum with an adapter."""
+    rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
+    flat = rows.reshape(-1, rows.shape[-1])
+
+    def made() -> Any:
+        return _as_operand(make(lora_sum(weight, low, up, scale)), rows.dtype)
+
+    y: Array = linear(rows, made(), added)
+    if dropout:
+        change = dropped_rows(flat, dropout, seed) - flat
+        short = gemm(change, in_dtype(low, rows.dtype).T)
+        gemm(
+            short,
+            in_dtype(up, rows.dtype).T,
+            out=y.reshape(-1, y.shape[-1]),
+            add=True,
+            factor=scale,
+        )
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        gradients: dict[str, Any] = {}
+        names = frozenset({"x", "bias"} & wanted)
+        if names:
+            dx, _, dbias = _linear_backward(dy, rows, made(), added, wanted=names)
+            gradients |= {"x": dx, "bias": dbias}
+        read = dropped_rows(flat, dropout, seed)
+        gradients["a"], gradients["b"], dlow = straight_gradients(dy, read, low, up, scale)
+        if dropout and "x" in wanted:
+            change = gemm(dlow, in_dtype(low, rows.dtype))
+            change = dropped_rows(change, dropout, seed) - change
+            gradients["x"] = gradients["x"] + change.reshape(rows.shape)
+        return gradients
+
+    return taped("through_linear", y, back, x=x, a=a, b=b, bias=bias)
+
+
+def through_stack(
+    x: Any, weight: Any, a: Any, b: Any, offsets: Array, bias: Any, *, scale: float, make: Make
+) -> Any:
+    """Return the grouped product of sorted rows with a stack that is made of its sums.
+
+    a is (experts, rank, in), b (experts, out, rank).
+    """
+    rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
+    down, out = (contiguous(each.astype(rows.dtype, copy=False)) for each in (low, up))
+
+    def made() -> Any:
+        total = empty(weight.shape, np.promote_types(rows.dtype, FLOAT32), like=low)
+        for expert in range(len(weight)):
+            total[expert] = lora_sum(weight[expert], low[expert], up[expert], scale)
+        return _as_operand(make(total), rows.dtype)
+
+    y: Array = grouped_linear(rows, made(), offsets, added)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        gradients: dict[str, Any] = {}
+        if "x" in wanted:
+            only = frozenset({"x"})
+            gradients["x"] = _grouped_backward(dy, rows, made(), offsets, None, wanted=only)[0]
+        if {"a", "b"} & wanted:
+            both, weights = frozenset({"x", "weight"}), frozenset({"weight"})
+            short = grouped_linear(rows, down, offsets)
+            dlow, db, *_ = _grouped_backward(dy, short, out, offsets, None, wanted=both)
+            da = _grouped_backward(dlow, rows, down, offsets, None, wanted=weights)[1]
+            wide = np.promote_types(rows.dtype, FLOAT32)
+            for name, part, like in (("a", da, low), ("b", db, up)):
+                gradients[name] = rounded(part.astype(wide) * wide.type(scale), like.dtype)
+        return gradients
+
+    return taped("through_stack", y, back, x=x, a=a, b=b)
+
+
+def _as_operand(weight: Any, dtype: Any) -> Any:
+    """Return a weight as products with arrays of a dtype take it."""
+    return weight if isinstance(weight, Quantized) else weight.astype(dtype, copy=False)
+
+
+def file_weight(
+    adapter: Any, name: str, weight: Any, requantize: bool, kept: Kept | None, exact: bool
+) -> Any:
+    """Return a weight as the file has it that an adapter is trained for.
+
+    It is dense unless ``requantize``; with ``exact`` it is what the file is rounded from.
+    """
+    adapted, into = adapter.adds_to(name), adapter.into
+    if not adapted and (exact or not into.rounds(name, weight)):
+        coded = isinstance(weight, Quantized) and not requantize
+        return weight.dequantize() if coded else weight
+    total = weight
+    if name in adapter.stacks:
+        total = adapter.stacks[name].sums(weight, adapter.parameters)
+    elif adapted:
+        scale = adapter.scales[name.removesuffix(".weight")]
+        a, b = adapter.low_rank(name)
+        total = lora_sum(weight, a, b, scale)
+    if exact:
+        return total
+    made = into(name, total)
+    coded = isinstance(made, Quantized)
+    dense = made.dequantize(FLOAT32) if coded and kept is not None else made
+    result = made.computed_in(weight.dtype) if coded and requantize else made.astype(weight.dtype)
+    if kept is not None and adapted:
+        before = weight.computed_in(FLOAT32) if isinstance(weight, Quantized) else weight
+        rounded_to = dense if isinstance(result, Quantized) else result
+        kept.measure(name, before, dense, rounded_to.__getitem__)
+    return result
+
+
+def file_weights(adapter: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all parameters as the file has them; dense ones in the dtype of the model."""
+    dtype, result = parameters[TABLE].dtype, {}
+    for name, weight in parameters.items():
+        made = adapter.merge(name, weight, requantize=True)
+        dense = isinstance(weight, Quantized) and not isinstance(made, Quantized)
+        result[name] = made.astype(dtype) if dense else made
+    return result

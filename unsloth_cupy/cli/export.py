@@ -19,8 +19,8 @@ from .options import BASE, FILE, NewFile, option
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("file", metavar="FILE.gguf", type=NewFile())
 @click.option(
-    "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), default="f16", metavar="TYPE",
-    show_default=True, help="Type of the matrices; vectors stay f32.",
+    "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), metavar="TYPE",
+    help="Type of the matrices; vectors stay f32.  [default: that of --merge-into, or f16]",
 )  # fmt: skip
 @click.option(
     "--tokenizer",
@@ -34,7 +34,7 @@ from .options import BASE, FILE, NewFile, option
 def export(
     folder: Path,
     file: Path,
-    kind: str,
+    kind: str | None,
     tokenizer: Path | None,
     base: Path | None,
     modelfile: bool,
@@ -65,7 +65,7 @@ def export(
         if modelfile or tokenizer:
             cure = "leave --tokenizer and --modelfile out"
             raise ConfigError(f"export --adapter writes no tokenizer; {cure}")
-        echo(export_adapter_gguf(model_folder(folder), file, kind=kind, base=base))
+        echo(export_adapter_gguf(model_folder(folder), file, kind=kind or "f16", base=base))
         echo_next(["llama-cli", "-m", "BASE.gguf", "--lora", file])
         return
     source, place = model_folder(folder), check_modelfile(file) if modelfile else None

@@ -20,6 +20,7 @@ from ..memory.ledger import MemoryPlan
 from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
+from ..models.adapters.into import CHOICES
 from ..models.gguf.opening import source_of
 from ..profiling.scale import plan_ranks
 from .options import (
@@ -54,6 +55,7 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--samples", click.IntRange(2), "Of grpo and rloo: answers to a prompt, each a row.")
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
+@option("--merge-into", click.Choice(CHOICES), "Train through the quantizer of this file.")
 @option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
@@ -83,6 +85,7 @@ def plan(
     samples: int | None,
     lora: int | None,
     quantize: str | None,
+    merge_into: str | None,
     checkpoint_every: int | None,
     chunked_mlp: bool,
     accumulate: int,
@@ -124,6 +127,7 @@ def plan(
         "rank": lora,
         "adapter": adapter,
         "quantization": quantize,
+        "merge_into": merge_into,
         "checkpoint_every": checkpoint_every,
         "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
@@ -139,6 +143,7 @@ def plan(
         context_attention, accumulate,
     )  # fmt: skip
     if any(size is not None for size in sizes):
+        _check_alone(options.pop("merge_into"))
         if optimizer == "none":
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
         tensor, pipeline, data, context = (size or 1 for size in sizes)
@@ -207,6 +212,13 @@ def learning_of(name: str, given: dict[str, Any], *, alone: bool) -> Any:
     settings.check_method(whole=not METHODS[name].draws)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)
+
+
+def _check_alone(merge_into: str | None) -> None:
+    """Raise a ConfigError for ranks of a run that trains through a quantizer."""
+    if merge_into is not None:
+        cure = "each rank of --data-parallel needs what one needs for its rows"
+        raise ConfigError(f"plan --merge-into is of one rank; leave the ranks out: {cure}")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ def options_text(options: Mapping[str, Any]) -> str:
     known: dict[str, tuple[str, Any]] = {
         "lora": ("rank", None),
         "quantized to": ("quantization", None),
+        "merged into": ("merge_into", None),
         "checkpoint every": ("checkpoint_every", None),
         "accumulate": ("accumulate", 1),
         "optimizer": ("optimizer", "adamw"),
@@ -83,7 +84,7 @@ def training_methods(
             {"rank": rank, "quantization": kind, "chunked_mlp": False},
         ),
     ):
-        total = planned(**changes).total
+        total = planned(**changes, merge_into=None).total
         fits = [(size, name) for name, size in sizes if total <= size]
         table.add_row(method, format_bytes(total), min(fits)[1] if fits else "-")
     return table

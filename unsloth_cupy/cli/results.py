@@ -13,6 +13,7 @@ from ..finetune.methods import MEASURES, METHODS
 from ..finetune.run_folder import RunFolder, model_without_weights
 from ..machine import console, format_bytes
 from ..models.adapters.adapter_base import ADAPTER
+from ..models.adapters.into import IN_FOLDERS
 from .echo import echo, echo_next
 from .streaming import stream_text
 
@@ -83,7 +84,11 @@ def what_follows(run: RunFolder) -> None:
     asks += ["--chat"] if Chat(run.model).stored else ["Once upon a time"]
     merges = [["merge", run.folder, f"{run.folder}-merged"]]
     merges = merges if (run.model / ADAPTER).exists() else []
-    follow = [asks, *merges, *exports(run.model, run.folder)]
+    files = exports(run.model, run.folder)
+    if (kind := values.get("merge_into")) is not None:
+        merges, files = (merges, []) if kind in IN_FOLDERS else ([], files)
+        files = [[*words[:3], *words[5:]] for words in files]  # in the type of the run
+    follow = [asks, *merges, *files]
     echo_next(*(["unsloth-cupy", *words] for words in follow))
 
 

@@ -67,6 +67,7 @@ class Sizes(NamedTuple):
             "device": "cpu" if self.device is None else "cuda",
             "objective": _noisy(self.objective) if plan.neftune else self.objective,
             "inputs": inputs,
+            "merge_into": plan.merge_into,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
             planned = new_adapter(self.config, **plan.adapters.options(self.config))

@@ -101,6 +101,7 @@ class Loop:
         )  # fmt: skip
         self.callbacks = Callbacks([], self, "")
         self.copies = self.engine.copies(plan.dtype)
+        self._check_copies()
         if model.adapter is None:
             optimizer.keep_copies(self.copies)
         model.parameters = model.parameters | self.copies  # the adapter's parameters stay float32
@@ -115,6 +116,31 @@ class Loop:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
         self.learns: str | None = None  # what the first gradients of adapters say
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
+        self._settle()
+
+    @property
+    def _into(self) -> Any:
+        """The quantizer through which the adapter is trained, if it is."""
+        return None if self.model.adapter is None else self.model.adapter.into
+
+    def _settle(self) -> None:
+        """Let products use the weights of the merged file from the step on that the plan says."""
+        if self._into is not None:
+            self._into.active = self.step >= self.plan.merge_from
+
+    def _check_copies(self) -> None:
+        """Raise a ConfigError if copies lose what the weights of the merged file are made of."""
+        adapter = self.model.adapter
+        if adapter is None or adapter.into is None:
+            return
+        for name, copy in self.copies.items():
+            weight: Any = self.model.parameters[name]
+            used = adapter.adds_to(name) or adapter.into.rounds(name, weight)
+            if used and bool((copy.astype(weight.dtype) != weight).any()):
+                problem = f"the model's {name} is float32, and {self.plan.dtype} does not hold it"
+                what = f"{named('merge_into')} rounds the weights of the model"
+                cure = f"leave {named(dtype=self.plan.dtype)} out"
+                raise ConfigError(f"{what}; {problem}; {cure}")
 
     def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:
         """Run the remaining steps, and write the log and the checkpoints.
@@ -141,6 +167,8 @@ class Loop:
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
         arrays += tuple(each.parameters for each in self.method.others)
+        if self.model.adapter is not None:
+            arrays += (self.model.adapter.file_weights(self.model.parameters),)
         held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
@@ -232,6 +260,7 @@ class Loop:
         scaler.update(measure.finite)
         self.callbacks.call("on_optimizer_step")
         self.step += 1
+        self._settle()
         if self.unproven and self.ranks.first:  # its weights gave a finite loss
             self.run.drop_checkpoints(before=self.unproven)
         self.unproven = None
@@ -370,6 +399,10 @@ class Loop:
 
     def check(self) -> None:
         """Raise a ConfigError for settings that do not fit the model or the ranks."""
+        if self.plan.merge_from >= self.plan.steps:
+            problem = f"the run has {self.plan.steps} steps, none of which it would change"
+            cure = "give fewer, or leave it out"
+            raise ConfigError(f"{named(merge_from=self.plan.merge_from)}: {problem}; {cure}")
         if self.plan.neftune and (self.engine.stages or self.model.context):
             problem = "is for ranks that hold all blocks and all tokens"
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
@@ -564,6 +597,7 @@ class Loop:
                 optimizer.load_state(numbers | averages)
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step
+            self._settle()
             for name in SCALER:
                 setattr(self.scaler, name, state["scaler"][name])
             self.unproven = checkpoint.name

@@ -117,7 +117,7 @@ def prepare(
         else new_or_loaded(folder, values, plan, ranks, **method.loading)
     )
     model.tokenizer = Tokenizer.of(tokenizer, chat)
-    add_adapters(model, plan if new_adapter else None)
+    add_adapters(model, plan, new=new_adapter)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.data_seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
@@ -193,7 +193,12 @@ def facts_of(
     """
     facts = _facts_of(folder, plan, given, method)
     _check_head(facts, source, given, method, named(method=plan.method))
-    kind = quantized_kind(source, plan.quantize, plan.lora, facts.adapter, facts.quantized)
+    into = None if facts.adapter is None else facts.adapter.into
+    wanted = plan.quantize or (None if into is None else into.quantize)
+    kind = quantized_kind(source, wanted, plan.lora, facts.adapter, facts.quantized)
+    if plan.merge_into is not None and plan.lora is None and facts.adapter is None:
+        cure = f"add {named('lora')}, as in {named(lora=16)}"
+        raise ConfigError(f"{named(merge_into=plan.merge_into)} is of adapters; {cure}")
     if new_adapter and facts.adapter is not None:
         cure = f"leave {named('lora')} out"
         holder = source if given is None else "the model"
@@ -264,9 +269,10 @@ def _check_head(
         raise ConfigError(f"{source} holds adapters without the head of {shown}; {cure}")
 
 
-def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
-    """Add the adapters that a plan names, if there is one, with its seed."""
-    if plan is None or plan.adapters is None:
+def add_adapters(model: models.Transformer, plan: Plan, *, new: bool) -> None:
+    """Add the adapters that a plan names, with its seed, if they are ``new``."""
+    if plan.adapters is None or not new:
+        _train_through(model, plan)
         return
     if plan.lora_dropout and model.division is not None:
         cure = f"leave {named('lora_dropout')} out"
@@ -274,6 +280,24 @@ def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
     model.add_adapter(**plan.adapters.options(model.config), seed=plan.seed)
     if model.adapter is not None:  # sums over gradients are in the order of a file that is read
         model.adapter.parameters = dict(sorted(model.adapter.parameters.items()))
+    _train_through(model, plan)
+
+
+def _train_through(model: models.Transformer, plan: Plan) -> None:
+    """Train the model's adapter through the quantizer that a plan names, or that it knows."""
+    adapter = model.adapter
+    if adapter is None or (adapter.into is None and plan.merge_into is None):
+        return
+    if adapter.into is None and plan.merge_into is not None:
+        model.train_through(plan.merge_into)
+    elif plan.merge_into not in (None, *adapter.into.names):
+        problem = f"the adapter is trained through {adapter.into.kind}"
+        cure = f"leave {named('merge_into')} out, or start from the base"
+        raise ConfigError(f"{named(merge_into=plan.merge_into)}: {problem}; {cure}")
+    announce(
+        f"trained through {adapter.into.kind}: the merged file is the model, the adapter alone is"
+        " not"
+    )
 
 
 def in_place(model: models.Transformer, folder: Path | None) -> models.Transformer:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from ..core.call import is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
+from ..models.adapters.into import CHOICES
 from ..models.configs.heads import POOLINGS
 from ..models.gguf.opening import source_of
 from ..models.layers.context import KINDS as CONTEXTS
@@ -48,7 +49,7 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
     *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
-    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
+    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora", "merge_into", "merge_from"),
     *("method", *(name for name in OPTIONS if name not in FOLDERS)),
 )
 
@@ -154,6 +155,13 @@ class Settings:
     )
     quantize: str | None = setting(
         "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
+    )
+    merge_into: str | None = setting(
+        "adapters", "Train through the quantizer of the file to merge into, as nf4 or q4_0.",
+        choices=CHOICES,
+    )  # fmt: skip
+    merge_from: int = setting(
+        "adapters", "With {merge_into}: after so many steps without it.", 0, least=0
     )
 
     steps: int | None = setting(
@@ -377,6 +385,32 @@ class Settings:
         if self.lora is None and changed:
             cure = f"add {named('lora')}, as in {named(lora=16)}"
             raise ConfigError(f"{named(**changed)} is of new adapters; {cure}")
+        self._check_merge()
+
+    def _check_merge(self) -> None:
+        """Raise a ConfigError for settings that do not fit a merge that is trained through."""
+        if self.merge_into is None:
+            if self.merge_from:
+                raise ConfigError(f"{named('merge_from')} is of {named('merge_into')}; give both")
+            return
+        problem: dict[str, Any] = {}
+        if self.dora:
+            problem = {"dora": True}
+        elif self.save_dtype != "float32":
+            problem = {"save_dtype": self.save_dtype}
+        elif self.merge_from and self.keeps_best:
+            problem = {"merge_from": self.merge_from, "keep_best": True}
+        elif self.zero == 3:
+            problem = {"zero": 3}
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if (getattr(self, name) or 1) > 1:
+                problem = {name: getattr(self, name)}
+        if problem:
+            why = "the weights of the merged file would not be those of the last step"
+            if problem.keys() & {"tensor_parallel", "pipeline_parallel", "zero"}:
+                why = "ranks would cut the blocks that it rounds"
+            cure = f"leave {named(**problem)} out"
+            raise ConfigError(f"{named(merge_into=self.merge_into)}: {why}; {cure}")
 
     def decided(self, *, new: bool, steps: int | None = None) -> "Plan":
         """Return the settings with the defaults of a new model or of an existing one.

@@ -55,6 +55,7 @@ def plan_memory(
     objective: Callable[..., Any] | None = None,
     device: str = "cuda",
     inputs: Sequence[Mapping[str, Any]] = (),
+    merge_into: str | None = None,
 ) -> MemoryPlan:
     """Return the memory of a step of training, op by op, from a step on shapes alone.
 
@@ -102,6 +103,9 @@ def plan_memory(
         What the forward passes of the step will take, in place of batch, tokens and accumulate:
         NumPy arrays, of which a cpu also reads the values.  Packed texts and tokens without a label
         take less memory than full rows.
+    merge_into : str, optional
+        The kind of file through whose quantizer the adapter is trained, as in ``add_adapter``;
+        None: what the adapter itself says.
 
     Returns
     -------
@@ -131,7 +135,10 @@ def plan_memory(
     check_choice("plan_memory", "device", device, tuple(DEVICES))
     _check_optimizer(optimizer, state_bits, tensor_parallel)
     parsed = config if isinstance(config, Config) else parse(config)
-    _check_adapter(parsed, rank, adapter, quantization, objective)
+    _check_adapter(
+        parsed, rank, adapter, quantization, objective, merge_into,
+        tensor_parallel * pipeline_parallel,
+    )  # fmt: skip
     given = checkpoint_every
     parts = given if isinstance(given, CheckpointConfig | None) else CheckpointConfig(True, given)
     layout = Layout(tensor_parallel, pipeline_parallel)
@@ -145,7 +152,7 @@ def plan_memory(
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with recording_in(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
-        adapter = new_adapter(parsed, rank) if rank is not None else adapter
+        adapter = _adapter_of(parsed, rank, adapter, merge_into)
         codes = None if quantization is None else Quantizer("plan_memory", quantization)
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
@@ -178,6 +185,21 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
+
+
+def _adapter_of(
+    config: "Config", rank: int | None, adapter: "Adapter | None", merge_into: str | None
+) -> "Adapter | None":
+    """Return the adapter that is planned, with the quantizer through which it is trained."""
+    from ..models.adapters.into import Into
+
+    adapter = new_adapter(config, rank) if rank is not None else adapter
+    kind = merge_into if adapter is None or adapter.into is None else adapter.into.kind
+    if adapter is None or kind is None:
+        return adapter
+    planned = adapter.holding(adapter.parameters)
+    planned.into = Into(f"plan_memory(merge_into={kind!r})", config, kind)
+    return planned
 
 
 def _batches(
@@ -218,7 +240,13 @@ def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> N
 
 
 def _check_adapter(
-    config: "Config", rank: int | None, adapter: Any, quantization: str | None, objective: Any
+    config: "Config",
+    rank: int | None,
+    adapter: Any,
+    quantization: str | None,
+    objective: Any,
+    merge_into: str | None,
+    ranks: int,
 ) -> None:
     from ..models.quantizer import check_stacks
 
@@ -229,6 +257,14 @@ def _check_adapter(
         raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
     if adapter is not None and not hasattr(adapter, "parameters"):
         raise ConfigError(f"plan_memory(adapter={reprlib.repr(adapter)}): pass model.adapter")
+    through = merge_into is not None or getattr(adapter, "into", None) is not None
+    if merge_into is not None and rank is None and adapter is None:
+        cure = "it is of adapters: pass a rank too, as in rank=16"
+        raise ConfigError(f"plan_memory(merge_into={merge_into!r}): {cure}")
+    if through and ranks > 1:
+        problem = "ranks would cut the blocks that a merged file has"
+        cure = "leave tensor_parallel and pipeline_parallel out"
+        raise ConfigError(f"plan_memory(merge_into={merge_into!r}): {problem}; {cure}")
     if quantization is not None and rank is None and adapter is None:
         cure = "quantized weights are frozen: pass a rank too, as in rank=16"
         raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")

@@ -136,6 +136,7 @@ def planned_training(
         shapes = {name: array.shape for name, array in adapter.parameters.items()}
         model.adapter = adapter.holding(created(shapes, narrow=False))
         ledger.enter(WEIGHTS, model.adapter.parameters)
+        ledger.enter(WEIGHTS, model.adapter.file_weights(parameters))
     if optimizer == "none":
         return model, None
     steps = optimizer_of(optimizer, model, state_bits=state_bits)

@@ -103,8 +103,6 @@ class Transformer(Network):
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
         kind = options.pop("merge_into", None)
-        if kind is not None:
-            self._require_whole("add_adapter(merge_into=)", "on a model that is whole")
         outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
         targets = options.get("targets")
         listed = targets if isinstance(targets, Collection) else ()
@@ -128,10 +126,36 @@ class Transformer(Network):
         if options.get("init") == "loftq" and self.stored is not None:
             read = self.stored("add_adapter").read
             loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
-        if kind is not None:
-            call = f"add_adapter(merge_into={kind!r})"
-            train_through(call, adapter, Into(call, self.config, kind, *self._base_facts(call)))
         self.adapter = divided_adapter(adapter, self.division)
+        if kind is not None:
+            try:
+                self.train_through(kind)
+            except ConfigError:
+                self.adapter = None
+                raise
+
+    def train_through(self, kind: str) -> None:
+        """Train the adapter through the quantizer of the file that it will be merged into.
+
+        ``kind`` is ``merge_into`` of ``add_adapter``.
+
+        Raises
+        ------
+        ConfigError
+            There is no adapter, or it is trained through a quantizer already; the kind is unknown,
+            or not for this model; the adapter has DoRA, or tables that the file rounds; or weights
+            are not quantized as ``load(quantize=)`` does it.
+        """
+        call = f"train_through({kind!r})"
+        if self.adapter is None or self.adapter.into is not None:
+            found = "none" if self.adapter is None else f"one through {self.adapter.into.kind}"
+            cure = "call add_adapter(rank, merge_into=kind)"
+            raise ConfigError(
+                f"{call}: it is for an adapter without it, and there is {found}; {cure}"
+            )
+        self._require_whole(call, "on a model that is whole")
+        into = Into(call, self.config, kind, *self._base_facts(call))
+        train_through(call, self.adapter, into)
 
     def _base_facts(self, call: str) -> tuple[str | None, Any]:
         """Return the kind to which weights were quantized as they were read, and the file's dtype.

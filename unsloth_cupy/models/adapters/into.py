@@ -49,6 +49,8 @@ class Into:
         The kind of the base's weights, if they were quantized as they were read.
     dtype : dtype
         Of matrices that stay dense in a folder.
+    names : set of str
+        Its kind, and a shorter name of it.
     active : bool
         Whether products use it now; before ``--merge-from`` an adapter learns without it.
     """
@@ -59,6 +61,7 @@ class Into:
         if kind not in CHOICES:
             raise ConfigError(f"{call}: merge_into={kind!r}; choose from {', '.join(CHOICES)}")
         self.kind: str = SHORT.get(kind, kind)
+        self.names = {self.kind, *(each for each in SHORT if SHORT[each] == self.kind)}
         self.quantize, self.active = quantize, True
         self.dtype: np.dtype[Any] = FLOAT32 if dtype is None else dtype
         self.in_folder = self.kind in IN_FOLDERS

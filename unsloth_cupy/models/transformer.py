@@ -148,11 +148,10 @@ class Transformer(Network):
         """
         call = f"train_through({kind!r})"
         if self.adapter is None or self.adapter.into is not None:
-            found = "none" if self.adapter is None else f"one through {self.adapter.into.kind}"
-            cure = "call add_adapter(rank, merge_into=kind)"
-            raise ConfigError(
-                f"{call}: it is for an adapter without it, and there is {found}; {cure}"
-            )
+            problem = "there is no adapter"
+            if self.adapter is not None:
+                problem = f"the adapter is trained through {self.adapter.into.kind} already"
+            raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")
         into = Into(call, self.config, kind, *self._base_facts(call))
         train_through(call, self.adapter, into)

@@ -25,9 +25,10 @@ from ...errors import ConfigError
 from ...files import read_json
 from ...ops.quantized.weight import Quantized
 from ..configs.config import Config
+from ..folders.expert_files import kinds_of_experts
 from ..gguf import TYPES
 from ..gguf.rounding import rounded, types_of
-from ..quantizer import KINDS, OF_STACKS, Quantizer, check_stacks
+from ..quantizer import KINDS, OF_STACKS, Quantizer
 from .adapter import MAGNITUDE, Adapter
 from .adapter_base import ADAPTER
 
@@ -67,10 +68,11 @@ class Into:
         self.in_folder = self.kind in IN_FOLDERS
         self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
         if self.in_folder:
-            check_stacks(call, self.kind, config)
-            if self.kind == OF_STACKS and config.experts is None:
-                problem = f"{OF_STACKS} holds experts, of which a {config.model_type} has none"
-                raise ConfigError(f"{call}: {problem}; choose from {', '.join(KINDS_OF_FILES)}")
+            known = kinds_of_experts(config) if config.experts is not None else tuple(KINDS)
+            if self.kind not in known:
+                what = "experts" if self.kind == OF_STACKS or config.experts else "weights"
+                problem = f"a folder of a {config.model_type} has no {what} in {self.kind}"
+                raise ConfigError(f"{call}: {problem}; choose from {', '.join(known)}")
             self._quantizer = Quantizer(call, self.kind)
         else:
             self._types = types_of(call, config, self.kind)

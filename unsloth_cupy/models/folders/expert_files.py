@@ -181,6 +181,12 @@ def saved_tensors(
     return file_tensors(config, {*own, *coded}, packed)
 
 
+def kinds_of_experts(config: Config) -> tuple[str, ...]:
+    """Return the kinds of quantized experts that files of a family have, as ``saved_tensors``."""
+    turned = config.experts is not None and config.experts.transposed
+    return ("mxfp4",) if turned else ("nf4", "nf4-double", "fp4")
+
+
 def in_file(value: Any, tensors: Mapping[str, Place]) -> dict[str, Array]:
     """Return the arrays of the tensors that a parameter is written as."""
     if not isinstance(value, Mxfp4):

@@ -71,12 +71,11 @@ class StoredModel(NamedTuple):
         own = None if self.adapter is None else self.adapter.parameters.get(ADAPTED + name)
         if own is not None:  # it takes the place of the base's, which may lack it
             return own.astype(dtype or FLOAT32)
-        weight = self.read(name, dtype)
         if self.adapter is None:
-            return weight
+            return self.read(name, dtype)
         if exact or self.adapter.into is None:
-            return self.adapter.merge(name, weight, exact=True)
-        return self.adapter.merge(name, weight, requantize=True)
+            return self.adapter.merge(name, self.read(name, dtype), exact=True)
+        return self.adapter.merge(name, self.read(name, dtype or FLOAT32), requantize=True)
 
 
 def stored_model(

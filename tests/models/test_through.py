@@ -1,0 +1,380 @@
+"""Adapters that are trained through the quantizer of the file that they are merged into."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import CheckpointConfig, linear, models
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
+from unsloth_cupy.models.adapters.through import through_linear, through_stack
+from unsloth_cupy.ops.linear.lora import dropped_rows
+from unsloth_cupy.ops.linear.lora_straight import lora_sum
+from unsloth_cupy.ops.quantized.weight import Quantized
+from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.placement import to_numpy
+from unsloth_cupy.training.tape import Tape
+
+from ..machines.stand_in import gpu
+from .exported import make
+from .peers import MIXTURES, SIZES
+
+# rows of whole blocks of 256, but for those of down_proj, which have a type of smaller blocks
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+IDS = np.random.default_rng(3).integers(3, 97, (2, 12))
+KINDS = [kind for kind in CHOICES if kind != "mxfp4"]
+FEW = ("nf4", "int8", "ternary", "q4_0", "q8_0", "q4_k")
+MXFP4 = Path(__file__).parent.parent / "golden" / "models" / "gpt_oss_mxfp4"
+
+
+def learned(model: models.Transformer) -> models.Transformer:
+    """Let the adapter of a model change what it computes."""
+    draw = np.random.default_rng(1)
+    for name, array in model.trainable.items():
+        if "lora_B" in name:
+            array[...] = 0.05 * draw.standard_normal(array.shape)
+    return model
+
+
+def through(folder: Path, kind: str, quantize: str | None = None, **options: Any) -> Any:
+    """Return a model with an adapter for a kind of file, both saved."""
+    make(folder / "base", LLAMA, dtype="bfloat16")
+    model = models.load(folder / "base", dtype="float32", quantize=quantize)
+    model.add_adapter(4, base=str(folder / "base"), merge_into=kind, **options)
+    learned(model).save_adapter(folder / "adapter")
+    return model
+
+
+def merged(folder: Path, kind: str) -> tuple[Any, models.Transformer]:
+    """Return the report of the file that the adapter was trained for, and its model."""
+    if kind in IN_FOLDERS:
+        report: Any = models.merge(folder / "adapter", folder / "merged")
+        return report, models.load(folder / "merged", dtype="float32")
+    report = models.export_gguf(folder / "adapter", folder / "m.gguf", tokenizer=folder / "base")
+    return report, models.load(folder / "m.gguf", dtype="float32")
+
+
+def dense(weight: Any) -> Any:
+    return weight.dequantize("float32") if isinstance(weight, Quantized) else weight
+
+
+def used(model: models.Transformer) -> dict[str, Any]:
+    """Return what products multiply by, layer by layer: x is the identity."""
+    adapter, result = model.adapter, {}
+    fixed = adapter.file_weights(model.parameters)
+    for name, weight in fixed.items():
+        module = name.removesuffix(".weight")
+        result[name] = dense(weight)
+        if module in adapter.scales:
+            eye = np.eye(weight.shape[1], dtype=np.float32)
+            held = {**fixed, **adapter.parameters}
+            result[name] = adapter.linears(held, [module], eye, None)[0].T
+    return result
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("kind", FEW)
+def test_the_file_holds_the_weights_that_were_used(
+    kind: str, quantize: str | None, tmp_path: Path
+) -> None:
+    """In equal bits: weights, loss and generated tokens; a merge says that all is kept."""
+    _holds(kind, quantize, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FEW])
+def test_files_of_all_other_kinds(kind: str, tmp_path: Path) -> None:
+    _holds(kind, None, tmp_path)
+
+
+def _holds(kind: str, quantize: str | None, folder: Path) -> None:
+    model = through(folder, kind, quantize)
+    expected = used(model)
+    report, actual = merged(folder, kind)
+    assert actual.adapter is None
+    assert report.kept.share == 1.0
+    assert len(report.kept.layers) == 7
+    changed = 0
+    for name, weight in actual.parameters.items():
+        np.testing.assert_array_equal(dense(weight), expected[name], err_msg=name)
+        changed += not np.array_equal(dense(weight), dense(model.parameters[name]))
+    assert changed >= 7
+    again = models.load(folder / "adapter", dtype="float32")
+    loss = model.loss(IDS, IDS)
+    for other in (again, actual, model.settled()):
+        assert other.loss(IDS, IDS) == loss
+        assert other.generate(IDS[:, :4], max_new_tokens=3).tolist() == (
+            model.generate(IDS[:, :4], max_new_tokens=3).tolist()
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.merge_adapter(requantize=True).share == 1.0
+    for name, weight in actual.parameters.items():
+        np.testing.assert_array_equal(dense(weight), dense(model.parameters[name]))
+
+
+def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
+    """adapter_config.json says so, and who adds it to unrounded weights is told or refused."""
+    model = through(tmp_path, "q4_0", "nf4")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    assert settings["merge_into"] == {
+        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "version": 1,
+    }  # fmt: skip
+    model.adapter.into.active = False
+    plain = model.loss(IDS, IDS)
+    model.adapter.into.active = True
+    assert abs(model.loss(IDS, IDS) - plain) > 1e-3
+    with pytest.raises(ConfigError, match=r"trained through q4_0, which llama\.cpp would add"):
+        models.export_adapter_gguf(tmp_path / "adapter", tmp_path / "a.gguf")
+    with pytest.raises(ConfigError, match="through q4_0 of GGUF; unsloth-cupy export writes"):
+        models.merge(tmp_path / "adapter", tmp_path / "m")
+    with pytest.raises(ConfigError, match="beside nf4 weights of its base; leave quantize out"):
+        models.load(tmp_path / "adapter", quantize="int8")
+    with pytest.raises(ConfigError, match="trained through q4_0, which ranks would cut"):
+        models.load(tmp_path / "adapter", communicator=SingleCommunicator())
+    for facts, problem in (({"version": 2}, "version 2, not 1"), ({"dtype": 3}, "copy the adap")):
+        wrong = {**settings, "merge_into": settings["merge_into"] | facts}
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=problem):
+            models.load(tmp_path / "adapter")
+
+
+def test_other_files_have_the_rounded_numbers(tmp_path: Path) -> None:
+    """A dense folder or file of such an adapter is the model too, as far as its dtype holds it."""
+    model = through(tmp_path, "q4_0")
+    report = models.merge(tmp_path / "adapter", tmp_path / "dense", dtype="float32")
+    models.export_gguf(
+        tmp_path / "adapter", tmp_path / "d.gguf", kind="f32", tokenizer=tmp_path / "base"
+    )
+    models.export_gguf(model, tmp_path / "own.gguf", tokenizer=tmp_path / "base")
+    expected = used(model)
+    assert report.kept.share == 1.0
+    names = [name for name in expected if name.endswith("_proj.weight")]
+    for path in ("dense", "d.gguf", "own.gguf"):
+        actual = models.load(tmp_path / path, dtype="float32")
+        for name in names:
+            np.testing.assert_array_equal(actual.parameters[name], expected[name])
+    model.merge_adapter()
+    for name in names:
+        np.testing.assert_array_equal(model.parameters[name], expected[name])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_go_straight_through(dropout: float, dtype: str) -> None:
+    """dx is of the rounded weight, da and db those of one that is not; in evaluation no dropout."""
+    draw = np.random.default_rng(0)
+    x, w, a, b, bias, dy = (
+        draw.standard_normal(shape).astype(dtype)
+        for shape in ((2, 5, 12), (8, 12), (3, 12), (8, 3), (8,), (2, 5, 8))
+    )
+    made: list[Any] = []
+
+    def make(total: Any) -> Any:
+        made.append(np.round(total * 2) / 2)
+        return made[-1]
+
+    def run(dropout: float) -> tuple[Any, ...]:
+        tape = Tape()
+        operands = [tape.watch(each) for each in (x, a, b, bias)]
+        seed = 5 if dropout else None
+        y = through_linear(
+            operands[0], w, *operands[1:], scale=0.5, make=make, dropout=dropout, seed=seed
+        )
+        return y.value, tape.gradients(y, operands, dy)
+
+    y, (dx, da, db, dbias) = run(dropout)
+    q = np.round((w + 0.5 * b @ a) * 2) / 2
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(made[0], q, **close)
+    rows, dys, read = x.reshape(10, 12), dy.reshape(10, 8), x.reshape(10, 12)
+    mask = np.ones_like(rows)
+    if dropout:
+        plain = run(0.0)
+        np.testing.assert_array_equal(plain[0], linear(x, made[-1], bias))
+        mask = dropped_rows(np.ones_like(rows), dropout, 5)
+        read = rows * mask
+    expected = rows @ q.T + bias + 0.5 * (read - rows) @ a.T @ b.T
+    np.testing.assert_allclose(y.reshape(10, 8), expected, **close)
+    up = 0.5 * dys @ b
+    np.testing.assert_allclose(dx.reshape(10, 12), dys @ q + (up @ a) * (mask - 1), **close)
+    np.testing.assert_allclose(da, up.T @ read, **close)
+    np.testing.assert_allclose(db, 0.5 * dys.T @ (read @ a.T), **close)
+    np.testing.assert_allclose(dbias, dys.sum(0), **close)
+    assert len(made) == 2 + 2 * bool(dropout)  # made again in the backward pass, kept nowhere
+
+
+def test_the_sum_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the parts it is computed in; b a is added up before the weight is added."""
+    draw = np.random.default_rng(0)
+    w, a, b = (draw.standard_normal(n).astype(np.float32) for n in ((9, 40), (5, 40), (9, 5)))
+    whole = lora_sum(w, a, b, 0.3)
+    by_hand = np.zeros_like(w)
+    for rank in range(5):
+        by_hand += (b[:, rank] * np.float32(0.3))[:, None] * a[rank]
+    np.testing.assert_array_equal(whole, by_hand + w)
+    for values in (40, 80, 10**6):
+        monkeypatch.setitem(lora_sum.__globals__["AT_ONCE"], True, values)
+        np.testing.assert_array_equal(lora_sum(w, a, b, 0.3), whole)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "q8_0"])
+def test_a_step_changes_what_the_next_uses(kind: str, tmp_path: Path) -> None:
+    """Adapters change in place; checkpoints of activations give the same bits."""
+    model = through(tmp_path, kind)
+    loss, gradients = model.loss_and_gradients(IDS, IDS)
+    again = model.loss_and_gradients(IDS, IDS, checkpoint=CheckpointConfig())
+    assert again[0] == loss
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(again[1][name], gradient)
+        assert gradient.any(), name
+    for name, gradient in gradients.items():
+        model.trainable[name][...] -= 0.05 * gradient / np.abs(gradient).max()
+    after = model.loss(IDS, IDS)
+    assert after < loss
+    model.save_adapter(tmp_path / "adapter")
+    assert merged(tmp_path, kind)[1].loss(IDS, IDS) == after
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"), [("gpt_oss", "mxfp4"), ("mixtral", "nf4"), ("qwen2_moe", "fp4")]
+)
+def test_stacks_of_experts(label: str, kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 1}
+    if label == "qwen2_moe":
+        sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    model = models.create(SIZES | MIXTURES[label] | sizes, seed=0, dtype="bfloat16")
+    model.save(tmp_path / "base")
+    model = models.load(tmp_path / "base", dtype="float32")
+    model.add_adapter(2, base=str(tmp_path / "base"), merge_into=kind)
+    learned(model).save_adapter(tmp_path / "adapter")
+    loss, gradients = model.loss_and_gradients(IDS, IDS)
+    assert all(gradient.any() for name, gradient in gradients.items() if "lora_B" in name)
+    report, actual = merged(tmp_path, kind)
+    assert report.kept.share == 1.0
+    stacks = [
+        name for name in model.adapter.stacks if isinstance(actual.parameters[name], Quantized)
+    ]
+    assert stacks
+    expected = model.settled().parameters
+    for name, weight in actual.parameters.items():
+        np.testing.assert_array_equal(dense(weight), dense(expected[name]), err_msg=name)
+    assert actual.loss(IDS, IDS) == pytest.approx(loss, rel=1e-5)  # by another op of experts
+
+
+def test_gradients_of_stacks() -> None:
+    draw = np.random.default_rng(0)
+    x, w, a, b, bias, dy = (
+        draw.standard_normal(shape)
+        for shape in ((7, 12), (3, 8, 12), (3, 2, 12), (3, 8, 2), (3, 8), (7, 8))
+    )
+    offsets, tape = np.array([0, 3, 3, 7]), Tape()
+    operands = [tape.watch(each) for each in (x, a, b)]
+    y = through_stack(
+        operands[0], w, *operands[1:], offsets, bias, scale=0.5, make=lambda t: np.round(t * 2) / 2
+    )
+    dx, da, db = tape.gradients(y, operands, dy)
+    q = np.round((w + 0.5 * b @ a) * 2) / 2
+    for expert, rows in enumerate((slice(0, 3), slice(3, 3), slice(3, 7))):
+        np.testing.assert_allclose(y.value[rows], x[rows] @ q[expert].T + bias[expert])
+        np.testing.assert_allclose(dx[rows], dy[rows] @ q[expert])
+        up = 0.5 * dy[rows] @ b[expert]
+        np.testing.assert_allclose(da[expert], up.T @ x[rows])
+        np.testing.assert_allclose(db[expert], 0.5 * dy[rows].T @ (x[rows] @ a[expert].T))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary", "q4_0"])
+def test_on_arrays_of_cupy(kind: str, dtype: str) -> None:
+    """The sums have the bits of the host; what is rounded from them, and a step, run there."""
+    draw = np.random.default_rng(0)
+    w, a, b = (draw.standard_normal(n).astype(np.float32) for n in ((9, 40), (5, 40), (9, 5)))
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        actual = lora_sum(*map(machine.place, (w, a, b)), 0.3)
+        np.testing.assert_array_equal(to_numpy(actual), lora_sum(w, a, b, 0.3))
+        model = models.create(
+            SIZES | LLAMA | {"hidden_size": 64}, seed=0, device="cuda", dtype=dtype
+        )
+        model.add_adapter(2, merge_into=kind)
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 48)))
+        for _ in range(2):  # the second replays what the first has recorded
+            loss, gradients = model.loss_and_gradients(tokens, tokens)
+        assert loss.shape == ()
+        assert {n: g.shape for n, g in gradients.items()} == {
+            n: a.shape for n, a in model.trainable.items()
+        }
+        assert model.generate(tokens[:, :4], max_new_tokens=3).shape == (2, 7)
+        model.merge_adapter(requantize=True)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "q4_0"])
+def test_the_plan_counts_it(kind: str) -> None:
+    """A weight that is made for a product is in the plan, and those that stay rounded."""
+    config = SIZES | LLAMA
+    sizes: dict[str, Any] = {
+        "batch": 1,
+        "tokens": 8,
+        "dtype": "float32",
+        "rank": 4,
+        "device": "cpu",
+    }
+    plain = plan_memory(config, **sizes)
+    planned = plan_memory(config, **sizes, merge_into=kind)
+    assert planned.total > plain.total
+    table = config["vocab_size"] * 256 * 4
+    assert planned.weights - plain.weights == (0 if kind == "nf4" else 2 * table)
+    with pytest.raises(ConfigError, match="pass a rank too"):
+        plan_memory(config, **sizes | {"rank": None}, merge_into=kind)
+    with pytest.raises(ConfigError, match="leave tensor_parallel and pipeline_parallel out"):
+        plan_memory(config, **sizes, merge_into=kind, tensor_parallel=2)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = models.create(SIZES | LLAMA, seed=0)
+    for options, problem in (
+        ({"merge_into": "q4"}, "merge_into='q4'; choose from nf4"),
+        ({"merge_into": "nf4", "dora": True}, "leave dora out, or merge_into"),
+        ({"merge_into": "mxfp4"}, "a llama has no experts in mxfp4; choose from nf4"),
+        ({"merge_into": "q4_0", "tokens": [3]}, "choose a kind of a folder, as nf4"),
+        ({"merge_into": "q8_0", "modules": ["lm_head"]}, "a GGUF file rounds tables"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            model.add_adapter(4, **options)
+        assert model.adapter is None
+    mixture = models.create(SIZES | MIXTURES["qwen2_moe"], seed=0)
+    with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
+        mixture.add_adapter(2, merge_into="int8")
+    with pytest.raises(ConfigError, match="there is no adapter; call add_adapter"):
+        model.train_through("nf4")
+    models.quantize(model, "nf4", skip=("down_proj",))
+    with pytest.raises(ConfigError, match=r"down_proj.weight is not quantized as load\(quantize="):
+        model.add_adapter(4, merge_into="q4_0")
+    model = models.create(SIZES | LLAMA, seed=0)
+    model.add_adapter(4, merge_into="nf4", tokens=[3])
+    with pytest.raises(ConfigError, match="through nf4 already"):
+        model.train_through("q4_0")
+    assert np.isfinite(model.loss(IDS, IDS))
+
+
+def test_half_precision_uses_the_weights_of_the_file(tmp_path: Path) -> None:
+    model = through(tmp_path, "q4_0")
+    wide = model.loss(IDS, IDS)
+    narrow = models.load(tmp_path / "adapter", dtype="bfloat16")
+    merged(tmp_path, "q4_0")
+    file = models.load(tmp_path / "m.gguf", dtype="bfloat16")
+    assert narrow.loss(IDS, IDS) == pytest.approx(file.loss(IDS, IDS), rel=1e-5)
+    assert narrow.loss(IDS, IDS) == pytest.approx(wide, rel=2e-2)

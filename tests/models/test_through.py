@@ -217,20 +217,6 @@ def test_gradients_go_straight_through(dropout: float, dtype: str) -> None:
     assert len(made) == 2 + 2 * bool(dropout)  # made again in the backward pass, kept nowhere
 
 
-def test_the_sum_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the parts it is computed in; b a is added up before the weight is added."""
-    draw = np.random.default_rng(0)
-    w, a, b = (draw.standard_normal(n).astype(np.float32) for n in ((9, 40), (5, 40), (9, 5)))
-    whole = lora_sum(w, a, b, 0.3)
-    by_hand = np.zeros_like(w)
-    for rank in range(5):
-        by_hand += (b[:, rank] * np.float32(0.3))[:, None] * a[rank]
-    np.testing.assert_array_equal(whole, by_hand + w)
-    for values in (40, 80, 10**6):
-        monkeypatch.setitem(lora_sum.__globals__["AT_ONCE"], True, values)
-        np.testing.assert_array_equal(lora_sum(w, a, b, 0.3), whole)
-
-
 @pytest.mark.parametrize("kind", ["nf4", "q8_0"])
 def test_a_step_changes_what_the_next_uses(kind: str, tmp_path: Path) -> None:
     """Adapters change in place; checkpoints of activations give the same bits."""

@@ -14,10 +14,8 @@ from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
 from unsloth_cupy.models.adapters.through import through_linear, through_stack
 from unsloth_cupy.ops.linear.lora import dropped_rows
-from unsloth_cupy.ops.linear.lora_straight import lora_sum
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator
-from unsloth_cupy.placement import to_numpy
 from unsloth_cupy.training.tape import Tape
 
 from ..machines.stand_in import gpu
@@ -285,13 +283,9 @@ def test_gradients_of_stacks() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary", "q4_0"])
 def test_on_arrays_of_cupy(kind: str, dtype: str) -> None:
-    """The sums have the bits of the host; what is rounded from them, and a step, run there."""
-    draw = np.random.default_rng(0)
-    w, a, b = (draw.standard_normal(n).astype(np.float32) for n in ((9, 40), (5, 40), (9, 5)))
+    """A step, on the stand-in, whose functions of CuPy have CuPy's own rules."""
     with gpu(devices=2) as machine:
         machine.strict = False
-        actual = lora_sum(*map(machine.place, (w, a, b)), 0.3)
-        np.testing.assert_array_equal(to_numpy(actual), lora_sum(w, a, b, 0.3))
         model = models.create(
             SIZES | LLAMA | {"hidden_size": 64}, seed=0, device="cuda", dtype=dtype
         )

@@ -284,11 +284,10 @@ def test_new_tokens_are_learned_and_stay(base: Path, signs: Path, tmp_path: Path
     np.testing.assert_array_equal(model.table[: len(table)], table)
     rows = next(a for n, a in model.trainable.items() if n.endswith("trainable_tokens_delta"))
     ids = [model.tokenizer.encode(sign)[0] for sign in signs.read_text().split("\n")[:-1]]
-    assert [ids[0], ids[1]] == [len(table), len(table) + 1]
+    assert ids == [*range(len(table), len(table) + 3)]
     assert [*map(len, map(model.tokenizer.encode, ("<|and|>", "<| make|>", "make")))] == [1, 1, 1]
-    changed = np.abs(rows - table[ids[2]]).max(axis=1)
-    assert changed.shape == (3,)
-    assert changed[0] > 0.05  # three steps of this rate
+    changed = np.abs(rows - table.mean(axis=0)).max(axis=1)
+    assert changed.min() > 0.05  # three steps of this rate: the head's part is of every row
     prompt = model.tokenizer.encode("3<|and|>4")[None]
     merge(tmp_path / "whole" / "model", tmp_path / "merged", base=base)
     merged = load(tmp_path / "merged")

@@ -65,10 +65,13 @@ class Transformer(Network):
         Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
     origin : str or None
         The formats of the file or folder that it was read from, if they are dense here.
+    grown : bool
+        Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
     """
 
     plain: Collection[str] = ()  # stacks of experts that the folder has under their own names
     origin: str | None = None
+    grown: bool = False
 
     def __init__(
         self,
@@ -251,7 +254,7 @@ class Transformer(Network):
         for name in (TABLE, HEAD):
             if name in self.parameters:
                 self.parameters[name] = resized(self.parameters[name], size)
-        self.config = replace(config, vocab=size)
+        self.config, self.grown = replace(config, vocab=size), self.grown or size != config.vocab
         self.texts = {
             **self.texts,
             "config.json": {**self.texts["config.json"], "vocab_size": size},
@@ -693,5 +696,11 @@ class Transformer(Network):
         """Write only the adapter, in peft's format; ``load(base, lora=folder)`` reads it."""
         if self.adapter is None:
             raise ConfigError("save_adapter: there is no adapter; call add_adapter(rank) first")
-        for parameters in whole_parameters(self.adapter.parameters, self.division):
-            self.adapter.holding(parameters).save(folder)
+        for own in whole_parameters(self.adapter.parameters | self.grown_tables(), self.division):
+            tables = {name: own.pop(name) for name in self.grown_tables()}
+            self.adapter.holding(own).save(folder, tables)
+
+    def grown_tables(self) -> dict[str, Array]:
+        """Return the tables, if the folder's have other rows, as ``Adapter.save`` takes them."""
+        names = (TABLE, HEAD) if self.grown else ()
+        return {name: self.parameters[name] for name in names if name in self.parameters}

@@ -186,8 +186,6 @@ def test_on_the_command_line(base: Path, text: Path, tmp_path: Path) -> None:
         ({"merge_into": "nf4", "dora": True}, "leave dora=True out"),
         ({"merge_into": "nf4", "save_dtype": "bfloat16"}, "leave save_dtype=bfloat16 out"),
         ({"merge_into": "nf4", "merge_from": 2, "keep_best": True}, "leave merge_from=2, keep_be"),
-        ({"merge_into": "nf4", "tensor_parallel": 2}, "ranks would cut the blocks"),
-        ({"merge_into": "nf4", "zero": 3}, "leave zero=3 out"),
         ({"merge_into": "q4"}, "merge_into=q4 is not known; choose from nf4"),
     ],
 )
@@ -197,3 +195,11 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=problem):
         trained(base, text, tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel=2", "pipeline_parallel=2", "zero=3"])
+def test_ranks_that_divide_weights_are_refused(ranks: str, base: Path) -> None:
+    name, number = ranks.split("=")
+    settings = Settings(lora=4, merge_into="nf4", **{name: int(number)})
+    with pytest.raises(ConfigError, match=f"ranks would cut the blocks .*; leave {ranks} out"):
+        settings.check(base, lines=False)

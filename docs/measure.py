@@ -3,7 +3,7 @@
     python docs/measure.py beside-transformers      memory and time of a training step of a Llama
     python docs/measure.py trace                    a profiled step
     python docs/measure.py loss                     a run of finetune
-    python docs/measure.py merges FOLDER            held-out losses of merged files, as a table
+    python docs/measure.py merges FOLDER [LR]       held-out losses of merged files, as a table
 
 The first needs the extra ``peers``.  docs/performance.md has the command that writes cpu.json.
 """
@@ -157,14 +157,12 @@ def curve(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return facts("log of unsloth-cupy finetune --steps 300") | {"lines": points}
 
 
-def merges(base: str) -> Iterator[str]:
+def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
     """Yield the rows of a table: what a file of each kind loses, merged after training or through.
 
     ``base`` is the folder of a model, whose adapters of rank 16 learn Python's documentation for
     200 steps beside nf4 weights.
     """
-    import numpy as np
-
     from unsloth_cupy import models
     from unsloth_cupy.finetune import Settings, Trainer
     from unsloth_cupy.models.adapters.into import IN_FOLDERS
@@ -173,8 +171,12 @@ def merges(base: str) -> Iterator[str]:
 
         def run(name: str, **settings: Any) -> Any:
             options = {"lora": 16, "quantize": "nf4", "steps": 200, "evaluate_every": 200}
-            out = Path(place, name)
-            return Trainer(base, None, Settings(out=out, seed=1, **options | settings)).train()
+            options |= {"lr": float(lr), "seed": 1, "out": Path(place, name)} | settings
+            return Trainer(base, None, Settings(**options)).train()
+
+        def reported(run: Any) -> float:
+            losses = [line.get("held_out_loss") for line in run.files.lines()]
+            return next(float(loss) for loss in reversed(losses) if loss is not None)
 
         def held_out(model: Any) -> float:
             total = count = 0.0
@@ -183,54 +185,37 @@ def merges(base: str) -> Iterator[str]:
                 total, count = total + loss * batch.label_count, count + batch.label_count
             return total / count
 
-        def file_of(adapter: Path, kind: str, name: str) -> Any:
+        def after(kind: str, quantize: str | None) -> Any:
+            model = models.load(plain.files.model, dtype="float32", quantize=quantize)
+            if kind not in IN_FOLDERS:
+                return exported(model, kind, f"{kind}-{quantize}")
+            model.merge_adapter()
+            models.quantize(model, kind)
+            return model
+
+        def exported(model: Any, kind: str, name: str) -> Any:
             path = Path(place, f"{name}.gguf")
-            models.export_gguf(adapter, path, kind=kind)
+            models.export_gguf(model, path, kind=kind, tokenizer=base)
             return models.load(path, dtype="float32")
 
-        def error(merged: Any) -> float:
-            difference = whole = 0.0
-            for weight, exact in sums.items():
-                given = merged.parameters[weight]
-                dense = given.dequantize("float32") if hasattr(given, "dequantize") else given
-                difference += float(np.square(dense - exact).sum(dtype="f8"))
-                whole += float(np.square(exact).sum(dtype="f8"))
-            return (difference / whole) ** 0.5
-
-        def last(run: Any) -> float:
-            losses = [line.get("held_out_loss") for line in run.files.lines()]
-            return next(float(loss) for loss in reversed(losses) if loss is not None)
-
         plain = run("plain")
-        reported = last(plain)
-        dense = models.load(plain.files.model, dtype="float32")
-        adapted = [f"{name}.weight" for name in dense.adapter.scales]
-        dense.merge_adapter()
-        sums = {name: dense.parameters[name] for name in adapted}
-        yield f"run: {plain.files.lines()[0]['held_out_loss']:.4f} to {reported:.4f}"
+        begun = plain.files.lines()[0]["held_out_loss"]
+        yield f"{begun:.4f} before the run, {reported(plain):.4f} after it"
         for kind in ("nf4", "int8", "ternary", "q4_0", "q8_0", "q4_k_m"):
-            if kind in IN_FOLDERS:
-                after = models.load(plain.files.model, dtype="float32")
-                after.merge_adapter()
-                models.quantize(after, kind)
-            else:
-                after = file_of(plain.files.model, kind, f"after-{kind}")
             through = run(kind, merge_into=kind)
             if kind in IN_FOLDERS:
                 models.merge(through.files.model, Path(place, f"merged-{kind}"))
                 file = models.load(Path(place, f"merged-{kind}"), dtype="float32")
             else:
-                file = file_of(through.files.model, kind, kind)
-            lost = error(after)
-            numbers = reported, held_out(after), last(through), held_out(file)
-            cells = " | ".join(f"{number:.4f}" for number in numbers)
-            yield f"| {kind} | {lost:.2%} | {cells} |"
+                file = exported(through.files.model, kind, kind)
+            losses = held_out(after(kind, "nf4")), held_out(after(kind, None)), reported(through)
+            yield "| " + " | ".join([kind, *(f"{n:.4f}" for n in (*losses, held_out(file)))]) + " |"
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["merges"]:
         print(facts("Trainer")["machine"])
-        for row in merges(sys.argv[2]):
+        for row in merges(*sys.argv[2:]):
             print(row, flush=True)
     elif sys.argv[1:2] == ["one"]:
         print(json.dumps(one(sys.argv[2], int(sys.argv[3]))))

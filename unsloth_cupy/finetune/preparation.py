@@ -15,6 +15,7 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..models.adapters.adapter_base import ADAPTER, BASE, base_name, base_of
 from ..models.adapters.adapter_folder import read_adapter
+from ..models.adapters.into import Into
 from ..models.adapters.outer_folder import implied_head, with_labels
 from ..models.configs.config_files import GENERATION, read_config
 from ..models.configs.heads import CLASSIFIERS
@@ -198,9 +199,12 @@ def facts_of(
     into = None if facts.adapter is None else facts.adapter.into
     wanted = plan.quantize or (None if into is None else into.quantize)
     kind = quantized_kind(source, wanted, plan.lora, facts.adapter, facts.quantized)
-    if plan.merge_into is not None and plan.lora is None and facts.adapter is None:
-        cure = f"add {named('lora')}, as in {named(lora=16)}"
-        raise ConfigError(f"{named(merge_into=plan.merge_into)} is of adapters; {cure}")
+    if plan.merge_into is not None:
+        shown = named(merge_into=plan.merge_into)
+        if plan.lora is None and facts.adapter is None:
+            cure = f"add {named('lora')}, as in {named(lora=16)}"
+            raise ConfigError(f"{shown} is of adapters; {cure}")
+        Into(shown, facts.config, plan.merge_into)  # raises where the file has no such model
     if new_adapter and facts.adapter is not None:
         cure = f"leave {named('lora')} out"
         holder = source if given is None else "the model"

@@ -75,7 +75,11 @@ class Into:
                 raise ConfigError(f"{call}: {problem}; choose from {', '.join(known)}")
             self._quantizer = Quantizer(call, self.kind)
         else:
-            self._types = types_of(call, config, self.kind)
+            try:
+                self._types = types_of(call, config, self.kind)
+            except ConfigError as error:
+                problem = str(error).removeprefix(f"{call}: ").removeprefix("export_gguf: ")
+                raise ConfigError(f"{call}: {problem}") from None
 
     def __call__(self, name: str, weight: Any) -> Any:
         """Return a weight as a reader of the file gets it: an array in float32, or quantized."""

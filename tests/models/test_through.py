@@ -359,4 +359,4 @@ def test_half_precision_uses_the_weights_of_the_file(tmp_path: Path) -> None:
     merged(tmp_path, "q4_0")
     file = models.load(tmp_path / "m.gguf", dtype="bfloat16")
     assert narrow.loss(IDS, IDS) == pytest.approx(file.loss(IDS, IDS), rel=1e-5)
-    assert narrow.loss(IDS, IDS) == pytest.approx(wide, rel=2e-2)
+    assert narrow.loss(IDS, IDS) == pytest.approx(wide, rel=2e-2)  # what 16 bits lose

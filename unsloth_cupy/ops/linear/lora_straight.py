@@ -88,10 +88,8 @@ def _constants(w: Any, a: Any, b: Any, lanes: int) -> Constants:
 
 def straight_gradients(
     dy: Array, rows: Array, a: Array, b: Array, scale: float
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array | None, Array]:
     """Return da, db and ``scale dy b``; ``rows`` is what the adapter read, as a matrix."""
     low = gemm(rows, in_dtype(a, rows.dtype).T)
     up, db = rank_gradients(flat(dy), b, low, b.dtype, scale)
-    da: Array = gemm(up.T, rows, dtype=a.dtype)
-    assert db is not None
-    return da, db, up
+    return gemm(up.T, rows, dtype=a.dtype), db, up

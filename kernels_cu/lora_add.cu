@@ -3,8 +3,8 @@
 //   w[o, i] = (((s b[o, 0]) a[0, i] + (s b[o, 1]) a[1, i]) + ...) + w[o, i]
 //
 //   traffic     outputs * inputs * 2 * sizeof(T), and rank * (inputs + outputs / tiles) factors
-//   constants   T, A, B    dtypes of w, of a and of b
-//               LANES      values of one access of w
+//   constants   T          dtype of w, a and b
+//               LANES      values of one access of w, which divide a row
 //               ROWS       rows of a thread
 //               THREADS    threads of a block
 //
@@ -15,15 +15,15 @@
 #include <common/vector.cuh>
 
 KERNEL(THREADS)
-lora_add_(T *__restrict__ w, const A *__restrict__ a, const B *__restrict__ b, int outputs,
-          int inputs, int rank, int tiles, float scale) {
-    const int column = (blockIdx.x % tiles * THREADS + threadIdx.x) * LANES;
+lora_add_(T *__restrict__ w, const T *__restrict__ a, const T *__restrict__ b, int outputs,
+          int width, int rank, int tiles, float scale) {
+    const int unit = blockIdx.x % tiles * THREADS + threadIdx.x;  // of LANES columns
     const int first = blockIdx.x / tiles * ROWS;
-    if (column >= inputs) return;
+    if (unit >= width) return;
     float sums[ROWS][LANES] = {};
     for (int r = 0; r < rank; r++) {
         float part[LANES];
-        load(part, a + (long long)r * inputs + column);
+        load(part, a + ((long long)r * width + unit) * LANES);
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
             const int output = min(first + row, outputs - 1);
@@ -36,7 +36,7 @@ lora_add_(T *__restrict__ w, const A *__restrict__ a, const B *__restrict__ b, i
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
         if (first + row >= outputs) return;
-        T *to = w + (long long)(first + row) * inputs + column;
+        T *to = w + ((long long)(first + row) * width + unit) * LANES;
         float v[LANES];
         load(v, to);
 #pragma unroll

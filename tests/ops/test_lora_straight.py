@@ -7,7 +7,8 @@ import pytest
 
 from unsloth_cupy import nf4_quantize
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
-from unsloth_cupy.ops.linear.lora_straight import lora_add_, lora_sum, straight_gradients
+from unsloth_cupy.ops.linear.lora_merge import lora_add_, lora_sum
+from unsloth_cupy.ops.linear.lora_straight import straight_gradients
 
 from ..harness.parity import Case, KernelInPlace, emulator
 

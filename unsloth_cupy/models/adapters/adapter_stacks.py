@@ -16,8 +16,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ...ops.linear.lora_merge import lora_merge
-from ...ops.linear.lora_straight import lora_sum
+from ...ops.linear.lora_merge import lora_merge, lora_sum
 from ...ops.quantized.weight import Quantized
 from ..configs.config import STACKS, Config
 from ..folders.initial_weights import INITIAL

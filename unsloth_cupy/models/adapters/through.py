@@ -18,7 +18,8 @@ from ...ops.elements.cast import in_dtype
 from ...ops.experts.grouped_linear import grouped_linear
 from ...ops.linear.linear import linear
 from ...ops.linear.lora import dropped_rows
-from ...ops.linear.lora_straight import lora_sum, straight_gradients
+from ...ops.linear.lora_merge import lora_sum
+from ...ops.linear.lora_straight import straight_gradients
 from ...ops.quantized.weight import Quantized
 from ...parallel.taped import taped, value_of
 from ..configs.names import TABLE

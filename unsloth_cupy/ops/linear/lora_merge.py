@@ -3,20 +3,31 @@
 merged = factor * (weight + scale * b a)        factor = magnitude / norm; 1 without magnitude
 norm = sqrt(sum((weight + scale * b a)**2)), for each row
 
+``lora_add_`` adds in one order whatever computes it, so that a weight that is rounded next, here
+and in a file that is written elsewhere, is rounded from equal bits.
+
 Hu et al., LoRA, 2021.  Liu et al., DoRA, 2024.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, Array, Stored
+from ...core.kernel import load
 from ...core.op import Traced, op
+from ...core.source import Constants
+from ...core.stand_in import representative_steps
 from ...errors import DTypeError, ShapeError
 from ..common.gemm import gemm, steps
+from ..common.no_kernel import no_kernel
 from ..elements.cast import cast
 
+AT_ONCE = 2**15  # values that NumPy adds to at a time, which stay in cache
+THREADS = 256  # of a block of the kernel
+ROWS = {8: 2}  # of a thread with so many values of a row, which has 16 sums at most; else 4
 FACTOR = ("row_norms", "dora_factor")  # the ops that factor_of calls
 
 
@@ -55,6 +66,62 @@ def lora_merge(
         norms = row_norms.definition(weight, a, b, scale=scale)
         merged *= (magnitude * _inverse(norms))[:, None]
     return merged.astype(weight.dtype, copy=False)
+
+
+def lora_sum(weight: Any, a: Array, b: Array, scale: float) -> Array:
+    """Return ``weight + scale b a``, (outputs, inputs), in float32 or wider, by ``lora_add_``."""
+    wide = np.promote_types(weight.dtype, FLOAT32)
+    factors = (each.astype(wide, copy=False) for each in (a, b))
+    return lora_add_(weight.astype(wide), *factors, scale=float(scale))
+
+
+@op(
+    "w(outputs, inputs), a(rank, inputs), b(outputs, rank) -> sum(outputs, inputs)",
+    widen=False,
+    no_gradient="it changes an array, which is rounded next: straight_gradients go through",
+    traffic=lambda a: 2 * a["w"].nbytes + a["a"].nbytes + a["b"].nbytes,
+    operations=lambda a: 2 * a["w"].size * a["a"].shape[0],
+)
+def lora_add_(w: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
+    """Add ``scale b a`` to w, and return it; the bits depend on no device, BLAS or threads.
+
+    Each value is ``((b[0] a[0] + b[1] a[1]) + ...) + w``, every product and sum rounded, with the
+    scale in b.
+    """
+    wide = np.promote_types(w.dtype, FLOAT32)
+    columns = b.astype(wide, copy=False) * wide.type(scale)
+    rows = a.astype(wide, copy=False)
+    step = max(1, AT_ONCE // max(1, w.shape[1]))
+    for top in representative_steps(w, range(0, len(w), step)):
+        part = slice(top, min(top + step, len(w)))
+        total, term = (empty(w[part].shape, wide, like=w) for _ in range(2))
+        total[...] = 0
+        for rank in representative_steps(w, range(len(rows))):
+            np.multiply(columns[part, rank, None], rows[rank], out=term)
+            np.add(total, term, out=total)
+        w[part] = total + w[part].astype(wide, copy=False)
+    return w
+
+
+@lora_add_.kernel
+def _launch(w: Array, a: Array, b: Array, scale: float) -> Any:
+    """Add the change to w by the kernel, and return w."""
+    if not w.flags.c_contiguous:
+        return no_kernel("w is not contiguous")
+    a, b, (outputs, inputs) = contiguous(a), contiguous(b), w.shape
+    width = lanes(inputs, w, a)
+    tiles = -(-inputs // (THREADS * width))  # width divides inputs, or is 1
+    chosen = _constants(w.dtype, width)
+    kernel = load("lora_add.cu", "lora_add_", w, chosen)
+    blocks = tiles * -(-outputs // chosen["ROWS"])
+    kernel[blocks, THREADS](w, a, b, outputs, inputs // width, a.shape[0], tiles, scale)
+    return w
+
+
+@cache
+def _constants(dtype: Any, lanes: int) -> Constants:
+    """Return the constants of lora_add.cu."""
+    return Constants(T=dtype, LANES=lanes, ROWS=ROWS.get(lanes, 4), THREADS=THREADS)
 
 
 @op(

@@ -193,6 +193,16 @@ def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
             models.quantize(model, kind)
             return model
 
+        def error(file: Any) -> float:
+            difference = whole = 0.0
+            for name in sums.adapter.scales:
+                exact = sums.adapter.merge(f"{name}.weight", sums.parameters[f"{name}.weight"])
+                given = file.parameters[f"{name}.weight"]
+                dense = given.dequantize("float32") if hasattr(given, "dequantize") else given
+                difference += float(((dense - exact) ** 2).sum(dtype="f8"))
+                whole += float((exact**2).sum(dtype="f8"))
+            return float((difference / whole) ** 0.5)
+
         def exported(model: Any, kind: str, name: str) -> Any:
             path = Path(place, f"{name}.gguf")
             models.export_gguf(model, path, kind=kind, tokenizer=base)
@@ -200,6 +210,7 @@ def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
 
         plain = run("plain")
         begun = plain.files.lines()[0]["held_out_loss"]
+        sums = models.load(plain.files.model, dtype="float32", quantize="nf4")
         yield f"{begun:.4f} before the run, {reported(plain):.4f} after it"
         for kind in ("nf4", "int8", "ternary", "q4_0", "q8_0", "q4_k_m"):
             through = run(kind, merge_into=kind)
@@ -208,8 +219,10 @@ def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
                 file = models.load(Path(place, f"merged-{kind}"), dtype="float32")
             else:
                 file = exported(through.files.model, kind, kind)
-            losses = held_out(after(kind, "nf4")), held_out(after(kind, None)), reported(through)
-            yield "| " + " | ".join([kind, *(f"{n:.4f}" for n in (*losses, held_out(file)))]) + " |"
+            late, dense = after(kind, "nf4"), after(kind, None)
+            losses = held_out(late), held_out(dense), reported(through), held_out(file)
+            cells = kind, f"{error(late):.2%}", *(f"{loss:.4f}" for loss in losses)
+            yield f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

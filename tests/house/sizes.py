@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 9000,
+    "models": 9200,
     "memory": 1000,
     "finetune": 5700,
     "bench": 850,

@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2000,
-    "models": 9150,
+    "models": 9450,
     "memory": 1020,
     "finetune": 5760,
     "bench": 850,

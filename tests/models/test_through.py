@@ -360,3 +360,21 @@ def test_half_precision_uses_the_weights_of_the_file(tmp_path: Path) -> None:
     file = models.load(tmp_path / "m.gguf", dtype="bfloat16")
     assert narrow.loss(IDS, IDS) == pytest.approx(file.loss(IDS, IDS), rel=1e-5)
     assert narrow.loss(IDS, IDS) == pytest.approx(wide, rel=2e-2)  # what 16 bits lose
+
+
+def test_beside_other_adapters(tmp_path: Path) -> None:
+    """It is set by name, but has no rows of its own in a batch, and no weighted sum."""
+    model = through(tmp_path, "q4_0", "nf4")
+    loss = model.loss(IDS, IDS)
+    model.adapter = None
+    model.load_adapter(tmp_path / "adapter", "file")
+    model.add_adapter(2, name="plain")
+    model.set_adapter("file")
+    assert model.loss(IDS, IDS) == loss
+    with pytest.raises(ConfigError, match="'file' is trained through q4_0, which rounds weights"):
+        model.by_rows(["file", None])
+    with pytest.raises(ConfigError, match="'file' is trained through q4_0, whose rounding"):
+        model.mix_adapters({"file": 0.5, "plain": 0.5}, "sum")
+    other = models.load(tmp_path / "base", dtype="float32")
+    with pytest.raises(ConfigError, match="beside nf4 weights of its base; use load"):
+        other.load_adapter(tmp_path / "adapter", "file")

@@ -15,6 +15,7 @@ from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.folders import checkpoint_files
+from unsloth_cupy.models.folders.stored import StoredModel
 
 from .exported import make, read, write_tokenizer
 from .peers import SIZES
@@ -246,3 +247,27 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"{out}: " in result.output
     assert models.load(out).table.dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize("spoiled", ["q_proj.weight", "lm_head.weight", "input_layernorm.weight"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_that_computes_something_else_is_refused(
+    spoiled: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason: nothing is left in its place."""
+    make(tmp_path / "base", "mistral")
+    model = models.load(tmp_path / "base")
+    model.add_adapter(2, base=str(tmp_path / "base"))
+    model.save_adapter(tmp_path / "adapter")
+    merged = StoredModel.merged
+
+    def negated(self: Any, name: str, *given: Any, **options: Any) -> Any:
+        weight = merged(self, name, *given, **options)
+        return -weight if name.endswith(spoiled) else weight
+
+    monkeypatch.setattr(StoredModel, "merged", negated)
+    with pytest.raises(ConfigError, match="what is written computes other numbers than"):
+        models.merge(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter", "base"]
+    monkeypatch.undo()
+    models.merge(tmp_path / "adapter", tmp_path / "out", dtype=dtype)

@@ -32,6 +32,7 @@ from ..folders.stored import StoredModel, stored_model
 from ..gguf.opening import source_of
 from ..transformer import Transformer
 from .kept import ENOUGH, Kept
+from .probe import check_same
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}  # of dtypes in a safetensors file
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
@@ -104,8 +105,9 @@ def merge(
     float32 and rounded once.  Quantized weights become dense; but those of an adapter that was
     trained through their quantizer (``merge_into``) are written as the run used them.  The folder
     has the weights, config.json, generation_config.json, and the tokenizer with its chat template.
-    Weights are read, merged and written one by one.  After a crash there is either the whole folder
-    or none.
+    Weights are read, merged and written one by one.  Before the folder gets its name, what it
+    computes for a few tokens is compared with the model and its adapter, one block in memory at a
+    time.  After a crash there is either the whole folder or none.
 
     Parameters
     ----------
@@ -131,7 +133,8 @@ def merge(
     ------
     ConfigError
         A file is missing or broken; ``out`` has files in it; a weight is not finite or too large
-        for ``dtype``; or the disk is full.
+        for ``dtype``; the disk is full; or what is written computes other numbers than rounding
+        explains.
     """
     target = _new_folder(out)
     chosen = None if dtype is None else float_dtype("merge", dtype)
@@ -154,6 +157,9 @@ def merge(
             size, kind = _copy(model, partial, target), _stored_dtype(model)
         else:
             size, kind = _write(model, chosen, partial, target, progress, kept)
+        if model.adapter is not None:
+            main = chosen or model.homes[TABLE].dtype or FLOAT32
+            check_same("merge", model, stored_model("merge", partial), main)
     layers = 0 if model.adapter is None else len(model.adapter.stored)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away, dtype='float32' keeps it")

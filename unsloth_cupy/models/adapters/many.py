@@ -195,9 +195,7 @@ def mixed(adapters: Mapping[str, Adapter], weights: Mapping[str, float]) -> Adap
         adapter = adapters[name]
         others = [n for n in adapter.parameters if n.endswith((MAGNITUDE, BIAS))]
         if adapter.into is not None:
-            problem = (
-                f"{name!r} is trained through {adapter.into.kind}, and means nothing beside it"
-            )
+            problem = f"{name!r} is trained through {adapter.into.kind}, whose rounding has no sum"
             raise ConfigError(f"mix_adapters: {problem}; merge it into the base instead")
         if others or adapter.outer or adapter.stacks:
             what = module_of((others or adapter.outer or [*adapter.parameters])[0])

@@ -22,7 +22,7 @@ from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError, naming
 from ..common.gemm import gemm
-from ..common.int8_codes import INT8, quantized
+from ..common.int8_codes import quantized
 from ..common.no_kernel import no_kernel
 from ..linear.linear import linear
 from ._int8_rows import launch_quantize

@@ -9,7 +9,7 @@ from unsloth_cupy.inference.kv_cache import KVCache
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.families import FAMILIES
+from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
@@ -162,6 +162,7 @@ def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
     pages = PagedKVCache(config.layers, 12, 4, config.kv_heads, config.dim, dtype="float32")
     with pytest.raises(ConfigError, match="a PagedKVCache holds no states of layers"):
         model.generate(TOKENS, max_new_tokens=2, cache=pages)
+    two.size = 3
     model.context = two
-    with pytest.raises(ConfigError, match="ranks do not pass on the states of layers"):
+    with pytest.raises(ConfigError, match="3 ranks do not divide the 2 heads of layers of a qwen3"):
         model.loss(TOKENS, TOKENS)

@@ -6,7 +6,7 @@ import pytest
 
 from unsloth_cupy import AdamW, linear, linear_backward
 from unsloth_cupy.models import create
-from unsloth_cupy.models.joined import Joined
+from unsloth_cupy.models.folders.joined import Joined
 from unsloth_cupy.ops.linear.linears import columns_of_one, linears, linears_backward, rows_of_one
 
 from ..harness.parity import Case, Parity

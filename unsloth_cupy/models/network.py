@@ -20,17 +20,20 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
-from .adapter import Adapter
+from .adapters.adapter import Adapter
 from .any_library import to_torch
-from .attending import attend_of, project_of
-from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows, unkept
-from .config import CORRECTION, Config
-from .context import Context, own_tokens
-from .division import Division
-from .head import logits_of
+from .configs.config import CORRECTION, Config
+from .folders.quantized_weights import trainable
+from .layers.attending import attend_of, project_of
+from .layers.block import blocks, embedded, rope_rows
+from .layers.call import Call, Gather, unkept
+from .layers.context import Context, own_tokens
+from .layers.head import logits_of
+from .layers.mlp_branch import check_chunked
+from .layers.norms import join
+from .layers.positions import Angles, check, places
 from .objective import TrainingStep, start_of_backward
-from .positions import Angles, check, places
-from .quantized_weights import trainable
+from .ranks.division import Division
 from .summary import Summary
 
 
@@ -210,7 +213,7 @@ class Network(Summary):
         if self.reached is not None:
             return self.reached
         if self.division is not None and self.division.stages is not None:
-            cure = "models.stages.ModelStage runs them with those of other ranks"
+            cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
         call = self.call(parameters, tokens, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
@@ -255,20 +258,23 @@ class Network(Summary):
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         attend = attend_of(rows, where.mask, where.offsets, context)
-        project = project_of(self.config, self.adapter, seed, self.division)
+        project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
             self.division, gather=self.gather, routers=routers,
-            mask=mask, offsets=where.offsets, states=getattr(rows, "recurrent", unkept),
+            mask=mask, offsets=where.offsets, context=context,
+            states=getattr(rows, "recurrent", unkept),
             stacks={} if self.adapter is None else self.adapter.stacks,
         )  # fmt: skip
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError for a call whose layers without attention have no states."""
         kind = f"layers of a {self.config.model_type} that have no attention"
-        if context is not None:
-            cure = "divide the batch, not its tokens"
-            raise ConfigError(f"Transformer: ranks do not pass on the states of {kind}; {cure}")
+        rule = self.config.delta
+        if context is not None and rule is not None and rule.key_heads % context.comm.size:
+            ranks, cure = context.comm.size, "use fewer, or divide the batch, not its tokens"
+            problem = f"{ranks} ranks do not divide the {rule.key_heads} heads of {kind}"
+            raise ConfigError(f"Transformer: {problem}; {cure}")
         if isinstance(rows, PagedRows):
             problem = f"a PagedKVCache holds no states of {kind}"
             raise ConfigError(f"Transformer: {problem}; use a KVCache")

@@ -6,17 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .config import LINEAR, SLIDING, Config, Delta, Latent, Rope
-from .families import FAMILIES, Family
-from .heads import CAUSAL, NONE, head_of, labels_of
-from .other_weights import KEYS, check_quantization
-from .parse_experts import experts_of
-from .parse_layers import activation_of, layers_of
-from .parse_rope import rope_of
-from .quantized_weights import inverse_scales
-from .reading import Reader, check_keys, token_ids
-from .recognition import recognised
-from .text_configs import body_of, text_config
+from .configs.config import LINEAR, SLIDING, Config, Delta, Latent, Rope
+from .configs.families import FAMILIES
+from .configs.family import Family
+from .configs.heads import CAUSAL, NONE, head_of, labels_of
+from .configs.parse_experts import experts_of
+from .configs.parse_layers import activation_of, layers_of
+from .configs.parse_rope import rope_of
+from .configs.reading import Reader, check_keys, token_ids
+from .configs.recognition import recognised
+from .configs.text_configs import body_of, text_config
+from .folders.other_weights import KEYS, check_quantization
+from .folders.quantized_weights import inverse_scales
 
 QUANTIZED = ("bitsandbytes", "bitnet", *KEYS)  # supported values of quant_method
 UNSUPPORTED = {
@@ -146,6 +147,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         logit_scale=base / hidden if base else logit_scale,
         latent=latent,
         delta=None if family.delta is None else delta_of(read),
+        delta_norms=family.delta_norms,
         gated=family.gated,
         gate=family.gate,
         head=head,
@@ -155,6 +157,15 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
 
 def delta_of(read: Reader) -> Delta:
     """Return the sizes of the layers with a gated delta rule."""
+    stored, heads = read.family.delta or "", read.size("num_attention_heads")
+    if stored == "apart":  # sizes that follow from others
+        sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
+        known = {name: read.get(name) or size for name, size in sizes.items()}
+        dim = int(0.75 * read.size("hidden_size") / known["linear_num_key_heads"])
+        known["linear_key_head_dim"] = read.get("linear_key_head_dim") or dim
+        dim = 2 * known["linear_key_head_dim"]
+        known["linear_value_head_dim"] = read.get("linear_value_head_dim") or dim
+        read = Reader({**read.values, **known}, read.family)
     keys, values = (read.size(f"linear_num_{name}_heads") for name in ("key", "value"))
     if values % keys:
         problem = f"linear_num_value_heads={values} is not a multiple"
@@ -169,7 +180,9 @@ def delta_of(read: Reader) -> Delta:
         key_dim=read.size("linear_key_head_dim"),
         value_dim=read.size("linear_value_head_dim"),
         taps=read.size("linear_conv_kernel_dim"),
-        fused=read.family.delta == "fused",
+        stored=stored,
+        most=2.0 if stored == "apart" and read.flag("linear_allow_neg_eigval") else 1.0,
+        eps=1e-5 if stored == "apart" else None,
     )
 
 

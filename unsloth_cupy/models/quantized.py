@@ -21,11 +21,11 @@ from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
-from .names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
+from .configs.names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
 
 if TYPE_CHECKING:
-    from .config import Config
-    from .division import Division
+    from .configs.config import Config
+    from .ranks.division import Division
     from .transformer import Transformer
 
 KINDS: Mapping[str, Callable[[Array], Quantized]] = {

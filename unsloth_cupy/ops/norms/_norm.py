@@ -42,7 +42,8 @@ def constants(
     ``centred``: whether the mean of a row is subtracted, as in layer_norm.  ``shared``: None in the
     forward pass; in the backward pass, the bytes that a block may use for its sums of dw and dbias.
 
-        hidden <= 8        one thread per row; backward, 48 registers where only dw is summed and no mean
+        hidden <= 8        one thread per row; backward, 48 registers where only dw is summed and
+                           no mean is subtracted
         hidden <= 512      a power of two of threads per row, several rows per block, no barrier;
                            backward, 8 values per thread: without a barrier, the compiler moves sums
                            from shared memory to registers

@@ -3,6 +3,8 @@
 //   chunk c of keys:   top_c = max(score)   sum_c = sum(exp(score - top_c))
 //                      o_c = exp(score - top_c) @ v
 //   all:               out = sum(exp(top_c - top) * o_c) / sum(exp(top_c - top) * sum_c)
+//   keys of a chunk    max(seen / call.most, min(KEYS, seen / call.fewest), 2 * BLOCK_KEYS), where
+//                      `seen` keys are seen by a row or more
 //
 //   traffic     k and v once, if the queries of a group fit into 16 rows; q, out and, for every
 //               chunk, rows * (VALUE_DIM + 4) floats
@@ -14,8 +16,8 @@
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
 //               WARPS, RESIDENT  warps of a block; blocks that an SM must hold
 //               TILE_KEYS        keys that a warp works on at a time
-//               CHUNK            keys of a block
-//               FAN              partial results that a block merges
+//               KEYS             keys of a chunk where neither would leave SMs without a block, nor
+//                                give a sequence more than call.most
 //
 //   codes       k = scale * code, and v likewise, with one scale per token and head.  The ring
 //               holds codes, half as many bytes; a warp widens a tile of them before its products.
@@ -24,11 +26,11 @@
 //               its parameter holds the scales, of all k and, `values` floats later, of all v.
 //
 //   The trick: the query heads that share a key head are rows of one product, so a key is read
-//   once for all of them.  Chunks begin at fixed keys.  Their partial results are merged in their
-//   order, FAN at a time, by the last block of these to arrive; the results of that are merged in
-//   the same way, so that no block has many to read.  The result of a sequence does not depend on
-//   the rest of the batch, on unused room after its keys, or on pages.  Each warp has a ring of its
-//   own and waits for no other warp.
+//   once for all of them.  A block finds the length of a chunk from the keys that it sees, so the
+//   result of a sequence does not depend on the rest of the batch, on unused room after its keys,
+//   or on pages, and one sequence keeps all SMs busy.  The last block to arrive merges the partial
+//   results in their order, many reads at a time.  Each warp has a ring of its own and waits for no
+//   other warp.
 #include <common/attention.cuh>
 #include <common/codes.cuh>
 #include <common/last_block.cuh>
@@ -53,20 +55,34 @@ constexpr int QUADS = VALUE_DIM / 4;
 
 // The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
 struct Merged { float value[4], top, sum; };
+template <int AT_ONCE>  // parts that are read together
 DEVICE Merged merged(const float *row, int column, int parts, int stride) {
     Merged m = {{}, NO_SCORE, 0};
-#pragma unroll 8
-    for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, row[i * stride + TOP]);
-    const float shift = m.top == NO_SCORE ? 0.0f : m.top;
-#pragma unroll 8
-    for (int i = 0; i < parts; i++) {
-        const float *const from = row + i * stride;
-        const float weight = exp2f(from[TOP] - shift);
-        float value[4];
-        load(value, from + column);
+    for (int first = 0; first < parts; first += AT_ONCE) {
+        float value[AT_ONCE][4] = {};
+        float2 of[AT_ONCE];  // top and sum
 #pragma unroll
-        for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[j], m.value[j]);
-        m.sum = fmaf(weight, from[SUM], m.sum);
+        for (int i = 0; i < AT_ONCE; i++) {
+            of[i] = make_float2(NO_SCORE, 0);
+            if (first + i >= parts) continue;
+            const float *const from = row + (first + i) * stride;
+            load(value[i], from + column);
+            of[i] = *reinterpret_cast<const float2 *>(from + TOP);
+        }
+        const float before = m.top;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) m.top = fmaxf(m.top, of[i].x);
+        const float shift = m.top == NO_SCORE ? 0.0f : m.top, rescale = exp2f(before - shift);
+#pragma unroll
+        for (int j = 0; j < 4; j++) m.value[j] *= rescale;
+        m.sum *= rescale;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const float weight = exp2f(of[i].x - shift);
+#pragma unroll
+            for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[i][j], m.value[j]);
+            m.sum = fmaf(weight, of[i].y, m.sum);
+        }
     }
     return m;
 }
@@ -144,15 +160,15 @@ DEVICE const float *scales_of(const bool *) { return nullptr; }
 
 struct Call {
     Options options;
-    int chunks, slots;       // chunks of the grid and slots for parts, of a sequence
+    int chunks;              // of the grid, of a sequence: as many as there can be
+    int fewest, most;        // of chunks of many keys, and of any
     int row_pages, pages;    // pages in a row of page_table, and of k
     long long batch_tokens;  // if not PAGED: tokens from the first key of a batch to the next one's
     long long values;        // for codes: number of scales of k before the first of v
 };
 
-// parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
-//            for each FAN of these, and so on
-// arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
+// parts      (sequences, chunks, rows, PITCH), with two chunks or more
+// arrived    (sequences), zeros on entry and on exit: the last arrival resets a counter
 KERNEL(32 * WARPS, RESIDENT)
 attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
                  const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
@@ -183,11 +199,13 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
     const int first_key = LEFT ? max(0, top_query + scores.low) : 0;
     const int stop_key = RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
-    const int first_chunk = first_key / CHUNK;
-    const int seen = max(1, (stop_key + CHUNK - 1) / CHUNK - first_chunk);
-    const int chunk = chunk_of_all % chunks;
-    if (chunk >= seen) return;
-    const int begin = (first_chunk + chunk) * CHUNK, end = min(stop_key, begin + CHUNK);
+    const int from_key = first_key / BLOCK_KEYS * BLOCK_KEYS, seen = max(0, stop_key - from_key);
+    auto divided = [](int keys, int by) { return (keys + by - 1) / by; };
+    const int wanted = max(divided(seen, call.most), min(KEYS, divided(seen, call.fewest)));
+    const int length = divided(max(wanted, 2 * BLOCK_KEYS), BLOCK_KEYS) * BLOCK_KEYS;
+    const int several = max(1, divided(seen, length)), chunk = chunk_of_all % chunks;
+    if (chunk >= several) return;
+    const int begin = from_key + chunk * length, end = min(stop_key, begin + length);
 
     // query, head and slope of the two rows that a lane works on
     int query[2], head[2];
@@ -395,35 +413,31 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
                 make_float2(o[0][n][half * 2], o[0][n][half * 2 + 1]);
         }
     }
+    const float *from = results;
+    int stride = ROWS * PITCH;
     __syncthreads();
 
     // The same for the parts of other blocks, which barriers and fences make visible to this one.
-    const long long sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
-    const int part = min(ROWS, group * queries) * PITCH;  // floats
-    const float *from = results;
-    int several = WARPS, stride = ROWS * PITCH;
-    long long slot = sequence * call.slots;  // of the first part of this level
-    for (int node = chunk, nodes = seen; nodes > 1;) {
-        float *const to = parts + (slot + node) * part;
+    if (several > 1) {
+        const int part = min(ROWS, group * queries) * PITCH;  // floats
+        const long long sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
+        float *const to = parts + (sequence * chunks + chunk) * part;
         for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
             const int row = i / QUADS, column = i % QUADS * 4;
-            const Merged m = merged(from + row * PITCH, column, several, stride);
+            const Merged m = merged<WARPS>(results + row * PITCH, column, WARPS, ROWS * PITCH);
             store(to + row * PITCH + column, m.value);
-            if (column == 0) {
-                to[row * PITCH + TOP] = m.top;
-                to[row * PITCH + SUM] = m.sum;
-            }
+            if (column == 0)
+                *reinterpret_cast<float2 *>(to + row * PITCH + TOP) = make_float2(m.top, m.sum);
         }
-        node /= FAN;
-        from = parts + (slot + node * FAN) * part;
-        several = min(FAN, nodes - node * FAN), stride = part;
-        slot += nodes, nodes = (nodes + FAN - 1) / FAN;
         __syncthreads();
-        if (!last_to_arrive(arrived + slot + node, several, last)) return;
+        if (!last_to_arrive(arrived + sequence, several, last)) return;
+        from = parts + sequence * chunks * part;
+        stride = part;
     }
     for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
         const int row = first_row + i / QUADS, column = i % QUADS * 4;
-        Merged m = merged(from + (row - first_row) * PITCH, column, several, stride);
+        Merged m = merged<16>(from + (row - first_row) * PITCH, column,
+                              several > 1 ? several : WARPS, stride);
         const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
             const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);

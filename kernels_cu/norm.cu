@@ -182,20 +182,47 @@ constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared m
 
 struct Row { float scale, centre, mean[MEANS]; };
 
-// Add one vector's g * hhat, and g, to the sums of its row.
+// widen, of a pair of bfloat16 in two instructions, where the compiler needs three.
+template <int N, class E> DEVICE void widen_pairs(float (&to)[N], const Vector<E, N> &from) {
+    widen(to, from);
+}
+template <int N> DEVICE void widen_pairs(float (&to)[N], const Vector<__nv_bfloat16, N> &from) {
+    if constexpr (N % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            const unsigned pair = *reinterpret_cast<const unsigned *>(&from.at[j]);
+            to[j] = __uint_as_float(pair << 16);
+            to[j + 1] = __uint_as_float(pair & 0xffff0000u);
+        }
+    } else {
+        widen(to, from);
+    }
+}
+
+// The same of values in memory.
+DEVICE void load_pairs(float (&to)[LANES], const W *from) {
+    Vector<W, LANES> v;
+    fetch(v, from);
+    widen_pairs(to, v);
+}
+
+// A centred norm has no offset, and the compiler keeps an addition of 0, which turns -0 into 0.
+DEVICE float shifted(float w, float offset) { return CENTRED ? w : w + offset; }
+
+// Add one vector's g * (h - centre), and g, to the sums of its row.
 DEVICE void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
                 const Vector<T, LANES> &of_gate, const W *weight, float offset, const Row &row) {
     float dy[LANES], h[LANES], w[LANES], gate[LANES];
-    widen(dy, of_dy);
-    widen(h, of_h);
-    load(w, weight);
-    if constexpr (GATED) widen(gate, of_gate);
+    widen_pairs(dy, of_dy);
+    widen_pairs(h, of_h);
+    load_pairs(w, weight);
+    if constexpr (GATED) widen_pairs(gate, of_gate);
 #pragma unroll
     for (int j = 0; GATED && j < LANES; j++) dy[j] *= gate[j] * sigmoid(gate[j]);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
-        const float g = dy[j] * (w[j] + offset);
-        sum[0] += g * ((h[j] - row.centre) * row.scale);
+        const float g = dy[j] * shifted(w[j], offset);
+        sum[0] += g * (h[j] - row.centre);
         if constexpr (CENTRED) sum[1] += g;
     }
 }
@@ -206,19 +233,19 @@ DEVICE void gradients(T *dx, T *dgate, long long at, float (&sums)[SUMS][LANES],
                       const Vector<T, LANES> &of_dh, const float (&w)[LANES], float offset,
                       const Row &row) {
     float dy[LANES], h[LANES], d[LANES], slope[LANES];
-    widen(dy, of_dy);
-    widen(h, of_h);
+    widen_pairs(dy, of_dy);
+    widen_pairs(h, of_h);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float hhat = (h[j] - row.centre) * row.scale;
         if constexpr (GATED) {
             const float gate = (float)of_dh.at[j], s = sigmoid(gate), silu = gate * s;
-            slope[j] = dy[j] * hhat * (w[j] + offset) * (s + silu * (1 - s));
+            slope[j] = dy[j] * hhat * shifted(w[j], offset) * (s + silu * (1 - s));
             dy[j] *= silu;
         }
-        float g = dy[j] * (w[j] + offset) - hhat * row.mean[0];
-        if constexpr (CENTRED) g -= row.mean[1];
-        d[j] = row.scale * g;
+        float part = -hhat * row.mean[0];
+        if constexpr (CENTRED) part -= row.mean[1];
+        d[j] = row.scale * fmaf(dy[j], shifted(w[j], offset), part);
         sums[0][j] += dy[j] * hhat;
         if constexpr (BIAS) sums[1][j] += dy[j];
         if constexpr (RESIDUAL) d[j] += (float)of_dh.at[j];
@@ -300,15 +327,19 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
             store(address(which, k, q, threadIdx.x), four);
         }
     };
-    const auto add = [&](float (&v)[LANES], int which, int k, int thread) {
+    const auto get = [&](float (&v)[LANES], int which, int k, int thread, bool add) {
 #pragma unroll
         for (int q = 0; q < LANES / QUAD; q++) {
             float four[QUAD];
             load(four, address(which, k, q, thread));
 #pragma unroll
-            for (int j = 0; j < QUAD; j++) v[q * QUAD + j] += four[j];
+            for (int j = 0; j < QUAD; j++)
+                v[q * QUAD + j] = add ? v[q * QUAD + j] + four[j] : four[j];
         }
     };
+    // Where a row is of a block, sums that are read first are added to at once; with a third array
+    // registers suffice for this only after it.
+    constexpr bool LATER = ROWS == 1 && THIRD;
 
     for (int i = 0; i < SUMS * DEPTH; i++)
         if (inside(column_of(i % DEPTH))) set(i / DEPTH, i % DEPTH, {});
@@ -347,6 +378,7 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
 #pragma unroll
             for (int k = 0; RESIDUAL && EARLY && k < DEPTH; k++)
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
+            if (at < rows) sum[0] *= row[i].scale;
             row_sums<ROW_THREADS, CLUSTER>(sum, exchange[use & 1], use >> 1);
             use++;
 #pragma unroll
@@ -357,10 +389,10 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
             const int column = column_of(k);
             if (!inside(column)) continue;
             float w[LANES], sums[SUMS][LANES] = {};
-            load(w, weight + column);
+            load_pairs(w, weight + column);
 #pragma unroll
-            for (int which = 0; ROWS > 1 && which < SUMS; which++)
-                add(sums[which], which, k, threadIdx.x);  // without a barrier it stays in registers
+            for (int which = 0; !LATER && which < SUMS; which++)
+                get(sums[which], which, k, threadIdx.x, ROWS > 1);
 #pragma unroll
             for (int i = 0; i < GROUP; i++) {
                 const long long at = top + i * ROWS + threadIdx.x / ROW_THREADS;
@@ -376,7 +408,7 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
             }
 #pragma unroll
             for (int which = 0; which < SUMS; which++) {
-                if constexpr (ROWS == 1) add(sums[which], which, k, threadIdx.x);
+                if constexpr (LATER) get(sums[which], which, k, threadIdx.x, true);
                 set(which, k, sums[which]);
             }
         }
@@ -389,7 +421,7 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
             if (!inside(column)) continue;
             float sum[LANES] = {};
 #pragma unroll(ROWS > 4 ? 4 : ROWS)
-            for (int r = 0; r < ROWS; r++) add(sum, which, k, thread + r * ROW_THREADS);
+            for (int r = 0; r < ROWS; r++) get(sum, which, k, thread + r * ROW_THREADS, true);
             store(partial + ((long long)which * groups + group) * HIDDEN + column, sum);
         }
     }
@@ -402,6 +434,6 @@ norm_backward(const T *__restrict__ dy, const T *__restrict__ dh, const T *__res
               B *__restrict__ dbias, unsigned *arrived, long long rows,
               const __grid_constant__ Layouts of, float offset, int team) {
     backward(dy, dh, h, weight, mean, rstd, dx, dgate, partial, rows, layout(of, 0), layout(of, 1),
-             layout(of, 2), CENTRED ? 0 : offset);
+             layout(of, 2), offset);
     finish(partial, dweight, dbias, arrived, team);
 }

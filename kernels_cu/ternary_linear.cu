@@ -2,12 +2,15 @@
 //
 //   y[n, o] = x_scale[n] * sum over groups of scale[o, group] * sum over d of x[n, d] * code[o, d]
 //
-//   traffic     tiles of rows * outputs * inputs / 4 bytes of planes; x once per tile of outputs,
-//               from L2; rows * outputs * sizeof(T)
+//   traffic     tiles of rows * outputs * inputs / 4 bytes of planes; x once per block, from L2;
+//               rows * outputs * sizeof(T)
 //   constants   X         dtype in which x is multiplied: signed char, for codes with a scale per
 //                         row, or T, for up to 16 rows
 //               T, S      dtypes of y and of the scales
 //               N_TILES   tiles of 8 rows of a block
+//               ROWS      rows of x in shared memory: 8 * N_TILES, or fewer where there are fewer
+//               WHOLE     x fits into shared memory, and a block takes many tiles of outputs
+//               RESIDENT  blocks that an SM must hold, or 0
 //               WM, WK    warps that divide up the outputs of a block, 16 each, and the columns
 //               GROUPED   a row has several scales
 //               WIDE      rows of the planes allow accesses of 16 bytes
@@ -19,9 +22,10 @@
 //   same order.  As a 16-bit float a code needs only its high byte: 1 in float16, and one half in
 //   bfloat16.  A float32 is the sum of three bfloat16, so its products with codes are exact too.
 //   Their sums are taken over 512 columns at a time and then added, so that few small terms meet a
-//   large sum and lose digits.  Weights of the next columns are loaded while x is written to shared
-//   memory.  One row takes the same path as eight: an mma does 512 of its products, and dp4a would
-//   do 128.
+//   large sum and lose digits.  One row takes the same path as eight: an mma does 512 of its
+//   products, and dp4a would do 128; its lanes of other rows read that row, and their sums are
+//   dropped.  If x is WHOLE, the weights of the next columns, or outputs, are loaded meanwhile, and
+//   a tile takes one barrier; else they are loaded while x is written to shared memory.
 #include <common/vector.cuh>
 #include <common/ptx.cuh>
 
@@ -89,7 +93,7 @@ DEVICE void stage(Four *to, const signed char *x, int left) {
     *to = turned(as_four(v));
 }
 template <class E> DEVICE void stage(Four *to, const E *x, int left) {
-    constexpr int STRIDE = N * CHUNKS;  // from one part to the next
+    constexpr int STRIDE = ROWS * CHUNKS;  // from one part to the next
     Vector<E, 8> v;
     if (X_WIDE && left >= 8) {
         fetch(v, x);
@@ -201,8 +205,8 @@ DEVICE void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile, int
         for (int tiles = 0; tiles < N_TILES; tiles++)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-                const int n = tiles * 8 + lane / 4, word = word_of(lane, step);
-                const Four *from = tile + part * N * CHUNKS;
+                const int n = min(tiles * 8 + lane / 4, ROWS - 1), word = word_of(lane, step);
+                const Four *from = tile + part * ROWS * CHUNKS;
                 const Four first = from[index_of(n, word, half)];
                 const Four second = from[index_of(n, word, half + HALVES)];
 #pragma unroll
@@ -214,8 +218,21 @@ DEVICE void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile, int
     }
 }
 
-// x of float32 fills 48 KiB of shared memory: two blocks have all the registers that they need.
-constexpr int RESIDENT = PARTS > 1 ? 2 : 0;
+constexpr int TURN = WK * COLUMNS;              // columns that a block takes at a time
+constexpr int HELD = PARTS * ROWS * CHUNKS;     // chunks of x of a warp's columns
+constexpr int SUMS = WK * ROWS * PITCH;         // of a tile of outputs
+
+// Write the columns of x from `top` on to shared memory.
+DEVICE void stage_turn(Four *to, const X *x, long long first_row, long long rows, int inputs,
+                       int top) {
+    for (int i = threadIdx.x; i < WK * ROWS * CHUNKS; i += THREADS) {
+        const int chunk = i % CHUNKS, n = i / CHUNKS % ROWS, k = i / (CHUNKS * ROWS);
+        const int at = top + k * COLUMNS + chunk * VALUES;
+        const int left = first_row + n < rows ? inputs - at : 0;
+        stage(to + k * HELD + index_of(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS),
+              x + (left > 0 ? (first_row + n) * inputs + at : 0), left);
+    }
+}
 
 KERNEL(32 * WM * WK, RESIDENT)
 ternary_linear(const X *x, const float *x_scale, const unsigned char *planes, const S *scale,
@@ -224,80 +241,101 @@ ternary_linear(const X *x, const float *x_scale, const unsigned char *planes, co
     DYNAMIC_SHARED(Four, memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp / WM;
     const long long first_row = (long long)(blockIdx.x % tiles) * N;
-    const int first = blockIdx.x / tiles * M, output = first + warp % WM * 16 + lane / 4;
-    const Four *chunks = memory + part * PARTS * N * CHUNKS;
+    const int turns = (inputs + TURN - 1) / TURN, tasks = (outputs + M - 1) / M;
+    int task = blockIdx.x / tiles;
+    float *const buffers = reinterpret_cast<float *>(memory + (WHOLE ? turns * WK * HELD : 0));
+    auto output_of = [&](int task) { return task * M + warp % WM * 16 + lane / 4; };
+    auto read = [&](Weights &to, int task, int turn) {
+        const int column = turn * TURN + part * COLUMNS;
+        fetch(to, planes, marks, output_of(task), outputs, column / 32, words, lane);
+    };
 
-    Acc sums[N_TILES][4] = {};
-    float total[SHORT ? N_TILES : 1][4] = {};
-    for (int top = 0; top < inputs; top += WK * COLUMNS) {
-        const int column = top + part * COLUMNS;
-        Weights w;
-        fetch(w, planes, marks, output, outputs, column / 32, words, lane);
-        __syncthreads();  // all warps are done with the previous columns of x
-        for (int i = threadIdx.x; i < WK * N * CHUNKS; i += THREADS) {
-            const int chunk = i % CHUNKS, n = i / CHUNKS % N, k = i / (CHUNKS * N);
-            const int at = top + k * COLUMNS + chunk * VALUES;
-            const int left = first_row + n < rows ? inputs - at : 0;
-            Four *to = memory + k * PARTS * N * CHUNKS;
-            to += index_of(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS);
-            stage(to, x + (left > 0 ? (first_row + n) * inputs + at : 0), left);
-        }
+    Weights w, next;
+    if constexpr (WHOLE) {
+        read(w, task, 0);
+        for (int turn = 0; turn < turns; turn++)
+            stage_turn(memory + turn * WK * HELD, x, 0, rows, inputs, turn * TURN);
         __syncthreads();
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            if constexpr (MARKED) {  // a product with zeros only adds 0
-                const unsigned any =
-                    w.at[0][0][step] | w.at[0][1][step] | w.at[1][0][step] | w.at[1][1][step];
-                if (!__any_sync(0xffffffffu, any != 0)) continue;  // only to save time
+    }
+    int side = 0;  // of two buffers of sums: past a barrier, all threads have read the other one
+    do {
+        const int output = output_of(task), first = task * M;
+        Acc sums[N_TILES][4] = {};
+        float total[SHORT ? N_TILES : 1][4] = {};
+        for (int turn = 0; turn < turns; turn++) {
+            if constexpr (WHOLE) {
+                const bool more = turn + 1 < turns;
+                const int later = task + (more ? 0 : (int)gridDim.x);
+                if (later < tasks) read(next, later, more ? turn + 1 : 0);
+            } else {
+                read(w, task, turn);
+                __syncthreads();  // all warps are done with the previous columns of x
+                stage_turn(memory, x, first_row, rows, inputs, turn * TURN);
+                __syncthreads();
             }
-            add(sums, w, chunks, step, lane);
-            if constexpr (GROUPED) {  // 128 columns, all of one group
-                const int at = (column + step * 128) / group;
+            const Four *const chunks = memory + ((WHOLE ? turn * WK : 0) + part) * HELD;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int row = output + 8 * half;
-                    const bool in_range = row < outputs && at < groups;
-                    const float factor =
-                        in_range ? (float)scale[(long long)row * scale_step + at] : 0;
+            for (int step = 0; step < 4; step++) {
+                if constexpr (MARKED) {  // a product with zeros only adds 0
+                    const unsigned any =
+                        w.at[0][0][step] | w.at[0][1][step] | w.at[1][0][step] | w.at[1][1][step];
+                    if (!__any_sync(0xffffffffu, any != 0)) continue;  // only to save time
+                }
+                add(sums, w, chunks, step, lane);
+                if constexpr (GROUPED) {  // 128 columns, all of one group
+                    const int at = (turn * TURN + part * COLUMNS + step * 128) / group;
 #pragma unroll
-                    for (int t = 0; t < N_TILES; t++)
+                    for (int half = 0; half < 2; half++) {
+                        const int row = output + 8 * half;
+                        const bool in_range = row < outputs && at < groups;
+                        const float factor =
+                            in_range ? (float)scale[(long long)row * scale_step + at] : 0;
 #pragma unroll
-                        for (int i = 2 * half; i < 2 * half + 2; i++) {
-                            total[t][i] += factor * (float)sums[t][i];
-                            sums[t][i] = 0;
-                        }
+                        for (int t = 0; t < N_TILES; t++)
+#pragma unroll
+                            for (int i = 2 * half; i < 2 * half + 2; i++) {
+                                total[t][i] += factor * (float)sums[t][i];
+                                sums[t][i] = 0;
+                            }
+                    }
                 }
             }
+            if constexpr (SHORT && !GROUPED) {
+#pragma unroll
+                for (int t = 0; t < N_TILES; t++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        total[t][i] += sums[t][i];
+                        sums[t][i] = 0;
+                    }
+            }
+            if constexpr (WHOLE) w = next;
         }
-        if constexpr (SHORT && !GROUPED) {
+        if constexpr (!WHOLE) __syncthreads();  // sums take the memory of x
+        float *const partial = buffers + side * SUMS;
 #pragma unroll
-            for (int t = 0; t < N_TILES; t++)
+        for (int t = 0; t < N_TILES; t++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    total[t][i] += sums[t][i];
-                    sums[t][i] = 0;
-                }
+            for (int i = 0; i < 4; i++) {
+                const int n = t * 8 + lane % 4 * 2 + i % 2;
+                const int m = warp % WM * 16 + lane / 4 + i / 2 * 8;
+                if (n < ROWS)
+                    partial[(part * ROWS + n) * PITCH + m] =
+                        SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
+            }
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROWS * M; i += THREADS) {
+            const int n = i / M, to = first + i % M;
+            if (first_row + n >= rows || to >= outputs) continue;
+            float sum = 0;
+#pragma unroll
+            for (int k = 0; k < WK; k++) sum += partial[(k * ROWS + n) * PITCH + i % M];
+            if constexpr (!GROUPED) sum *= (float)scale[(long long)to * scale_step];
+            if constexpr (INT8) sum *= x_scale[first_row + n];
+            y[(first_row + n) * outputs + to] = (T)(sum * Codes<X>::FACTOR);
         }
-    }
-    __syncthreads();
-    float *partial = reinterpret_cast<float *>(memory);  // [WK][N][PITCH]
-#pragma unroll
-    for (int t = 0; t < N_TILES; t++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int n = t * 8 + lane % 4 * 2 + i % 2, m = warp % WM * 16 + lane / 4 + i / 2 * 8;
-            partial[(part * N + n) * PITCH + m] =
-                SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
-        }
-    __syncthreads();
-    for (int i = threadIdx.x; i < N * M; i += THREADS) {
-        const int n = i / M, to = first + i % M;
-        if (first_row + n >= rows || to >= outputs) continue;
-        float sum = 0;
-#pragma unroll
-        for (int k = 0; k < WK; k++) sum += partial[(k * N + n) * PITCH + i % M];
-        if constexpr (!GROUPED) sum *= (float)scale[(long long)to * scale_step];
-        if constexpr (INT8) sum *= x_scale[first_row + n];
-        y[(first_row + n) * outputs + to] = (T)(sum * Codes<X>::FACTOR);
-    }
+        if constexpr (!WHOLE) return;
+        side ^= 1;
+        task += gridDim.x;
+    } while (task < tasks);
 }

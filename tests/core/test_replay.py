@@ -201,9 +201,9 @@ def recorded(name: str) -> bool:
     return all(value.__name__ == "replay" for value in known)
 
 
-def of_many_keys(rng: np.random.Generator, keys: int = 1100) -> list[Any]:
+def of_many_keys(rng: np.random.Generator, keys: int = 1100, batch: int = 2) -> list[Any]:
     """Return arrays of a decode whose keys are several chunks, merged by the last block."""
-    shapes = ((2, 1, 2, 8), (2, keys, 1, 8), (2, keys, 1, 8))
+    shapes = ((batch, 1, 2, 8), (batch, keys, 1, 8), (batch, keys, 1, 8))
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
@@ -226,7 +226,7 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
     )
     with gpu(devices=2) as machine:
         cuda, arrays = sys.modules["cupy"].cuda, of_many_keys(np.random.default_rng(0))
-        longer = [machine.place(array) for array in of_many_keys(np.random.default_rng(0), 4000)]
+        more = [machine.place(array) for array in of_many_keys(np.random.default_rng(0), batch=3)]
         there = [machine.array(array.shape, array.dtype, device=1) for array in arrays]
         arrays = [machine.place(array) for array in arrays]
 
@@ -254,7 +254,7 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
             side.ptr = counters.PER_THREAD
             machine.gpus.by_address[side.ptr] = side
             assert thread.submit(called, side).result() is not called(side)
-        grown = called(given=longer)
+        grown = called(given=more)
         assert grown.size > first[0].size
         assert called() is grown
         for _ in range(2 * counters.KEPT):
@@ -290,7 +290,7 @@ def test_counters_come_from_the_pool_where_it_holds_all_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [600, 9000])  # merged once, and twice
+@pytest.mark.parametrize("keys", [600, 9000])  # 3 chunks, and 36
 def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch starts with the counters as the last one left them, also for other lengths."""
     rng = np.random.default_rng(keys)
@@ -305,7 +305,7 @@ def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert not kept.any()
         return results
 
-    with emulator(check=False):
+    with emulator(check=False, processors=132):
         fresh = outcome()
         monkeypatch.setattr(counters, "_on_host", lambda *form: used.append(form) or kept)
         assert outcome() == fresh

@@ -11,7 +11,15 @@ from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
-from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
+from unsloth_cupy.ops.attention._decode import (
+    DECODE,
+    FEW,
+    KEYS,
+    STATIC,
+    blocks_of,
+    chunks_of,
+    resolve,
+)
 
 from ..harness.parity import Case, KernelParity, _compare_kernels, emulator, launched, on_schedules
 from ..machines.stand_in import gpu
@@ -30,6 +38,7 @@ def hides_first(rng: np.random.Generator) -> np.ndarray:
 class TestAttentionDecode(KernelParity):
     op = "attention_forward"
     sides = ("forward",)  # test_attention_backward.py judges the other
+    machine = {"processors": 132}  # noqa: RUF012
     test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
     test_rounds_once = test_any_strides = None
     cases = (
@@ -51,10 +60,10 @@ class TestAttentionDecode(KernelParity):
             arrays={"query_start": np.array([400, 330], np.int32)},
         ),
         Case(
-            "more chunks than a block merges",
+            "more chunks than a thread reads at a time",
             **{"batch": 2, "heads": 1, "kv_heads": 1, "queries": 1, "dim": 8, "value_dim": 8},
-            keys=FAN * CHUNK + 1,
-            arrays={"key_lengths": [FAN * CHUNK + 1, CHUNK + 1]},
+            keys=32 * KEYS + 1,
+            arrays={"key_lengths": [32 * KEYS + 1, KEYS + 1]},
         ),
         Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 270}),
         Case(
@@ -97,6 +106,7 @@ def left_out(rng: np.random.Generator) -> np.ndarray:
 
 class TestAttentionPaged(KernelParity):
     op = "attention_paged_forward"
+    machine = {"processors": 132}  # noqa: RUF012
     sizes = ({"page": 1, "keys": 16}, {})
     options = ({}, EVERY)
     test_gradient_matches_finite_differences = None  # it has none
@@ -159,7 +169,7 @@ class TestAttentionPaged(KernelParity):
 @pytest.mark.parametrize("number", [0, 3, 4, -1])
 def test_random_schedules(number: int, seed: int) -> None:
     """Whatever order threads and blocks run in: equal bits on two random schedules."""
-    run = on_schedules(seed, seed + 3)
+    run = on_schedules(seed, seed + 3, processors=132)
     case, dtype = TestAttentionDecode.cases[number], KERNEL_DTYPES[seed % 3]
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
@@ -176,7 +186,31 @@ def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, bu
             continue
         size = chosen.bytes(itemsize, dim, width)
         assert (size if budget < 99 << 10 else 2 * size + 1024) <= budget
-        assert CHUNK % (chosen.warps * chosen.keys) == 0
+        assert KEYS % (2 * chosen.warps * chosen.keys) == 0
+
+
+@pytest.mark.parametrize(
+    ("sequences", "rows", "processors", "expected"),
+    [
+        (8, 4, 132, (16, 33)),  # two blocks of an SM at most
+        (1, 4, 132, (128, 128)),  # as many as one block should merge
+        (4, 16, 132, (32, 32)),
+        (200, 1, 132, (1, 1)),
+        (1, 1, 1, (1, 2)),
+    ],
+)
+def test_chunks(sequences: int, rows: int, processors: int, expected: tuple[int, int]) -> None:
+    assert chunks_of(sequences, rows, processors) == expected
+
+
+def test_chunks_of_shorter_sequences_fit_the_grid() -> None:
+    """Only the GPU knows lengths, and a shorter sequence may have more chunks than the longest."""
+    for block_keys, (fewest, most) in itertools.product((32, 64, 128), [(16, 33), (1, 2), (5, 5)]):
+        several = 0
+        for keys in range(1, 12000):
+            length = max(-(-keys // most), min(KEYS, -(-keys // fewest)), 2 * block_keys)
+            several = max(several, -(-keys // (-(-length // block_keys) * block_keys)))
+            assert several <= blocks_of(keys, block_keys, fewest, most) <= most
 
 
 @pytest.mark.slow
@@ -194,12 +228,12 @@ def drawn(dtype: Any, *shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_a_sequence_gives_equal_bits_alone_and_in_any_batch(dtype: Any) -> None:
+@pytest.mark.parametrize(("dtype", "processors"), [*zip(KERNEL_DTYPES, (132, 4, 2), strict=True)])
+def test_a_sequence_gives_equal_bits_alone_and_in_any_batch(dtype: Any, processors: int) -> None:
     """The batch around it, the room behind its keys and pages change no bit."""
     lengths = np.array([333, 5, 700, 0])
     q, k, v = drawn(dtype, (4, 2, 6, 16), (4, 700, 2, 16), (4, 700, 2, 8))
-    fast = {"check": False}
+    fast = {"check": False, "processors": processors}
     both = _within(lambda: attention_forward(q, k, v, causal=True, key_lengths=lengths), **fast)
     for row, length in enumerate(lengths[:3]):
         one = slice(row, row + 1)

@@ -21,6 +21,7 @@ def scaled(count: int, page: int) -> Any:
 
 class TestAttentionPagedInt8(KernelParity):
     op = "attention_paged_int8_forward"
+    machine = {"processors": 132}  # noqa: RUF012
     sizes = (
         {"page": 1, "keys": 16, "dim": 128, "value_dim": 128},
         {"page": 16, "dim": 64, "value_dim": 64},

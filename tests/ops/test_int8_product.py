@@ -45,6 +45,8 @@ class TestInt8FewRows(KernelInPlace):
         Case("sixteen rows", few=16, inputs=64, outputs=7, add=True),
         Case("eleven rows, one by one", few=11, inputs=31, outputs=2),
         Case("nothing", few=2, inputs=8, outputs=0),
+        Case("four rows, blocks with several tiles of outputs", few=4, inputs=2128, outputs=70),
+        Case("nine rows, likewise, added", few=9, inputs=1104, outputs=60, add=True),
     )
     test_rounds_once = None  # below: y is rounded where it lies
 

@@ -89,6 +89,8 @@ class TestTernaryLinear(KernelParity):
         case("groups", [3], 19, 700, group=128),
         case("long groups", [11], 16, 1024, group=256),
         case("groups that no kernel takes", [3], 7, 200, group=32),
+        case("several tiles of a block", [2], 130, 600),
+        case("pruned, several tiles of a block", [1], 130, 5000, marked=True),
         case("pruned", [5], 21, 3000, marked=True),
         case("pruned, in groups", [5], 21, 2944, marked=True, group=128),
         case("many rows", [17], 9, 70),

@@ -22,12 +22,9 @@ from ._tiles import Table, rows_of
 
 FEW = 16  # up to so many queries, reading the keys bounds a call
 ROWS = 16  # rows of a product: query heads of a group, times queries
-# Keys of a block.  One sequence of 4096 keys with 8 heads makes 128 blocks, about one for each SM.
-# With more blocks, a last wave that is half full costs little: half of the blocks that an SM can
-# hold read at full speed.
-CHUNK = 256
+KEYS = 256  # keys of a chunk, see ``chunks_of``
 STATIC = 128  # bytes of static shared memory that a block takes besides
-FAN = 32  # parts that a block merges: for 128k keys, 512 parts become 16, and these become one
+MERGED = 512  # rows of parts that the last block of a sequence merges: 270 KB of 128 columns
 
 
 class Tiles(NamedTuple):
@@ -86,7 +83,25 @@ def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | 
 @cache
 def constants(tiles: Tiles, **named: Any) -> Constants:
     """Return the constants of attention_decode.cu."""
-    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, FAN=FAN, **named)
+    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, KEYS=KEYS, **named)
+
+
+@cache
+def chunks_of(sequences: int, rows: int, processors: int) -> tuple[int, int]:
+    """Return how many chunks a sequence has where they are short, and how many it has at most.
+
+    ``sequences`` are those of one batch element, with ``rows`` each: a result must not depend on
+    how many elements there are.  KEYS keys make a chunk, fewer where these would leave an SM
+    without a block, and more where each has two already: half of the blocks that an SM can hold
+    read at full speed.
+    """
+    most = max(1, min(2 * processors // sequences, MERGED // rows))
+    return max(1, min(processors // sequences, most)), most
+
+
+def blocks_of(keys: int, block_keys: int, fewest: int, most: int) -> int:
+    """Return how many chunks a sequence of up to so many keys has at most: blocks of the grid."""
+    return max(1, min(most, max(fewest, -(-keys // KEYS)), -(-keys // (2 * block_keys))))
 
 
 def launch_decode(
@@ -135,23 +150,22 @@ def launch_decode(
         O=np.dtype(bool) if scales is None else scales.dtype,
         **call.constants,
     )
+    block_keys, row_blocks = tiles.warps * tiles.keys, -(-(heads // kv_heads) * queries // ROWS)
+    rows = min(ROWS, heads // kv_heads * queries)
+    fewest, most = chunks_of(kv_heads * row_blocks, rows, device.processors)
     left, right = options.reach
-    span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
-    chunks = -(-span // CHUNK)  # span has CHUNK keys more, as it may begin inside a chunk
-    sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
+    window = keys if left is None or right is None else left + right + queries + block_keys
+    span = min(keys, window)  # a window may begin inside of the keys that a block takes at a time
+    chunks = blocks_of(span, block_keys, fewest, most)
+    sequences = batch * kv_heads * row_blocks
     out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
-    slots, parts, arrived = chunks, None, None
+    parts, arrived = None, None
     if chunks > 1:
-        merged = chunks
-        while merged > 1:
-            merged = -(-merged // FAN)
-            slots += merged
-        rows = min(ROWS, heads // kv_heads * queries)
-        parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
-        arrived = counters(sequences * slots, like=q)
+        parts = empty((sequences, chunks, rows, value_dim + 4), np.float32, like=q)
+        arrived = counters(sequences, like=q)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
-    numbers = {"options": call.numbers, "chunks": chunks, "slots": slots}
+    numbers = {"options": call.numbers, "chunks": chunks, "fewest": fewest, "most": most}
     numbers |= {"batch_tokens": batch_tokens, "row_pages": keys // page, "pages": pages}
     numbers["values"] = 0 if scales is None else scales.size // 2
     operands = call.operands if scales is None else (*call.operands[:-1], scales)

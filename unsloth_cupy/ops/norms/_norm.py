@@ -42,7 +42,8 @@ def constants(
     ``centred``: whether the mean of a row is subtracted, as in layer_norm.  ``shared``: None in the
     forward pass; in the backward pass, the bytes that a block may use for its sums of dw and dbias.
 
-        hidden <= 8        one thread per row; backward, 48 registers where only dw is summed
+        hidden <= 8        one thread per row; backward, 48 registers where only dw is summed and
+                           no mean is subtracted
         hidden <= 512      a power of two of threads per row, several rows per block, no barrier;
                            backward, 8 values per thread: without a barrier, the compiler moves sums
                            from shared memory to registers
@@ -63,7 +64,7 @@ def constants(
     wanted = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
     row_threads, cluster = spread(wanted, clusters)
     room = 1024  # threads of an SM
-    if backward and hidden <= 8 and bias is None and not residual and not gated:
+    if backward and hidden <= 8 and bias is None and not (residual or gated or centred):
         room = 1280
     if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
         room = 512

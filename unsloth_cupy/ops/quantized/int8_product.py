@@ -13,11 +13,13 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...core.target import limits
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.strides import row_layout
 
 MOST_ROWS = 16  # rows of x in int8_few_rows_
+RESIDENT = 2  # blocks of an SM in int8_few_rows_ on tensor cores
 THREADS = 256  # threads of a block of the dequantizing kernel
 
 
@@ -88,26 +90,33 @@ def _launch_few_rows(x: Array, codes: Array, absmax: Array, y: Array, add: bool)
         many = f"{rows} rows are more than {MOST_ROWS}"
         return no_kernel(many if rows > MOST_ROWS else "y or codes are not contiguous")
     x, absmax = contiguous(x), contiguous(absmax)
-    width, x_width = min(lanes(inputs, codes), 16 if rows <= 4 else 8), lanes(inputs, x)
-    part = min(width, 8 if x_width * x.dtype.itemsize == 16 else x_width)
+    width, x_bytes = lanes(inputs, codes), lanes(inputs, x) * x.dtype.itemsize
     dtypes = x.dtype, y.dtype, absmax.dtype
-    chosen = _few_rows_constants(dtypes, 1 << (rows - 1).bit_length(), width, part, add)
+    chosen = _few_rows_constants(dtypes, rows, width, x_bytes, add)
     kernel = load("int8_few_rows.cu", "int8_few_rows_", x, chosen)
-    blocks = -(-outputs // chosen["OUTPUTS"])
-    kernel[blocks, 128](x, codes, absmax, y, rows, outputs, inputs)
+    blocks, threads = -(-outputs // chosen["OUTPUTS"]), 128
+    if chosen["TENSOR"]:
+        blocks, threads = min(blocks, limits(x).processors * RESIDENT), 256
+    kernel[blocks, threads](x, codes, absmax, y, rows, outputs, inputs)
     return y
 
 
 @cache
 def _few_rows_constants(
-    dtypes: tuple[Any, ...], rows: int, lanes: int, part: int, add: bool
+    dtypes: tuple[Any, ...], rows: int, width: int, x_bytes: int, add: bool
 ) -> Constants:
-    """Return the constants of int8_few_rows.cu.
+    """Return the constants of int8_few_rows.cu for codes and x with accesses of such widths.
 
-    A thread has twice OUTPUTS accesses in flight.  Outputs share a load of x.  Up to four rows of
-    x: four outputs, 16 codes of each at a time; more rows need more registers for their sums: two
-    outputs, and 8 codes.
+    Tensor cores take 16 outputs and 8 or 16 rows.  Without them, a thread has twice OUTPUTS
+    accesses in flight, and outputs share a load of x.  Up to four rows of x: four outputs, 16 codes
+    of each at a time; more rows need more registers for their sums: two outputs, and 8 codes.
     """
     x, y, absmax = dtypes
-    outputs, sizes = 4 if rows <= 4 else 2, {"LANES": lanes, "PART": part}
-    return Constants(T=x, U=y, A=absmax, ROWS=rows, OUTPUTS=outputs, **sizes, ADD=add)
+    if x.itemsize == 2 and width >= 16 and x_bytes == 16:
+        sizes = {"ROWS": 8 if rows <= 8 else 16, "OUTPUTS": 16, "LANES": 16, "PART": 16}
+        return Constants(T=x, U=y, A=absmax, TENSOR=True, **sizes, ADD=add)
+    width = min(width, 16 if rows <= 4 else 8)
+    part = min(width, 8 if x_bytes == 16 else x_bytes // x.itemsize)
+    power, outputs = 1 << (rows - 1).bit_length(), 4 if rows <= 4 else 2
+    sizes = {"ROWS": power, "OUTPUTS": outputs, "LANES": width, "PART": part}
+    return Constants(T=x, U=y, A=absmax, TENSOR=False, **sizes, ADD=add)

@@ -22,7 +22,7 @@ from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError, naming
 from ..common.gemm import gemm
-from ..common.int8_codes import INT8, quantized
+from ..common.int8_codes import quantized
 from ..common.no_kernel import no_kernel
 from ..linear.linear import linear
 from ._int8_rows import launch_quantize
@@ -178,57 +178,71 @@ def _launch(
     if int8:
         values, factors, _ = launch_quantize(x)
     y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
-    n_tiles, wm, wk = _tiles(rows, values.dtype.itemsize, inputs, limits(x).shared)
-    wide = lanes(inputs, values) * values.dtype.itemsize >= 16
+    device, wide = limits(x), lanes(inputs, values) * values.dtype.itemsize >= 16
     chosen, shared = _constants(
-        *(values.dtype, x.dtype, scale.dtype, n_tiles, wm, wk),
+        *(values.dtype, x.dtype, scale.dtype, rows if rows <= FEW else None, inputs, device.shared),
         *(groups > 1, aligned >= 16, wide, marks is not None),
     )
-    tiles = -(-rows // (8 * n_tiles))
+    tiles, warps = -(-rows // (8 * chosen["N_TILES"])), chosen["WM"] * chosen["WK"]
+    blocks = -(-outputs // (16 * chosen["WM"])) * tiles
+    if chosen["WHOLE"]:
+        blocks = min(blocks, device.processors * chosen["RESIDENT"])
     kernel = load("ternary_linear.cu", "ternary_linear", x, chosen)
-    kernel[-(-outputs // (16 * wm)) * tiles, 32 * wm * wk, shared](
+    kernel[blocks, 32 * warps, shared](
         *(values, factors, planes, scale, marks, y, rows, inputs, outputs, plane_bytes // 4),
         *(group, groups, groups if scale.size > groups else 0, tiles),
     )
     return y
 
 
-def _tiles(rows: int, size: int, inputs: int, shared: int) -> tuple[int, int, int]:
-    """Return N_TILES, WM and WK for values of ``size`` bytes and a block's ``shared`` memory.
+@cache
+def _constants(
+    x: Any, y: Any, scale: Any, rows: int | None, inputs: int, room: int, *flags: bool
+) -> tuple[Constants, int]:
+    """Return the constants, and the bytes of shared memory for x and the warps' sums.
 
-        rows     integers    16 bits    float32     a block has 16 outputs, and its warps share
-        <= 8     1, 1, 8     1, 1, 8    1, 1, 4     the columns: all SMs have loads in flight, even
-        <= 16    2, 1, 8     2, 1, 4    2, 1, 2     for few outputs; x fills 32 to 96 KiB
+        rows     integers    16 bits    float32     a block has 16 outputs at a time, and its warps
+        <= 8     1, 1, 8     1, 1, 8    1, 1, 4     share the columns: all SMs have loads in flight,
+        <= 16    2, 1, 8     2, 1, 4    2, 1, 2     even for few outputs
         more     8, 8, 1                            64 rows by 128 outputs: weights are decoded
                                                     once for 64 rows
 
-    If a block has less than 128 KiB, half as many warps share the columns, and x fills half.
+    These are N_TILES, WM and WK.  Few rows stay in shared memory for all outputs of a block, if
+    they take less than half of the ``room`` of an SM, and 24 warps read ahead, or 16 that need more
+    registers; with scales of groups, these would not suffice.  Otherwise, if there is less than
+    128 KiB, half as many warps share the columns.
     """
-    if rows > FEW:
-        return 8, 8, 1
-    n_tiles = 1 if rows <= 8 else 2
-    most = min(8, (16 if shared >= 2**17 else 8) // size // n_tiles)
-    needed = -(-inputs // COLUMNS)
-    return n_tiles, 1, min(most, 1 << (needed - 1).bit_length())
-
-
-@cache
-def _constants(
-    x: Any, y: Any, scale: Any, n_tiles: int, wm: int, wk: int, *flags: bool
-) -> tuple[Constants, int]:
-    """Return the constants, and the bytes of shared memory for x and, later, the warps' sums."""
     grouped, wide, x_wide, marked = flags
-    cell = 1 if x == INT8 else 6 if x.itemsize == 4 else 2
-    shared = wk * 8 * n_tiles * max(COLUMNS * cell, (16 * wm + PAD) * 4)
-    return Constants(
+    size, cell = x.itemsize, 6 if x.itemsize == 4 else x.itemsize
+    n_tiles, wm, wk, held, whole, resident = 8, 8, 1, 64, False, 0
+    shared = 64 * max(COLUMNS * cell, (16 * wm + PAD) * 4)
+    if rows is not None:
+        n_tiles, wm, held = 1 if rows <= 8 else 2, 1, 1 << (rows - 1).bit_length()
+        needed = 1 << (-(-inputs // COLUMNS) - 1).bit_length()
+        wk = min(8, 16 // size // n_tiles, needed)
+        turn, sums = wk * held * COLUMNS * cell, 2 * wk * held * (16 + PAD) * 4
+        shared = -(-inputs // (wk * COLUMNS)) * turn + sums
+        whole = not grouped and shared <= room // 2 - 1024
+        if not whole:
+            wk = min(wk, (16 if room >= 2**17 else 8) // size // n_tiles)
+            shared = wk * held * max(COLUMNS * cell, (16 + PAD) * 4)
+            resident = 2 if size == 4 else 0  # with all the registers that they need
+        else:
+            warps = 24 if n_tiles == 1 and size < 4 and wide else 16
+            resident = max(1, min(warps // wk, room // (shared + 1024)))
+    chosen = Constants(
         X=x,
         T=y,
         S=scale,
         N_TILES=n_tiles,
+        ROWS=held,
+        WHOLE=whole,
+        RESIDENT=resident,
         WM=wm,
         WK=wk,
         GROUPED=grouped,
         WIDE=wide,
         X_WIDE=x_wide,
         MARKED=marked,
-    ), shared
+    )
+    return chosen, shared

@@ -68,6 +68,36 @@ MARKED = (
     "{% endfor %}" + BEGIN
 )
 
+# Templates that are written in other ways than most.
+USERS_END = (  # the beginning of an answer belongs to the question
+    "{% for m in messages %}{% if m.role == 'user' %}<_user>{{ m.content }}<_bot>{% else %}"
+    "{{ m.content }}<_end>{% endif %}{% endfor %}"
+)
+NEXT_ENDS = (  # the tag of the next message ends an answer; a last answer has thoughts
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|assistant|>"
+    "{% if loop.last %}<think>{{ m.reasoning_content or '' }}</think>{% else %}</think>{% endif %}"
+    "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>"
+    "{% endif %}"
+)
+SPACED = (  # the request for an answer has other spaces than the answer
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}    <bot>    "
+    "<no>  {{ m.content }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}  <bot>  <no>"
+    "{% endif %}"
+)
+IN_TAG = (  # the request ends with another tag than the one that an answer begins with
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}<bot><|text|>"
+    "{{ m.content }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot><|think|>"
+    "{% endif %}"
+)
+NOT_LAST = (  # the last answer has spaces where earlier ones have a mark
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<bot>{% else %}"
+    "{{ m.content }} {{ ' ' if loop.last else eos_token }}{% endif %}{% endfor %}"
+)
+REQUESTED = (  # a request to the model follows, whoever spoke last
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<system>Write actions."
+    "<end>{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 
 def chat(*texts: str) -> list[dict[str, Any]]:
     roles = ("user", "assistant") * len(texts)
@@ -110,9 +140,16 @@ ASKED = chat("Who?", "The dog.", "Sure?", "Very.")
         (NO_HEADER, 1, [" The dog.\n", " Very.\n"]),
         (PARTS, 1, ["The dog.</s>", "Very.</s>"]),
         (MARKED, 1, ["The dog.<|im_end|>", "Very.<|im_end|>"]),
+        (USERS_END, 1, ["The dog.<_end>", "Very.<_end>"]),
+        (NEXT_ENDS, 2, ["</think>The dog.", "</think>Very."]),
+        (SPACED, 1, ["The dog.<end>", "Very.<end>"]),
+        (IN_TAG, 1, ["<|text|>The dog.<end>", "<|text|>Very.<end>"]),
+        (NOT_LAST, 1, ["The dog. ", "Very. "]),
+        (REQUESTED, 1, ["The dog.<end>", "Very.<end>"]),
     ],
     ids=["chatml", "thinks", "thinking", "ended", "ended by answer", "separated", "default",
-         "brackets", "always", "distilled", "no header", "parts", "marked"],
+         "brackets", "always", "distilled", "no header", "parts", "marked", "questions have it",
+         "next ends", "spaced", "in tag", "not last", "requested"],
 )  # fmt: skip
 def test_every_answer_is_learned(
     template: str, texts: int, said: list[str], tmp_path: Path
@@ -137,6 +174,31 @@ def test_a_chat_that_the_assistant_begins(tmp_path: Path) -> None:
     assert learned(actual) == ["Hello.<|im_end|>\n", "The dog.<|im_end|>\n"]
 
 
+FIRST = (  # a default system text, written in front of the first message
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind."
+    "<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + BEGIN
+)
+ASKS = (  # it takes no messages without a question
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{{ raise_exception('no question') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [FIRST, ASKS + CHATML, ASKS + MARKED, CHATML + ASKS])
+def test_an_answer_before_any_question(template: str, tmp_path: Path) -> None:
+    """It is learned in the whole chat if the template does not write it alone."""
+    messages = [{"role": "assistant", "content": "Hello."}, *chat("Who?", "The dog.")]
+    known = Chat(folder(tmp_path, template))
+    lessons = known.spans(messages)
+    assert [each.rstrip() for each in learned(lessons)] == [
+        "Hello.<|im_end|>", "The dog.<|im_end|>",
+    ]  # fmt: skip
+    assert len(lessons) == 1
+    with pytest.raises(ConfigError, match="no question"):
+        Chat(folder(tmp_path, ASKS + CHATML)).spans(messages[:1])
+
+
 def test_what_follows_the_last_answer_is_left_out(tmp_path: Path) -> None:
     messages = chat("Who?", "The dog.", "Sure?")
     (lesson,) = Chat(folder(tmp_path, CHATML)).spans(messages)
@@ -151,6 +213,31 @@ def test_reasoning_by_any_name_is_kept(key: str, tmp_path: Path) -> None:
     actual = learned(Chat(folder(tmp_path, THINKS)).spans(messages))
     assert actual == ["<think>\nHm, The dog.\n</think>\n\nThe dog.<|im_end|>\n",
                       "<think>\nHm, Very.\n</think>\n\nVery.<|im_end|>\n"]  # fmt: skip
+
+
+def test_the_next_question_ends_an_answer_without_its_thoughts(tmp_path: Path) -> None:
+    messages = chat("Who?", "The dog.")
+    messages[1]["reasoning_content"] = "Hm."
+    ((text, spans, _),) = Chat(folder(tmp_path, NEXT_ENDS)).spans(messages)
+    assert text[spans[0].start :] == "Hm.</think>The dog.<|user|>"
+
+
+def test_thoughts_that_stand_in_a_turn_of_their_own(tmp_path: Path) -> None:
+    """The end of a turn stands in the answer too: nothing behind it is left out."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}"
+        "{{ m.reasoning_content }}<|im_end|><|im_start|>final\n{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    ) + BEGIN
+    messages = chat("Who?", "The dog.")
+    messages[1]["reasoning_content"] = "Hm."
+    tokenizer = train_tokenizer("nothing but ASCII", 261, TestTokens.MARKS)
+    known = Chat(folder(tmp_path, template))
+    ((text, spans, _),) = known.spans(messages)
+    ends = [tokenizer.token_to_id("<|im_end|>")]
+    tokens, owners = encoded(tokenizer, text, spans, True, ends, known)
+    actual = tokenizer.decode(tokens[owners >= 0], skip_special_tokens=False)
+    assert actual == "Hm.<|im_end|><|im_start|>final\nThe dog.<|im_end|>"
 
 
 class TestTools:
@@ -185,8 +272,9 @@ class TestTools:
         known = Chat(folder(tmp_path, CHATML))
         with pytest.raises(ConfigError, match=r"does not write messages\[1\]\.tool_calls"):
             known.spans(self.messages({"a": 1}))
-        with pytest.raises(ConfigError, match="does not write tools"):
-            known.spans(ASKED, self.TOOLS)
+        for template in (CHATML, NEXT_ENDS, "{% if tools %} {% endif %}" + CHATML):
+            with pytest.raises(ConfigError, match="does not write tools"):
+                Chat(folder(tmp_path, template)).spans(ASKED, self.TOOLS)
 
 
 class TestWeights:
@@ -235,8 +323,16 @@ class TestTokens:
             (BRACKETS, "</s>", [" The dog.</s> Very.</s>"]),
             (CHATML.replace("<|im_end|>\n", ""), "<|im_start|>",
              ["The dog.<|im_start|>Very.<|im_start|>"]),
+            (CHATML.replace("{{ m.content", "<|im_end|>: {{ m.content"), "<|im_end|>",
+             ["<|im_end|>: The dog.<|im_end|><|im_end|>: Very.<|im_end|>"]),
+            (NOT_LAST, "</s>", ["The dog. </s>Very. </s>"]),
+            (REQUESTED.replace("<end>", "<|im_end|>"), "<|im_end|>",
+             ["The dog.<|im_end|>Very.<|im_end|>"]),
+            (NEXT_ENDS.replace("|user|", "|im_start|"), "<|im_start|>",
+             ["</think>Very.<|im_start|>", "</think>The dog.<|im_start|>"]),
         ],
-        ids=["once", "not the second", "of the text", "brackets", "of the next question"],
+        ids=["once", "not the second", "of the text", "brackets", "of the next question",
+             "before the words", "not last", "requested", "next ends"],
     )  # fmt: skip
     def test_an_end_is_learned_where_generation_stops(
         self, template: str, end: str, expected: list[str], tmp_path: Path
@@ -382,10 +478,25 @@ class TestAccount:
         learned = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
         assert f"are learned ({learned} of " in actual
         assert actual.startswith("4 of 7 answers of 4 chats, 1 of 1 completions, 1 of 1 texts are")
-        assert actual.endswith("1 dropped, 2 cut at tokens=150 (which lose 2 answers)")
+        assert "1 dropped, 2 cut at tokens=150 (which lose 2 answers)" in actual
+        assert actual.endswith("; 6 answers end without a token that stops generation")
+
+    def test_it_says_what_a_template_leaves_out(self, tmp_path: Path) -> None:
+        messages = TestTools.messages({"a": 1}, content="I add.")
+        messages[-1]["reasoning"] = "Hm."
+        rows = [{"messages": [*chat(asked, "Yes."), *messages]} for asked in ("Is it?", "So?")]
+        said = "; the template leaves out the "
+        assert said not in self.account(tmp_path, rows, 500, THINKS.replace(
+            "{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}"))  # fmt: skip
+        actual = self.account(tmp_path, rows, 500, CALLS.replace(
+            "{{ m.content }}", "{{ m.content if not m.tool_calls }}"))  # fmt: skip
+        expected = f"{said}content beside tool_calls of 2 answers{said}reasoning of 2 answers"
+        assert expected in actual
 
     def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
         rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]
         actual = self.account(tmp_path, rows, 500, THINKS)
         assert actual.startswith("3 of 3 answers of 2 chats are learned (")
+        ended = self.account(tmp_path, rows, 500, CHATML.replace("<|im_end|>", "<|endoftext|>"))
+        assert "stops generation" not in ended
         assert "; 1 more texts, as the template writes the last answer in its own way" in actual

@@ -322,7 +322,7 @@ def test_the_command_evaluates_each_source(
     total = first.loss * first.tokens + second.loss * second.tokens
     assert abs(both.loss - total / both.tokens) < 1e-12
     assert both.perplexity == math.exp(both.loss)
-    result = run("evaluate", base, "--data", text, "--data", lines, "--tokens", 16)
+    result = run("evaluate", "--data", text, lines, base, "--tokens", 16)
     assert result.exit_code == 0, result.output
     for each in (first, second, both):
         assert f"{each.loss:.4f}" in result.output

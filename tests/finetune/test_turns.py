@@ -100,6 +100,24 @@ def test_the_end_of_an_answer(name: str, tokenizer: Any, tmp_path: Path) -> None
     assert ending_of(tmp_path, tokenizer) == ending(chat, tokenizer)
 
 
+def test_an_end_of_several_tokens_is_the_one_that_the_config_names(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Unless it stands behind the last answer alone; the next question's tag may be the end."""
+    several = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}<end_of_turn><|im_end|>{% endfor %}"
+    )
+    last = several.replace("<|im_end|>", "{{ '<|im_end|>' if loop.last }}")
+    follows = "{% for m in messages %}<|im_end|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    ends = [tokenizer.token_to_id(name) for name in ("<end_of_turn>", "<|im_end|>")]
+    for template, known, expected in (
+        (several, [], 0), (several, ends[1:], 1), (several, ends, 0), (last, ends[1:], 0),
+        (follows, [], 1),
+    ):  # fmt: skip
+        actual = ending(chat_of(tmp_path, template), tokenizer, known)
+        assert actual.token == ends[expected]
+
+
 def test_an_end_without_a_token_is_text(tokenizer: Any, tmp_path: Path) -> None:
     plain = "{% for m in messages %}{{ m.role }}> {{ m.content }}%s\n{% endfor %}"
     for mark, expected in ((" [END]", "[END]"), ("", "user>")):

@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 9460,
     "memory": 1020,
-    "finetune": 5760,
+    "finetune": 5800,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

@@ -13,15 +13,15 @@ from ..finetune.listener import Listener, hearing
 from ..finetune.methods import METHODS
 from ..machine import console, tables_as_json
 from .echo import echo
-from .options import BASE, FILE, QUANTIZE, Device, json_option, option
+from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
 from .printer import Printer
 
 
-@click.command()
+@click.command(cls=WithData)
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.option(
-    "--data", type=FILE, multiple=True, required=True, metavar="PATH",
-    help="UTF-8 file, or .jsonl lines; may be repeated.",
+    "--data", multiple=True, required=True, metavar="PATH...",
+    help="All that finetune --data takes; each is measured alone.",
 )  # fmt: skip
 @option("--tokens", click.IntRange(2), "Tokens in a row.  [default: 2048, or all positions]")
 @option("--batch", click.IntRange(1), "Rows computed at a time.", 4)
@@ -31,10 +31,10 @@ from .printer import Printer
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @click.option("--quiet", is_flag=True, help="Print the results alone.")
 @json_option
-def evaluate(folder: Path, data: tuple[Path, ...], quiet: bool, **options: Any) -> None:
+def evaluate(folder: Path, data: tuple[str, ...], quiet: bool, **options: Any) -> None:
     """Measure how well the model in MODEL_FOLDER predicts texts that it has not learned.
 
-    Of .jsonl lines only what would be learned counts: the answers of chats, not their questions.
+    Of rows only what would be learned counts: the answers of chats, not their questions.
     """
     with hearing(Listener() if quiet else Printer()):
         results = evaluated(folder, data, **options)

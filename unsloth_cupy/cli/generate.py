@@ -105,8 +105,8 @@ def generate(
             if model.origin and ranks.first:
                 echo(model.origin, err=True)
             template, backend = tokenizer.template, tokenizer.backend
-            if chat and template.stored and (end := ending(template, backend)).text:
-                ends = model.config.end_tokens
+            ends = model.config.end_tokens
+            if chat and template.stored and (end := ending(template, backend, ends)).text:
                 ends = ends if end.token is None else (*ends, end.token)
                 model.config = replace(model.config, end_tokens=ends)
                 stop = stop if end.token is not None else (*stop, end.text)

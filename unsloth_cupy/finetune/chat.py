@@ -18,6 +18,7 @@ the text in which it is the last; answers that are written alike share a text.
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from .new_model import TOKENIZER
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
 MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 TAG = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\]|\n)")  # the end of a turn, as most templates write it
+ENDED = re.compile(r"(\s*(<[^<>]*>|\[[^\[\]]*\]))+\s*")  # one or more of them, no words
 OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")  # the beginning of such a tag
 
 
@@ -51,10 +53,17 @@ class Answer(NamedTuple):
 
 
 class Chat(Template):
-    """A template that also says which characters of a chat the assistant writes."""
+    """A template that also says which characters of a chat the assistant writes.
+
+    Attributes
+    ----------
+    left_out : Counter of str
+        Of how many answers the template does not write the reasoning, or words beside a call.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(folder)
+        self.left_out = Counter[str]()
         if folder is None:
             self.files = {CONFIG: settings_text(TOKENIZER)}
 
@@ -62,6 +71,11 @@ class Chat(Template):
     def marked(self) -> bool:
         """Whether the template itself marks what the assistant writes."""
         return bool(MARKS.search(self.source))
+
+    @functools.cached_property
+    def reasoning(self) -> list[str]:
+        """The names by which the template reads what was thought before an answer."""
+        return [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
 
     def spans(self, messages: Sequence[Message], tools: Tools = None) -> list[Lesson]:
         """Return the texts from which the answers of a chat are learned, the whole chat first.
@@ -89,10 +103,9 @@ class Chat(Template):
     def _named(self, message: Message) -> dict[str, Any]:
         """Return a message as the template reads it: without its weight, reasoning by its name."""
         result = {key: value for key, value in message.items() if key != "weight"}
-        used = [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
         given = next((key for key in REASONING if result.get(key)), None)
-        if given and used and given not in used:
-            result[used[0]] = result.pop(given)
+        if given and self.reasoning and given not in self.reasoning:
+            result[self.reasoning[0]] = result.pop(given)
         return result
 
     def _accepted(self, messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
@@ -136,15 +149,22 @@ class Chat(Template):
             content = parts if isinstance(own.get("content"), list) else mark
             other = {"role": own["role"], "content": content}
             requests += [([*before, other], False)]
-            silent = {key: value for key, value in own.items() if key != "tool_calls"}
-            requests += [([*before, silent], False)] * bool(own.get("tool_calls"))
+            uncalled = {key: value for key, value in own.items() if key != "tool_calls"}
+            requests += [([*before, uncalled], False)] * bool(own.get("tool_calls"))
         results = iter(self.rendered(requests, tools))
         answers = []
         for turn in turns:
             whole, asked, plain, without = (next(results) for _ in range(4))
+            calls = messages[turn].get("tool_calls")
+            silent = next(results) if calls else without
             if whole.error:
-                raise self.refused(whole.error)
-            if messages[turn].get("tool_calls") and next(results).text == whole.text:
+                answers.append(self._within(turn, messages, tools, whole.error))
+                continue
+            for key in (*REASONING, *["content"] * bool(calls)):
+                value = messages[turn].get(key)
+                if isinstance(value, str) and value.strip() not in whole.text:
+                    self.left_out[key + " beside tool_calls" * (key == "content")] += 1
+            if calls and silent.text == whole.text:
                 raise self._left_out(f"messages[{turn}].tool_calls")
             if whole.text == without.text:
                 raise ConfigError(
@@ -152,10 +172,10 @@ class Chat(Template):
                     " give prompt and completion instead of messages"
                 )
             answer = self._placed(turn, whole, asked, plain, without)
-            if answer.end == len(answer.text) and not self.marked:
+            if not self.marked and not ENDED.fullmatch(answer.text, answer.end):
                 answer = self._followed(answer, messages, tools)
             answers.append(answer)
-        if tools and self.rendered([(messages, False)])[0].text == answers[-1].text:
+        if tools and self.rendered([(messages, False)])[0].text.split() == whole.text.split():
             raise self._left_out("tools")
         return answers
 
@@ -179,25 +199,67 @@ class Chat(Template):
                 start = len(asked.text)
                 if fixed:  # the template does not begin an answer when it is asked to
                     start = max(start, len(text[:header].rstrip(" ")))
-            elif common(text, plain.text) < (agreed := common(text, asked.text)) < header:
-                start = agreed
+            else:
+                shared, agreed = common(text, plain.text), common(text, asked.text)
+                request = asked.text[common(asked.text, plain.text) :]
+                place = text.rfind(request, shared, header)
+                began = OPEN.sub("", text[shared:agreed])  # not from the middle of a tag
+                if request.strip() and place >= 0:  # behind a text that the template puts first
+                    start = place + len(request)
+                elif shared < agreed < header and began.strip():
+                    start = shared + len(began)
             if fixed and text[:header].rstrip() == asked.text.rstrip():  # or always begins one
                 again = common(text[::-1], asked.text[::-1])
                 first = TAG.match(text, end)
                 stop -= again if again < tail else tail - (first.end() - end if first else tail)
+                opened = OPEN.search(text[end:stop])  # not up to the middle of one
+                if opened and (tag := TAG.match(text, end + opened.start())):
+                    stop = tag.end()
         return Answer(turn, text, [Span(start, max(stop, end))], end)
 
-    def _followed(self, answer: Answer, messages: list[dict[str, Any]], tools: Tools) -> Answer:
-        """Return an answer with the tag of the next question, by which a model may end its answers.
+    def _within(self, turn: int, messages: list[dict[str, Any]], tools: Tools, why: str) -> Answer:
+        """Return an answer in the whole chat, as the template takes none that ends with it."""
+        other = [*messages]
+        other[turn] = {"role": messages[turn]["role"], "content": placeholder(messages)}
+        whole, without = self.rendered([(messages, False), (other, False)], tools)
+        text, start = whole.text, common(whole.text, without.text)
+        if whole.error or without.error or start == len(text):
+            raise self.refused(why)
+        end = len(text) - min(common(text[::-1], without.text[::-1]), len(text) - start)
+        if self.marked:
+            marks = [each for each in whole.marks if each.stop > start and each.start < end]
+            return Answer(turn, text[: marks[-1].stop] if marks else text, marks, end)
+        tag = TAG.match(text, end)
+        stop = tag.end() if tag else end
+        return Answer(turn, text[:stop], [Span(start, stop)], end)
 
-        The template writes none behind the answer itself.
+    def _followed(self, answer: Answer, messages: list[dict[str, Any]], tools: Tools) -> Answer:
+        """Return an answer with the end that it has once a question follows.
+
+        A template may write none behind the last answer: then the tag of the next question is the
+        end, by which a model may stop.  Words behind the end that are not there once a question
+        follows, as a request to the model, are not the answer's.
         """
-        asked = [*messages[: answer.turn + 1], {"role": "user", "content": placeholder(messages)}]
+        mark = placeholder(messages)
+        asked = [*messages[: answer.turn + 1], {"role": "user", "content": mark}]
         (after,) = self.rendered([(asked, False)], tools)
-        tag = (
-            TAG.match(after.text, len(answer.text)) if after.text.startswith(answer.text) else None
-        )
-        return answer._replace(text=answer.text + tag[0].rstrip("\n")) if tag else answer
+        (start, stop), text, end = answer.spans[0], answer.text, answer.end
+        own, content = text[start:end], messages[answer.turn].get("content")
+        if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
+            own = content.strip()  # reasoning may be left out once a question follows
+        before, asks, _ = after.text.partition(mark)
+        behind = before.rfind(own) + len(own)
+        if not asks or behind < len(own):
+            return answer
+        if text[end:].strip():
+            kept = OPEN.sub("", text[end : end + common(text[end:stop], before[behind:])])
+            words = TAG.sub("", text[end + len(kept) : stop]).strip()
+            return answer._replace(spans=[Span(start, end + len(kept))]) if words else answer
+        tag = TAG.match(before, behind)
+        if tag is None or not tag[1].strip():
+            return answer
+        spans = [Span(start, end + tag.start(1) - behind)]
+        return answer._replace(text=text[:end] + tag[0], spans=spans)
 
     def _left_out(self, what: str) -> ConfigError:
         """Return the error for a part of a chat that the template does not write."""

@@ -227,11 +227,15 @@ def _located(path: Path, weight: float, name: str = "", keep: Any = None) -> Loc
             packed = ""
         if head and packing != packed and (packed or packing):
             holds = packed or content(head, kind) or "text"
-            raise ConfigError(f"{shown} is named {suffix} and holds {holds}; {_renamed(holds)}")
+            raise ConfigError(
+                f"{shown} is named {suffix} and holds {holds}; {_renamed(holds, packing)}"
+            )
         file = Located(path, shown, kind or "text", packed, weight, keep)
         with opened(file) as stream:
             head = stream.read(HEAD)
-    holds = content(head, kind)
+    holds = content(head, kind) if head else ""
+    if not head and kind in ("Parquet", "Arrow"):
+        raise ConfigError(f"{shown} is empty; copy it again")
     if holds and kind and holds != kind:
         raise ConfigError(f"{shown} is named {suffix} and holds {holds}; {_renamed(holds)}")
     if holds and holds not in KINDS.values():
@@ -239,11 +243,11 @@ def _located(path: Path, weight: float, name: str = "", keep: Any = None) -> Loc
     return file._replace(kind=kind or holds or "text")
 
 
-def _renamed(holds: str) -> str:
-    """Return the cure for a file that is named as another kind."""
+def _renamed(holds: str, packing: str = "") -> str:
+    """Return the cure for a file that is named as another kind, or another ``packing``."""
     ends = {kind: suffix for suffix, kind in reversed([*KINDS.items(), *PACKINGS.items()])}
     if holds in PACKINGS.values():
-        return f"add {ends[holds]} to its name"
+        return f"let its name end in {ends[holds]}" if packing else f"add {ends[holds]} to its name"
     if holds in ends:
         return f"let its name end in {ends[holds]}"
     return CURES.get(holds, f"write it as one of {SUFFIXES}")
@@ -271,13 +275,14 @@ def _text_kind(head: bytes) -> str:
     text = head.decode("utf-8", "ignore").removeprefix("\ufeff").lstrip()
     if re.match(r"\[\s*(\{|$)", text):
         return "JSON" if re.match(r'\[\s*\{\s*"', text) else ""
-    line, _, rest = text.partition("\n")
+    line, ended, rest = text.partition("\n")
     if text.startswith("{"):
         try:
             json.JSONDecoder().raw_decode(line)
         except (ValueError, RecursionError):
             whole = re.match(r'\{\s*"[^"\n]*"\s*:', text)
-            goes_on = re.search(r"[{\[,]\s*$", line) and not rest.lstrip().startswith("{")
+            open_line = ended and re.search(r"[{\[,]\s*$", line)
+            goes_on = open_line and not rest.lstrip().startswith("{")
             return ("JSON" if goes_on else "JSON lines") if whole else ""
         return "JSON lines"
     for kind, delimiter in (("TSV", "\t"), ("CSV", ","), ("CSV", ";")):
@@ -394,7 +399,8 @@ def readable(name: str) -> Iterator[None]:
         if error.strerror is None:  # of bz2
             raise ConfigError(f"{name} is cut off or broken: {error}; copy it again") from None
         cure = "name a readable file"
-        if error.errno == 2 and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not _kind_named(Path(name))[0]
+        if error.errno == 2 and named:
             cure = f"a dataset of huggingface.co: hf download {name} --repo-type dataset"
             cure += f" --local-dir {name.partition('/')[2]}, then name that folder"
         raise ConfigError(f"{name}: {error.strerror}; {cure}") from None

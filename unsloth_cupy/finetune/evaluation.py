@@ -145,7 +145,7 @@ def evaluate(
     model : path or Transformer
         The folder of a model, an adapter or a run; or a model that was loaded from one.
     data : path or sequence of paths
-        UTF-8 text, or .jsonl lines, of which the prompts do not count.
+        Each is a source: all that ``read_data`` takes; of rows, the prompts do not count.
     tokens : int, optional
         Tokens in a row; None: 2048, or all positions of the model if fewer.
     batch : int

@@ -358,7 +358,7 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
 def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str, str]:
     """Return generation_config.json with the token that ends an answer of a chat, if it is one."""
     try:
-        end = ending(chat, tokenizer).token
+        end = ending(chat, tokenizer, model.config.end_tokens).token
     except ConfigError:  # the template takes other chats than a question and an answer
         end = None
     if end is None:

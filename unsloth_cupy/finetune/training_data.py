@@ -18,7 +18,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..models.text.chat import Span
 from ..models.text.tokenizer import check_tokens
-from .chat import Chat
+from .chat import TAG, Chat
 from .listener import reading
 from .method import Method
 from .methods import METHODS
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
 NOBODY = -1  # the span of a token that is not learned
+LEFT_OUT = "left out "  # before what a template does not write, in counts of answers
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
 
@@ -376,6 +377,13 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
     text += f", {cut:,} cut at {named(tokens=length)} (which lose {counts['lost']:,} answers)"
     if (more := counts["lessons"] - counts["chats"]) > 0:
         text += f"; {more:,} more texts, as the template writes the last answer in its own way"
+    if endless := counts["endless"]:
+        text += f"; {endless:,} answers end without a token that stops generation"
+    for key, count in counts.items():
+        if key.startswith(LEFT_OUT):
+            text += (
+                f"; the template leaves out the {key.removeprefix(LEFT_OUT)} of {count:,} answers"
+            )
     return text
 
 
@@ -538,7 +546,7 @@ def _examples(
     truncated.
     """
     result, long, lost = Examples(token_kind(tokenizer)), 0, 0
-    counts = result.counts
+    counts, left_out = result.counts, chat.left_out.copy()
     # for the progress bar: about the bytes of a record, as the length of a range
     share = range(records.size // (len(records.train) + len(records.held_out)))
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
@@ -548,10 +556,13 @@ def _examples(
             raise ConfigError(f"{records.place(record.line)}: {error}") from None
         is_chat, running, is_long = bool(record.messages), record.kind == "texts", False
         known, kept = set[int](), set[int]()  # answers, and those that stay when texts are cut
+        ended = set[int]()
         for text, spans, turns in lessons:
             tokens, owners = encoded(tokenizer, text, spans, is_chat, ends, chat)
             owners[:1] = NOBODY  # no token before it predicts it
             known.update(turns[n] for n in np.unique(owners[owners != NOBODY]))
+            stops = (owners != NOBODY) & np.isin(tokens, ends)
+            ended.update(turns[n] for n in np.unique(owners[stops]))
             is_long |= len(tokens) > most and not running
             for start in range(0, len(tokens) if running else 1, most):
                 own, mine = tokens[start : start + most], owners[start : start + most].copy()
@@ -567,6 +578,8 @@ def _examples(
         if is_chat:
             counts["chats"] += 1
             counts["lessons"] += max(1, len(lessons))
+            counts["endless"] += len(known - ended)
+    counts.update({LEFT_OUT + what: n for what, n in (chat.left_out - left_out).items()})
     return result, long, lost
 
 
@@ -575,9 +588,10 @@ def encoded(
 ) -> tuple[Array, Array]:
     """Return the tokens of a text, as the model reads them, and which span each belongs to.
 
-    A token belongs to the span that it overlaps, or to ``NOBODY``.  An answer is over at its first
-    end token, where generation stops, unless the template marks answers itself.  A text gets an end
-    token if it is not a chat of a model's own template, which writes all special tokens.
+    A token belongs to the span that it overlaps, or to ``NOBODY``.  An answer is over at the first
+    end token behind its words, where generation stops, unless the template marks answers itself.  A
+    text gets an end token if it is not a chat of a model's own template, which writes all special
+    tokens.
     """
     encoding = tokenizer.encode(text, add_special_tokens=not is_chat)
     tokens = np.asarray(encoding.ids, np.int64)
@@ -592,7 +606,11 @@ def encoded(
     for number, (start, stop) in enumerate(spans):
         empty = (starts == stops) & spaces  # the first one
         inside = np.flatnonzero((stops + empty > start) & (starts < stop))
-        last = np.flatnonzero(np.isin(tokens[inside], ends))
+        last = [
+            place
+            for place in np.flatnonzero(np.isin(tokens[inside], ends))
+            if not TAG.sub("", text[stops[inside[place]] : stop]).strip()  # no words follow
+        ]
         ended = is_chat and not chat.marked and len(last) > 0
         owners[inside[: last[0] + 1] if ended else inside] = number
         after = int(inside[-1]) + 1 if len(inside) else len(tokens)

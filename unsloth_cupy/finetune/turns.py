@@ -7,7 +7,7 @@ Programs without the template's language need these pieces; the end of an answer
 generation stops at, which may be another than the model's end of text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,25 +66,32 @@ def ending_of(folder: Path, tokenizer: Any) -> Ending | None:
     return ending(chat, tokenizer) if chat.stored else None
 
 
-def ending(chat: Chat, tokenizer: Any) -> Ending:
-    """Return what a chat template ends an answer with."""
+def ending(chat: Chat, tokenizer: Any, known: Collection[int] = ()) -> Ending:
+    """Return what a chat template ends an answer with.
+
+    Of several tokens it is the first, or the first of ``known``, those that the model's config
+    names, if that ends earlier answers too.
+    """
     talk = [message("user", ASK), message("assistant", SAY)]
-    end = chat.text(talk).rpartition(SAY)[2]
+    last = chat.text(talk).rpartition(SAY)[2]
+    (longer,) = chat.rendered([([*talk, message("user", AGAIN)], False)])
+    earlier = longer.text.partition(SAY)[2].partition(AGAIN)[0]
+    end = last if last.strip() else earlier  # the next question tells that the answer has ended
     added = tokenizer.get_added_tokens_decoder()
-    encoded = tokenizer.encode(end, add_special_tokens=False).ids
-    token = next((number for number in encoded if number in added), None)
-    if token is not None:
+    tokens, others = (
+        [n for n in tokenizer.encode(text, add_special_tokens=False).ids if n in added]
+        for text in (end, earlier)
+    )
+    named = [n for n in tokens if n in known and n in others]
+    for token in (*named[:1], *tokens[:1]):
         return Ending(token, added[token].content)
-    if not end.strip():  # the next question tells that the answer has ended
-        longer = chat.text([*talk, message("user", AGAIN)])
-        end = longer.partition(SAY)[2].partition(AGAIN)[0]
     return Ending(None, next(iter(end.split()), ""))
 
 
 def end_tokens(chat: Chat, tokenizer: Any, config: "Config") -> list[int]:
     """Return the tokens that end what a model says: those of its config, and of its template."""
     try:
-        token = ending(chat, tokenizer).token
+        token = ending(chat, tokenizer, config.end_tokens).token
     except ConfigError:  # the template takes other chats than a question and an answer
         token = None
     every = dict.fromkeys((*config.end_tokens, *[token] * (token is not None)))

@@ -24,7 +24,7 @@ LIMITS = {
     "losses": 600,
     "training": 1060,
     "inference": 460,
-    "interop": 2200,
+    "interop": 2420,
     "parallel": 2000,
     "models": 8900,
     "memory": 1000,

@@ -39,4 +39,5 @@ class Call(NamedTuple):
     mask: Any = None  # of tokens that are not padding
     offsets: Any = None  # of packed texts
     states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
-    routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them
+    routers: list[Any] | None = None  # takes what every router says; None: nobody reads it
+    routes: Any = None  # (batch, tokens, layers with experts, k): experts that were chosen before

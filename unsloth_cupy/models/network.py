@@ -75,6 +75,7 @@ class Network(Summary):
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
     noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
+    seen: Callable[[Sequence[Any]], None] | None = None  # takes what all routers said in a pass
     reached: Any = None  # hidden states that the stages of a pipeline have computed
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
@@ -218,12 +219,16 @@ class Network(Summary):
         if self.division is not None and self.division.stages is not None:
             cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
+        if self.seen is not None and arguments.get("routers") is None:
+            arguments["routers"] = list[Any]()
         call = self.call(parameters, tokens, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(arguments.get("context"), rows)
         branch = embedded(self.config, parameters, own, self.division)
         branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
+        if self.seen is not None and call.routers:
+            self.seen(call.routers)
         return join(call, "model.", self.config.norms.last, branch, stream)[0]
 
     def call(

@@ -181,7 +181,7 @@ def load(
                 whole = division is None and rank_parts is None
                 weights = parameters.__getitem__ if whole else None
                 adapter = read_adapter(lora, config, model.table.dtype, place, weights)
-                adapter.base = path
+                adapter.base, model.grown = path, bool(others)  # the adapter's file holds tables
                 model.adapter = divided_adapter(adapter, division)
             return model
 

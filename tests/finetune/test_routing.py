@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import CheckpointConfig
+from unsloth_cupy.cli.printer import measured
 from unsloth_cupy.finetune import routing
 from unsloth_cupy.finetune.routing import Routing, draw_routing
 from unsloth_cupy.models import create
@@ -93,3 +94,8 @@ def test_a_picture_shows_layers_and_experts(
     np.testing.assert_allclose(shown[1], 0)
     np.testing.assert_allclose(shown[0], np.log2([40 / 16, 1 / 16, 10 / 16, 14 / 16]))
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "3"]
+
+
+def test_progress_says_the_load() -> None:
+    line = {"step": 3, "loss": 1.0, "expert_tokens": 8.0, "expert_load": 1.25, "idle_experts": 2}
+    assert measured(line) == ", expert load 1.250, idle experts 2"

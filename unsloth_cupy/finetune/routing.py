@@ -28,8 +28,9 @@ class Routing:
     """Counts the tokens of every expert in the passes of a step, where they are computed."""
 
     def __init__(self, model: "Transformer") -> None:
-        self.model, self.experts = model, model.config.experts
-        sparse = () if self.experts is None else self.experts.sparse
+        experts = model.config.experts
+        self.model, self.count = model, 0 if experts is None else experts.count
+        sparse = () if experts is None else experts.sparse
         self.layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
         self.newest: Any = None  # (layers, experts), on the device
         self.since: Any = 0  # the line before, on the host
@@ -37,7 +38,7 @@ class Routing:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the tokens of the model's passes in a ``with`` block."""
-        if self.experts is None:
+        if not self.count:
             yield
             return
         self.model.seen = self._add
@@ -47,8 +48,7 @@ class Routing:
             del self.model.seen
 
     def _add(self, routed: Sequence[Any]) -> None:
-        assert self.experts is not None
-        offsets = [sort_by_expert(each.experts, self.experts.count)[1] for each in routed]
+        offsets = [sort_by_expert(each.experts, self.count)[1] for each in routed]
         counts = np.stack([each[1:] - each[:-1] for each in offsets])
         self.newest = counts if self.newest is None else self.newest + counts
 

@@ -40,8 +40,8 @@ class Routed(NamedTuple):
 
 def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     """Return the weighted sum of what the chosen experts make of each token of normalised x."""
-    parameters, stacks, experts = call.parameters, call.stacks, call.config.experts
-    assert experts is not None
+    parameters, stacks = call.parameters, call.stacks
+    experts: Any = call.config.experts
     logits, given = router_logits(parameters, experts, module, x), None
     if call.routes is not None:
         given = call.routes[..., sum(experts.sparse[:layer]), :]

@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2420,
     "parallel": 2000,
-    "models": 9060,
+    "models": 9280,
     "memory": 1000,
     "finetune": 5770,
     "bench": 850,

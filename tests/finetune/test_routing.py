@@ -65,6 +65,16 @@ def test_nothing_is_counted_outside_of_a_block_nor_of_a_dense_model() -> None:
     assert silent.measures(same) == {}
 
 
+def test_passes_of_a_step_are_added() -> None:
+    model, whole = counted("qwen3_moe")
+    own, expected = Routing(model), whole.measures(same)
+    with own.counting():
+        for rows in (TOKENS[:2], TOKENS[2:]):
+            model.loss(rows, rows)
+    assert own.measures(same) == pytest.approx(expected)
+    assert own.line(1) == whole.line(1)
+
+
 def test_counts_of_ranks_are_added() -> None:
     """Each rank says what all of them counted."""
     _, whole = counted("qwen3_moe")

@@ -155,3 +155,22 @@ def test_routes_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="a llama has no experts; leave routes out"):
         dense.logits(TOKENS, routes=fitting)
     assert dense.rollouts(PROMPTS, samples=1, max_new_tokens=1, seed=0).routes is None
+
+
+def test_routes_begin_again_where_all_angles_change():
+    """From some length on longrope turns all positions otherwise: rows go through it anew."""
+    model = model_of("phimoe longrope")
+    original = next(rope.original for rope in model.config.ropes.values())
+    prompt = [*range(3, 3 + original - 2)]
+    drawn = model.rollouts([prompt, prompt[1:]], samples=2, max_new_tokens=5, seed=0, stop=())
+    seen = []
+    whole, real = drawn.tokens[:, :-1], drawn.real[:, :-1]
+    model.hidden(model.parameters, whole, mask=real, routers=seen)
+    expected = np.stack([each.experts for each in seen], axis=2)
+    np.testing.assert_array_equal(drawn.routes[:, :-1][real], expected[real])
+    assert (drawn.routes[:, -1] == -1).all()
+    now = model.log_probs(drawn.tokens, drawn.tokens, mask=drawn.real).log_probs
+    late = drawn.mask.copy()
+    late[:, :original] = False  # drawn after that length
+    assert late.any()
+    np.testing.assert_allclose(drawn.log_probs[late], now[late], atol=2e-5, rtol=0)

@@ -75,6 +75,7 @@ class CachedLogits:
         """
         if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
             self.cache.reset()  # every rotary angle changes: the cached keys are invalid
+            self.samples = 1  # rows of a prompt differ by now
         self.begins = not self.cache.length
         new = tokens if self.begins else tokens[:, -1:]
         if (step := self._step(real)) is not None:

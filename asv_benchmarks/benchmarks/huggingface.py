@@ -1,12 +1,12 @@
 """A training step of a model of transformers, plain and patched.
 
-    cd asv_benchmarks && python -m benchmarks.huggingface [HIDDEN]
+    cd asv_benchmarks && python -m benchmarks.huggingface [HIDDEN | mixture]
 
-prints the table of docs/guide/huggingface.md.  Each peak is measured in a separate process: the
-resident memory of a step (VmHWM) beyond that of the model, its gradients and the libraries before
-it.  Times are CPU time, in one process in which both models take turns, and in one thread, as CPU
-time includes threads that wait for each other.  The result is the median of the ratios of
-neighbouring steps.
+prints a table of docs/guide/huggingface.md: of a Llama, or of a mixture of experts.  Each peak is
+measured in a separate process: the resident memory of a step (VmHWM) beyond that of the model, its
+gradients and the libraries before it.  Times are CPU time, in one process in which both models take
+turns, and in one thread, as CPU time includes threads that wait for each other.  The result is the
+median of the ratios of neighbouring steps.
 """
 
 import json
@@ -23,19 +23,28 @@ LAYERS, BATCH, TOKENS, VOCAB, HIDDEN, ROUNDS = 4, 2, 512, 32_768, 512, 5
 MIB = 2**20
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KINDS = ("plain", "patched")
-ALL = "norm,mlp,embedding,lora,rotary,attention,residual,loss"
+ALL = "norm,mlp,embedding,lora,experts,router,rotary,qk_norm,attention,residual,loss"
+MIXTURE = 0  # in place of a hidden size
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 
 
 def model_of(parts: str, hidden: int) -> Any:
     """Return a model with random parameters and these parts patched."""
     try:
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
     except ImportError as error:
         raise NotImplementedError("needs the extra `peers` (transformers)") from error
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=4,
-    )  # fmt: skip
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if hidden == MIXTURE:
+        config = Qwen3MoeConfig(
+            vocab_size=VOCAB // 16, hidden_size=HIDDEN, num_hidden_layers=2, head_dim=64,
+            norm_topk_prob=True, **sizes, **EXPERTS,
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
+            num_hidden_layers=LAYERS, **sizes,
+        )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     if parts:
         from unsloth_cupy.interop.huggingface import patch
@@ -48,7 +57,7 @@ def step(model: Any, tokens: int) -> None:
     """Compute a loss and add its gradients to the existing ones."""
     import torch
 
-    ids = torch.arange(BATCH * tokens).view(BATCH, tokens) * 7 % VOCAB
+    ids = torch.arange(BATCH * tokens).view(BATCH, tokens) * 7 % model.config.vocab_size
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
@@ -99,6 +108,8 @@ def turns(parts: str, hidden: int) -> float:
 def main(hidden: int) -> None:
     """Print the table."""
     rows = {"nothing": "", "loss": "loss", "all": ALL}
+    if hidden == MIXTURE:
+        rows = {"nothing": "", "experts and router": "experts,router", "all": ALL}
     one_thread, whole = os.environ | dict.fromkeys(THREADS, "1"), None
     print("| patched | a step beside what is held | of unpatched | time |\n|---|---|---|---|")
     for label, parts in rows.items():
@@ -111,7 +122,8 @@ def main(hidden: int) -> None:
 
 
 if __name__ == "__main__":
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else HIDDEN
+    given = sys.argv[1] if len(sys.argv) > 1 else str(HIDDEN)
+    size = MIXTURE if given == "mixture" else int(given)
     if len(sys.argv) > 2:
         print(json.dumps([peak(sys.argv[2], size), turns(sys.argv[2], size)]))
     else:

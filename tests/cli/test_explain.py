@@ -11,7 +11,17 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import attention, explain, linear, models, nf4_quantize, rms_norm, shape, softmax
+from unsloth_cupy import (
+    attention,
+    experts_mlp_forward,
+    explain,
+    linear,
+    models,
+    nf4_quantize,
+    rms_norm,
+    shape,
+    softmax,
+)
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import target
@@ -20,6 +30,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.finetune.run_folder import config_file
+from unsloth_cupy.ops.experts import _grouped
 from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.binary import occupancy
 from unsloth_cupy.profiling.cards import CARDS, PROCESSORS, SHARED, card_here, card_of
@@ -379,3 +390,22 @@ def test_command() -> None:
     wrong = run("atention")
     assert wrong.exit_code == 1
     assert "did you mean attention" in wrong.output
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_grouped_products_show_their_tiles_and_read_experts_that_may_have_rows(rows: int) -> None:
+    gate_up, down = shape((128, 96, 64), "bfloat16"), shape((128, 64, 48), "bfloat16")
+    x = shape((rows, 64), "bfloat16")
+    routes = shape((rows, 4), "int32"), shape((rows, 4), "bfloat16")
+    (step,) = explain(experts_mlp_forward, x, gate_up, down, *routes, device="h200").steps
+    said = [launch.tiles for launch in step.launches if launch.file.startswith("grouped")]
+    height = _grouped.tile_height(np.dtype("float16"), rows * 4, 128)
+    for text, across in zip(said, (1, 1), strict=True):  # 96 and 64 columns are one tile
+        blocks = (rows * 4 // height + 129) * across
+        assert text.startswith(f"tiles of {height} x 128, one a block: {blocks} at most")
+    assert all(text in str(step) for text in said)
+    assert not any(launch.tiles for launch in step.launches if "grouped" not in launch.file)
+    stacks = min(128, 4 * rows) * (96 + 48) * 64 * 2
+    small = rows * (2 * 64 * 2 + 4 * (4 + 2) + 2 * 4 * 4) + 129 * 4
+    assert step.moved == stacks + small
+    assert step.floor == pytest.approx(step.moved / CARDS["h200"].bandwidth / 1e9)

@@ -75,6 +75,14 @@ def test_a_run_of_each_kind(way: str, bases: Path, tmp_path: Path) -> None:
     assert counted
     for line in counted:  # without an adapter, the worst choice of experts is planned
         assert -0.01 < line["planned_bytes"] / line["peak_bytes"] - 1 < 0.05
+    routed = [json.loads(line) for line in (out / "routing.jsonl").read_text().splitlines()]
+    assert routed[-1]["step"] == 4
+    steps = [line for line in lines if "expert_load" in line]
+    assert len(steps) == 4
+    layers, count = np.array(routed[-1]["tokens"]).shape
+    taken = sum(np.array(line["tokens"]).sum() for line in routed)
+    assert taken == pytest.approx(sum(line["expert_tokens"] for line in steps) * layers * count)
+    assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
     more = run(*command, "--out", out, "--steps", 6, "--save-every", 2)
     assert more.exit_code == 0, more.output
     assert "resuming from" in more.output

@@ -14,7 +14,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.rewards import rewards_of, scores
-from unsloth_cupy.models import Transformer, load
+from unsloth_cupy.models import Transformer, create, load
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
@@ -471,3 +471,43 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
     assert "learned" not in shown.output
     planned = run("plan", home / "model", "--method", "grpo", "--samples", 4, "--tokens", 20)
     assert "grpo of prompts" in planned.output
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"pack": False}], ids=["packed", "rows"])
+def test_a_mixture_learns_from_the_experts_that_drew(
+    options: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each token of an answer, and of its prompt; the last of a text chooses anew."""
+    config = json.loads((home / "model" / "config.json").read_text())
+    kinds = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "eos_token_id")
+    heads = ("num_attention_heads", "num_key_value_heads")
+    mixture = create({**{name: config[name] for name in (*kept, *heads)}, **kinds}, seed=0)
+    mixture.save(tmp_path / "mixture")
+    shutil.copy(home / "model" / "tokenizer.json", tmp_path / "mixture")
+    drawn, given = [], []
+    rollouts, log_probs = Transformer.rollouts, Transformer.log_probs
+
+    def draw(self: Any, *args: Any, **named: Any) -> Any:
+        drawn.append(rollouts(self, *args, **named))
+        return drawn[-1]
+
+    def learn(self: Any, **named: Any) -> Any:
+        given.append(named)
+        return log_probs(self, **named)
+
+    monkeypatch.setattr(Transformer, "rollouts", draw)
+    monkeypatch.setattr(Transformer, "log_probs", learn)
+    made = trainer(home, tmp_path / "run", model=tmp_path / "mixture", **options).train()
+    assert made.files.lines()[1]["clipped"] == 0
+    (batch,) = (each for each in given if each.get("routes") is not None)
+    answers = next(each for each in drawn if each.routes.shape[0] == 24)
+    rows = [row[real] for row, real in zip(answers.routes, answers.real, strict=True)]
+    if batch["offsets"] is None:
+        texts = [row[: len(own)] for row, own in zip(batch["routes"], rows, strict=True)]
+    else:
+        texts = np.split(batch["routes"][0], batch["offsets"][1:-1])
+    for text, own in zip(texts, rows, strict=True):
+        np.testing.assert_array_equal(text, own)
+        assert (own[:-1] >= 0).all()

@@ -79,7 +79,8 @@ def test_parts_are_chosen(part):
     model = model_of("qwen3")
     before = step(model)
     report = patch(model, parts=[part])
-    expected = {} if part in ("lora", "quantized", "qk_norm", "residual") else {part}
+    absent = ("lora", "quantized", "experts", "router", "qk_norm", "residual")
+    expected = {} if part in absent else {part}
     assert {*report.taken} == {*expected}
     after = step(model)
     unpatch(model)
@@ -271,9 +272,11 @@ def test_a_report_is_a_table():
     lines = str(report).splitlines()
     assert lines[0] == "MixtralForCausalLM"
     assert lines[2].split() == ["norm", "MixtralRMSNorm", "5", "taken"]
-    assert any(line.startswith("mlp") and "experts are left alone" in line for line in lines)
+    assert ["experts", "MixtralExperts", "2", "taken"] in [line.split() for line in lines]
+    assert ["router", "MixtralTopKRouter", "2", "taken"] in [line.split() for line in lines]
     assert report.taken["attention"] == 1
-    assert "experts" in report.left["mlp"]
+    lines = str(patch(model_of("llama4_text"))).splitlines()
+    assert any(line.startswith("experts") and "left: its class lets" in line for line in lines)
 
 
 def test_evaluation_gives_logits_and_training_gives_none():

@@ -61,7 +61,7 @@ def test_patching_twice_is_patching_once():
 def test_whatever_goes_wrong_all_is_undone(monkeypatch, error):
     model = model_of("llama")
     before = state(model)
-    names = ("alone", "rotary", "qk_norm", "attention", "residual", "loss")
+    names = ("alone", "experts", "router", "rotary", "qk_norm", "attention", "residual", "loss")
 
     def broken(self, *_):
         raise error("out of memory")

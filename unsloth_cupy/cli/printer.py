@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import printable
 from ..finetune.curve import draw_curve
 from ..finetune.listener import Listener
+from ..finetune.routing import draw_routing
 from ..finetune.trainer import Run
 from ..machine import format_bytes
 from .echo import echo
@@ -24,7 +25,7 @@ SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
 SHOWN = (  # of what a method measures, in progress
     *("reward", "accuracy", "margin", "f1", "mrr", "error", "kl"),
-    *("entropy", "clipped", "length"),
+    *("entropy", "clipped", "length", "expert_load", "idle_experts"),
 )
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
@@ -126,6 +127,8 @@ class Printer(Listener):
         lines = run.files.lines()
         if lines and run.loop is not None and run.loop.ranks.first:
             draw_curve(run.files.curve, lines, run.name)
+            if run.files.routing.exists() and (routes := [*run.files.beside(run.files.routing)]):
+                draw_routing(run.files.routing_picture, routes, run.name)
 
     def finished(self, run: Run) -> None:
         """Print the results, and a sample of a model that was trained now."""
@@ -159,7 +162,8 @@ class Printer(Listener):
 def measured(line: dict[str, Any], kind: str = "") -> str:
     """Return in words what a line says of answers."""
     values = ((name, line.get(kind + name)) for name in SHOWN)
-    return "".join(f", {name} {value:.3f}" for name, value in values if value is not None)
+    known = ((n, f"{v:.3f}" if isinstance(v, float) else v) for n, v in values if v is not None)
+    return "".join(f", {name.replace('_', ' ')} {value}" for name, value in known)
 
 
 def _mean(mean: float | None, new: float) -> float:

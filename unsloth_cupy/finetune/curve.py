@@ -21,6 +21,7 @@ PANELS = {  # below the loss, of a method that measures them: lines, dashed for 
     "error": ("error",),
     "KL (nats)": ("kl",),
     "length (tokens)": ("length",),
+    "load of an expert": ("expert_load",),
 }
 
 

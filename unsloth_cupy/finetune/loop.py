@@ -43,6 +43,7 @@ from .metrics import Counts, measures
 from .naming import named
 from .ranks import Ranks
 from .rates import rate_of
+from .routing import Routing
 from .run_folder import RunFolder
 from .settings import Plan
 from .text import Batch, TrainingData
@@ -99,7 +100,7 @@ class Loop:
             plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
             state_bits=plan.state_bits, undecayed=self.undecayed, embedding_lr=plan.embedding_lr,
         )  # fmt: skip
-        self.callbacks = Callbacks([], self, "")
+        self.callbacks, self.routing = Callbacks([], self, ""), Routing(model)
         self.copies = self.engine.copies(plan.dtype)
         self._check_copies()
         if model.adapter is None:
@@ -277,6 +278,7 @@ class Loop:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
+        line |= self.routing.measures(self.ranks.alike.all_reduce)
         line |= self.memory.end_step()
         self.callbacks.call("on_step_end")
         due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps
@@ -318,7 +320,8 @@ class Loop:
                 if number != numbers[-1]:
                     self.callbacks.call("on_substep_end")
 
-        loss, sums = self.engine.summed(passes(), len(batches))
+        with self.routing.counting():
+            loss, sums = self.engine.summed(passes(), len(batches))
         measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.alike)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
@@ -339,6 +342,8 @@ class Loop:
         if self.plan.keeps_best:
             self._keep_if_best(line["held_out_loss"])
         self._log(line)
+        if (routes := self.routing.line(self.step)) is not None and self.ranks.first:
+            self.run.append_routes(routes)
         self.callbacks.logged(line)
         self.listener.evaluated(line)
         self._generate_samples()

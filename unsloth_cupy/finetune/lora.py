@@ -84,7 +84,8 @@ class Lora:
         own_head = config.head == CAUSAL and not config.tied
         tables = ["embed_tokens"] + ["lm_head"] * own_head if tokens else []
         rows = dict.fromkeys(tables, tuple(tokens))
-        return dataclasses.asdict(self) | {"targets": targets, "modules": modules, "tokens": rows}
+        chosen = dataclasses.asdict(self) | {"targets": targets, "modules": modules}
+        return chosen | {"tokens": rows} if rows else chosen
 
 
 def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None:

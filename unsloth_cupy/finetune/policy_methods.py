@@ -164,14 +164,17 @@ class Policy(Method):
         kind = "rloo" if self.loss["kind"] == "rloo" else "grpo"
         weights = np.array([each.weight for each in self.rewards])
         gains = advantages(rewards, self.samples, kind=kind, weights=weights)
-        known, mask = to_numpy(found.log_probs), to_numpy(found.mask)
+        known, mask, real = map(to_numpy, (found.log_probs, found.mask, found.real))
+        routes = None if found.routes is None else to_numpy(found.routes)
         texts = []
         for row, answer in enumerate(found.completions()):
             prompt = prompts[row // self.samples]
             labels = np.append(np.full(len(prompt), IGNORE), answer)
             old = np.append(np.zeros(len(prompt), FLOAT32), known[row][mask[row]])
             tokens = np.append(prompt, answer)
-            texts.append(Example(tokens, labels, 0, reference=old, value=float(gains[row])))
+            own = None if routes is None else routes[row][real[row]]
+            gain = float(gains[row])
+            texts.append(Example(tokens, labels, 0, reference=old, value=gain, routes=own))
         shape = loop.training_data.batches.shape._replace(pack=loop.plan.pack is not False)
         drawn: Batch = shape.batch_of(texts)
         beside = {**drawn.beside, "rewards": rewards}
@@ -222,6 +225,8 @@ class Policy(Method):
         if self.loss["beta"]:
             base = batch.beside.get("base", batch.beside["reference"])
             arrays |= answers(batch._replace(beside={"reference": base}), order, reference=True)
+        if "routes" in batch.beside:
+            arrays["routes"] = batch.beside["routes"]
         return super().inputs(batch) | arrays
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
@@ -239,7 +244,7 @@ class Policy(Method):
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
-        texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets")}
+        texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         found = model.log_probs(**texts, temperature=self.temperature)
         rows, mask = gathered(found.log_probs, batch["places"]), batch["mask"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]

@@ -10,7 +10,9 @@
     samples.jsonl        the texts with which the model continued the prompts of the settings
     reference.safetensors  log-probabilities of the data by the reference model, if the method
                          compares with it
-    curve.png
+    routing.jsonl        of a mixture of experts: at an evaluation, the tokens that each expert of
+                         each layer took since the one before
+    curve.png, routing.png
     profile.txt, trace.json, if steps were profiled
 
 Everything is written to a temporary name and renamed, so that a file or folder of these names is
@@ -58,6 +60,7 @@ class RunFolder:
         self.model, self.curve = folder / "model", folder / "curve.png"
         self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
         self.best_model, self.samples = folder / "best", folder / "samples.jsonl"
+        self.routing, self.routing_picture = folder / "routing.jsonl", folder / "routing.png"
         self.reference = folder / "reference.safetensors"
 
     @contextmanager
@@ -155,6 +158,10 @@ class RunFolder:
         """Add a text that the model wrote: its step, its prompt, and the text."""
         _append(self.samples, line)
 
+    def append_routes(self, line: dict[str, Any]) -> None:
+        """Add the tokens of each expert by layer, and the step."""
+        _append(self.routing, line)
+
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the log, without one that a crash left incomplete."""
         if not self.log.exists():
@@ -184,16 +191,17 @@ class RunFolder:
 
     def trim(self, step: int) -> None:
         """Remove the lines of later steps from the log: these steps will run again."""
-        for path, lines in ((self.log, self.lines), (self.samples, self._samples)):
+        for path in (self.log, self.samples, self.routing):
             if path.exists():
-                kept = [line for line in lines() if line["step"] <= step]
+                lines = self.lines() if path == self.log else self.beside(path)
+                kept = [line for line in lines if line["step"] <= step]
                 with atomic_path(path) as partial:
                     text = "".join(json.dumps(line) + "\n" for line in kept)
                     partial.write_text(text, encoding="utf-8")
 
-    def _samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the samples, without one that a crash left incomplete."""
-        for text in regular(self.samples).read_bytes().split(b"\n")[:-1]:
+    def beside(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield the lines of another file of steps, without one that a crash left incomplete."""
+        for text in regular(path).read_bytes().split(b"\n")[:-1]:
             with suppress(ValueError, RecursionError):
                 line = json.loads(text)
                 if isinstance(line, dict) and is_integer(line.get("step")):

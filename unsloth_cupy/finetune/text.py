@@ -53,6 +53,7 @@ class Example(NamedTuple):
     reference: Array | None = None  # log-probabilities of its labels by another model
     taught: Array | None = None  # rows of a teacher's stored predictions
     value: float = 0.0  # of a text, what a method knows of it
+    routes: Array | None = None  # of a token, the experts that drew it
 
 
 class Tokens(Protocol):

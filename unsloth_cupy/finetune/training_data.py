@@ -142,13 +142,15 @@ class Shape(NamedTuple):
                 beside["reference"] = np.zeros(size, np.float32)
         if examples[0].taught is not None:
             beside["taught"] = np.full(size, -1)
+        if examples[0].routes is not None:
+            beside["routes"] = np.full((*size, *examples[0].routes.shape[1:]), -1, np.int32)
         for start, example in zip(starts.tolist(), examples, strict=False):
             place = slice(start, start + len(example.tokens))
             tokens.reshape(-1)[place] = example.tokens
             labels.reshape(-1)[place] = example.labels
             own: dict[str, Any] = {"real": True, **example._asdict()}
             for name, values in beside.items():
-                values.reshape(-1)[place] = own[name]
+                values.reshape(-1, *values.shape[2:])[place] = own[name]
         count = len(examples) // method.group if method.sums else int((labels != IGNORE).sum())
         offsets = ends if self.pack else None
         return Batch(tokens, labels, offsets, count, int(ends[-1]), method.group, beside)

@@ -20,7 +20,7 @@ CLASSES = {  # lists of classes in transformers, by head
     "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
     "none": "MODEL_MAPPING",
 }
-ARRAYS = ("tokens", "labels", "mask", "offsets")
+ARRAYS = ("tokens", "labels", "mask", "offsets", "routes")
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -165,20 +165,30 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
 
 
 def sample(
-    model: Network, prompt: Array, real: Array, ends: Array, options: Options, samples: int
+    model: Network,
+    prompt: Array,
+    real: Array,
+    ends: Array,
+    options: Options,
+    samples: int,
+    routes: list[Array],
 ) -> Iterator[tuple[Array, Array]]:
     """Yield the new tokens of rollouts, (batch * samples,), and their log-probabilities.
 
     The prompts, padded on the left where real is False, go through the model once.  Rows that ended
-    go on until all have.
+    go on until all have.  ``routes`` takes the experts of all tokens but the last.
     """
     like, kind = on_device_of(prompt, model.table), options.cache_dtype
     sizes = len(prompt) * samples, prompt.shape[1] + options.max_new_tokens
-    cached = CachedLogits(model, like, *sizes, kind, samples=samples)
+    cached = CachedLogits(model, like, *sizes, kind, samples=samples, notes=True)
     drawn: list[Array] = []
 
     def note(logits: Array, chosen: Array) -> None:
         drawn.append(log_probs_of(logits / options.temperature, chosen))
+        if (new := cached.routes()) is not None:
+            if cached.begins:
+                routes.clear()
+            routes.append(new)
 
     prompt, real = (np.repeat(array, samples, axis=0) for array in (prompt, real))
     for tokens in _steps(model, like, prompt, real, ends, options, cached, note=note):

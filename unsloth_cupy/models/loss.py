@@ -73,6 +73,7 @@ def mean_loss(
     mask: Array | None,
     offsets: Array | None,
     count: Any,
+    routes: Array | None = None,
 ) -> Any:
     """Return the sum of the losses of labels / count; on a tape a float32 Var, else float64.
 
@@ -84,6 +85,8 @@ def mean_loss(
     if not (count is None or number or scalar):
         raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
     if model.head in CLASSIFIERS:
+        if routes is not None:
+            raise ConfigError("loss: routes are of the loss of next tokens; leave them out")
         return mean_label_loss(model, tokens, labels, mask, offsets, count)
     require_head("loss", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
@@ -94,8 +97,9 @@ def mean_loss(
         problem = "the router's loss is of whole rows and of all layers, which ranks divide"
         cure = "load config.json without output_router_logits, or divide the batch alone"
         raise ConfigError(f"loss: {problem}; {cure}")
-    options: dict[str, Any] = {"routers": routers} if balanced else {}
-    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context, **options)
+    options: dict[str, Any] = {"mask": mask, "offsets": offsets, "routes": routes}
+    options |= {"routers": routers} if balanced else {}
+    x = model.hidden(parameters, tokens, context=context, **options)
     shifted = next_labels(tokens, labels, offsets)
     labelled = (shifted != IGNORE).sum().clip(1)  # at least 1, without synchronising a GPU
     balance: Any = None
@@ -127,12 +131,14 @@ def label_log_probs(
     mask: Array | None,
     offsets: Array | None,
     temperature: float,
+    routes: Array | None = None,
 ) -> LogProbs:
     """Return the log-probabilities of the next labels, and what else the head's pass tells."""
     require_head("log_probs", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
-    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
+    given = {"mask": mask, "offsets": offsets, "routes": routes}
+    x = model.hidden(parameters, tokens, context=context, **given)
     shifted = own_tokens(context, next_labels(tokens, labels, offsets))
     x, head = inputs_of_losses(model.config, parameters, x)
     options: dict[str, Any] = {

@@ -9,7 +9,7 @@ import numpy as np
 from ..core import arrays
 from ..core.call import is_integer
 from ..core.dtypes import FLOAT32, Array, Stored
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
@@ -76,6 +76,7 @@ class Network(Summary):
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
     noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
+    seen: Callable[[Sequence[Any]], None] | None = None  # takes what all routers said in a pass
     reached: Any = None  # hidden states that the stages of a pipeline have computed
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
@@ -212,16 +213,23 @@ class Network(Summary):
         (1, tokens, hidden).  With a context it holds only this rank's tokens.
         """
         if self.reached is not None:
+            if arguments.get("routes") is not None:
+                problem = "routes are of all layers, which ranks divide"
+                raise ConfigError(f"Transformer: {problem}; leave routes out")
             return self.reached
         if self.division is not None and self.division.stages is not None:
             cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
+        if self.seen is not None and arguments.get("routers") is None:
+            arguments["routers"] = list[Any]()
         call = self.call(parameters, tokens, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(arguments.get("context"), rows)
         branch = embedded(self.config, parameters, own, self.division)
         branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
+        if self.seen is not None and call.routers:
+            self.seen(call.routers)
         return join(call, "model.", self.config.norms.last, branch, stream)[0]
 
     def call(
@@ -234,10 +242,11 @@ class Network(Summary):
         sequences: Sequence[int] | None = None,
         context: Context | None = None,
         routers: list[Any] | None = None,
+        routes: Array | None = None,
     ) -> Call:
         """Return the inputs that all blocks of a call share; raise if arguments do not fit.
 
-        The logits of all routers are added to ``routers``.
+        What all routers say is added to ``routers``; ``routes`` are experts that they chose before.
         """
         seed = self.step.seed
         rows = check(tokens, mask, cache, offsets, self.step.checkpoint, sequences)
@@ -250,6 +259,8 @@ class Network(Summary):
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
+        if routes is not None:
+            routes = self._checked(routes, tokens, where.offsets, context)
         if context is not None and self.config.sinks:
             problem = f"the attention of a {self.config.model_type} has sinks"
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
@@ -262,11 +273,33 @@ class Network(Summary):
         project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
-            self.division, gather=self.gather, routers=routers,
+            self.division, gather=self.gather, routers=routers, routes=routes,
             mask=mask, offsets=where.offsets, context=context,
             states=getattr(rows, "recurrent", unkept),
             stacks={} if self.adapter is None else self.adapter.used_stacks(),
         )  # fmt: skip
+
+    def _checked(self, routes: Any, tokens: Array, offsets: Any, context: Any) -> Array:
+        """Return routes as the blocks take them; raise if they do not fit."""
+        experts = self.config.experts
+        if experts is None:
+            problem = f"a {self.config.model_type} has no experts"
+            raise ConfigError(f"Transformer: {problem}; leave routes out")
+        if context is not None:
+            cure = "divide the batch, not its tokens"
+            raise ConfigError(f"Transformer: routes are of whole rows, which ranks divide; {cure}")
+        shape = (*tokens.shape, sum(experts.sparse), experts.k)
+        if tuple(routes.shape) != shape:
+            problem = f"routes are {tuple(routes.shape)}; of tokens, layers with experts, and k"
+            problem = f"Transformer: {problem}, they must be {shape}"
+            raise ShapeError(problem, expected=shape, actual=tuple(routes.shape))
+        if routes.dtype.kind != "i":
+            raise DTypeError(f"Transformer: routes are {routes.dtype}; they must be integers")
+        if isinstance(routes, np.ndarray) and routes.size and routes.max() >= experts.count:
+            problem = f"routes name expert {routes.max()}, and there are {experts.count}"
+            numbers = range(experts.count)
+            raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))
+        return routes if offsets is None else routes.reshape(1, -1, *shape[2:])
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError for a call whose layers without attention have no states."""

@@ -407,6 +407,7 @@ class Transformer(Network):
         cache: KVCache | PagedKVCache | None = None,
         sequences: Sequence[int] | None = None,
         offsets: Array | None = None,
+        routes: Array | None = None,
     ) -> Array:
         """Return the logits of every next token, at every position; those of a classifier's labels.
 
@@ -444,6 +445,7 @@ class Transformer(Network):
         """
         parameters, config = self.entered(self.parameters), self.config
         options: Any = {"mask": mask, "cache": cache, "offsets": offsets, "sequences": sequences}
+        options["routes"] = routes
         x = self.hidden(parameters, tokens, **options)
         if config.head == SEQUENCE:
             return sequence_scores(parameters, x, mask, offsets)
@@ -459,6 +461,7 @@ class Transformer(Network):
         mask: Array | None = None,
         offsets: Array | None = None,
         count: int | None = None,
+        routes: Array | None = None,
     ) -> Any:
         """Return the mean negative log probability of the labels, in nats; a classifier's loss.
 
@@ -478,6 +481,8 @@ class Transformer(Network):
         count : int, optional
             Divides the sum; pass the labels of the whole batch if this is a part of it, so that
             losses of the parts add up.  None: the labels that count here.
+        routes : (batch, tokens, layers with experts, k) int, optional
+            As in ``logits``, of a language model.
 
         Returns
         -------
@@ -492,7 +497,7 @@ class Transformer(Network):
             ``count`` is not a number of labels; the model has no head; or ranks divide the rows of
             a classifier.
         """
-        return mean_loss(self, tokens, labels, mask, offsets, count)
+        return mean_loss(self, tokens, labels, mask, offsets, count, routes)
 
     @from_any_library
     def log_probs(
@@ -503,6 +508,7 @@ class Transformer(Network):
         mask: Array | None = None,
         offsets: Array | None = None,
         temperature: float = 1.0,
+        routes: Array | None = None,
     ) -> LogProbs:
         """Return the log-probability of each label, with entropy and relatives.
 
@@ -518,6 +524,8 @@ class Transformer(Network):
             As in ``logits``: the results are then one row, of all texts.
         temperature : float
             Of sampling, above 0; it divides the logits.
+        routes : (batch, tokens, layers with experts, k) int, optional
+            As in ``logits``.
 
         Returns
         -------
@@ -530,7 +538,7 @@ class Transformer(Network):
         ConfigError
             temperature is not above 0.
         """
-        return label_log_probs(self, tokens, labels, mask, offsets, temperature)
+        return label_log_probs(self, tokens, labels, mask, offsets, temperature, routes)
 
     @from_any_library
     def embeddings(
@@ -608,6 +616,7 @@ class Transformer(Network):
         scaler: LossScaler | None = None,
         seed: int | None = None,
         count: int | None = None,
+        routes: Array | None = None,
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
@@ -615,7 +624,7 @@ class Transformer(Network):
         ``value_and_gradients``.
         """
         batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
-        function = partial(next_token, **batch, count=count)
+        function = partial(next_token, **batch, count=count, routes=routes)
         return self.value_and_gradients(function, checkpoint=checkpoint, scaler=scaler, seed=seed)
 
     @from_any_library
@@ -721,7 +730,7 @@ class Transformer(Network):
         -------
         result : Rollouts
             ``tokens``, ``real``, ``mask`` and ``log_probs``, (len(prompts) * samples, width) each,
-            for ``log_probs`` and ``losses.policy``.
+            for ``log_probs`` and ``losses.policy``; of a mixture of experts ``routes``, too.
 
         Raises
         ------

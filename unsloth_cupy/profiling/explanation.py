@@ -41,6 +41,16 @@ class Launch(NamedTuple):
         shared, threads = used.shared + self.shared, math.prod(self.block)
         return occupancy(self.architecture, used.registers, shared, threads)
 
+    @property
+    def tiles(self) -> str:
+        """What the blocks of a grouped product compute, in words; of other kernels empty."""
+        if not self.file.startswith("grouped"):
+            return ""
+        tile, blocks = f"{self.constants['ROWS']} x {self.constants['COLUMNS']}", self.grid[0]
+        if self.constants["FORM"] == "2":
+            return f"tiles of {tile} of the gradients of all experts: {blocks:,}, one a block"
+        return f"tiles of {tile}, one a block: {blocks:,} at most, the last of an expert in part"
+
     def __str__(self) -> str:
         """Return the launch as a line of text."""
         grid, block = (" x ".join(map(str, sizes)) for sizes in (self.grid, self.block))
@@ -81,6 +91,8 @@ class Step(NamedTuple):
             if launch.constants:
                 constants = ", ".join(f"{name}={value}" for name, value in launch.constants.items())
                 rows.append(("", constants))
+            if tiles := launch.tiles:
+                rows.append(("", tiles))
             if (used := launch.resources) is not None:
                 spilled = f", {used.spilled} bytes spilled" if used.spilled else ""
                 registers = f"{used.registers} registers per thread{spilled}"

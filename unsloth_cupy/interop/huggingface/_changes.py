@@ -10,6 +10,8 @@ from ...errors import ConfigError
 
 HOOKED = "_old_forward"  # the attribute in which accelerate's hooks keep the forward they call
 IMPLEMENTATION = "_attn_implementation_internal"  # of a config: also the user's to set
+EXPERTS = "_experts_implementation_internal"  # of a config, too
+SELECTED = (IMPLEMENTATION, EXPERTS)
 REPLICATE = "_replicate_for_data_parallel"  # nn.DataParallel calls it for each device
 
 
@@ -79,11 +81,16 @@ class Changes(list[Change]):
     def check(self, wrapped: Any) -> None:
         """Raise if another library has replaced a changed attribute; ``wrapped`` is not checked.
 
-        Nor is the attention of a config: ``undo`` keeps what ``set_attn_implementation`` has set.
+        Nor are attention and experts of a config: ``undo`` keeps what ``set_attn_implementation``
+        and ``set_experts_implementation`` have set.
         """
         last = {(id(change.owner), change.name): change for change in self}
         for owner, name, change in ((c.owner, c.name, c) for c in last.values()):
-            if not change.place() and owner is not wrapped and name != IMPLEMENTATION:
+            if (
+                not change.place()
+                and owner is not wrapped
+                and name not in (IMPLEMENTATION, EXPERTS)
+            ):
                 raise ConfigError(
                     f"unpatch: {name} of {type(owner).__name__} was replaced by another library"
                     " after patch(); undo that first"

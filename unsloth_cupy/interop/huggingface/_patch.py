@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError, FrameworkError
-from . import _attention, _loss, _modules, _qk_norm, _residual, _rotary
+from . import _attention, _experts, _loss, _modules, _qk_norm, _residual, _rotary, _router
 from ._changes import Changes, Nothing, own_forward
 from ._quantized import quantized
 from ._report import Report
@@ -22,7 +22,8 @@ ALONE = {
     "lora": _modules.lora,
     "quantized": quantized,
 }
-PARTS = (*ALONE, "rotary", "qk_norm", "attention", "residual", "loss")
+MIXTURE = ("experts", "router")
+PARTS = (*ALONE, *MIXTURE, "rotary", "qk_norm", "attention", "residual", "loss")
 
 
 def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
@@ -38,8 +39,9 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
         Or a module around one, such as a model of peft.
     parts : iterable of str, optional
         Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``quantized`` (layers of bitsandbytes),
-        ``rotary``, ``qk_norm`` (norms and rotary embedding of queries and keys), ``attention``,
-        ``residual`` (an addition and the norm after it) and ``loss``; None: all of them.
+        ``experts`` and ``router`` (of mixtures of experts), ``rotary``, ``qk_norm`` (norms and
+        rotary embedding of queries and keys), ``attention``, ``residual`` (an addition and the norm
+        after it) and ``loss``; None: all of them.
 
     Returns
     -------
@@ -149,7 +151,10 @@ class _Patching:
         for part in ALONE:
             if part in self.parts:
                 self.alone(part)
-        whole = [part for part in PARTS if part in self.parts and part not in ALONE]
+        for part in MIXTURE:
+            if part in self.parts:
+                getattr(self, part)()
+        whole = [p for p in PARTS if p in self.parts and p not in (*ALONE, *MIXTURE)]
         if not whole:
             return
         try:
@@ -203,6 +208,32 @@ class _Patching:
                 pass
             self.changes.since(count)
         raise Refused("no formula known gives the same")
+
+    def experts(self) -> None:
+        """Replace the experts of all modules that share a config, or of none of them."""
+        groups: dict[int, list[nn.Module]] = {}
+        for module in self.model.modules():
+            if _experts.asks(module):
+                groups.setdefault(id(module.config), []).append(module)
+            elif _experts.own(module):
+                why = "its class lets no other library compute its experts"
+                self.report.add("experts", type(module).__name__, why)
+        for modules in groups.values():
+            count = len(self.changes)
+            try:
+                _experts.take(self.changes, modules)
+            except Exception as error:
+                self.changes.since(count)
+                for module in modules:
+                    self.leave("experts", module, error)
+            else:
+                for module in modules:
+                    self.report.add("experts", type(module).__name__)
+
+    def router(self) -> None:
+        for module in self.model.modules():
+            if _router.is_router(module):
+                self.attempt("router", module, partial(_router.take, self.changes, module))
 
     def record(self) -> dict[nn.Module, list[Any]]:
         """Run the model once; return the recorded arguments of rotary functions, by module."""

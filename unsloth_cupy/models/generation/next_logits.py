@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...inference.kv_cache import KVCache
 from ...inference.paged_kv_cache import PagedKVCache
 from ...inference.paged_rows import PagedRows
-from ...placement import on_gpu_of_attribute, to_device_of
+from ...placement import on_gpu_of_attribute, to_device_of, to_numpy
 from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..network import Network
@@ -32,6 +32,8 @@ class CachedLogits:
     """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens.
 
     The rows of a batch are ``samples`` copies of each prompt, which goes through the model once.
+    ``begins`` says that the last call computed all tokens, and ``routes`` the experts that the
+    routers of a mixture chose in it, if it ``notes`` them.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class CachedLogits:
         dtype: Any = None,
         greedy: bool = False,
         samples: int = 1,
+        notes: bool = False,
     ) -> None:
         self.model = model = model.settled()
         self.like, self.most, self.greedy = like, most, greedy
@@ -60,6 +63,9 @@ class CachedLogits:
         self.samples, self.sizes = samples, (most, config.kv_heads, config.dim)
         self.cache = self.new_cache(config.layers, batch, *self.sizes)
         self.switch = _switch(config)
+        self.notes = notes and config.experts is not None and stages is None
+        self.begins = True
+        self.noted: Any = None  # on the device
         self.step: Step | None = None
         self.arriving: Arriving | None = None  # the tokens of a step that has begun
 
@@ -70,13 +76,17 @@ class CachedLogits:
         """
         if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
             self.cache.reset()  # every rotary angle changes: the cached keys are invalid
-        new = tokens[:, -1:] if self.cache.length else tokens
+            self.samples = 1  # rows of a prompt differ by now
+        self.begins = not self.cache.length
+        new = tokens if self.begins else tokens[:, -1:]
         if (step := self._step(real)) is not None:
-            return step(new)
+            logits = step(new)
+            self.noted = None if step.routes is None else step.routes[:, None]
+            return logits
         mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
         tokens = on_device_of(new, self.like)
         if self.cache.length or self.samples == 1:
-            return last_logits(self.model, tokens, mask=mask, cache=self.cache)
+            return self._last(tokens, mask, self.cache)
         return self._once(tokens, mask)
 
     def _once(self, tokens: Array, mask: Array | None) -> Array:
@@ -84,9 +94,22 @@ class CachedLogits:
         mask = None if mask is None else mask[:: self.samples]
         count = len(tokens) // self.samples
         own = self.new_cache(self.model.config.layers, count, *self.sizes)
-        logits = last_logits(self.model, tokens[:: self.samples], mask=mask, cache=own)
+        logits = self._last(tokens[:: self.samples], mask, own)
         self.cache.repeat(own, self.samples)
+        self.noted = None if self.noted is None else np.repeat(self.noted, self.samples, axis=0)
         return np.repeat(logits, self.samples, axis=0)
+
+    def _last(self, tokens: Array, mask: Array | None, cache: KVCache) -> Array:
+        """Return the logits after the last of these tokens."""
+        routers = list[Any]() if self.notes else None
+        logits = last_logits(self.model, tokens, mask=mask, cache=cache, routers=routers)
+        if routers is not None:
+            self.noted = np.stack([each.experts for each in routers], axis=2)
+        return logits
+
+    def routes(self) -> Array | None:
+        """Return the experts of the tokens of the last call, (batch, tokens, layers, k) on host."""
+        return None if self.noted is None else to_numpy(self.noted)
 
     def most_likely(self, tokens: Array, real: Array, last: bool) -> Array | None:
         """Return the most likely next tokens, (batch,) on the host; -1 for logits with a NaN.
@@ -109,7 +132,8 @@ class CachedLogits:
     def _step(self, real: Array) -> Step | None:
         """Return the step on the device, which follows the prompts; None without one."""
         if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
-            self.step = Step(self.model, self.cache, real[:, :-1], self.most, self.greedy)
+            kinds = self.greedy, self.notes
+            self.step = Step(self.model, self.cache, real[:, :-1], self.most, *kinds)
         return self.step
 
 
@@ -162,6 +186,7 @@ def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
     """Return the logits after the last token of each row: (batch, vocab)."""
     stages = stages_of(model)
     if stages is not None:
+        options.pop("routers", None)
         return pipeline_logits(model, stages, tokens, **options)
     parameters = model.entered(model.parameters)
     x = model.hidden(parameters, tokens, **options)

@@ -29,12 +29,17 @@ class Rollouts(NamedTuple):
     log_probs : (rows, width) float32
         The log-probability of the next token in softmax(logits / temperature), whatever top_k,
         top_p or min_p left out; 0 where mask is False.
+    routes : (rows, width, layers with experts, k) int32, or None
+        The experts that the routers of a mixture chose for each token, for the argument of that
+        name; -1 at padding, and of the last token of a row, which did not go through the model.
+        None of dense models, and of ranks that divide the layers.
     """
 
     tokens: Any
     real: Any
     mask: Any
     log_probs: Any
+    routes: Any = None
 
     def completions(self) -> list[list[int]]:
         """Return the sampled tokens of each row, without the prompt."""
@@ -55,7 +60,8 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     for row, (to, is_real) in zip(rows, zip(tokens, real, strict=True), strict=True):
         to[width - len(row) :], is_real[width - len(row) :] = row, True
     ends = options.end_tokens(model.config)
-    made = list(sample(model, tokens, real, ends, options, samples))
+    routes: list[Array] = []
+    made = list(sample(model, tokens, real, ends, options, samples, routes))
     new = np.stack([to_numpy(token) for token, _ in made], axis=1)
     log_probs = np.stack([to_numpy(each) for _, each in made], axis=1)
     ended = np.isin(new, ends).cumsum(axis=1)
@@ -66,8 +72,15 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     mask[:, width - 1 : -1] = sampled
     of_next = np.zeros(mask.shape, FLOAT32)
     of_next[:, width - 1 : -1] = log_probs
-    results = np.concatenate([tokens, new], axis=1), np.concatenate([real, sampled], axis=1)
-    return Rollouts(*(to_device_of(a, model.table) for a in (*results, mask, of_next)))
+    results = [np.concatenate([tokens, new], axis=1), np.concatenate([real, sampled], axis=1)]
+    results += [mask, of_next]
+    if routes:
+        known = np.concatenate(routes, axis=1)
+        chosen = np.full((*mask.shape, *known.shape[2:]), -1, np.int32)
+        chosen[:, : known.shape[1]] = known
+        chosen[~results[1]] = -1
+        results.append(chosen)
+    return Rollouts(*(to_device_of(each, model.table) for each in results))
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:

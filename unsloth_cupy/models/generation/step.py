@@ -42,18 +42,27 @@ class Step:
     chosen : (batch,) int64
         The most likely next tokens, with which the next step begins; -1 for logits with a NaN.
         Only of a ``greedy`` step.
+    routes : (batch, layers with experts, k) int32
+        The experts that the routers chose.  Only of a step that ``notes`` them.
     """
 
     def __init__(
-        self, model: Network, cache: KVCache, real: Array, most: int, greedy: bool = False
+        self,
+        model: Network,
+        cache: KVCache,
+        real: Array,
+        most: int,
+        greedy: bool = False,
+        notes: bool = False,
     ) -> None:
         """Start after the cached tokens; real (batch, tokens) is False at padding of these.
 
         ``most`` is the largest number of tokens that a row will have; a ``greedy`` step ends with a
         choice of tokens.
         """
-        self.greedy = greedy
+        self.greedy, self.notes = greedy, notes
         self.chosen: Any = None
+        self.routes: Any = None
         self.model, self.cache = model, cache
         self.parameters = model.entered(model.parameters)
         used = model.used(model.parameters, None)
@@ -109,6 +118,7 @@ class Step:
                 wrapped = (self.starts - self.cache.sinks) % ring + self.cache.sinks
                 slot = np.where(self.starts < slots, self.starts, wrapped)
                 self.seen[slots] |= numbers == slot[:, None]
+        routers = list[Any]() if self.notes else None
         call = Call(
             model.config,
             self.of_blocks,
@@ -119,8 +129,11 @@ class Step:
             division=model.division,
             turn=self.turn,
             stacks={} if model.adapter is None else model.adapter.stacks,
+            routers=routers,
         )
         branch, stream = blocks(call, branch, None)
+        if routers is not None:
+            self.routes = np.stack([each.experts[:, 0] for each in routers], axis=1)
         x = join(call, "model.", model.config.norms.last, branch, stream)[0]
         logits: Array = model.next_logits(self.parameters, x)[:, 0]
         if self.greedy:

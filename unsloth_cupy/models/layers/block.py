@@ -100,7 +100,7 @@ def blocks(
 
 
 def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any, Any]:
-    """Return the output of some blocks as (branch, stream), and the logits of their routers.
+    """Return the output of some blocks as (branch, stream), and what their routers said.
 
     Their parameters are gathered first.
     """

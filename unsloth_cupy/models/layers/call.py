@@ -41,4 +41,5 @@ class Call(NamedTuple):
     offsets: Any = None  # of packed texts
     context: Context | None = None  # of ranks that divide the tokens
     states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
-    routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them
+    routers: list[Any] | None = None  # takes what every router says; None: nobody reads it
+    routes: Any = None  # (batch, tokens, layers with experts, k): experts that were chosen before

@@ -19,7 +19,7 @@ from ...ops.elements.arithmetic import add, scale
 from ...ops.elements.cast import cast
 from ...ops.experts.experts_mlp import experts_mlp
 from ...ops.experts.grouped_linear import grouped_linear
-from ...ops.experts.route import Routes, route
+from ...ops.experts.route import Routes, route, route_backward, weights_of
 from ...ops.experts.router_losses import balance_loss
 from ...ops.experts.sort_by_expert import sort_by_expert
 from ...ops.linear.linear import linear
@@ -28,26 +28,28 @@ from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, STACKS, Experts
+from .call import Call
 from .elements import clamped_swiglu, stacked
 
 
-def experts_of_tokens(
-    parameters: Mapping[str, Any],
-    stacks: Mapping[str, Adapted],
-    routers: list[Any] | None,
-    experts: Experts,
-    module: str,
-    x: Any,
-) -> Any:
-    """Return the weighted sum of what the chosen experts make of each token of normalised x.
+class Routed(NamedTuple):
+    """What a router said of the tokens of a call."""
 
-    ``stacks`` are those that have an adapter; the router's logits are added to ``routers``.
-    """
-    logits = router_logits(parameters, experts, module, x)
-    if routers is not None:
-        routers.append(logits)
+    logits: Any  # (batch, tokens, experts)
+    experts: Array  # (batch, tokens, k)
+
+
+def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
+    """Return the weighted sum of what the chosen experts make of each token of normalised x."""
+    parameters, stacks = call.parameters, call.stacks
+    experts: Any = call.config.experts
+    logits, given = router_logits(parameters, experts, module, x), None
+    if call.routes is not None:
+        given = call.routes[..., sum(experts.sparse[:layer]), :]
     correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
-    routes = routes_of(experts, logits, correction)
+    routes = routes_of(experts, logits, correction, given)
+    if call.routers is not None:
+        call.routers.append(Routed(logits, value_of(routes.experts)))
     gate_up, down = (f"{module}experts.{name}" for name in STACKS)
     if gate_up in stacks or down in stacks:
         return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
@@ -162,35 +164,51 @@ def router_logits(parameters: Mapping[str, Any], experts: Experts, module: str, 
     return linear(x, weight, parameters.get(f"{name}.bias"))
 
 
-def routes_of(experts: Experts, logits: Any, correction: Any) -> Routes:
-    """Return the experts of each token, and their weights."""
+def routes_of(experts: Experts, logits: Any, correction: Any, given: Any = None) -> Routes:
+    """Return the experts of each token, and their weights.
+
+    ``given`` are experts that were chosen before, -1 where the router chooses now.
+    """
     if experts.jitter is not None:
-        return sparse_mixer(logits, experts.jitter)
-    return route(
-        logits,
-        k=experts.k,
-        scores=experts.scores,
-        bias=correction,
-        normalize=experts.normalize,
-        groups=experts.groups,
-        top_groups=experts.top_groups,
-        scale=experts.scale,
-    )
+        return sparse_mixer(logits, experts.jitter, given)
+    options: dict[str, Any] = {
+        "k": experts.k,
+        "scores": experts.scores,
+        "normalize": experts.normalize,
+        "groups": experts.groups,
+        "top_groups": experts.top_groups,
+        "scale": experts.scale,
+    }
+    if given is None:
+        return route(logits, bias=correction, **options)
+    value, bias = value_of(logits), value_of(correction)
+    own = route(value, bias=bias, **options).experts
+    chosen = np.where(given < 0, own, given).astype(np.int32)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"logits": route_backward(dy, value, bias, chosen, **options)[0]}
+
+    weights = weights_of(value, bias, chosen, **options)
+    return Routes(chosen, taped("replayed", weights, back, logits=logits))
 
 
-def sparse_mixer(logits: Any, jitter: float) -> Routes:
+def sparse_mixer(logits: Any, jitter: float, given: Any = None) -> Routes:
     """Return the two experts with the largest logits, without the noise of pretraining.
 
-    The weight of each is its share in the softmax of the logits that are nearly as large as its
-    own: ``(own - logit) / max(abs(logit), own) <= 2 * jitter``, for the second without the first.
+    ``given`` are chosen instead, where they are not -1.  The weight of each is its share in the
+    softmax of the logits that are nearly as large as its own: ``(own - logit) / max(abs(logit),
+    own) <= 2 * jitter``, for the second without the first.
 
     Liu and others, GRIN: GRadient-INformed MoE, 2024.
     """
     value = value_of(logits)
     wide = value.astype(np.promote_types(value.dtype, FLOAT32), copy=False)
     numbers, rest, parts = np.arange(wide.shape[-1], like=value), wide, []
-    for _ in range(2):
+    for number in range(2):
         first = rest.argmax(axis=-1)[..., None]
+        if given is not None:
+            before = given[..., number : number + 1]
+            first = np.where(before < 0, first, before)
         top = np.take_along_axis(rest, first, axis=-1)
         near = (top - wide) / np.maximum(np.abs(wide), top) <= 2 * jitter
         masked = np.where(near, rest, -np.inf)
@@ -212,11 +230,11 @@ def sparse_mixer(logits: Any, jitter: float) -> Routes:
     )
 
 
-def router_loss(experts: Experts, logits: Sequence[Any], mask: Array | None) -> Any:
+def router_loss(experts: Experts, routed: Sequence[Routed], mask: Array | None) -> Any:
     """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
 
     As in transformers, the experts that it counts are those with the largest logits, also where
     a correction has chosen others.
     """
-    every = stacked(logits)
+    every = stacked([each.logits for each in routed])
     return balance_loss(every, route(value_of(every), k=experts.k).experts, mask=mask)

@@ -22,7 +22,7 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     if experts is None or not experts.sparse[layer]:
         return _dense_mlp(call, prefix + "mlp.", x)
     module = f"{prefix}{experts.module}."
-    y = experts_of_tokens(call.parameters, call.stacks, call.routers, experts, module, x)
+    y = experts_of_tokens(call, layer, module, x)
     if not experts.shared:
         return y
     shared = _dense_mlp(call, f"{module}{experts.shared_in}.", x)

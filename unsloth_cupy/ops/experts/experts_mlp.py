@@ -30,7 +30,7 @@ from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
 from ._grouped import FORWARD, ROWS, WEIGHTS, add_rows, groups_of, multiply
-from .grouped_linear import dense_stack, parts, stack_like, without_kernel
+from .grouped_linear import dense_stack, parts, stack_like, traffic, without_kernel
 from .route import Routes
 from .sort_by_expert import by_expert, launch_sort
 
@@ -155,6 +155,7 @@ def experts_mlp(
     " -> y(*rows, hidden), order(*rows, k): int, offsets(experts+1): int, places(*rows, k): int",
     widen=False,  # products take 16-bit operands as they are
     operations=lambda a: _operations(a, 1, 1),
+    traffic=lambda a: traffic(a, a["experts"].size),
 )
 def experts_mlp_forward(
     x: Array,
@@ -392,6 +393,7 @@ def _check(
 experts_mlp_forward.require(_check)
 experts_mlp_backward.require(_check)
 experts_mlp_backward.require(check_wanted)
+experts_mlp_backward.facts["traffic"] = lambda a: traffic(a, a["experts"].size)
 experts_mlp_backward.facts["operations"] = lambda a: _operations(
     a, 1 + sum(a.get(n) is not None for n in ("dx", "dgate_up")), 1 + (a.get("ddown") is not None)
 )

@@ -24,6 +24,7 @@ from ._grouped import FORWARD, MOST, ROWS, WEIGHTS, add_rows, groups_of, multipl
     " bias?(experts, outputs): param -> y(assignments, outputs)",
     widen=False,  # products take 16-bit operands as they are
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[1],
+    traffic=lambda a: traffic(a, len(a["x"])),
 )
 def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None = None) -> Array:
     """Multiply each group of rows by its own weight: ``y[p] = x[p] @ weight[e].T + bias[e]``.
@@ -142,6 +143,16 @@ def _launch_backward(
     return dx, dweight, None, dbias
 
 
+def traffic(arrays: dict[str, Any], assignments: int) -> int:
+    """Return the bytes of all arrays, of stacks those of as many experts as can have rows."""
+    stacks, total = ("weight", "gate_up", "down"), 0
+    for name, array in arrays.items():
+        if array is not None:
+            experts = array.shape[0] if name in stacks else 1
+            total += array.nbytes // experts * min(experts, max(1, assignments))
+    return total
+
+
 def without_kernel(*weights: Any) -> str | None:
     """Return why no kernel multiplies by these stacks; None if one does."""
     if weights[0].shape[0] > MOST:
@@ -183,6 +194,7 @@ def parts(
 
 
 grouped_linear_backward.require(check_wanted)
+grouped_linear_backward.facts["traffic"] = lambda a: traffic(a, len(a["x"]))
 grouped_linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[1] * sum(a.get(n) is not None for n in ("dx", "dweight"))
 )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import empty
+from ...core.arrays import empty, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -311,6 +311,22 @@ def _check(
 route_forward.require(_check)
 route_backward.require(_check)
 route_backward.require(check_wanted)
+
+
+def weights_of(
+    logits: Array,
+    bias: Array | None,
+    experts: Array,
+    *,
+    scores: str,
+    normalize: bool,
+    scale: float,
+    **_: Any,
+) -> Array:
+    """Return the weights that ``route`` gives to experts that were chosen before, (*rows, k)."""
+    wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
+    weights, total = _weights(wide, bias, experts, scores, normalize)
+    return rounded(weights * (scale / total), logits.dtype)
 
 
 # ---- scores -------------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""What a run of a mixture says of its experts: the log, progress, a file and a picture."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import CheckpointConfig
+from unsloth_cupy.cli.printer import measured
+from unsloth_cupy.finetune import routing
+from unsloth_cupy.finetune.routing import Routing, draw_routing
+from unsloth_cupy.models import create
+
+from ..models.peers import MIXTURES, SIZES
+
+TOKENS = np.random.default_rng(0).integers(3, 97, (4, 16))
+
+
+def same(array: Any) -> Any:
+    return array
+
+
+def counted(label: str, **options: Any) -> tuple[Any, Routing]:
+    model = create(SIZES | MIXTURES[label], seed=0)
+    own = Routing(model)
+    with own.counting():
+        model.loss_and_gradients(TOKENS, TOKENS, **options)
+    return model, own
+
+
+@pytest.mark.parametrize("checkpoint", [None, CheckpointConfig()], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("label", ["qwen2_moe types", "gpt_oss", "phimoe"])
+def test_tokens_of_every_expert_are_counted_once(label: str, checkpoint: Any) -> None:
+    model, own = counted(label, checkpoint=checkpoint)
+    seen: list[Any] = []
+    model.hidden(model.parameters, TOKENS, routers=seen)
+    count = model.config.experts.count
+    expected = [np.bincount(each.experts.reshape(-1), minlength=count) for each in seen]
+    measures = own.measures(same)
+    line = own.line(7)
+    assert line == {"step": 7, "layers": own.layers, "tokens": np.array(expected).tolist()}
+    assert [model.config.experts.sparse[layer] for layer in line["layers"]] == [True] * len(seen)
+    mean = TOKENS.size * model.config.experts.k / count
+    assert measures["expert_tokens"] == pytest.approx(mean)
+    assert measures["expert_load"] == pytest.approx(np.max(expected) / mean)
+    assert measures["idle_experts"] == (np.array(expected) == 0).sum()
+    assert own.measures(same) == {}
+    assert own.line(8) is None
+
+
+def test_nothing_is_counted_outside_of_a_block_nor_of_a_dense_model() -> None:
+    model, own = counted("mixtral")
+    before = own.measures(same)
+    model.loss(TOKENS, TOKENS)
+    assert own.measures(same) == {}
+    with pytest.raises(KeyError), own.counting():
+        raise KeyError
+    assert model.seen is None
+    assert before["expert_load"] >= 1
+    dense = create({**SIZES, "model_type": "llama"}, seed=0)
+    silent = Routing(dense)
+    with silent.counting():
+        dense.loss(TOKENS, TOKENS)
+    assert silent.measures(same) == {}
+
+
+def test_passes_of_a_step_are_added() -> None:
+    model, whole = counted("qwen3_moe")
+    own, expected = Routing(model), whole.measures(same)
+    with own.counting():
+        for rows in (TOKENS[:2], TOKENS[2:]):
+            model.loss(rows, rows)
+    assert own.measures(same) == pytest.approx(expected)
+    assert own.line(1) == whole.line(1)
+
+
+def test_counts_of_ranks_are_added() -> None:
+    """Each rank says what all of them counted."""
+    _, whole = counted("qwen3_moe")
+    expected, parts = whole.measures(same), []
+    for rows in (TOKENS[:2], TOKENS[2:]):
+        model = create(SIZES | MIXTURES["qwen3_moe"], seed=0)
+        parts.append(Routing(model))
+        with parts[-1].counting():
+            model.loss(rows, rows)
+    others = [np.array(part.newest) for part in parts]
+    for part, other in zip(parts, others[::-1], strict=True):
+        assert part.measures(lambda own, other=other: own + other) == pytest.approx(expected)
+        assert part.line(1) == {"step": 1, "layers": part.layers, "tokens": sum(others).tolist()}
+
+
+def test_a_picture_shows_layers_and_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [[40, 0, 10, 14], [16, 16, 16, 16]]
+    lines = [{"step": 1, "layers": [1, 3], "tokens": [[1, 1, 1, 1]] * 2}]
+    lines.append({"step": 9, "layers": [1, 3], "tokens": tokens})
+    kept: list[Any] = []
+    monkeypatch.setattr(routing, "save_picture", lambda figure, path: kept.append(figure))
+    draw_routing(tmp_path / "routing.png", lines, "a run")
+    axes = kept[0].axes[0]
+    shown = axes.images[0].get_array()
+    np.testing.assert_allclose(shown[1], 0)
+    np.testing.assert_allclose(shown[0], np.log2([40 / 16, 1 / 16, 10 / 16, 14 / 16]))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "3"]
+
+
+def test_progress_says_the_load() -> None:
+    line = {"step": 3, "loss": 1.0, "expert_tokens": 8.0, "expert_load": 1.25, "idle_experts": 2}
+    assert measured(line) == ", expert load 1.250, idle experts 2"

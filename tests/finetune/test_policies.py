@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.rewards import rewards_of, scores
 from unsloth_cupy.models import Transformer, load
 
 from ..cli.test_cli import assert_one_clear_error, run
@@ -134,6 +133,7 @@ def test_the_first_step_is_that_of_torch(
     assert line["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
     assert line["length"] == pytest.approx(tokens / texts)
     assert line["clipped"] == 0
+    assert line["ratio"] == pytest.approx(1, abs=1e-5)
     right, low = (np.concatenate([call[name] for call in step]) for name in ("right", "low"))
     assert line["reward_right"] == pytest.approx(right.mean())
     assert line["reward"] == pytest.approx((right + low / 2).mean())
@@ -264,11 +264,16 @@ def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "more", "clipped"),
-    [("grpo", 0, 3 / 5), ("grpo", 1, 3 / 5), ("rloo", 0, 0), ("rloo", 1, 1 / 2)],
+    ("method", "more", "clipped", "ratio"),
+    [
+        ("grpo", 0, 3 / 5, 5.1 / 5),
+        ("grpo", 1, 3 / 5, 5.1 * np.e / 5),
+        ("rloo", 0, 0, (1.3 * 1.3 * 0.5 + 0.7 * 1.3) / 2),
+        ("rloo", 1, 1 / 2, (1.3 * 1.3 * 0.5 * np.e**3 + 0.7 * 1.3 * np.e**2) / 2),
+    ],
 )
 def test_ratios_that_the_loss_clips_are_counted(
-    method: str, more: float, clipped: float, home: Path
+    method: str, more: float, clipped: float, ratio: float, home: Path
 ) -> None:
     """On the side that the advantage favours alone, and of rloo those of whole answers."""
     given = Settings(method=method, reward=[f"{home}/rewards.py:low"]).learning
@@ -276,7 +281,8 @@ def test_ratios_that_the_loss_clips_are_counted(
     mask = np.array([[True, True, True], [True, True, False]])
     sums = given._sums(rows, mask, 0 * rows, None, np.array([1.0, -1.0], np.float32), 3.0)
     measured = given.measures(sums)
-    assert measured == pytest.approx({"entropy": 3 / 5, "clipped": clipped, "length": 2.5})
+    expected = {"entropy": 3 / 5, "clipped": clipped, "ratio": ratio, "length": 2.5}
+    assert measured == pytest.approx(expected)
 
 
 def test_logits_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
@@ -356,82 +362,19 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         trainer(home, tmp_path / "none", tokens=7).train()
 
 
-FUNCTIONS = """
-def one(completions): return [1 / (each != "b") for each in completions]
-def few(completions): return [1]
-def none(completions): return None
-def text(completions): return [each for each in completions]
-def nan(completions): return [float("nan")] * len(completions)
-def together(completions): return [1 / (len(completions) == 1)] * len(completions)
-def gold(completions, gold=None, *, answer): return [1.0] * len(completions)
-number = 3
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("one", "row 1: the reward one raised ZeroDivisionError: division by zero for the answer b;"
-                " mend {path}"),
-        ("few", "the reward few returned 1 items for 3 answers; let it return a list of as many"),
-        ("none", "the reward none returned None for 3 answers"),
-        ("text", "row 0: the reward text gave 'a', no number, for the answer a; mend {path}"),
-        ("nan", "row 0: the reward nan gave nan for the answer a; mend {path}"),
-        ("together", "the reward together raised ZeroDivisionError: division by zero, for no answer"
-                     " alone"),
-        ("gold", "the reward gold takes answer, and the data have other for it; let it take"),
-    ],
-)  # fmt: skip
-def test_errors_of_rewards_name_the_answer(name: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(FUNCTIONS)
-    columns = {"completions": ["a", "b", "c"], "other": [1, 2, 3]}
-    with pytest.raises(ConfigError, match=re.escape(said.format(path=path))):
-        scores(rewards_of([f"{path}:{name}"]), columns, "row {}".format)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["{path}"], "names no function of a file; write FILE.py:FUNCTION, or"),
-        (["{path}:one:nan"], "names no function of a file"),
-        (["{path}:other"], "has no function other; write it, or name another"),
-        (["{path}:number"], "has no function number"),
-        (["{path}.txt:one"], "own.py.txt is no file; name a Python file"),
-        (["{path}:one", "{path}:one:2"], "two functions are named one"),
-        (
-            ["{broken}:one"],
-            "broken.py cannot be run: ModuleNotFoundError: No module named",
-        ),
-    ],
-)
-def test_words_that_are_no_rewards_are_refused(words: Any, said: str, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FUNCTIONS)
-    (tmp_path / "broken.py").write_text("import nowhere")
-    places = {"path": tmp_path / "own.py", "broken": tmp_path / "broken.py"}
-    with pytest.raises(ConfigError, match=said):
-        rewards_of([word.format(**places) for word in words])
-
-
-def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text("def a(completions): return [None, True, 3]\ndef b(**k): return k['n']\n")
-    both = rewards_of([f"{path}:a:-0.5", f"{path}:b"])
-    assert [each.weight for each in both] == [-0.5, 1.0]
-    columns = {"completions": ["x", "y", "z"], "n": np.arange(3)}
-    found = scores(both, columns, str)
-    np.testing.assert_array_equal(found, [[np.nan, 0], [1, 1], [3, 2]])
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"reward": []}, "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION"),
+        ({"reward": []}, "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION or the f"),
         ({"reward": "a.py:b"}, "reward=a.py:b: give a list of texts, as reward="),
         ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
         ({"neftune": 5.0}, "draws its answers without neftune"),
         ({"lora": 2, "lora_dropout": 0.1}, "draws its answers without lora_dropout"),
-        ({"data_parallel": 2}, "draws its answers in one process; leave data_parallel out"),
+        ({"tensor_parallel": 2}, "a whole model; use data_parallel in place of tensor_parallel"),
+        ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
+        ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
+        ({"reward_processes": 0}, "reward_processes=0: give a whole number of 1 or more"),
+        ({"method": "dpo", "reward": [], "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
         ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),

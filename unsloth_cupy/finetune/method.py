@@ -123,6 +123,22 @@ class Method:
         """The number of answers to a prompt, if it draws them."""
         return 1
 
+    def first(self, step: int, accumulate: int) -> int:
+        """Return the number of the first batch of a step, whose batches are ``accumulate``."""
+        return step * accumulate
+
+    def steps(self, batches: int, accumulate: int) -> int:
+        """Return the number of steps that so many batches make."""
+        return -(-batches // accumulate)
+
+    def updates(self, accumulate: int) -> int:
+        """Return after how many steps it needs nothing of those before, beyond what all keep."""
+        return 1
+
+    def with_models(self, read: Callable[[Any], Any]) -> Self:
+        """Return this method with what ``read`` knows of the folders of models that reward."""
+        return self
+
     def texts(self, record: Any) -> list[str]:
         """Return the texts of a record, all of which is read."""
         return [record.answer]

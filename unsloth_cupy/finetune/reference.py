@@ -88,17 +88,21 @@ def with_teacher(
     dtype: str | None = None,
     device: str | None = None,
 ) -> Any:
-    """Return a method with its teacher, if it has one; without a dtype, with its config alone.
+    """Return a method with the models that it computes with; without a dtype, with configs alone.
 
     Predictions that are stored, for texts of a tokenizer, need no teacher.
     """
-    folder = others.get("teacher")
+
+    def read(path: Path) -> Any:
+        folder = model_folder(path)
+        return frozen(folder, dtype, device) if dtype else model_without_weights(folder).config
+
+    method, folder = method.with_models(read), others.get("teacher")
     if folder is None or method.taught is not None:
         return method
     if is_taught(folder):
         return method.with_taught(read_taught(folder, tokenizer, method.given.get("temperature")))
-    read = frozen(folder, dtype, device) if dtype else model_without_weights(folder).config
-    return dataclasses.replace(method, teacher=read)
+    return dataclasses.replace(method, teacher=read(folder))
 
 
 def add_taught(method: Any, data: TrainingData, shape: Shape, where: Any) -> TrainingData:

@@ -24,10 +24,11 @@ from .method import FOLDERS, Method
 from .methods import METHODS, OPTIONS, using
 from .naming import named
 from .new_model import SIZES
-from .policy_methods import NEW, SAMPLES
+from .policy_methods import LIMITS, NEW, SAMPLES
 from .rates import DECAYS
 from .records import Records
 from .reporters import REPORTERS
+from .reward_pool import SECONDS
 from .text import Text
 
 STEPS = 1200  # of a new model, if neither steps nor epochs are given
@@ -49,7 +50,7 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
     *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
     *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
-    *("method", *(name for name in OPTIONS if name not in FOLDERS)),
+    *("method", *(name for name in OPTIONS if name not in (*FOLDERS, *LIMITS))),
 )
 
 
@@ -108,8 +109,16 @@ class Settings:
         " grpo and rloo draw.  [default: 1, 0.05, 1]", above=0,
     )  # fmt: skip
     reward: Sequence[str] = setting(
-        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, perhaps :WEIGHT behind"
-        " it; may be repeated.", (),
+        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, or the folder of a"
+        " model that reward has trained; perhaps :WEIGHT behind it; may be repeated.", (),
+    )  # fmt: skip
+    reward_seconds: float | None = setting(
+        "method", "Seconds in which a call of a reward must end; answers that take longer alone"
+        f" are not judged.  [default: {SECONDS:g}]", above=0,
+    )  # fmt: skip
+    reward_processes: int | None = setting(
+        "method", "Processes of each function, for the answers to some prompts each."
+        "  [default: 1]", least=1,
     )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
@@ -117,6 +126,13 @@ class Settings:
     max_new_tokens: int | None = setting(
         "method", f"Tokens of these at most.  [default: {NEW}, or half of the positions]", least=1
     )
+    num_iterations: int | None = setting(
+        "method", "Updates by the same answers.  [default: 1]", least=1
+    )
+    steps_per_generation: int | None = setting(
+        "method", "Batches of prompts that are answered before the next update.  [default:"
+        " {accumulate}]", least=1,
+    )  # fmt: skip
     pooling: str | None = setting(
         "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
     )

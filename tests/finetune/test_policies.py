@@ -365,7 +365,10 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"reward": []}, "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION or the f"),
+        (
+            {"reward": []},
+            "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION or the f",
+        ),
         ({"reward": "a.py:b"}, "reward=a.py:b: give a list of texts, as reward="),
         ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
         ({"neftune": 5.0}, "draws its answers without neftune"),

@@ -185,6 +185,8 @@ class Policy(Method):
         prompts : list of (tokens,) arrays
         drawn : Rollouts
         rewards : (answers, functions) float64
+        late : int
+            How often a function took too long for an answer.
         """
         real, numbers = batch.beside["real"], batch.beside["value"][:, 0]
         prompts = [row[own] for row, own in zip(batch.tokens, real, strict=True)]
@@ -209,8 +211,10 @@ class Policy(Method):
         names = dict.fromkeys(name for record in records for name in record.value)
         columns |= {name: [record.value.get(name) for record in records] for name in names}
         where = [self.text.place(record.line) for record in records]
-        more = {"group": samples, "tools": [record.tools for record in records]}
-        return prompts, drawn, scores(self.rewards, columns, where.__getitem__, **more)
+        late = list[int]()
+        more = {"group": samples, "tools": [record.tools for record in records], "late": late}
+        rewards = scores(self.rewards, columns, where.__getitem__, **more)
+        return prompts, drawn, rewards, len(late)
 
     def drawn(self, loop: Any, batches: Sequence[Batch], numbers: Sequence[int]) -> list[Batch]:
         """Return the answers that the model draws to the prompts of batches, with their gains.
@@ -228,24 +232,24 @@ class Policy(Method):
         beside = {name: each[share] for name, each in batch.beside.items()}
         own = batch._replace(tokens=batch.tokens[share], beside=beside)
         shape = loop.training_data.batches.shape._replace(pack=loop.plan.pack is not False)
-        texts, rewards = list[Example](), np.zeros((0, len(self.rewards)))
+        texts, rewards, late = list[Example](), np.zeros((0, len(self.rewards))), 0
         if len(own.tokens):  # a batch of few prompts leaves some ranks without
-            texts, rewards = self._texts(loop, own, seed, share.start * self.samples, shape)
+            texts, rewards, late = self._texts(loop, own, seed, share.start * self.samples, shape)
         if data.size > 1:
             texts = _of_all(texts, data, based=bool(self.loss["beta"]))
-            rewards = data.all_gather(rewards)
+            rewards, late = data.all_gather(rewards), int(data.all_reduce(np.array(float(late))))
         kind = "rloo" if self.loss["kind"] == "rloo" else "grpo"
         weights = np.array([each.weight for each in self.rewards])
         gains = advantages(rewards, self.samples, kind=kind, weights=weights)
         texts = [t._replace(value=float(g)) for t, g in zip(texts, gains, strict=True)]
         drawn: Batch = shape.batch_of(texts)
-        return drawn._replace(facts={"rewards": rewards})
+        return drawn._replace(facts={"rewards": rewards, "late": np.array(late)})
 
     def _texts(
         self, loop: Any, batch: Batch, seed: int, first: int, shape: Any
-    ) -> tuple[list[Example], Array]:
-        """Return the answers to prompts and their rewards."""
-        prompts, found, rewards = self.answered(
+    ) -> tuple[list[Example], Array, int]:
+        """Return the answers to prompts, their rewards, and how many took a function too long."""
+        prompts, found, rewards, late = self.answered(
             loop, batch, self.samples, temperature=self.temperature, seed=seed, first=first
         )
         known, mask = to_numpy(found.log_probs), to_numpy(found.mask)
@@ -265,7 +269,7 @@ class Policy(Method):
                 text._replace(base=rows[start : start + len(text.tokens)])
                 for text, start in zip(texts, starts, strict=False)
             ]
-        return texts, rewards
+        return texts, rewards, late
 
     def evaluated(self, loop: Any) -> dict[str, Any]:
         """Return the line of an evaluation: the rewards of the likeliest answers.
@@ -274,7 +278,7 @@ class Policy(Method):
         """
         rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.engine.data
         for batch in loop.training_data.held_out[data.rank :: data.size]:
-            _, drawn, each = self.answered(loop, batch, 1, top_k=1, seed=0)
+            _, drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
             rewards.append(each)
             lengths += [*map(len, drawn.completions())]
         measured = self._rewards(data.all_gather(np.concatenate(rewards)))
@@ -324,8 +328,10 @@ class Policy(Method):
     def before(
         self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
     ) -> dict[str, Any]:
-        """Return the mean rewards of a step."""
-        return self._rewards(np.concatenate([batch.facts["rewards"] for batch in batches]))
+        """Return the mean rewards of a step, and how often one took too long, if it did."""
+        late = sum(int(batch.facts["late"]) for batch in batches)
+        rewards = self._rewards(np.concatenate([batch.facts["rewards"] for batch in batches]))
+        return rewards | ({"reward_late": late} if late else {})
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""

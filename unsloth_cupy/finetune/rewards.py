@@ -70,9 +70,13 @@ class RewardFunction:
         columns: Mapping[str, Sequence[Any]],
         place: Callable[[int], str],
         group: int = 1,
+        late: list[int] | None = None,
         **more: Any,
     ) -> Callable[[], Array]:
-        """Call the function; return what waits for the reward of each answer, (answers,)."""
+        """Call the function; return what waits for the reward of each answer, (answers,).
+
+        ``late`` gets the answers that take too long.
+        """
         takes_all, names = self.takes
         given = dict(columns)
         if not takes_all:
@@ -83,7 +87,10 @@ class RewardFunction:
         pool = workers(self.path, self.digest, self.name, len(parts))
         for worker, part in zip(pool, parts, strict=True):
             worker.send(_request(given, part))
-        until, call = time.monotonic() + self.seconds, _Call(self, columns, place, given)
+        until, call = (
+            time.monotonic() + self.seconds,
+            _Call(self, columns, place, given, [] if late is None else late),
+        )
 
         def finish() -> Array:
             result = np.full(count, np.nan)
@@ -102,6 +109,7 @@ class _Call:
     columns: Mapping[str, Sequence[Any]]
     place: Callable[[int], str]
     given: Mapping[str, Sequence[Any]]
+    late: list[int]
 
     def judge(self, result: Array, part: Sequence[int], reply: Callable[[], Any]) -> None:
         """Write what a call for a part of the answers gave into ``result``."""
@@ -114,7 +122,8 @@ class _Call:
                 self._too_slow(part, late)
             for number in late:
                 text = f"did not end in {self.reward.seconds:g} s {self._of(number)}"
-                announce(f"{text}, which it does not judge")
+                announce(f"the reward {self.reward.name} {text}, which it does not judge")
+            self.late.extend(late)
             again = self._reply_alone
             self.judge(result, rest, lambda: again(rest))
             return

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, load
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
+from ..parallel.ranks import by_sockets
 from .test_methods import Halts, log, model_times, write
 
 REWARDS = '''
@@ -171,6 +174,87 @@ def test_the_divergence_is_from_the_model_before_the_run(home: Path, tmp_path: P
     assert "kl" not in plain.files.lines()[1]
 
 
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_more_updates_learn_from_the_same_answers(loss: str, home: Path, tmp_path: Path) -> None:
+    """The second update is clipped by ratios to the sampler, computed here by its own model.
+
+    A rollout has two batches, of an update each; dapo divides by the mean of their tokens.
+    """
+    options: dict[str, Any] = {"lr": 3e-2, "temperature": 0.7, "loss": loss, "batch": 3}
+    options |= {"steps_per_generation": 2, "num_iterations": 2, "evaluate_every": 9}
+    one = trainer(home, tmp_path / "one", **options).train()
+    made, seen = calls(home, trainer(home, tmp_path / "four", **options, steps=6))
+    assert len(seen) == 2 + 4  # an evaluation at either end; answers are drawn twice
+    before, after = (load(each, dtype="float32") for each in (home / "model", one.files.model))
+    total, tokens, clipped, ratios = 0.0, 0, 0, 0.0
+    answers = [*zip(seen[2]["prompts"], seen[2]["ids"], gains(seen[2], loss), strict=True)]
+    for prompt, ids, gain in answers:
+        start = golden.tokenizer().encode(prompt).ids
+        row = np.array([start + ids])
+        now, old = (
+            each.log_probs(row, row, temperature=0.7).log_probs[0, len(start) - 1 : -1]
+            for each in (after, before)
+        )
+        ratio = np.exp(now - old)
+        terms = -np.minimum(ratio * gain, ratio.clip(0.8, 1.2) * gain)
+        total += terms.mean() if loss == "grpo" else terms.sum()
+        clipped += (((ratio > 1.2) & (gain > 0)) | ((ratio < 0.8) & (gain < 0))).sum()
+        tokens, ratios = tokens + len(ids), ratios + ratio.sum()
+    both = [len(ids) for call in seen[1:3] for ids in call["ids"]]
+    count = len(answers) if loss == "grpo" else sum(both) / 2
+    assert tokens * 2 != sum(both)
+    first, second, third, fourth, fifth, _ = (n for n in made.files.lines() if "loss" in n)
+    assert second["loss"] == pytest.approx(total / count, rel=1e-4)
+    assert second["clipped"] == pytest.approx(clipped / tokens)
+    assert second["ratio"] == pytest.approx(ratios / tokens, rel=1e-4)
+    assert 0.05 < second["clipped"] < 0.9
+    assert (first["ratio"], fifth["ratio"]) == (pytest.approx(1), pytest.approx(1))
+    for line, again in ((first, third), (second, fourth)):
+        assert (line["reward"], line["length"]) == (again["reward"], again["length"])
+        assert line["loss"] != again["loss"]
+    assert fifth["length"] != first["length"]
+
+
+def test_epochs_count_the_updates(home: Path, tmp_path: Path) -> None:
+    options = {"steps": None, "epochs": 2, "batch": 2, "num_iterations": 3}
+    made = trainer(home, tmp_path / "run", **options, lr=1e-5, evaluate_every=99).train()
+    assert [line["step"] for line in made.files.lines() if "loss" in line][-1] == 2 * 3 * 3
+
+
+@pytest.mark.slow
+def test_data_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
+    """Each answers its own prompts, as many as there are, and judges the answers."""
+    wanted: dict[str, list[str]] = {
+        "plain": [],
+        "repeated": ["--num-iterations", "2", "--steps-per-generation", "2", "--loss", "grpo"],
+        "adapted": ["--lora", "2", "--beta", "0.1", "--no-pack", "--accumulate", "2"],
+        "rloo": ["--method", "rloo", "--zero", "1"],
+    }
+
+    def asked(name: str, ranks: int) -> list[str]:
+        given = {
+            "--data": home / "prompts.jsonl", "--eval": home / "prompts.jsonl", "--method": "grpo",
+            "--reward": f"{home}/rewards.py:low", "--out": tmp_path / f"{name}-{ranks}",
+            "--batch": 3, "--samples": 4, "--max-new-tokens": 6, "--lr": 1e-3, "--steps": 4,
+            "--evaluate-every": 2,
+        }  # fmt: skip
+        more = [*wanted[name]]
+        if ranks == 1 and "--zero" in more:
+            more = more[: more.index("--zero")]
+        return ["finetune", str(home / "model"), *map(str, chain(*given.items())), *more, "--"]
+
+    both = chain.from_iterable(asked(name, 2) for name in wanted)
+    for ended in by_sockets(2, "tests.parallel.commands", *both, limit=240):
+        assert ended.code == 0, ended.said
+    for name in wanted:
+        done = run(*asked(name, 1)[:-1])
+        assert done.exit_code == 0, done.output
+        logs = [log(Run("", RunFolder(tmp_path / f"{name}-{n}"), None)) for n in (1, 2)]
+        assert len(logs[0]) == 4 + 3
+        for line, other in zip(*logs, strict=True):
+            assert other == pytest.approx(line, rel=1e-4, abs=1e-5), name
+
+
 def test_each_step_draws_other_answers(home: Path, tmp_path: Path) -> None:
     """A function gets their text without the token that ends it, which is in their tokens."""
     one = write(tmp_path / "one.jsonl", [row | {"prompt": "w1 w2"} for row in asked()])
@@ -208,11 +292,13 @@ def test_answers_of_chats_end_as_the_template_ends_them(
     assert stops == [[2, *range(150, 200), 0]] * 3 + [None] * 3
 
 
-def test_a_run_that_goes_on_has_equal_bits(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"num_iterations": 3, "steps_per_generation": 2}])
+def test_a_run_that_goes_on_has_equal_bits(more: Any, home: Path, tmp_path: Path) -> None:
+    """Also in the middle of the updates that learn from the same answers."""
     own = tmp_path / "own.py"
     own.write_text(REWARDS)
     options: dict[str, Any] = {"steps": 4, "batch": 2, "evaluate_every": 2, "lora": Lora(2)}
-    options |= {"reward": [f"{own}:low", f"{own}:some:0.1"], "beta": 0.01}
+    options |= {"reward": [f"{own}:low", f"{own}:some:0.1"], "beta": 0.01, **more}
     stop, out = Stop(), tmp_path / "run"
     halted = trainer(home, out, **options)
     halted.callbacks = [Halts(stop, 2)]
@@ -377,7 +463,7 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
         ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
         ({"reward_processes": 0}, "reward_processes=0: give a whole number of 1 or more"),
-        ({"method": "dpo", "reward": [], "num_iterations": 2}, "dpo does not use num_iterations"),
+        ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
         ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),

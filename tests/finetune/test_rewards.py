@@ -141,7 +141,7 @@ def test_a_file_that_changes_is_not_called(own: Path) -> None:
     """A process that starts anew would call another function than those before it."""
     rewards = rewards_of([f"{own}:place"], processes=2)
     own.write_text(FUNCTIONS.replace("double(len(each))", "0"))
-    with pytest.raises(ConfigError, match="own.py has changed since the run began; start the run"):
+    with pytest.raises(ConfigError, match=r"own\.py has changed since the run began; start the run"):
         scores(rewards, COLUMNS, str)
 
 

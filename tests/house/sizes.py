@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 8900,
     "memory": 1000,
-    "finetune": 5560,
+    "finetune": 5960,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

@@ -579,8 +579,8 @@ class Loop:
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             if self.step % self.method.updates(self.plan.accumulate):
                 with opened(checkpoint / ANSWERS) as file:
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                self.rollout = batches_of(tensors)
+                    each = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                self.rollout = batches_of(each)
             self.begun = self.step
             for name in SCALER:
                 setattr(self.scaler, name, state["scaler"][name])

@@ -320,8 +320,7 @@ class Policy(Method):
         Tokens of a batch are the mean of those that are drawn together, as TRL has it.
         """
         texts = sum(batch.label_count for batch in batches)
-        tokens = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-        tokens = sum(float(batch.facts.get("tokens", 0)) for batch in batches) or tokens
+        tokens = sum(float(batch.facts["tokens"]) for batch in batches)
         of_kind = {"dapo": tokens, "dr_grpo": texts * self.new}
         return {"count": max(1, of_kind.get(self.loss["kind"], texts))}
 

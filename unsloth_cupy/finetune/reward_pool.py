@@ -1,8 +1,8 @@
 """The processes of reward functions: started once, and again if one had to be stopped."""
 
 import hashlib
+import json
 import os
-import pickle
 import queue
 import signal
 import subprocess
@@ -45,11 +45,12 @@ class Worker:
         self.path, self.replies = path, queue.SimpleQueue[Any]()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-u", str(PROCESS)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, start_new_session=True,
+            stdout=subprocess.PIPE, start_new_session=True, encoding="ascii",
         )  # fmt: skip
         self.end = weakref.finalize(self, _end, self.process)
-        reading = _read, (self.process.stdout, self.replies)
-        threading.Thread(target=reading[0], args=reading[1], daemon=True).start()
+        self.stdin: Any = self.process.stdin
+        reading = self.process.stdout, self.replies
+        threading.Thread(target=_read, args=reading, daemon=True).start()
         self.send((str(path.resolve()), name, sys.path))
 
     @property
@@ -80,8 +81,8 @@ class Worker:
     def send(self, value: Any) -> None:
         """Send a request."""
         with suppress(OSError):  # it has ended, which the reply tells
-            pickle.dump(value, self.process.stdin)  # type: ignore[arg-type]  # a pipe
-            self.process.stdin.flush()  # type: ignore[union-attr]
+            self.stdin.write(json.dumps(value) + "\n")
+            self.stdin.flush()
 
     def reply(self, seconds: float) -> Any:
         """Return the reply to a request; a process that gives none is stopped.
@@ -106,13 +107,13 @@ class Worker:
 
 def _read(stream: Any, replies: "queue.SimpleQueue[Any]") -> None:
     """Put the replies of a process into a queue; None when it has ended."""
-    with stream, suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
-        while True:
-            replies.put(pickle.load(stream))
+    with stream, suppress(OSError, ValueError):
+        for line in stream:
+            replies.put(json.loads(line))
     replies.put(None)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[str]") -> None:
     """Stop a process and all that it has started."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
@@ -120,8 +121,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         else:
             process.kill()
     process.wait()
+    stdin: Any = process.stdin
     with suppress(OSError):
-        process.stdin.close()  # type: ignore[union-attr]  # a pipe
+        stdin.close()
 
 
 _WORKERS = dict[tuple[Path, str, str], list[Worker]]()

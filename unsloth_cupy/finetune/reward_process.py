@@ -1,14 +1,14 @@
 """Calls a function that rewards answers, in a process of its own.
 
-This file is run as a script that reads pickled requests and writes pickled replies: first the file,
+This file is run as a script that reads requests and writes replies, lines of JSON: first the file,
 the name of the function and where modules are; then for each call the number of answers, and the
 lists that the function takes.  What it prints goes to standard error.
 """
 
 import inspect
+import json
 import math
 import os
-import pickle
 import runpy
 import select
 import signal
@@ -34,9 +34,9 @@ def taken(function: Any) -> Any:
 
 
 def judged(function: Callable[..., Any], count: int, given: Mapping[str, Sequence[Any]]) -> Any:
-    """Return a number or None for each answer; or (answer, what is wrong with it).
+    """Return {"values": a number or None for each answer}; or {"wrong": (answer, the problem)}.
 
-    The answer is None if the problem is not one's own.
+    The answer is None if the problem is not that of one alone.
     """
     try:
         values = function(**given)
@@ -45,33 +45,36 @@ def judged(function: Callable[..., Any], count: int, given: Mapping[str, Sequenc
             try:
                 function(**{name: [each[number]] for name, each in given.items()})
             except (Exception, SystemExit) as own:
-                return number, f"raised {type(own).__name__}: {own}"
-        return None, f"raised {type(error).__name__}: {error}, for no answer alone"
+                return {"wrong": (number, f"raised {type(own).__name__}: {own}")}
+        problem = f"raised {type(error).__name__}: {error}, for no answer alone"
+        return {"wrong": (None, problem)}
     if not hasattr(values, "__len__") or len(values) != count:
         has = f"{len(values)} items" if hasattr(values, "__len__") else repr(values)[:80]
-        return None, f"returned {has} for {count} answers, not a list of as many numbers"
+        problem = f"returned {has} for {count} answers, not a list of as many numbers"
+        return {"wrong": (None, problem)}
     result = list[float | None]()
     for number, value in enumerate(values):
         try:
             result.append(None if value is None else float(value))
         except (TypeError, ValueError, OverflowError):
-            return number, f"gave {repr(value)[:80]}, not a number,"
+            return {"wrong": (number, f"gave {repr(value)[:80]}, not a number,")}
         if not math.isfinite(result[-1] or 0):
-            return number, f"gave {result[-1]:g}"
-    return result
+            return {"wrong": (number, f"gave {result[-1]:g}")}
+    return {"values": result}
 
 
 def main() -> None:
     """Answer requests until there are no more."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), encoding="ascii")
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     def reply(value: Any) -> None:
-        pickle.dump(value, replies)
+        replies.write(json.dumps(value) + "\n")
         replies.flush()
 
-    path, name, places = pickle.load(requests)
+    path, name, places = json.loads(requests.readline())
     sys.path[:] = [str(Path(path).parent), *places]
     try:
         function = runpy.run_path(path, run_name=Path(path).stem).get(name)
@@ -82,12 +85,8 @@ def main() -> None:
         reply(f"has no function {name}; write it, or name another")
         return
     reply(taken(function))
-    while True:
-        try:
-            count, given = pickle.load(requests)
-        except EOFError:
-            return
-        reply(judged(function, count, given))
+    for line in requests:
+        reply(judged(function, *json.loads(line)))
 
 
 def guarded() -> None:

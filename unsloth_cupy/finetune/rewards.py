@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from .listener import announce
 from .messages import shown
 from .naming import named
 from .reward_models import RewardModel
-from .reward_pool import SECONDS, EndedError, LateError, fingerprint, workers
+from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, workers
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what a function may take beside columns
 ENOUGH = 3  # answers that are all too late end the run
@@ -87,15 +87,14 @@ class RewardFunction:
         pool = workers(self.path, self.digest, self.name, len(parts))
         for worker, part in zip(pool, parts, strict=True):
             worker.send(_request(given, part))
-        until, call = (
-            time.monotonic() + self.seconds,
-            _Call(self, columns, place, given, [] if late is None else late),
-        )
+        until = time.monotonic() + self.seconds
+        call = _Call(self, columns, place, given, [] if late is None else late)
 
         def finish() -> Array:
             result = np.full(count, np.nan)
-            for worker, part in zip(pool, parts, strict=True):
-                call.judge(result, part, lambda one=worker: one.reply(until - time.monotonic()))
+            replies = [_reply(worker, until - time.monotonic()) for worker in pool]
+            for part, reply in zip(parts, replies, strict=True):  # now all processes wait
+                call.judge(result, part, reply)
             return result
 
         return finish
@@ -111,11 +110,9 @@ class _Call:
     given: Mapping[str, Sequence[Any]]
     late: list[int]
 
-    def judge(self, result: Array, part: Sequence[int], reply: Callable[[], Any]) -> None:
+    def judge(self, result: Array, part: Sequence[int], reply: Any) -> None:
         """Write what a call for a part of the answers gave into ``result``."""
-        try:
-            values = reply()
-        except LateError:
+        if isinstance(reply, LateError):
             late = self._late(part)
             rest = [number for number in part if number not in late]
             if not late or not rest:
@@ -124,23 +121,23 @@ class _Call:
                 text = f"did not end in {self.reward.seconds:g} s {self._of(number)}"
                 announce(f"the reward {self.reward.name} {text}, which it does not judge")
             self.late.extend(late)
-            again = self._reply_alone
-            self.judge(result, rest, lambda: again(rest))
+            self.judge(result, rest, self._again(rest))
             return
-        except EndedError as error:
-            for number, own in self._alone(part):
-                if isinstance(own, EndedError):
+        if isinstance(reply, EndedError):
+            for number in part:
+                if isinstance(own := self._again([number]), EndedError):
                     self._wrong(number, str(own))
-            self._wrong(None, f"{error}, for no answer alone")
-        if isinstance(values, tuple):
-            number, problem = values
+            self._wrong(None, f"{reply}, for no answer alone")
+        if "wrong" in reply:
+            number, problem = reply["wrong"]
             self._wrong(None if number is None else part[number], problem)
-        result[[*part]] = [math.nan if value is None else value for value in values]
+        result[[*part]] = [math.nan if value is None else value for value in reply["values"]]
 
     def _late(self, part: Sequence[int]) -> list[int]:
         """Return the answers for which the function does not end even if it judges them alone."""
         late = list[int]()
-        for done, (number, own) in enumerate(self._alone(part)):
+        for done, number in enumerate(part):
+            own = self._again([number])
             if isinstance(own, LateError):
                 late.append(number)
             elif isinstance(own, EndedError):
@@ -149,20 +146,12 @@ class _Call:
                 self._too_slow(part[:ENOUGH], late)
         return late
 
-    def _alone(self, part: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Yield what the function gives for each answer alone, or how it ended."""
-        for number in part:
-            try:
-                yield number, self._reply_alone([number])
-            except (LateError, EndedError) as error:
-                yield number, error
-
-    def _reply_alone(self, part: Sequence[int]) -> Any:
+    def _again(self, part: Sequence[int]) -> Any:
         """Return the reply to another call."""
         reward = self.reward
         (worker,) = workers(reward.path, reward.digest, reward.name, 1)
         worker.send(_request(self.given, part))
-        return worker.reply(reward.seconds)
+        return _reply(worker, reward.seconds)
 
     def _of(self, number: int) -> str:
         """Return in words which answer it is, to which prompt."""
@@ -188,6 +177,14 @@ class _Call:
         each = f"for {count} answers, though for each of them alone"
         processes = f"more {named('reward_processes')}"
         raise ConfigError(f"{problem} {each}; give it more, or {processes}")
+
+
+def _reply(worker: Worker, seconds: float) -> Any:
+    """Return the reply of a process, or the error that says why there is none."""
+    try:
+        return worker.reply(seconds)
+    except (LateError, EndedError) as error:
+        return error
 
 
 def _request(given: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tuple[int, Any]:

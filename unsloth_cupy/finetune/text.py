@@ -62,13 +62,13 @@ def batches_of(tensors: Mapping[str, Array]) -> list[Batch]:
     result = list[Batch]()
     for number in range(len({name.partition(".")[0] for name in tensors})):
         own = {n.partition(".")[2]: a for n, a in tensors.items() if n.startswith(f"{number}.")}
-        counts = map(int, own["counts"])
+        count, real, group = map(int, own["counts"])
         beside, facts = (
             {n.partition(".")[2]: a for n, a in own.items() if n.startswith(f"{kind}.")}
             for kind in ("beside", "facts")
         )
         arrays = own["tokens"], own["labels"], own.get("offsets")
-        result.append(Batch(*arrays, *counts, beside=beside, facts=facts))
+        result.append(Batch(*arrays, count, real, group, beside, facts))
     return result
 
 

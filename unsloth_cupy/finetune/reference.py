@@ -188,8 +188,9 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
     texts, data = shape._replace(method=METHODS["sft"]), ranks.groups.data
     for part in parts:
         result = np.zeros(part.ends[-1], np.float32)
+        places = [*consecutive(part, texts)]
         pieces = ((range(part.ends[last] - part.ends[first]), first, last)
-                  for first, last in consecutive(part, texts))  # fmt: skip
+                  for first, last in places)  # fmt: skip
         what = "reference: tokens"
         for number, (_, first, last) in enumerate(reading(pieces, part.ends[-1], what)):
             if number % data.size != data.rank:
@@ -201,4 +202,7 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
                 begin, stop = part.ends[text], part.ends[text + 1]
                 # a token is predicted at the place before it
                 result[begin + 1 : stop] = found[start : start + stop - begin - 1]
+        if model.gather is not None and data.rank >= len(places) % data.size > 0:
+            one = placed(texts.method.inputs(texts.batch_of([part[0]])), model.table)
+            model.log_probs(**one)  # take part when others gather weights from this rank
         part.reference = data.all_reduce(result) if data.size > 1 else result

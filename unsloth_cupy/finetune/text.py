@@ -44,6 +44,15 @@ class Batch(NamedTuple):
     facts: Mapping[str, Array] = {}  # of the batch as a whole, which ranks do not divide
 
 
+def without_texts(batch: Batch) -> Batch:
+    """Return a batch of the same kind that holds no text."""
+    where = np.s_[:0] if batch.offsets is None else np.s_[:, :0]
+    beside = {name: array[where] for name, array in batch.beside.items()}
+    offsets = None if batch.offsets is None else batch.offsets[:1]
+    arrays = batch.tokens[where], batch.labels[where], offsets
+    return Batch(*arrays, 0, 0, batch.group, beside, batch.facts)
+
+
 def tensors_of(batches: Sequence[Batch]) -> dict[str, Array]:
     """Return all that batches hold as arrays, by names that begin with their numbers."""
     result = dict[str, Array]()

@@ -166,7 +166,8 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         }  # fmt: skip
         words = [str(word) for pair in given.items() for word in pair]
         words += ["--teacher", str(home / "model-0.9")] if method == "distill" else []
-        if {tensor, context, "3"} & {*more} and METHODS[method].compares:  # else all are equal
+        # else rewards are 0 but for rounding, and so is their order
+        if METHODS[method].compares and (method, *more) != ("kto", "--zero", "3"):
             words += ["--reference", str(home / "model-0.9")]
         words += [] if ranks == 1 and "--no-pack" not in more else more
         return ["finetune", str(model_of(home, method)), *words, "--"]
@@ -193,7 +194,10 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         ]
         assert len(logs[0]) == 5
         for line, other in zip(*logs, strict=True):
-            assert other == pytest.approx(line, rel=1e-4, abs=2e-6), (method, more)
+            same = line
+            if method == "distill":  # ranks that divide tokens count no right ones
+                same = {name: value for name, value in line.items() if name in other}
+            assert other == pytest.approx(same, rel=1e-4, abs=2e-6), (method, more)
 
 
 class Halts(Callback):

@@ -332,8 +332,12 @@ def test_answers_become_better(home: Path, tmp_path: Path) -> None:
 
 def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
     """Answers that fill their rows; where some end before, a step holds less."""
-    data = write(tmp_path / "one.jsonl", [{"prompt": f"w{n}", "answer": ""} for n in range(6)])
-    for more in ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2}, {"pack": False}):
+    data, asks = (
+        write(tmp_path / f"{n}.jsonl", [{"prompt": f"w{m} " * n, "answer": ""} for m in range(6)])
+        for n in (1, 60)
+    )
+    all_more: tuple[dict[str, Any], ...] = ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2})
+    for more in (*all_more, {"pack": False}, {"data": asks}):  # no logits are of a question
         options = {
             "model": "long",
             "data": data,

@@ -201,13 +201,19 @@ class Method:
         """Return numbers for the log from the sums over the batches of a step."""
         return {}
 
+    def asked(self, tokens: int) -> int:
+        """Return how many of the tokens of a full row are a question at least."""
+        return 0
+
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
         """Return the inputs of full rows, to plan their memory: views of those of one."""
         rows = np.ones((self.group, tokens), np.int64)
+        labels = rows.copy()
+        labels[:, : self.asked(tokens)] = IGNORE
         beside: dict[str, Array] = {"desirable": rows > 0, "real": rows > 0}
         beside["value"] = np.zeros(rows.shape)
         beside |= {"reference": np.zeros(rows.shape, FLOAT32), "taught": np.zeros_like(rows)}
-        one = self.inputs(Batch(rows, rows, None, 1, rows.size, self.group, beside)).items()
+        one = self.inputs(Batch(rows, labels, None, 1, rows.size, self.group, beside)).items()
         return {
             name: np.broadcast_to(array[:1], (batch * len(array), *array.shape[1:]))
             for name, array in one

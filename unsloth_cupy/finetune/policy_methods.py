@@ -372,6 +372,10 @@ class Policy(Method):
         each["ratio"] = ratio / max(ratios, 1)
         return {**constants, **each, "length": tokens / max(texts, 1)}
 
+    def asked(self, tokens: int) -> int:
+        """Return how many of the tokens of a full row are a question at least."""
+        return 0 if self.text is None else max(0, tokens - self.new)
+
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
         """Return the inputs of answers that fill their rows."""
         return super().full(batch * self.samples, tokens)

@@ -304,7 +304,7 @@ def test_a_run_that_goes_on_has_equal_bits(more: Any, home: Path, tmp_path: Path
     halted.callbacks = [Halts(stop, 2)]
     with pytest.raises(Interrupted):
         halted.train(stop)
-    again = trainer(home, out, **options).train()
+    again = trainer(home, out, **options, reward_seconds=30.0, reward_processes=2).train()
     expected = trainer(home, tmp_path / "whole", **options).train()
     assert log(again) == log(expected)
     both = [
@@ -466,6 +466,10 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         ({"tensor_parallel": 2}, "a whole model; use data_parallel in place of tensor_parallel"),
         ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
         ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
+        (
+            {"reward": ["tests"], "reward_seconds": 9.0},
+            "reward_seconds is of functions, and reward names models alone; leave it out",
+        ),
         ({"reward_processes": 0}, "reward_processes=0: give a whole number of 1 or more"),
         ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),

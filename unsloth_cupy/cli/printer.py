@@ -24,7 +24,7 @@ SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
 SHOWN = (  # of what a method measures, in progress
     *("reward", "accuracy", "margin", "f1", "mrr", "error", "kl"),
-    *("entropy", "clipped", "length"),
+    *("entropy", "ratio", "clipped", "length"),
 )
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 

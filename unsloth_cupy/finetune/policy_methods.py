@@ -113,6 +113,10 @@ class Policy(Method):
         if not self.rewards:
             cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model"
             raise ConfigError(f"{method} has nothing to learn from; {cure}")
+        limits = [name for name in LIMITS if getattr(settings, name) is not None]
+        if limits and all(hasattr(each, "model") for each in self.rewards):
+            problem = f"{named(*limits)} is of functions, and {named('reward')} names models alone"
+            raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
         if ranks:
             cure = f"use {named('data_parallel')} in place of {named(*ranks)}"

@@ -336,7 +336,7 @@ HEAD = f"{PREFIX}lm_head.weight"
     [
         ("untied", "rows_untied", {}, {ROWS: lambda rows: None}, "tokens_delta is missing"),
         ("untied", "rows_untied", {}, {ROWS: lambda rows: rows[:3]}, r"it must be floats, \(4"),
-        ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "'norm' is no module"),
+        ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "'norm' is not a module"),
         ("untied", "rows_untied", {"modules_to_save": ["embed_tokens"]}, {}, "some of its rows"),
         ("untied", "rows_untied", {"peft_type": "VERA"}, {}, "'VERA'; it must be LORA: merge the"),
         ("tied", "tied_table_tied", {}, {HEAD: lambda rows: rows * 2}, "lm_head is not equal to"),
@@ -345,7 +345,7 @@ HEAD = f"{PREFIX}lm_head.weight"
             for listed, message in (
                 ([3, 3, 4, 5], "token 3 is listed twice"),
                 ([3, 4, 5, 64], r"token 64 is outside .* resize\(vocab\)"),
-                ({"norm": [3]}, "'norm' is no table of tokens"),
+                ({"norm": [3]}, "'norm' is not a table of tokens"),
             )
         ),
     ],
@@ -368,7 +368,7 @@ def test_files_that_contradict_themselves(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 5}, "5 is no list of token ids"),
+        ({"tokens": 5}, "5 is not a list of token ids"),
         ({"tokens": [1.5]}, "no list of token ids"),
         ({"tokens": "ab"}, "no list of token ids"),
         ({"tokens": [1, 1]}, "token 1 is listed twice"),
@@ -423,3 +423,48 @@ def test_a_vocabulary_that_grew_for_an_adapter_comes_with_it(
     model.save(tmp_path / "saved")
     for again in (load(tmp_path / "merged"), load(tmp_path / "saved")):
         np.testing.assert_allclose(again.logits(tokens), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        ("tied", {"tokens": [64, 3]}),
+        ("tied", {"modules": ["embed_tokens"]}),
+        ("tied", {"targets": ["q_proj", "embed_tokens"]}),
+        ("untied", {}),
+        ("untied", {"tokens": {"embed_tokens": [64, 3], "lm_head": [64]}}),
+        ("untied", {"modules": ["lm_head"]}),
+        ("untied", {"targets": ["embed_tokens", "lm_head"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_an_adapter_of_a_vocabulary_that_grew_is_whole(
+    base: str, options: Any, tmp_path: Path
+) -> None:
+    """Its file holds the tables, for this library, for peft, and when it is saved again."""
+    folder, tokens = LOSSES / "tokens" / base, np.where(TOKENS % 5 == 0, 64, TOKENS)
+    model = load(folder, dtype="float32")
+    model.resize(65)
+    model.add_adapter(2, **options)
+    draw = np.random.default_rng(0)
+    for array in model.trainable.values():
+        array[...] = array + 0.3 * draw.standard_normal(array.shape)
+    expected = model.logits(tokens)
+    model.save_adapter(tmp_path / "first")
+    load(folder, dtype="float32", lora=tmp_path / "first").save_adapter(tmp_path / "second")
+    again = load(folder, dtype="float32", lora=tmp_path / "second")
+    np.testing.assert_array_equal(again.logits(tokens), expected)
+    report = merge(tmp_path / "second", tmp_path / "merged", base=folder, dtype="float32")
+    assert "images" not in str(report)
+    np.testing.assert_allclose(load(tmp_path / "merged").logits(tokens), expected, atol=1e-4)
+    peft = pytest.importorskip("peft", reason="which reads the file")
+    transformers = pytest.importorskip("transformers", reason="whose model this is")
+    import torch
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole.resize_token_embeddings(65, mean_resizing=False)
+    peer = peft.PeftModel.from_pretrained(whole, tmp_path / "second")
+    with torch.no_grad():
+        actual = peer(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(actual, expected, atol=1e-4)

@@ -313,6 +313,8 @@ class Trainer:
                 continue
             files = fingerprints(model_folder(path), {})
             base |= {f"reward {path.name}/{name}": each for name, each in files.items()}
+        if self.settings.new_tokens is not None:
+            base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
         return kept(self.settings, text, self.source, base) | self.evaluated
 
 

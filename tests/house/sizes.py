@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 9200,
     "memory": 1000,
-    "finetune": 6120,
+    "finetune": 6060,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

@@ -369,8 +369,8 @@ def test_files_that_contradict_themselves(
     ("options", "message"),
     [
         ({"tokens": 5}, "5 is not a list of token ids"),
-        ({"tokens": [1.5]}, "no list of token ids"),
-        ({"tokens": "ab"}, "no list of token ids"),
+        ({"tokens": [1.5]}, "not a list of token ids"),
+        ({"tokens": "ab"}, "not a list of token ids"),
         ({"tokens": [1, 1]}, "token 1 is listed twice"),
         ({"tokens": [64]}, "token 64 is outside the vocabulary of 64"),
         ({"tokens": [1], "modules": ["embed_tokens"]}, "trained whole, and some of its rows"),

@@ -11,8 +11,8 @@ import pytest
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.chat import Chat, Lesson
 from unsloth_cupy.finetune.records import Record, read_records
+from unsloth_cupy.finetune.spans import encoded
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
-from unsloth_cupy.finetune.training_data import encoded
 
 BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = (

@@ -166,7 +166,8 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         }  # fmt: skip
         words = [str(word) for pair in given.items() for word in pair]
         words += ["--teacher", str(home / "model-0.9")] if method == "distill" else []
-        if {tensor, context} & {*more} and METHODS[method].compares:  # else all rewards are equal
+        # else rewards are 0 but for rounding, and so is their order
+        if METHODS[method].compares and (method, *more) != ("kto", "--zero", "3"):
             words += ["--reference", str(home / "model-0.9")]
         words += [] if ranks == 1 and "--no-pack" not in more else more
         return ["finetune", str(model_of(home, method)), *words, "--"]
@@ -175,9 +176,16 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     wanted += [("reward", ()), ("classify", ())]
     wanted += [(name, (tensor, "2")) for name in Sample.one_in(2, ("dpo", "kto"))]
     wanted += [(name, (context, "2")) for name in Sample.one_in(3, ("ipo", "orpo", "kto"))]
+    wanted += [("distill", (kind, "2")) for kind in Sample.one_in(2, (tensor, context))]
+    methods = ("kto", "dpo", "reward", "distill", "cpo", "classify")
+    wanted += [(name, ("--zero", "3")) for name in Sample.one_in(3, methods)]
     both = chain.from_iterable(asked(method, 2, *more) for method, more in wanted)
-    for ended in by_sockets(2, "tests.parallel.commands", *both, limit=240):
+    wrong = ["wrong", *asked("dpo", 2, "--pipeline-parallel", "2")]
+    every = by_sockets(2, "tests.parallel.commands", *both, *wrong, limit=240)
+    for ended in every:
         assert ended.code == 0, ended.said
+    said = "--pipeline-parallel 2 is not for --method dpo, which needs all blocks in a rank; use"
+    assert said in every[0].said
     for method, more in wanted:
         done = run(*asked(method, 1, *more)[:-1])
         assert done.exit_code == 0, done.output
@@ -186,7 +194,10 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         ]
         assert len(logs[0]) == 5
         for line, other in zip(*logs, strict=True):
-            assert other == pytest.approx(line, rel=1e-4, abs=2e-6), (method, more)
+            same = line
+            if method == "distill":  # ranks that divide tokens count no right ones
+                same = {name: value for name, value in line.items() if name in other}
+            assert other == pytest.approx(same, rel=1e-4, abs=2e-6), (method, more)
 
 
 class Halts(Callback):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.rewards import rewards_of, scores
+from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, create, load
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
+from ..parallel.ranks import by_sockets
 from .test_methods import Halts, log, model_times, write
 
 REWARDS = '''
@@ -134,6 +136,7 @@ def test_the_first_step_is_that_of_torch(
     assert line["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
     assert line["length"] == pytest.approx(tokens / texts)
     assert line["clipped"] == 0
+    assert line["ratio"] == pytest.approx(1, abs=1e-5)
     right, low = (np.concatenate([call[name] for call in step]) for name in ("right", "low"))
     assert line["reward_right"] == pytest.approx(right.mean())
     assert line["reward"] == pytest.approx((right + low / 2).mean())
@@ -169,6 +172,87 @@ def test_the_divergence_is_from_the_model_before_the_run(home: Path, tmp_path: P
     assert second["kl"] > 1e-3
     assert second["loss"] == pytest.approx((terms + 2 * total) / tokens, rel=1e-4)
     assert "kl" not in plain.files.lines()[1]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_more_updates_learn_from_the_same_answers(loss: str, home: Path, tmp_path: Path) -> None:
+    """The second update is clipped by ratios to the sampler, computed here by its own model.
+
+    A rollout has two batches, of an update each; dapo divides by the mean of their tokens.
+    """
+    options: dict[str, Any] = {"lr": 3e-2, "temperature": 0.7, "loss": loss, "batch": 3}
+    options |= {"steps_per_generation": 2, "num_iterations": 2, "evaluate_every": 9}
+    one = trainer(home, tmp_path / "one", **options).train()
+    made, seen = calls(home, trainer(home, tmp_path / "four", **options, steps=6))
+    assert len(seen) == 2 + 4  # an evaluation at either end; answers are drawn twice
+    before, after = (load(each, dtype="float32") for each in (home / "model", one.files.model))
+    total, tokens, clipped, ratios = 0.0, 0, 0, 0.0
+    answers = [*zip(seen[2]["prompts"], seen[2]["ids"], gains(seen[2], loss), strict=True)]
+    for prompt, ids, gain in answers:
+        start = golden.tokenizer().encode(prompt).ids
+        row = np.array([start + ids])
+        now, old = (
+            each.log_probs(row, row, temperature=0.7).log_probs[0, len(start) - 1 : -1]
+            for each in (after, before)
+        )
+        ratio = np.exp(now - old)
+        terms = -np.minimum(ratio * gain, ratio.clip(0.8, 1.2) * gain)
+        total += terms.mean() if loss == "grpo" else terms.sum()
+        clipped += (((ratio > 1.2) & (gain > 0)) | ((ratio < 0.8) & (gain < 0))).sum()
+        tokens, ratios = tokens + len(ids), ratios + ratio.sum()
+    both = [len(ids) for call in seen[1:3] for ids in call["ids"]]
+    count = len(answers) if loss == "grpo" else sum(both) / 2
+    assert tokens * 2 != sum(both)
+    first, second, third, fourth, fifth, _ = (n for n in made.files.lines() if "loss" in n)
+    assert second["loss"] == pytest.approx(total / count, rel=1e-4)
+    assert second["clipped"] == pytest.approx(clipped / tokens)
+    assert second["ratio"] == pytest.approx(ratios / tokens, rel=1e-4)
+    assert 0.05 < second["clipped"] < 0.9
+    assert (first["ratio"], fifth["ratio"]) == (pytest.approx(1), pytest.approx(1))
+    for line, again in ((first, third), (second, fourth)):
+        assert (line["reward"], line["length"]) == (again["reward"], again["length"])
+        assert line["loss"] != again["loss"]
+    assert fifth["length"] != first["length"]
+
+
+def test_epochs_count_the_updates(home: Path, tmp_path: Path) -> None:
+    options = {"steps": None, "epochs": 2, "batch": 2, "num_iterations": 3}
+    made = trainer(home, tmp_path / "run", **options, lr=1e-5, evaluate_every=99).train()
+    assert [line["step"] for line in made.files.lines() if "loss" in line][-1] == 2 * 3 * 3
+
+
+@pytest.mark.slow
+def test_data_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
+    """Each answers its own prompts, as many as there are, and judges the answers."""
+    wanted: dict[str, list[str]] = {
+        "plain": [],
+        "repeated": ["--num-iterations", "2", "--steps-per-generation", "2", "--loss", "grpo"],
+        "adapted": ["--lora", "2", "--beta", "0.1", "--no-pack", "--accumulate", "2"],
+        "rloo": ["--method", "rloo", "--zero", "1"],
+    }
+
+    def asked(name: str, ranks: int) -> list[str]:
+        given = {
+            "--data": home / "prompts.jsonl", "--eval": home / "prompts.jsonl", "--method": "grpo",
+            "--reward": f"{home}/rewards.py:low", "--out": tmp_path / f"{name}-{ranks}",
+            "--batch": 3, "--samples": 4, "--max-new-tokens": 6, "--lr": 1e-3, "--steps": 4,
+            "--evaluate-every": 2,
+        }  # fmt: skip
+        more = [*wanted[name]]
+        if ranks == 1 and "--zero" in more:
+            more = more[: more.index("--zero")]
+        return ["finetune", str(home / "model"), *map(str, chain(*given.items())), *more, "--"]
+
+    both = chain.from_iterable(asked(name, 2) for name in wanted)
+    for ended in by_sockets(2, "tests.parallel.commands", *both, limit=240):
+        assert ended.code == 0, ended.said
+    for name in wanted:
+        done = run(*asked(name, 1)[:-1])
+        assert done.exit_code == 0, done.output
+        logs = [log(Run("", RunFolder(tmp_path / f"{name}-{n}"), None)) for n in (1, 2)]
+        assert len(logs[0]) == 4 + 3
+        for line, other in zip(*logs, strict=True):
+            assert other == pytest.approx(line, rel=1e-4, abs=1e-5), name
 
 
 def test_each_step_draws_other_answers(home: Path, tmp_path: Path) -> None:
@@ -208,17 +292,19 @@ def test_answers_of_chats_end_as_the_template_ends_them(
     assert stops == [[2, *range(150, 200), 0]] * 3 + [None] * 3
 
 
-def test_a_run_that_goes_on_has_equal_bits(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"num_iterations": 3, "steps_per_generation": 2}])
+def test_a_run_that_goes_on_has_equal_bits(more: Any, home: Path, tmp_path: Path) -> None:
+    """Also in the middle of the updates that learn from the same answers."""
     own = tmp_path / "own.py"
     own.write_text(REWARDS)
     options: dict[str, Any] = {"steps": 4, "batch": 2, "evaluate_every": 2, "lora": Lora(2)}
-    options |= {"reward": [f"{own}:low", f"{own}:some:0.1"], "beta": 0.01}
+    options |= {"reward": [f"{own}:low", f"{own}:some:0.1"], "beta": 0.01, **more}
     stop, out = Stop(), tmp_path / "run"
     halted = trainer(home, out, **options)
     halted.callbacks = [Halts(stop, 2)]
     with pytest.raises(Interrupted):
         halted.train(stop)
-    again = trainer(home, out, **options).train()
+    again = trainer(home, out, **options, reward_seconds=30.0, reward_processes=2).train()
     expected = trainer(home, tmp_path / "whole", **options).train()
     assert log(again) == log(expected)
     both = [
@@ -246,8 +332,12 @@ def test_answers_become_better(home: Path, tmp_path: Path) -> None:
 
 def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
     """Answers that fill their rows; where some end before, a step holds less."""
-    data = write(tmp_path / "one.jsonl", [{"prompt": f"w{n}", "answer": ""} for n in range(6)])
-    for more in ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2}, {"pack": False}):
+    data, asks = (
+        write(tmp_path / f"{n}.jsonl", [{"prompt": f"w{m} " * n, "answer": ""} for m in range(6)])
+        for n in (1, 60)
+    )
+    all_more: tuple[dict[str, Any], ...] = ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2})
+    for more in (*all_more, {"pack": False}, {"data": asks}):  # no logits are of a question
         options = {
             "model": "long",
             "data": data,
@@ -264,11 +354,16 @@ def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "more", "clipped"),
-    [("grpo", 0, 3 / 5), ("grpo", 1, 3 / 5), ("rloo", 0, 0), ("rloo", 1, 1 / 2)],
+    ("method", "more", "clipped", "ratio"),
+    [
+        ("grpo", 0, 3 / 5, 5.1 / 5),
+        ("grpo", 1, 3 / 5, 5.1 * np.e / 5),
+        ("rloo", 0, 0, (1.3 * 1.3 * 0.5 + 0.7 * 1.3) / 2),
+        ("rloo", 1, 1 / 2, (1.3 * 1.3 * 0.5 * np.e**3 + 0.7 * 1.3 * np.e**2) / 2),
+    ],
 )
 def test_ratios_that_the_loss_clips_are_counted(
-    method: str, more: float, clipped: float, home: Path
+    method: str, more: float, clipped: float, ratio: float, home: Path
 ) -> None:
     """On the side that the advantage favours alone, and of rloo those of whole answers."""
     given = Settings(method=method, reward=[f"{home}/rewards.py:low"]).learning
@@ -276,7 +371,8 @@ def test_ratios_that_the_loss_clips_are_counted(
     mask = np.array([[True, True, True], [True, True, False]])
     sums = given._sums(rows, mask, 0 * rows, None, np.array([1.0, -1.0], np.float32), 3.0)
     measured = given.measures(sums)
-    assert measured == pytest.approx({"entropy": 3 / 5, "clipped": clipped, "length": 2.5})
+    expected = {"entropy": 3 / 5, "clipped": clipped, "ratio": ratio, "length": 2.5}
+    assert measured == pytest.approx(expected)
 
 
 def test_logits_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
@@ -356,82 +452,26 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         trainer(home, tmp_path / "none", tokens=7).train()
 
 
-FUNCTIONS = """
-def one(completions): return [1 / (each != "b") for each in completions]
-def few(completions): return [1]
-def none(completions): return None
-def text(completions): return [each for each in completions]
-def nan(completions): return [float("nan")] * len(completions)
-def together(completions): return [1 / (len(completions) == 1)] * len(completions)
-def gold(completions, gold=None, *, answer): return [1.0] * len(completions)
-number = 3
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("one", "row 1: the reward one raised ZeroDivisionError: division by zero for the answer b;"
-                " mend {path}"),
-        ("few", "the reward few returned 1 items for 3 answers; let it return a list of as many"),
-        ("none", "the reward none returned None for 3 answers"),
-        ("text", "row 0: the reward text gave 'a', no number, for the answer a; mend {path}"),
-        ("nan", "row 0: the reward nan gave nan for the answer a; mend {path}"),
-        ("together", "the reward together raised ZeroDivisionError: division by zero, for no answer"
-                     " alone"),
-        ("gold", "the reward gold takes answer, and the data have other for it; let it take"),
-    ],
-)  # fmt: skip
-def test_errors_of_rewards_name_the_answer(name: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(FUNCTIONS)
-    columns = {"completions": ["a", "b", "c"], "other": [1, 2, 3]}
-    with pytest.raises(ConfigError, match=re.escape(said.format(path=path))):
-        scores(rewards_of([f"{path}:{name}"]), columns, "row {}".format)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["{path}"], "names no function of a file; write FILE.py:FUNCTION, or"),
-        (["{path}:one:nan"], "names no function of a file"),
-        (["{path}:other"], "has no function other; write it, or name another"),
-        (["{path}:number"], "has no function number"),
-        (["{path}.txt:one"], "own.py.txt is not a file; name a Python file"),
-        (["{path}:one", "{path}:one:2"], "two functions are named one"),
-        (
-            ["{broken}:one"],
-            "broken.py cannot be run: ModuleNotFoundError: No module named",
-        ),
-    ],
-)
-def test_words_that_are_no_rewards_are_refused(words: Any, said: str, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FUNCTIONS)
-    (tmp_path / "broken.py").write_text("import nowhere")
-    places = {"path": tmp_path / "own.py", "broken": tmp_path / "broken.py"}
-    with pytest.raises(ConfigError, match=said):
-        rewards_of([word.format(**places) for word in words])
-
-
-def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text("def a(completions): return [None, True, 3]\ndef b(**k): return k['n']\n")
-    both = rewards_of([f"{path}:a:-0.5", f"{path}:b"])
-    assert [each.weight for each in both] == [-0.5, 1.0]
-    columns = {"completions": ["x", "y", "z"], "n": np.arange(3)}
-    found = scores(both, columns, str)
-    np.testing.assert_array_equal(found, [[np.nan, 0], [1, 1], [3, 2]])
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"reward": []}, "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION"),
+        (
+            {"reward": []},
+            "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION or the f",
+        ),
         ({"reward": "a.py:b"}, "reward=a.py:b: give a list of texts, as reward="),
         ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
         ({"neftune": 5.0}, "draws its answers without neftune"),
         ({"lora": 2, "lora_dropout": 0.1}, "draws its answers without lora_dropout"),
-        ({"data_parallel": 2}, "draws its answers in one process; leave data_parallel out"),
+        ({"tensor_parallel": 2}, "a whole model; use data_parallel in place of tensor_parallel"),
+        ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
+        ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
+        (
+            {"reward": ["tests"], "reward_seconds": 9.0},
+            "reward_seconds is of functions, and reward names models alone; leave it out",
+        ),
+        ({"reward_processes": 0}, "reward_processes=0: give a whole number of 1 or more"),
+        ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
         ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),

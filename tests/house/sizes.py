@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2000,
     "models": 9560,
     "memory": 1020,
-    "finetune": 5880,
+    "finetune": 6280,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

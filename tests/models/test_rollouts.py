@@ -46,6 +46,17 @@ def test_tokens_are_those_of_generate(model, where, dtype, monkeypatch):
     assert seen[0] == (3, 7)
 
 
+def test_parts_of_the_prompts_draw_what_all_draw(model):
+    whole = model.rollouts(PROMPTS, **OPTIONS, stop=()).completions()
+    samples = len(whole) // len(PROMPTS)
+    parts = [
+        model.rollouts(PROMPTS[n : n + 1], **OPTIONS, stop=(), first=n * samples).completions()
+        for n in range(len(PROMPTS))
+    ]
+    assert [each for part in parts for each in part] == whole
+    assert model.rollouts(PROMPTS[1:], **OPTIONS, stop=()).completions() != whole[samples:]
+
+
 def test_log_probs_are_those_of_training(model):
     actual = model.rollouts(PROMPTS, **OPTIONS, temperature=0.7, top_p=0.9, stop=())
     of_training = model.log_probs(actual.tokens, actual.tokens, mask=actual.real, temperature=0.7)
@@ -85,6 +96,7 @@ def test_a_row_ends_with_its_end_token(model):
         ([[3]], {"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
         ([[3]], {"temperature": 0}, "temperature=0 draws nothing"),
         ([[3]], {"seed": None}, "seed=None"),
+        ([[3]], {"first": -1}, "first=-1 must be 0 or more"),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
 SHOWN = (  # of what a method measures, in progress
     *("reward", "accuracy", "margin", "f1", "mrr", "error", "kl"),
-    *("entropy", "clipped", "length", "expert_load", "idle_experts"),
+    *("entropy", "ratio", "clipped", "length", "expert_load", "idle_experts"),
 )
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 

@@ -151,7 +151,10 @@ class Callbacks:
     def _update(self) -> None:
         loop, state = self.loop, self.state
         state.global_step = loop.step
-        state.epoch = loop.training_data.batches.epoch(loop.step * loop.plan.accumulate)
+        accumulate = loop.plan.accumulate
+        begun = loop.step - loop.step % loop.method.updates(accumulate)
+        first = loop.method.first(begun, accumulate)
+        state.epoch = loop.training_data.batches.epoch(first)
 
     def call(self, event: str, **more: Any) -> None:
         """Call a method of all callbacks; one may return another control in place of its own."""

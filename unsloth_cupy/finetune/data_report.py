@@ -21,9 +21,9 @@ from .messages import shown
 from .prompts import prompt_tokens
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
+from .spans import NOBODY, encoded
 from .text import BREAK, Text
 from .tokenizer import load_tokenizer
-from .training_data import NOBODY, encoded
 from .turns import end_tokens
 
 EXAMPLES = 3

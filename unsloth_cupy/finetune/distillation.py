@@ -8,10 +8,12 @@ import numpy as np
 
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
+from ..models.layers.context import Context, own_tokens
 from ..models.layers.head import inputs_of_losses
 from ..models.loss import IGNORE, next_labels
 from ..models.objective import next_token
 from ..ops.losses.linear_divergence import linear_divergence, linear_top_k_divergence
+from ..parallel.tensor import all_gather
 from .method import BATCH, Method
 from .naming import named
 from .text import Batch
@@ -29,6 +31,7 @@ class Distill(Method):
         Its stored predictions, in its place.
     """
 
+    divided: bool = True
     teacher: Any = None
     taught: Any = None
 
@@ -80,27 +83,28 @@ class Distill(Method):
         if not batch["tokens"].size:  # a rank without texts
             return next_token(model, **{n: batch[n] for n in batch.keys() & (BATCH | {"count"})})
         tokens, offsets = batch["tokens"], batch.get("offsets")
-        learned = next_labels(tokens, batch["labels"], offsets) != IGNORE
+        context = Context.of(model.context, tokens, None, offsets, model.context_attention)
+        learned = own_tokens(context, next_labels(tokens, batch["labels"], offsets) != IGNORE)
+
+        def head_inputs(each: Any) -> tuple[Any, Any]:
+            known = each.entered(each.parameters)
+            x = each.hidden(known, tokens, offsets=offsets, context=context)
+            x, head = inputs_of_losses(each.config, known, x)
+            return x, head if each.division is None else all_gather(head, 0, each.division.comm)
+
+        x, head = head_inputs(model)
+        options: dict[str, Any] = {"mask": learned, "softcap": model.config.logit_softcap}
         if self.taught is not None:
-            known = model.entered(model.parameters)
-            x = model.hidden(known, tokens, offsets=offsets)
-            x, head = inputs_of_losses(model.config, known, x)
-            losses = linear_top_k_divergence(
-                x, head, batch["best"], batch["logs"], mask=learned,
-                softcap=model.config.logit_softcap, **self.given,
+            best, logs = (own_tokens(context, batch[name]) for name in ("best", "logs"))
+            losses = linear_top_k_divergence(x, head, best, logs, **options, **self.given)
+        else:
+            by_teacher, of_teacher = head_inputs(self.teacher)
+            words = min(head.shape[0], of_teacher.shape[0])  # some rows may be of no token
+            losses = linear_divergence(
+                x, first(head, words), by_teacher, first(of_teacher, words), **options,
+                teacher_softcap=self.teacher.config.logit_softcap, **self.given,
             )  # fmt: skip
-            return losses.sum() * (1 / batch["count"])
-        (x, head), (by_teacher, of_teacher) = (
-            inputs_of_losses(each.config, known, each.hidden(known, tokens, offsets=offsets))
-            for each in (model, self.teacher)
-            for known in (each.entered(each.parameters),)
-        )
-        words = min(head.shape[0], of_teacher.shape[0])  # tables may have rows that no token has
-        losses = linear_divergence(
-            x, first(head, words), by_teacher, first(of_teacher, words), mask=learned,
-            softcap=model.config.logit_softcap,
-            teacher_softcap=self.teacher.config.logit_softcap, **self.given,
-        )  # fmt: skip
+        losses = losses if context is None else context.whole(losses)
         return losses.sum() * (1 / batch["count"])
 
 

@@ -46,12 +46,13 @@ from .rates import rate_of
 from .routing import Routing
 from .run_folder import RunFolder
 from .settings import Plan
-from .text import Batch, TrainingData
+from .text import Batch, TrainingData, batches_of, tensors_of, without_texts
 
 if TYPE_CHECKING:
     from ..models import Transformer
     from .chat import Chat
 
+ANSWERS = "answers.safetensors"  # in a checkpoint: those from which later steps learn too
 SAMPLE_TOKENS = 60  # that continue a prompt of the settings
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
@@ -112,6 +113,7 @@ class Loop:
             self.masters = {}
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
+        self.rollout: list[Batch] = []  # answers that were drawn, for some steps
         self.measured: dict[str, float | None] = {}  # by the method, in the newest step
         self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
@@ -294,13 +296,12 @@ class Loop:
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:
         """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
-        first = self.step * self.plan.accumulate
+        first = self.method.first(self.step, self.plan.accumulate)
         numbers = range(first, first + self.plan.accumulate)
-        batches = [self.training_data.batches.at(number) for number in numbers]
         if self.method.draws:
-            with self._drawing():
-                each = zip(batches, numbers, strict=True)
-                batches = [self.method.drawn(self, *batch) for batch in each]
+            batches = self._drawn(numbers)
+        else:
+            batches = [self.training_data.batches.at(number) for number in numbers]
         rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
         constants = self.method.before(self.model, rows, self.ranks.alike.all_reduce)
         shared = self.method.counts(batches) | constants
@@ -325,6 +326,17 @@ class Loop:
         measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.alike)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
+
+    def _drawn(self, numbers: range) -> list[Batch]:
+        """Return the answers to batches of prompts, drawn now or in an earlier step."""
+        every = self.method.drawn_with(numbers[0])
+        if self.step % self.method.updates(self.plan.accumulate) == 0:
+            self.rollout.clear()
+            prompts = [self.training_data.batches.at(number) for number in every]
+            with self._drawing():
+                self.rollout += self.method.drawn(self, prompts, every)
+        place = numbers[0] - every[0]
+        return self.rollout[place : place + len(numbers)]
 
     @contextmanager
     def _drawing(self, *, after: bool = False) -> Iterator[None]:
@@ -352,6 +364,8 @@ class Loop:
         """Return the loss on the held-out text, in nats per token, or as the method has it."""
         batches, method, data = self.training_data.held_out, self.method, self.engine.data
         own = batches[data.rank :: data.size]
+        if self.engine.parts is not None and data.rank >= len(batches) % data.size > 0:
+            own = [*own, without_texts(batches[0])]  # as many as the others have
         constants = method.before(self.model, own, data.all_reduce)
         shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
         each = [
@@ -504,6 +518,8 @@ class Loop:
             if partial is not None and averages is not None:
                 arrays = {n: to_numpy(a) for n, a in {**numbers, **averages}.items()}
                 write_tensors(partial / "optimizer.safetensors", arrays)
+                if self.step % self.method.updates(self.plan.accumulate):
+                    write_tensors(partial / ANSWERS, tensors_of(self.rollout))
                 progress = {
                     "step": self.step,
                     "seed": self.plan.seed,
@@ -607,6 +623,10 @@ class Loop:
                     averages |= {name: to_device_of(array, table) for name, array in own.items()}
                 optimizer.load_state(numbers | averages)
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            if self.step % self.method.updates(self.plan.accumulate):
+                with opened(checkpoint / ANSWERS) as file:
+                    each = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                self.rollout = batches_of(each)
             self.begun = self.step
             self._settle()
             for name in SCALER:

@@ -123,6 +123,22 @@ class Method:
         """The number of answers to a prompt, if it draws them."""
         return 1
 
+    def first(self, step: int, accumulate: int) -> int:
+        """Return the number of the first batch of a step, whose batches are ``accumulate``."""
+        return step * accumulate
+
+    def steps(self, batches: int, accumulate: int) -> int:
+        """Return the number of steps that so many batches make."""
+        return -(-batches // accumulate)
+
+    def updates(self, accumulate: int) -> int:
+        """Return after how many steps it needs nothing of those before, beyond what all keep."""
+        return 1
+
+    def with_models(self, read: Callable[[Any], Any]) -> Self:
+        """Return this method with what ``read`` knows of the folders of models that reward."""
+        return self
+
     def texts(self, record: Any) -> list[str]:
         """Return the texts of a record, all of which is read."""
         return [record.answer]
@@ -185,13 +201,19 @@ class Method:
         """Return numbers for the log from the sums over the batches of a step."""
         return {}
 
+    def asked(self, tokens: int) -> int:
+        """Return how many of the tokens of a full row are a question at least."""
+        return 0
+
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
         """Return the inputs of full rows, to plan their memory: views of those of one."""
         rows = np.ones((self.group, tokens), np.int64)
+        labels = rows.copy()
+        labels[:, : self.asked(tokens)] = IGNORE
         beside: dict[str, Array] = {"desirable": rows > 0, "real": rows > 0}
         beside["value"] = np.zeros(rows.shape)
         beside |= {"reference": np.zeros(rows.shape, FLOAT32), "taught": np.zeros_like(rows)}
-        one = self.inputs(Batch(rows, rows, None, 1, rows.size, self.group, beside)).items()
+        one = self.inputs(Batch(rows, labels, None, 1, rows.size, self.group, beside)).items()
         return {
             name: np.broadcast_to(array[:1], (batch * len(array), *array.shape[1:]))
             for name, array in one

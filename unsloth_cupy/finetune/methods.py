@@ -14,7 +14,7 @@ from ..ops.losses.divergence import KINDS as DIVERGENCES
 from .distillation import Distill
 from .embedding_method import Embed
 from .method import Method
-from .policy_methods import Policy
+from .policy_methods import LIMITS, REPEATED, Policy
 from .preference_methods import Kto, Preference
 from .scoring_methods import Classify, Reward
 
@@ -26,10 +26,10 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "nll": "nll_loss", "kl": "kl",
     "f1": "f1", "mrr": "mrr", "error": "error",
     "reward_min": "min_reward", "reward_mean": "mean_reward", "reward_max": "max_reward",
-    "reward": "reward", "entropy": "entropy", "clipped": "clip_ratio/region_mean",
+    "reward": "reward", "entropy": "entropy", "clipped": "clip_ratio/region_mean", "ratio": "ratio",
     "length": "completions/mean_length",
 }  # fmt: skip
-DRAWING = ("reward", "samples", "max_new_tokens", "temperature")
+DRAWING = ("reward", *LIMITS, "samples", "max_new_tokens", "temperature", *REPEATED)
 CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses whose terms are those of tokens
 METHODS: Mapping[str, Method] = {
     "sft": Method(),

@@ -1,8 +1,8 @@
 """Methods that learn from rewards of their own answers: GRPO and RLOO.
 
 A step draws answers to its prompts by the model as it is, rewards them, and makes those likelier
-that are better than the others of their prompt.  All of it depends only on the model, the prompts
-and the number of the batch.
+that are better than the others of their prompt; a few steps may learn from the same answers.  All
+of it depends only on the model, the prompts and the number of the batch.
 """
 
 import dataclasses
@@ -16,9 +16,11 @@ from ..errors import ConfigError
 from ..losses import advantages, policy
 from ..machine import format_bytes
 from ..models.loss import IGNORE
+from ..models.objective import next_token
 from ..models.parse import parse
+from ..parallel.communicator import part
 from ..placement import to_numpy
-from .method import PROMPTS, Method, answers, gathered, placed, stacked, starts_of, value_of
+from .method import BATCH, PROMPTS, Method, answers, gathered, placed, stacked, starts_of, value_of
 from .naming import named
 from .preference_methods import RATES
 from .rewards import GIVEN, Reward, rewards_of, scores
@@ -27,7 +29,9 @@ from .turns import end_tokens
 
 SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
-RANKS = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
+LIMITS = ("reward_seconds", "reward_processes")  # settings that change no reward
+REPEATED = ("num_iterations", "steps_per_generation")
+RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +41,32 @@ class Policy(Method):
     Attributes
     ----------
     rewards : tuple of Reward
-        The functions whose weighted sum is the reward.
+        The functions and models whose weighted sum is the reward.
     text : Records
         The prompts, with what the rewards know of them.
+    drawn_at_once : int
+        Batches whose prompts are answered by the same model.
     """
 
     reads: tuple[str, ...] = (PROMPTS,)
     unit: str = "prompts"
     rates: tuple[float, float] | None = RATES
-    sums: int = 5
+    sums: int = 6
     draws: bool = True
     rewards: tuple[Reward, ...] = ()
     text: Any = None
     new: int = NEW
+    drawn_at_once: int = 1
 
     @property
     def samples(self) -> int:
         """The number of answers to a prompt."""
         return int(self.given.get("samples", SAMPLES))
+
+    @property
+    def iterations(self) -> int:
+        """How many updates learn from an answer."""
+        return int(self.given.get("num_iterations", 1))
 
     @property
     def temperature(self) -> float:
@@ -66,22 +78,49 @@ class Policy(Method):
         """The options of the loss."""
         return {"kind": self.given["kind"], "beta": self.given.get("beta", 0.0)}
 
+    @property
+    def others(self) -> Sequence[Any]:
+        """The models that reward."""
+        models = (getattr(each, "model", None) for each in self.rewards)
+        return [model for model in models if model is not None]
+
     def bound(self, settings: Any) -> Self:
         """Return this method with the values of settings."""
-        given = self.options(settings)
-        rewards = rewards_of(given.pop("reward", ()))
-        return dataclasses.replace(self, given=given, rewards=rewards)
+        given, limits = self.options(settings), dict[str, Any]()
+        for name in LIMITS:
+            if name in given:
+                limits[name.removeprefix("reward_")] = given.pop(name)
+        at_once = given.pop("steps_per_generation", settings.accumulate)
+        rewards = rewards_of(given.pop("reward", ()), **limits)
+        return dataclasses.replace(self, given=given, rewards=rewards, drawn_at_once=at_once)
+
+    def with_models(self, read: Callable[[Any], Any]) -> Self:
+        """Return this method with what ``read`` knows of the folders of models that reward."""
+        return self._rewarded(lambda each: each.with_model(read))
+
+    def planned(self, create: Callable[[Any], Any]) -> Self:
+        """Return this method with models that ``create`` makes of their configs."""
+        return self._rewarded(lambda one: dataclasses.replace(one, model=create(one.model)))
+
+    def _rewarded(self, changed: Callable[[Any], Any]) -> Self:
+        """Return this method with other models that reward."""
+        each = (changed(one) if hasattr(one, "model") else one for one in self.rewards)
+        return dataclasses.replace(self, rewards=tuple(each))
 
     def check(self, settings: Any) -> None:
         """Raise without a reward, and for settings that its own answers do not go with."""
         method = named(method=settings.method)
         if not self.rewards:
-            cure = f"give {named('reward')}, FILE.py:FUNCTION"
+            cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model"
             raise ConfigError(f"{method} has nothing to learn from; {cure}")
+        limits = [name for name in LIMITS if getattr(settings, name) is not None]
+        if limits and all(hasattr(each, "model") for each in self.rewards):
+            problem = f"{named(*limits)} is of functions, and {named('reward')} names models alone"
+            raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
         if ranks:
-            cure = f"leave {named(*ranks)} out"
-            raise ConfigError(f"{method} draws its answers in one process; {cure}")
+            cure = f"use {named('data_parallel')} in place of {named(*ranks)}"
+            raise ConfigError(f"{method} draws its answers with a whole model; {cure}")
         for name in ("neftune", "lora_dropout"):
             if getattr(settings, name):
                 problem = f"{method} draws its answers without {named(name)}"
@@ -89,13 +128,17 @@ class Policy(Method):
         if self.loss["beta"] and settings.lora is None:
             problem = f"{named('beta')} of {method} compares with the model before the run"
             raise ConfigError(f"{problem}, which adapters keep; add {named('lora')}")
+        if self.drawn_at_once % settings.accumulate:
+            both = named(accumulate=settings.accumulate)
+            problem = f"{named(steps_per_generation=self.drawn_at_once)} is not a multiple of"
+            raise ConfigError(f"{problem} {both}, the batches of an update; give one that is")
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
         """Return this method with its prompts, and the most tokens of an answer to them."""
         every = (record for part in (text.train, text.held_out) for record in part)
         columns = dict.fromkeys((*GIVEN, *(name for record in every for name in record.value)))
         for reward in self.rewards:
-            reward.given(columns)
+            reward.check(columns)
         new = self.given.get("max_new_tokens") or max(1, min(NEW, parse(config).positions // 2))
         return dataclasses.replace(self, text=text, new=new)
 
@@ -115,6 +158,24 @@ class Policy(Method):
         few = f"{rows:,} answers of {self.new:,} tokens at most"
         return f"a pass draws {few}, whose keys and values take {cache}"
 
+    def updates(self, accumulate: int) -> int:
+        """Return the updates between two times at which answers are drawn."""
+        return self.drawn_at_once // accumulate * self.iterations
+
+    def first(self, step: int, accumulate: int) -> int:
+        """Return the number of the first batch of a step."""
+        rollout, place = divmod(step, self.updates(accumulate))
+        return rollout * self.drawn_at_once + place * accumulate % self.drawn_at_once
+
+    def steps(self, batches: int, accumulate: int) -> int:
+        """Return the number of steps that so many batches make."""
+        return -(-batches // self.drawn_at_once) * self.updates(accumulate)
+
+    def drawn_with(self, number: int) -> range:
+        """Return the numbers of the batches whose answers are drawn with those of a batch."""
+        first = number - number % self.drawn_at_once
+        return range(first, first + self.drawn_at_once)
+
     def record(self, number: float) -> Any:
         """Return a prompt by its number: those that are held out come last."""
         train, place = self.text.train, int(number)
@@ -128,6 +189,8 @@ class Policy(Method):
         prompts : list of (tokens,) arrays
         drawn : Rollouts
         rewards : (answers, functions) float64
+        late : int
+            How often a function took too long for an answer.
         """
         real, numbers = batch.beside["real"], batch.beside["value"][:, 0]
         prompts = [row[own] for row, own in zip(batch.tokens, real, strict=True)]
@@ -152,18 +215,47 @@ class Policy(Method):
         names = dict.fromkeys(name for record in records for name in record.value)
         columns |= {name: [record.value.get(name) for record in records] for name in names}
         where = [self.text.place(record.line) for record in records]
-        return prompts, drawn, scores(self.rewards, columns, where.__getitem__)
+        late = list[int]()
+        more = {"group": samples, "tools": [record.tools for record in records], "late": late}
+        rewards = scores(self.rewards, columns, where.__getitem__, **more)
+        return prompts, drawn, rewards, len(late)
 
-    def drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
-        """Return the answers that the model draws to the prompts of a batch, with their gains."""
-        draw = np.random.default_rng([loop.plan.seed, number])
-        seed, temperature = int(draw.integers(2**63)), self.temperature
-        prompts, found, rewards = self.answered(
-            loop, batch, self.samples, temperature=temperature, seed=seed
-        )
+    def drawn(self, loop: Any, batches: Sequence[Batch], numbers: Sequence[int]) -> list[Batch]:
+        """Return the answers that the model draws to the prompts of batches, with their gains.
+
+        Each data rank answers some of the prompts, and gets the answers of all.
+        """
+        made = [self._drawn(loop, *each) for each in zip(batches, numbers, strict=True)]
+        tokens = sum(int((batch.labels != IGNORE).sum()) for batch in made) / len(made)
+        return [batch._replace(facts={**batch.facts, "tokens": np.array(tokens)}) for batch in made]
+
+    def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
+        """Return the answers to the prompts of a batch."""
+        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.groups.data
+        seed, share = int(draw.integers(2**63)), part(len(batch.tokens), data)
+        beside = {name: each[share] for name, each in batch.beside.items()}
+        own = batch._replace(tokens=batch.tokens[share], beside=beside)
+        shape = loop.training_data.batches.shape._replace(pack=loop.plan.pack is not False)
+        texts, rewards, late = list[Example](), np.zeros((0, len(self.rewards))), 0
+        if len(own.tokens):  # a batch of few prompts leaves some ranks without
+            texts, rewards, late = self._texts(loop, own, seed, share.start * self.samples, shape)
+        if data.size > 1:
+            texts = _of_all(texts, data, based=bool(self.loss["beta"]))
+            rewards, late = data.all_gather(rewards), int(data.all_reduce(np.array(float(late))))
         kind = "rloo" if self.loss["kind"] == "rloo" else "grpo"
         weights = np.array([each.weight for each in self.rewards])
         gains = advantages(rewards, self.samples, kind=kind, weights=weights)
+        texts = [t._replace(value=float(g)) for t, g in zip(texts, gains, strict=True)]
+        drawn: Batch = shape.batch_of(texts)
+        return drawn._replace(facts={"rewards": rewards, "late": np.array(late)})
+
+    def _texts(
+        self, loop: Any, batch: Batch, seed: int, first: int, shape: Any
+    ) -> tuple[list[Example], Array, int]:
+        """Return the answers to prompts, their rewards, and how many took a function too long."""
+        prompts, found, rewards, late = self.answered(
+            loop, batch, self.samples, temperature=self.temperature, seed=seed, first=first
+        )
         known, mask, real = map(to_numpy, (found.log_probs, found.mask, found.real))
         routes = None if found.routes is None else to_numpy(found.routes)
         texts = []
@@ -173,29 +265,31 @@ class Policy(Method):
             old = np.append(np.zeros(len(prompt), FLOAT32), known[row][mask[row]])
             tokens = np.append(prompt, answer)
             own = None if routes is None else routes[row][real[row]]
-            gain = float(gains[row])
-            texts.append(Example(tokens, labels, 0, reference=old, value=gain, routes=own))
-        shape = loop.training_data.batches.shape._replace(pack=loop.plan.pack is not False)
-        drawn: Batch = shape.batch_of(texts)
-        beside = {**drawn.beside, "rewards": rewards}
+            texts.append(Example(tokens, labels, 0, reference=old, routes=own))
         if self.loss["beta"]:
-            arrays = placed(super().inputs(drawn), loop.model.table)
-            before = loop.model.base.log_probs(**arrays, temperature=temperature).log_probs
+            packed = shape.batch_of(texts)
+            arrays = placed(super().inputs(packed), loop.model.table)
+            before = loop.model.base.log_probs(**arrays, temperature=self.temperature).log_probs
             rows = np.append(FLOAT32.type(0), to_numpy(before).reshape(-1)[:-1])
-            beside["base"] = rows.reshape(drawn.tokens.shape)  # of a token, not of the place before
-        return drawn._replace(beside=beside)
+            starts = starts_of(packed)  # of a token, not of the place before
+            texts = [
+                text._replace(base=rows[start : start + len(text.tokens)])
+                for text, start in zip(texts, starts, strict=False)
+            ]
+        return texts, rewards, late
 
     def evaluated(self, loop: Any) -> dict[str, Any]:
         """Return the line of an evaluation: the rewards of the likeliest answers.
 
         The loss is minus their mean, of which the loss of a step estimates the slope.
         """
-        rewards, lengths = [], []
-        for batch in loop.training_data.held_out:
-            _, drawn, each = self.answered(loop, batch, 1, top_k=1, seed=0)
+        rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.engine.data
+        for batch in loop.training_data.held_out[data.rank :: data.size]:
+            _, drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
             rewards.append(each)
             lengths += [*map(len, drawn.completions())]
-        measured = self._rewards(np.concatenate(rewards))
+        measured = self._rewards(data.all_gather(np.concatenate(rewards)))
+        lengths = data.all_gather(np.array(lengths, np.float64))
         if measured["reward"] is None:
             raise ConfigError("no reward judges an answer to a held-out prompt; give one that does")
         measured |= {"length": float(np.mean(lengths))}
@@ -230,20 +324,27 @@ class Policy(Method):
         return super().inputs(batch) | arrays
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return what the loss divides by: tokens, texts, or texts of the largest length."""
+        """Return what the loss divides by: tokens, texts, or texts of the largest length.
+
+        Tokens of a batch are the mean of those that are drawn together, as TRL has it.
+        """
         texts = sum(batch.label_count for batch in batches)
-        tokens = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+        tokens = sum(float(batch.facts["tokens"]) for batch in batches)
         of_kind = {"dapo": tokens, "dr_grpo": texts * self.new}
         return {"count": max(1, of_kind.get(self.loss["kind"], texts))}
 
     def before(
         self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
     ) -> dict[str, Any]:
-        """Return the mean rewards of a step."""
-        return self._rewards(np.concatenate([batch.beside["rewards"] for batch in batches]))
+        """Return the mean rewards of a step, and how often one took too long, if it did."""
+        late = sum(int(batch.facts["late"]) for batch in batches)
+        rewards = self._rewards(np.concatenate([batch.facts["rewards"] for batch in batches]))
+        return rewards | ({"reward_late": late} if late else {})
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
+        if not batch["places"].size:  # a rank without texts
+            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         found = model.log_probs(**texts, temperature=self.temperature)
         rows, mask = gathered(found.log_probs, batch["places"]), batch["mask"]
@@ -259,7 +360,7 @@ class Policy(Method):
     def _sums(
         self, rows: Array, mask: Array, old: Array, reference: Any, gains: Array, entropy: Any
     ) -> Array:
-        """Return texts, tokens, entropy, ratios that are clipped, and the divergence."""
+        """Return texts, tokens, entropy, ratios clipped, ratios summed, and the divergence."""
         d, gain = np.where(mask, rows - old, 0), gains[:, None]
         counted: Any = mask
         if self.loss["kind"] == "rloo":  # one ratio of a text
@@ -267,17 +368,42 @@ class Policy(Method):
         ratio = np.exp(d)
         out = ((ratio > 1 + CLIP) & (gain > 0)) | ((ratio < 1 - CLIP) & (gain < 0))
         q = 0 * rows if reference is None else np.where(mask, reference - rows, 0)
-        sums = [len(rows), mask.sum(), entropy, (out & counted).sum(), (np.exp(q) - q - 1).sum()]
+        ratios = (out & counted).sum(), np.where(counted, ratio, 0).sum()
+        sums = [len(rows), mask.sum(), entropy, *ratios, (np.exp(q) - q - 1).sum()]
         return stacked(sums, rows)
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return rewards, divergence, entropy, the share of ratios that are clipped, and length."""
-        texts, tokens, entropy, clipped, divergence = map(float, sums)
+        """Return rewards, divergence, entropy, share of ratios clipped, their mean, and length."""
+        texts, tokens, entropy, clipped, ratio, divergence = map(float, sums)
         ratios = texts if self.loss["kind"] == "rloo" else tokens
         each = {"kl": divergence / max(tokens, 1)} if self.loss["beta"] else {}
         each |= {"entropy": entropy / max(tokens, 1), "clipped": clipped / max(ratios, 1)}
+        each["ratio"] = ratio / max(ratios, 1)
         return {**constants, **each, "length": tokens / max(texts, 1)}
+
+    def asked(self, tokens: int) -> int:
+        """Return how many of the tokens of a full row are a question at least."""
+        return 0 if self.text is None else max(0, tokens - self.new)
 
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
         """Return the inputs of answers that fill their rows."""
         return super().full(batch * self.samples, tokens)
+
+
+def _of_all(texts: Sequence[Example], data: Any, *, based: bool) -> list[Example]:
+    """Return the answers of all data ranks, in the order of their prompts."""
+    routed = [text.routes.shape[1:] for text in texts if text.routes is not None]
+    own_size = np.array([[len(text.tokens) for text in texts]], np.int64).T
+    sizes = data.all_gather(own_size)[:, 0]
+    shape = data.all_gather(np.array([routed[0] if routed else (0, 0)])).max(axis=0)
+    kinds: dict[str, Any] = {"tokens": np.int64, "labels": np.int64, "reference": FLOAT32}
+    kinds |= {"base": FLOAT32} if based else {}
+    kinds |= {"routes": np.int32} if shape.any() else {}
+    columns = []
+    for name, dtype in kinds.items():
+        inner = tuple(shape) if name == "routes" else ()
+        own = [np.zeros((0, *inner), dtype), *(getattr(text, name) for text in texts)]
+        flat = data.all_gather(np.concatenate(own).astype(dtype))
+        columns.append(np.split(flat, np.cumsum(sizes)[:-1]))
+    each = (dict(zip(kinds, values, strict=True)) for values in zip(*columns, strict=True))
+    return [Example(line=0, **values) for values in each]

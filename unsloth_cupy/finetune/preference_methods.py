@@ -194,8 +194,8 @@ class Kto(Method):
         total = np.zeros(2)
         for batch in batches if self.group == 2 else ():
             other = every(batch, 1)
-            if not other.tokens.size:
-                continue
+            if not other.tokens.size and model.gather is None:
+                continue  # else others gather weights from this rank
             own = placed(super().inputs(other), model.table)
             rows = model.log_probs(**own).log_probs.reshape(-1)
             known = answers(other, range(len(starts_of(other)) - 1), reference=True)

@@ -43,9 +43,10 @@ from .records import Records
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
 from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import Plan, Settings
+from .spans import encoded
 from .text import Text, TrainingData
 from .tokenizer import train_tokenizer
-from .training_data import Shape, encoded, ends_of, from_records, from_text
+from .training_data import Shape, ends_of, from_records, from_text
 from .turns import ending
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def prepare(
         loop.resume(checkpoint)
         announce(f"resuming from {checkpoint}")
     # shuffle now, before memory is measured
-    loop.training_data.batches.where(loop.step * plan.accumulate)
+    loop.training_data.batches.where(loop.method.first(loop.step, plan.accumulate))
     announce(summary(loop))
     return loop
 
@@ -342,7 +343,7 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
     chosen = epochs is None and settings.steps is None and not new
 
     def steps_of(epochs: float) -> int:
-        return max(1, math.ceil(count(epochs) / plan.accumulate))
+        return max(1, plan.learning.steps(count(epochs), plan.accumulate))
 
     if chosen:
         epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)

@@ -116,13 +116,15 @@ class Ranks:
             sizes["tensor_parallel"] = self.groups.tensor.size
             sizes["context_parallel"] = self.groups.context.size
         divided = {name: size for name, size in sizes.items() if size > 1}
-        divided |= {"zero": 3} if self.zero == 3 else {}
+        draws = METHODS[method].draws
+        divided |= {"zero": 3} if self.zero == 3 and draws else {}
         if divided:
             problem = f"is not for {named(method=method)}, which needs a model that is whole"
-            cure = f"use {named('data_parallel')}, and {named(zero=1)} to save memory"
+            cure = f"use {named('data_parallel')}, and {named(zero=1 if draws else 3)}"
             if METHODS[method].divided:
                 problem = f"is not for {named(method=method)}, which needs all blocks in a rank"
                 cure = f"use {named('tensor_parallel')}, {named('context_parallel')} or {cure[4:]}"
+            cure += " to save memory"
             raise ConfigError(f"{named(**divided)} {problem}; {cure}")
 
     def broadcast(self, value: Any) -> Any:

@@ -88,17 +88,21 @@ def with_teacher(
     dtype: str | None = None,
     device: str | None = None,
 ) -> Any:
-    """Return a method with its teacher, if it has one; without a dtype, with its config alone.
+    """Return a method with the models that it computes with; without a dtype, with configs alone.
 
     Predictions that are stored, for texts of a tokenizer, need no teacher.
     """
-    folder = others.get("teacher")
+
+    def read(path: Path) -> Any:
+        folder = model_folder(path)
+        return frozen(folder, dtype, device) if dtype else model_without_weights(folder).config
+
+    method, folder = method.with_models(read), others.get("teacher")
     if folder is None or method.taught is not None:
         return method
     if is_taught(folder):
         return method.with_taught(read_taught(folder, tokenizer, method.given.get("temperature")))
-    read = frozen(folder, dtype, device) if dtype else model_without_weights(folder).config
-    return dataclasses.replace(method, teacher=read)
+    return dataclasses.replace(method, teacher=read(folder))
 
 
 def add_taught(method: Any, data: TrainingData, shape: Shape, where: Any) -> TrainingData:
@@ -184,8 +188,9 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
     texts, data = shape._replace(method=METHODS["sft"]), ranks.groups.data
     for part in parts:
         result = np.zeros(part.ends[-1], np.float32)
+        places = [*consecutive(part, texts)]
         pieces = ((range(part.ends[last] - part.ends[first]), first, last)
-                  for first, last in consecutive(part, texts))  # fmt: skip
+                  for first, last in places)  # fmt: skip
         what = "reference: tokens"
         for number, (_, first, last) in enumerate(reading(pieces, part.ends[-1], what)):
             if number % data.size != data.rank:
@@ -197,4 +202,7 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
                 begin, stop = part.ends[text], part.ends[text + 1]
                 # a token is predicted at the place before it
                 result[begin + 1 : stop] = found[start : start + stop - begin - 1]
+        if model.gather is not None and data.rank >= len(places) % data.size > 0:
+            one = placed(texts.method.inputs(texts.batch_of([part[0]])), model.table)
+            model.log_probs(**one)  # take part when others gather weights from this rank
         part.reference = data.all_reduce(result) if data.size > 1 else result

@@ -1,67 +1,204 @@
-"""Rewards of answers: functions in Python files, FILE.py:FUNCTION, perhaps with a weight behind.
+"""Rewards of answers: functions in Python files, and reward models; a weight may stand behind.
+
+    FILE.py:FUNCTION    FILE.py:FUNCTION:0.5    FOLDER    FOLDER:0.5
 
     def right(completions, answer):
         return [float(each.strip() == wanted) for each, wanted in zip(completions, answer)]
 
 A function takes lists by name, as those of TRL do: ``prompts``, ``completions`` (in chats lists of
 messages), ``completion_ids``, and columns of the data.  It returns a number for each answer, or
-None for an answer that it does not judge.
+None for an answer that it does not judge.  It is called in processes of its own.
 """
 
+import dataclasses
 import functools
-import hashlib
-import inspect
 import math
-import runpy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import path_of, regular
+from ..files import path_of
+from .listener import announce
 from .messages import shown
 from .naming import named
+from .reward_models import RewardModel
+from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, workers
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what a function may take beside columns
+ENOUGH = 3  # answers that are all too late end the run
 
 
-class Reward(NamedTuple):
-    """A function that rewards answers, and its weight in their sum."""
+@dataclasses.dataclass(frozen=True)
+class RewardFunction:
+    """A function that rewards answers, and its weight in their sum.
+
+    Attributes
+    ----------
+    takes : (bool, list of (str, bool))
+        Whether it takes all columns, and those that it names, with whether it needs them.
+    processes : int
+        How many call it, each for the answers to some of the prompts.
+    seconds : float
+        In which a call must end.
+    """
 
     name: str
-    function: Callable[..., Any]
     weight: float
     path: Path
+    digest: str
+    takes: Any
+    processes: int = 1
+    seconds: float = SECONDS
 
-    def given(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns that the function takes.
-
-        Raises
-        ------
-        ConfigError
-            It needs others.
-        """
-        kinds = inspect.Parameter
-        each = inspect.signature(self.function).parameters.values()
-        if any(one.kind is kinds.VAR_KEYWORD for one in each):
-            return dict(columns)
-        by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-        takes = [one for one in each if one.kind in by_name]
-        needs = [one.name for one in takes if one.default is kinds.empty]
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if it needs other columns."""
+        needs = [name for name, is_needed in self.takes[1] if is_needed]
         if absent := [name for name in needs if name not in columns]:
             there = ", ".join(shown(name) for name in columns if name not in GIVEN)
             problem = f"takes {', '.join(absent)}, and the data have {there or 'no columns'} for it"
             cure = f"let it take {', '.join(GIVEN)} or columns"
             raise ConfigError(f"the reward {self.name} {problem}; {cure}")
-        return {one.name: columns[one.name] for one in takes if one.name in columns}
+
+    def begin(
+        self,
+        columns: Mapping[str, Sequence[Any]],
+        place: Callable[[int], str],
+        group: int = 1,
+        late: list[int] | None = None,
+        **more: Any,
+    ) -> Callable[[], Array]:
+        """Call the function; return what waits for the reward of each answer, (answers,).
+
+        ``late`` gets the answers that take too long.
+        """
+        takes_all, names = self.takes
+        given = dict(columns)
+        if not takes_all:
+            given = {name: columns[name] for name, _ in names if name in columns}
+        count = len(columns["completions"])
+        size = -(-count // group // self.processes) * group
+        parts = [range(n, min(n + size, count)) for n in range(0, count, max(1, size))]
+        pool = workers(self.path, self.digest, self.name, len(parts))
+        for worker, part in zip(pool, parts, strict=True):
+            worker.send(_request(given, part))
+        until = time.monotonic() + self.seconds
+        call = _Call(self, columns, place, given, [] if late is None else late)
+
+        def finish() -> Array:
+            result = np.full(count, np.nan)
+            replies = [_reply(worker, until - time.monotonic()) for worker in pool]
+            for part, reply in zip(parts, replies, strict=True):  # now all processes wait
+                call.judge(result, part, reply)
+            return result
+
+        return finish
 
 
-def rewards_of(words: Sequence[str]) -> tuple[Reward, ...]:
-    """Return the functions that words name, each FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT.
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a function for answers, and what is done where it does not end well."""
+
+    reward: RewardFunction
+    columns: Mapping[str, Sequence[Any]]
+    place: Callable[[int], str]
+    given: Mapping[str, Sequence[Any]]
+    late: list[int]
+
+    def judge(self, result: Array, part: Sequence[int], reply: Any) -> None:
+        """Write what a call for a part of the answers gave into ``result``."""
+        if isinstance(reply, LateError):
+            late = self._late(part)
+            rest = [number for number in part if number not in late]
+            if not late or not rest:
+                self._too_slow(part, late)
+            for number in late:
+                text = f"did not end in {self.reward.seconds:g} s {self._of(number)}"
+                announce(f"the reward {self.reward.name} {text}, which it does not judge")
+            self.late.extend(late)
+            self.judge(result, rest, self._again(rest))
+            return
+        if isinstance(reply, EndedError):
+            for number in part:
+                if isinstance(own := self._again([number]), EndedError):
+                    self._wrong(number, str(own))
+            self._wrong(None, f"{reply}, for no answer alone")
+        if "wrong" in reply:
+            number, problem = reply["wrong"]
+            self._wrong(None if number is None else part[number], problem)
+        result[[*part]] = [math.nan if value is None else value for value in reply["values"]]
+
+    def _late(self, part: Sequence[int]) -> list[int]:
+        """Return the answers for which the function does not end even if it judges them alone."""
+        late = list[int]()
+        for done, number in enumerate(part):
+            own = self._again([number])
+            if isinstance(own, LateError):
+                late.append(number)
+            elif isinstance(own, EndedError):
+                self._wrong(number, str(own))
+            if len(late) == done + 1 == ENOUGH:
+                self._too_slow(part[:ENOUGH], late)
+        return late
+
+    def _again(self, part: Sequence[int]) -> Any:
+        """Return the reply to another call."""
+        reward = self.reward
+        (worker,) = workers(reward.path, reward.digest, reward.name, 1)
+        worker.send(_request(self.given, part))
+        return _reply(worker, reward.seconds)
+
+    def _of(self, number: int) -> str:
+        """Return in words which answer it is, to which prompt."""
+        prompt, answer = (self.columns[name][number] for name in ("prompts", "completions"))
+        texts = (e[-1]["content"] if isinstance(e, list) and e else e for e in (answer, prompt))
+        said, asked = (shown(text) for text in texts)
+        return f"for the answer {said!r} to {asked!r} ({self.place(number)})"
+
+    def _wrong(self, number: int | None, problem: str) -> NoReturn:
+        """Raise a ConfigError for an answer, or for all."""
+        where = "" if number is None else f" {self._of(number)}"
+        raise ConfigError(
+            f"the reward {self.reward.name} {problem}{where}; mend {self.reward.path}"
+        )
+
+    def _too_slow(self, part: Sequence[int], late: Sequence[int]) -> NoReturn:
+        """Raise a ConfigError for a call that takes too long, whatever the answers are."""
+        seconds, count = named(reward_seconds=self.reward.seconds), len(part)
+        problem = f"the reward {self.reward.name} does not end in {seconds}"
+        if late:
+            problem += f" {self._of(late[0])}" + f", and for {count - 1} others" * (count > 1)
+            raise ConfigError(f"{problem}; mend {self.reward.path}, or give it more")
+        each = f"for {count} answers, though for each of them alone"
+        processes = f"more {named('reward_processes')}"
+        raise ConfigError(f"{problem} {each}; give it more, or {processes}")
+
+
+def _reply(worker: Worker, seconds: float) -> Any:
+    """Return the reply of a process, or the error that says why there is none."""
+    try:
+        return worker.reply(seconds)
+    except (LateError, EndedError) as error:
+        return error
+
+
+def _request(given: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tuple[int, Any]:
+    """Return the request to judge a part of the answers."""
+    return len(part), {name: [each[n] for n in part] for name, each in given.items()}
+
+
+Reward = RewardFunction | RewardModel
+
+
+def rewards_of(words: Sequence[str], **options: Any) -> tuple[Reward, ...]:
+    """Return the rewards that words name: FILE.py:FUNCTION or FOLDER, each perhaps with :WEIGHT.
+
+    ``options`` are those of functions: ``processes`` and ``seconds``.
 
     Raises
     ------
@@ -69,98 +206,59 @@ def rewards_of(words: Sequence[str]) -> tuple[Reward, ...]:
         One of them is written in another way, or its file has no such function; or two have one
         name.
     """
-    rewards = tuple(map(_reward, words))
+    rewards = tuple(_reward(word, options) for word in words)
     names = [each.name for each in rewards]
     if twice := [name for name in names if names.count(name) > 1]:
-        problem = f"{named('reward')}: two functions are named {twice[0]}"
+        problem = f"{named('reward')}: two rewards are named {twice[0]}"
         raise ConfigError(f"{problem}, as the log names them; rename one")
     return rewards
 
 
-def _reward(word: str) -> Reward:
+def _reward(word: str, options: Mapping[str, Any]) -> Reward:
     shown_word = named(reward=word)
     parts, weight = str(word).split(":"), 1.0
-    if len(parts) > 2:  # the last one is not a function
+    if len(parts) > 2 or Path(":".join(parts[:-1]) or "-").is_dir():  # it may end in a weight
         with suppress(ValueError):
             weight = float(parts[-1])
             parts.pop()
-    if len(parts) < 2 or not math.isfinite(weight):
-        cure = "write FILE.py:FUNCTION, or FILE.py:FUNCTION:WEIGHT"
-        raise ConfigError(f"{shown_word} names no function of a file; {cure}")
+    cure = "write FILE.py:FUNCTION, FILE.py:FUNCTION:WEIGHT, or FOLDER of a reward model"
+    if not math.isfinite(weight):
+        raise ConfigError(f"{shown_word} has the weight {weight}; {cure}")
+    path = path_of("reward", ":".join(parts))
+    if path.is_dir():
+        return RewardModel(path.resolve().name, weight, path)
+    if len(parts) < 2:
+        raise ConfigError(f"{shown_word} names neither a function of a file nor a folder; {cure}")
     path, name = path_of("reward", ":".join(parts[:-1])), parts[-1]
     if not path.is_file():
         raise ConfigError(f"{shown_word}: {path} is not a file; name a Python file")
-    function = _contents(path.resolve(), fingerprint(path)).get(name)
-    if not callable(function):
-        raise ConfigError(f"{shown_word}: {path} has no function {name}; write it, or name another")
-    return Reward(name, function, weight, path)
+    digest = fingerprint(path)
+    takes = _taken(path, digest, name)
+    return RewardFunction(name, weight, path, digest, takes, **options)
 
 
-def fingerprint(path: Path) -> str:
-    """Return what tells one content of a file from another."""
-    return hashlib.sha256(regular(path).read_bytes()).hexdigest()
-
-
-@functools.lru_cache(maxsize=16)  # settings are checked more than once
-def _contents(path: Path, digest: str) -> dict[str, Any]:
-    """Return the names of a Python file with this content."""
-    try:
-        return runpy.run_path(str(path), run_name=path.stem)
-    except (Exception, SystemExit) as error:
-        problem = f"{path} cannot be run: {type(error).__name__}: {error}"
-        raise ConfigError(f"{problem}; mend it") from error
+@functools.lru_cache(maxsize=64)  # settings are checked more than once
+def _taken(path: Path, digest: str, name: str) -> Any:
+    """Return what a function takes; its process, which knows that, waits for calls from then on."""
+    (worker,) = workers(path, digest, name, 1)
+    return worker.takes
 
 
 def scores(
-    rewards: Sequence[Reward], columns: Mapping[str, Sequence[Any]], place: Callable[[int], str]
+    rewards: Sequence[Reward],
+    columns: Mapping[str, Sequence[Any]],
+    place: Callable[[int], str],
+    **more: Any,
 ) -> Array:
     """Return the reward of each answer by each function, (answers, functions), NaN for none.
 
     ``columns`` are lists of one item for each answer; ``place`` says where the question of an
-    answer is.
+    answer is.  Functions are called at the same time.
 
     Raises
     ------
     ConfigError
         A function raised, or returned something else; the message names the answer.
     """
-    return np.stack([_numbers(each, columns, place) for each in rewards], axis=1)
-
-
-def _numbers(
-    reward: Reward, columns: Mapping[str, Sequence[Any]], place: Callable[[int], str]
-) -> Array:
-    """Return what a function gives for each answer."""
-    given, count = reward.given(columns), len(columns["completions"])
-
-    def said(number: int, problem: str) -> ConfigError:
-        answer = f"for the answer {shown(columns['completions'][number])}"
-        return ConfigError(
-            f"{place(number)}: the reward {reward.name} {problem} {answer}; mend {reward.path}"
-        )
-
-    try:
-        found = reward.function(**given)
-    except Exception as error:
-        for number in range(count):  # which answer it was
-            try:
-                reward.function(**{name: [each[number]] for name, each in given.items()})
-            except Exception as own:
-                raise said(number, f"raised {type(own).__name__}: {own}") from own
-        problem = f"the reward {reward.name} raised {type(error).__name__}: {error}"
-        raise ConfigError(f"{problem}, for no answer alone; mend {reward.path}") from error
-    if not hasattr(found, "__len__") or len(found) != count:
-        has = f"{len(found)} items" if hasattr(found, "__len__") else f"{shown(repr(found))}"
-        problem = f"the reward {reward.name} returned {has} for {count} answers"
-        raise ConfigError(f"{problem}; let it return a list of as many numbers")
-    result = np.full(count, np.nan)
-    for number, value in enumerate(found):
-        if value is None:
-            continue
-        try:
-            result[number] = float(value)
-        except (TypeError, ValueError):
-            raise said(number, f"gave {shown(repr(value))}, no number,") from None
-        if not math.isfinite(result[number]):
-            raise said(number, f"gave {result[number]:g}")
-    return result
+    called = [each.begin(columns, place, **more) for each in rewards]
+    return np.stack([finish() for finish in called], axis=1)

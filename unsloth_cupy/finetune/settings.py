@@ -26,10 +26,11 @@ from .methods import METHODS, OPTIONS, using
 from .naming import named
 from .new_model import SIZES
 from .new_tokens import read_lines
-from .policy_methods import NEW, SAMPLES
+from .policy_methods import LIMITS, NEW, SAMPLES
 from .rates import DECAYS
 from .records import Records
 from .reporters import REPORTERS
+from .reward_pool import SECONDS
 from .text import Text
 
 STEPS = 1200  # of a new model, if neither steps nor epochs are given
@@ -52,7 +53,7 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
     *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora", "embedding_lr"),
     *("merge_into", "merge_from"),
-    *("method", *(name for name in OPTIONS if name not in FOLDERS)),
+    *("method", *(name for name in OPTIONS if name not in (*FOLDERS, *LIMITS))),
 )
 
 
@@ -111,8 +112,16 @@ class Settings:
         " grpo and rloo draw.  [default: 1, 0.05, 1]", above=0,
     )  # fmt: skip
     reward: Sequence[str] = setting(
-        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, perhaps :WEIGHT behind"
-        " it; may be repeated.", (),
+        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, or the folder of a"
+        " model that reward has trained; perhaps :WEIGHT behind it; may be repeated.", (),
+    )  # fmt: skip
+    reward_seconds: float | None = setting(
+        "method", "Seconds in which a call of a reward must end; answers that take longer alone"
+        f" are not judged.  [default: {SECONDS:g}]", above=0,
+    )  # fmt: skip
+    reward_processes: int | None = setting(
+        "method", "Processes of each function, for the answers to some prompts each."
+        "  [default: 1]", least=1,
     )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
@@ -120,6 +129,13 @@ class Settings:
     max_new_tokens: int | None = setting(
         "method", f"Tokens of these at most.  [default: {NEW}, or half of the positions]", least=1
     )
+    num_iterations: int | None = setting(
+        "method", "Updates by the same answers.  [default: 1]", least=1
+    )
+    steps_per_generation: int | None = setting(
+        "method", "Batches of prompts that are answered before the next update.  [default:"
+        " {accumulate}]", least=1,
+    )  # fmt: skip
     pooling: str | None = setting(
         "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
     )

@@ -41,6 +41,44 @@ class Batch(NamedTuple):
     real: int  # number of tokens that are not padding
     group: int = 1  # consecutive texts that belong together
     beside: Mapping[str, Array] = {}  # of each token, what a method knows of it
+    facts: Mapping[str, Array] = {}  # of the batch as a whole, which ranks do not divide
+
+
+def without_texts(batch: Batch) -> Batch:
+    """Return a batch of the same kind that holds no text."""
+    where = np.s_[:0] if batch.offsets is None else np.s_[:, :0]
+    beside = {name: array[where] for name, array in batch.beside.items()}
+    offsets = None if batch.offsets is None else batch.offsets[:1]
+    arrays = batch.tokens[where], batch.labels[where], offsets
+    return Batch(*arrays, 0, 0, batch.group, beside, batch.facts)
+
+
+def tensors_of(batches: Sequence[Batch]) -> dict[str, Array]:
+    """Return all that batches hold as arrays, by names that begin with their numbers."""
+    result = dict[str, Array]()
+    for number, batch in enumerate(batches):
+        arrays = {"tokens": batch.tokens, "labels": batch.labels}
+        arrays |= {} if batch.offsets is None else {"offsets": batch.offsets}
+        arrays["counts"] = np.array([batch.label_count, batch.real, batch.group])
+        for kind in ("beside", "facts"):
+            arrays |= {f"{kind}.{name}": array for name, array in getattr(batch, kind).items()}
+        result |= {f"{number}.{name}": array for name, array in arrays.items()}
+    return result
+
+
+def batches_of(tensors: Mapping[str, Array]) -> list[Batch]:
+    """Return the batches that ``tensors_of`` returned arrays of."""
+    result = list[Batch]()
+    for number in range(len({name.partition(".")[0] for name in tensors})):
+        own = {n.partition(".")[2]: a for n, a in tensors.items() if n.startswith(f"{number}.")}
+        count, real, group = map(int, own["counts"])
+        beside, facts = (
+            {n.partition(".")[2]: a for n, a in own.items() if n.startswith(f"{kind}.")}
+            for kind in ("beside", "facts")
+        )
+        arrays = own["tokens"], own["labels"], own.get("offsets")
+        result.append(Batch(*arrays, count, real, group, beside, facts))
+    return result
 
 
 class Example(NamedTuple):
@@ -54,6 +92,7 @@ class Example(NamedTuple):
     taught: Array | None = None  # rows of a teacher's stored predictions
     value: float = 0.0  # of a text, what a method knows of it
     routes: Array | None = None  # of a token, the experts that drew it
+    base: Array | None = None  # log-probabilities of its labels by the model before the run
 
 
 class Tokens(Protocol):

@@ -42,7 +42,8 @@ from .ranks import start
 from .records import Records
 from .reference import folder_of
 from .reporters import reporters
-from .rewards import fingerprint, rewards_of
+from .reward_pool import ending_workers, fingerprint
+from .rewards import rewards_of
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings, kept, read_settings
 from .taught import is_taught
@@ -194,7 +195,8 @@ class Trainer:
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
                 offload=each.offload, find_nan=each.find_nan,
-                packed=self.lines and each.pack is not False, method=each.method,
+                packed=self.lines and each.pack is not False and not METHODS[each.method].draws,
+                method=each.method,
             )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
         self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")
@@ -241,7 +243,7 @@ class Trainer:
         """
         stop, ranks = Stop() if stop is None else stop, self.ranks
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
-        with hearing(self.listener), ranks.ending():
+        with hearing(self.listener), ranks.ending(), ending_workers():
             text = self.text.read() if isinstance(self.text, DataFiles) else self.text
             if isinstance(text, Records) and text.note:
                 announce(text.note)
@@ -306,7 +308,11 @@ class Trainer:
             files = fingerprints(folder_of(self.settings.teacher), {})
             base |= {f"teacher {name}": each for name, each in files.items()}
         for path in {each.path for each in rewards_of(self.settings.reward or ())}:
-            base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
+            if path.is_file():
+                base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
+                continue
+            files = fingerprints(model_folder(path), {})
+            base |= {f"reward {path.name}/{name}": each for name, each in files.items()}
         if self.settings.new_tokens is not None:
             base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
         return kept(self.settings, text, self.source, base) | self.evaluated

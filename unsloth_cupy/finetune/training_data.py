@@ -16,15 +16,15 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..models.text.chat import Span
 from ..models.text.tokenizer import check_tokens
-from .chat import TAG, Chat
+from .chat import Chat
 from .listener import reading
 from .method import Method
 from .methods import METHODS
 from .naming import named
 from .prompts import prompt_tokens
 from .records import Record, Records
+from .spans import NOBODY, encoded
 from .text import (
     IGNORE,
     Batch,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
-NOBODY = -1  # the span of a token that is not learned
 LEFT_OUT = "left out "  # before what a template does not write, in counts of answers
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
@@ -138,8 +137,9 @@ class Shape(NamedTuple):
         if method.sums:
             beside = {"real": np.zeros(size, bool), "desirable": np.ones(size, bool)}
             beside["value"] = np.zeros(size)
-            if examples[0].reference is not None:
-                beside["reference"] = np.zeros(size, np.float32)
+            for name in ("reference", "base"):
+                if getattr(examples[0], name) is not None:
+                    beside[name] = np.zeros(size, np.float32)
         if examples[0].taught is not None:
             beside["taught"] = np.full(size, -1)
         if examples[0].routes is not None:
@@ -583,44 +583,3 @@ def _examples(
             counts["endless"] += len(known - ended)
     counts.update({LEFT_OUT + what: n for what, n in (chat.left_out - left_out).items()})
     return result, long, lost
-
-
-def encoded(
-    tokenizer: Any, text: str, spans: Sequence[Span], is_chat: bool, ends: Sequence[int], chat: Chat
-) -> tuple[Array, Array]:
-    """Return the tokens of a text, as the model reads them, and which span each belongs to.
-
-    A token belongs to the span that it overlaps, or to ``NOBODY``.  An answer is over at the first
-    end token behind its words, where generation stops, unless the template marks answers itself.  A
-    text gets an end token if it is not a chat of a model's own template, which writes all special
-    tokens.
-    """
-    encoding = tokenizer.encode(text, add_special_tokens=not is_chat)
-    tokens = np.asarray(encoding.ids, np.int64)
-    places = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
-    starts, stops = places.T
-    # offsets may leave spaces out: a token of spaces alone then begins where the one before ended
-    before = np.maximum.accumulate(np.append(0, stops))[:-1]
-    spaces = (starts == stops) & (np.asarray(encoding.special_tokens_mask) == 0)
-    starts = np.where(spaces, np.minimum(starts, before), starts)
-    owners = np.full(len(tokens), NOBODY)
-    ended = False
-    for number, (start, stop) in enumerate(spans):
-        empty = (starts == stops) & spaces  # the first one
-        inside = np.flatnonzero((stops + empty > start) & (starts < stop))
-        last = [
-            place
-            for place in np.flatnonzero(np.isin(tokens[inside], ends))
-            if not TAG.sub("", text[stops[inside[place]] : stop]).strip()  # no words follow
-        ]
-        ended = is_chat and not chat.marked and len(last) > 0
-        owners[inside[: last[0] + 1] if ended else inside] = number
-        after = int(inside[-1]) + 1 if len(inside) else len(tokens)
-        open_end = is_chat and chat.own and not ended and not chat.marked and after < len(tokens)
-        if open_end and tokens[after] in ends:  # the answer ends as the next question begins
-            owners[after] = number
-    if len(ends) and not (is_chat and (chat.own or ended)):
-        if not len(tokens) or tokens[-1] not in ends:
-            tokens, owners = np.append(tokens, ends[0]), np.append(owners, NOBODY)
-        owners[-1] = len(spans) - 1
-    return tokens, owners

@@ -55,6 +55,7 @@ class Options:
     cache: PagedKVCache | None = None
     sequences: Sequence[int] | None = None
     cache_dtype: str | None = None
+    first: int = 0  # the number of the first row
     CALL: ClassVar[str] = "generate"
 
     def __post_init__(self) -> None:
@@ -212,7 +213,8 @@ def _steps(
     pad = config.pad_token
     if pad is None:
         pad = config.end_tokens[0] if config.end_tokens else 0
-    draws = [np.random.default_rng([options.seed or 0, row]) for row in range(batch)]
+    rows = range(options.first, options.first + batch)
+    draws = [np.random.default_rng([options.seed or 0, row]) for row in rows]
     finished = np.zeros(batch, bool)
     past, seen = prompt, real
     for step in range(most):

@@ -714,6 +714,7 @@ class Transformer(Network):
         seed: int,
         stop: int | Sequence[int] | None = None,
         cache_dtype: str | None = None,
+        first: int = 0,
     ) -> Rollouts:
         """Return samples of prompts, with the log-probabilities by which they were drawn.
 
@@ -725,6 +726,9 @@ class Transformer(Network):
             How many continuations of each prompt.
         max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, cache_dtype
             As in ``generate``; temperature must be above 0.
+        first : int
+            The number of the first row: with ``seed`` it determines what a row draws, so that parts
+            of the prompts are answered as all of them are.
 
         Returns
         -------
@@ -741,7 +745,7 @@ class Transformer(Network):
             raise ConfigError("rollouts: temperature=0 draws nothing; pass one above 0")
         options = generation.Options(
             max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, None, None,
-            cache_dtype,
+            cache_dtype, first,
         )  # fmt: skip
         return sampled(self, prompts, samples, options)
 

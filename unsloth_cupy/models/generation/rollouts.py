@@ -54,6 +54,8 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     for name, value in (("samples", samples), ("max_new_tokens", options.max_new_tokens)):
         if not is_integer(value, 1):
             raise ConfigError(f"rollouts: {name}={value!r} must be 1 or more")
+    if not is_integer(options.first, 0):
+        raise ConfigError(f"rollouts: first={options.first!r} must be 0 or more")
     width = max(map(len, rows))
     tokens = np.zeros((len(rows), width), np.int64)
     real = np.zeros(tokens.shape, bool)

@@ -1,0 +1,117 @@
+"""Calls a function that rewards answers, in a process of its own.
+
+This file is run as a script that reads requests and writes replies, lines of JSON: first the file,
+the name of the function and where modules are; then for each call the number of answers, and the
+lists that the function takes.  What it prints goes to standard error.
+"""
+
+import inspect
+import json
+import math
+import os
+import runpy
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def taken(function: Any) -> Any:
+    """Return whether a function takes any name, and the names it lists, and whether it needs them.
+
+    A text says why it cannot be called.
+    """
+    kinds = inspect.Parameter
+    try:
+        each = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    names = [(one.name, one.default is kinds.empty) for one in each if one.kind in by_name]
+    return any(one.kind is kinds.VAR_KEYWORD for one in each), names
+
+
+def judged(function: Callable[..., Any], count: int, given: Mapping[str, Sequence[Any]]) -> Any:
+    """Return {"values": a number or None for each answer}; or {"wrong": (answer, the problem)}.
+
+    The answer is None if the problem is not that of one alone.
+    """
+    try:
+        values = function(**given)
+    except (Exception, SystemExit) as error:
+        for number in range(count):  # which answer it was
+            try:
+                function(**{name: [each[number]] for name, each in given.items()})
+            except (Exception, SystemExit) as own:
+                return {"wrong": (number, f"raised {type(own).__name__}: {own}")}
+        problem = f"raised {type(error).__name__}: {error}, for no answer alone"
+        return {"wrong": (None, problem)}
+    if not hasattr(values, "__len__") or len(values) != count:
+        has = f"{len(values)} items" if hasattr(values, "__len__") else repr(values)[:80]
+        problem = f"returned {has} for {count} answers, not a list of as many numbers"
+        return {"wrong": (None, problem)}
+    result = list[float | None]()
+    for number, value in enumerate(values):
+        try:
+            result.append(None if value is None else float(value))
+        except (TypeError, ValueError, OverflowError):
+            return {"wrong": (number, f"gave {repr(value)[:80]}, not a number,")}
+        if not math.isfinite(result[-1] or 0):
+            return {"wrong": (number, f"gave {result[-1]:g}")}
+    return {"values": result}
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    requests = os.fdopen(os.dup(0), encoding="ascii")
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def reply(value: Any) -> None:
+        replies.write(json.dumps(value) + "\n")
+        replies.flush()
+
+    path, name, places = json.loads(requests.readline())
+    sys.path[:] = [str(Path(path).parent), *places]
+    try:
+        function = runpy.run_path(path, run_name=Path(path).stem).get(name)
+    except (Exception, SystemExit) as error:
+        reply(f"cannot be run: {type(error).__name__}: {error}; mend it")
+        return
+    if not callable(function):
+        reply(f"has no function {name}; write it, or name another")
+        return
+    reply(taken(function))
+    for line in requests:
+        reply(judged(function, *json.loads(line)))
+
+
+def guarded() -> None:
+    """Fork, and let only the new process go on; the old one ends it with those who asked.
+
+    However these end, and whatever the new process is at: all that it has started ends with it.
+    """
+
+    def ended(*_: object) -> None:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status)
+        if child:
+            os._exit(128 - code if code < 0 else code)
+
+    signal.signal(signal.SIGCHLD, ended)
+    if not os.fork():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return
+    gone = select.poll()
+    gone.register(0, 0)  # tells alone that nobody can write to it any more
+    gone.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if hasattr(os, "fork"):
+        guarded()
+    main()

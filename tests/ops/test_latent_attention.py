@@ -1,0 +1,140 @@
+"""Attention over latent rows, in order and in pages: definition, kernel, what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import attention_forward, latent_attention, latent_attention_forward
+from unsloth_cupy.core.target import Limits
+from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+from unsloth_cupy.ops.attention._latent import FAN, TILES, resolve
+
+from ..harness.parity import Case, KernelParity
+
+PUBLIC = (
+    "latent_attention(q, latents, page_table=None, lengths=None, *, rank, scale, causal=True, "
+    "mask=None)",
+)
+SMALL = {"batch": 2, "heads": 6, "queries": 1, "dim": 24, "rank": 16, "scale": 0.3}
+ORDERED = SMALL | {"pages": 2, "page": 150}
+PAGED = SMALL | {"pages": 9, "max_pages": 3}
+
+
+def pages(size: int) -> dict[str, Any]:
+    """Return a table of nine pages in random order: two rows of three, three rest unused."""
+    table = np.random.default_rng(0).permutation(9)[:6].reshape(2, 3)
+    table[1, 1:] = -1
+    return {"page_table": table, "lengths": np.array([2 * size + 1, size], np.int32)}
+
+
+class TestLatentAttention(KernelParity):
+    op = "latent_attention_forward"
+    sizes = (
+        {"batch": 1, "pages": 1, "queries": 1, "heads": 16, "dim": 576},
+        {"batch": 1, "pages": 1, "queries": 2, "heads": 16, "dim": 576},
+        {"batch": 1, "pages": 1, "queries": 4, "heads": 16, "dim": 576},
+    )
+    options = ({"rank": 512, "scale": 0.07},)
+    test_gradient_matches_finite_differences = None  # it has none
+    test_any_strides = None
+    cases = (
+        Case("one token", **ORDERED, arrays={"lengths": [150, 3]}),
+        Case("all rows", **ORDERED | {"page": 70, "queries": 3}),
+        Case("DeepSeek's rows", **ORDERED | {"page": 40, "heads": 16, "dim": 576, "rank": 512}),
+        Case(
+            "two blocks of rows",
+            **ORDERED | {"page": 33, "heads": 10, "queries": 7, "dim": 40, "rank": 32},
+        ),
+        Case("MiniCPM's rows", **ORDERED | {"page": 40, "heads": 40, "dim": 288, "rank": 256}),
+        Case("no order", **ORDERED | {"queries": 4}, causal=False, arrays={"lengths": [0, 9]}),
+        Case("rows that see nothing", **ORDERED | {"queries": 5}, arrays={"lengths": [2, 0]}),
+        Case(
+            "more chunks than a block merges",
+            **ORDERED | {"heads": 2, "page": FAN * 128 + 1, "dim": 16, "rank": 8},
+            arrays={"lengths": [FAN * 128 + 1, 129]},
+        ),
+        Case("a mask", **ORDERED | {"page": 40, "queries": 2}, keys=40, given=["mask"]),
+        Case(
+            "a mask of padding",
+            **ORDERED,
+            arrays={"mask": lambda rng: (np.arange(300) % 150 > 20).reshape(2, 1, 1, 150)},
+        ),
+        *(
+            Case(f"pages of {page}", **PAGED | {"queries": queries}, page=page, arrays=pages(page))
+            for page, queries in ((1, 1), (3, 2), (64, 3))
+        ),
+    )
+
+
+def test_equals_attention_with_one_head_of_keys() -> None:
+    """What lies after the rows of a sequence is never read."""
+    rng = np.random.default_rng(0)
+    q, rows = rng.standard_normal((2, 3, 4, 12)), rng.standard_normal((2, 9, 12))
+    lengths = np.array([9, 5])
+    mask = rng.random((2, 1, 1, 9)) < 0.8
+    k = rows[:, :, None]
+    expected = attention_forward(
+        q, k, k[..., :8], mask=mask, key_lengths=lengths, causal=True, scale=0.4
+    )
+    stored = np.full((7, 3, 12), np.nan)
+    table = np.array([[4, 0, 6], [2, 5, -1]])
+    for row, (numbers, length) in enumerate(zip(table, lengths, strict=True)):
+        for token in range(length):
+            stored[numbers[token // 3], token % 3] = rows[row, token]
+    rows[1, 5:] = np.nan
+    for call in ((q, rows, None, lengths), (q, stored, table, lengths)):
+        options: Any = {"rank": 8, "scale": 0.4, "mask": mask}
+        for one, other in zip(latent_attention_forward(*call, **options), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+        out = latent_attention(*call, **options)
+        np.testing.assert_array_equal(out, latent_attention_forward(*call, **options)[0])
+
+
+def test_no_rows() -> None:
+    q, none = np.ones((2, 1, 2, 8)), np.ones((0, 4, 8))
+    table, lengths = np.ones((2, 0), np.int64), np.zeros(2, np.int64)
+    options: Any = {"rank": 4, "scale": 1.0}
+    assert not latent_attention(q, none, table, lengths, **options).any()
+    assert not latent_attention(q, np.ones((2, 0, 8)), **options).any()
+    assert latent_attention(q[:0], none, table[:0], lengths[:0], **options).shape == (0, 1, 2, 4)
+
+
+@pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_tiles(shared: int) -> None:
+    """Every GPU has tiles for rows of 576; of heads and queries one block takes as it can."""
+    limits = Limits(80, shared)
+    for size in (2, 4):
+        for rows in (1, 16, 17, 64, 200):
+            tiles = resolve(size, 576, 512, rows, limits)
+            assert tiles is not None
+            room = tiles.bytes(size, 576) * tiles.resident(tiles.bytes(size, 576), shared)
+            assert room <= shared
+            least = min(t.rows for t in TILES[size])
+            assert (tiles.rows == least) == (rows <= least or size == 4)
+    assert resolve(2, 576, 512, 64, limits).rows == (64 if shared > 2**17 else 32)  # type: ignore[union-attr]
+    assert resolve(2, 4096, 4096, 16, limits) is None
+
+
+def test_wrong_arrays() -> None:
+    q, rows = np.ones((2, 1, 4, 12)), np.ones((5, 3, 12))
+    table, lengths = np.zeros((2, 2), np.int32), np.array([6, 2])
+    options: Any = {"rank": 8, "scale": 0.1}
+    with pytest.raises(ConfigError, match=r"rank=13; pass how many of a row's 12 numbers"):
+        latent_attention(q, rows, table, lengths, rank=13, scale=0.1)
+    with pytest.raises(ConfigError, match=r"scale=0.0; pass a number above 0"):
+        latent_attention(q, rows, table, lengths, rank=8, scale=0.0)
+    with pytest.raises(ConfigError, match="page_table needs lengths"):
+        latent_attention(q, rows, table, **options)
+    with pytest.raises(ShapeError, match="latents has 5 sequences for 2 of q; pass as many, or a p"):
+        latent_attention(q, rows, **options)
+    with pytest.raises(ShapeError, match="latents has dim=11; it must be 12"):
+        latent_attention(q, rows[..., :11], table, lengths, **options)
+    with pytest.raises(RangeError, match=r"lengths holds 2 .. 7; it must be in 0 .. 6, the rows"):
+        latent_attention(q, rows, table, lengths + [1, 0], **options)
+    with pytest.raises(RangeError, match=r"page_table holds 5; it must be in 0 .. 4, the pages"):
+        latent_attention(q, rows, table + 5, lengths, **options)
+    with pytest.raises(DTypeError, match="page_table is float64"):
+        latent_attention(q, rows, table.astype(float), lengths, **options)
+    with pytest.raises(ShapeError, match="5 for keys; it must be 6, for which there is room"):
+        latent_attention(q, rows, table, lengths, mask=np.ones(5, bool), **options)

@@ -14,7 +14,7 @@
 //               ROW_WARPS, KEY_WARPS warps along the rows and the keys of scores; the others take
 //                                    turns along the depth
 //               CHUNK, FAN           keys of a block; partial results that a block merges
-//               LENGTHS, PAGED, MASK, CAUSAL
+//               PAGED, MASK, CAUSAL
 //
 //   The trick: all heads read the same row, so heads and queries are rows of one product, and a
 //   tile in shared memory serves scores and values: nothing is read twice.  Warps divide scores
@@ -153,7 +153,7 @@ DEVICE void add_values(float (&o)[ALL][SHARE * 2][4], const Tile<E, KEYS> &p,
 struct Call {
     int heads, queries, keys;  // keys: room for them in a sequence
     int chunks, slots;         // chunks of the grid and slots for parts, of a sequence
-    int page, row_pages, pages;
+    int page, row_pages, pages;  // if not PAGED: tokens from a sequence to the next; of all
     float unit;  // scale * log2(e)
     long long mask_batch, mask_head, mask_query;
     int mask_key;
@@ -164,7 +164,7 @@ struct Call {
 // arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
 KERNEL(32 * WARPS, RESIDENT)
 latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
-                 const G *__restrict__ page_table, const L *__restrict__ lengths,
+                 const L *__restrict__ lengths, const G *__restrict__ page_table,
                  const bool *__restrict__ mask, T *__restrict__ out, float *__restrict__ lse,
                  float *parts, unsigned *arrived, const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
@@ -183,8 +183,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
     const int first_row = blockIdx.x % row_blocks * ROWS;  // a row is query * heads + head
     const int rows = min(ROWS, all_rows - first_row);
     const int batch = blockIdx.x / row_blocks / chunks, chunk = blockIdx.x / row_blocks % chunks;
-    int length = call.keys;
-    if constexpr (LENGTHS) length = (int)max(0ll, min((long long)length, (long long)lengths[batch]));
+    const int length = (int)max(0ll, min((long long)call.keys, (long long)lengths[batch]));
     const int last_key = length - queries;  // that the first query sees, if CAUSAL
     const int bottom = (first_row + rows - 1) / heads;
     const int stop = CAUSAL ? min(length, last_key + bottom + 1) : length;

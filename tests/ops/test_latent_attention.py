@@ -13,7 +13,7 @@ from unsloth_cupy.ops.attention._latent import FAN, TILES, resolve
 from ..harness.parity import Case, KernelParity
 
 PUBLIC = (
-    "latent_attention(q, latents, page_table=None, lengths=None, *, rank, scale, causal=True, "
+    "latent_attention(q, latents, lengths, page_table=None, *, rank, scale, causal=True, "
     "mask=None)",
 )
 SMALL = {"batch": 2, "heads": 6, "queries": 1, "dim": 24, "rank": 16, "scale": 0.3}
@@ -30,23 +30,32 @@ def pages(size: int) -> dict[str, Any]:
 
 class TestLatentAttention(KernelParity):
     op = "latent_attention_forward"
-    sizes = (
-        {"batch": 1, "pages": 1, "queries": 1, "heads": 16, "dim": 576},
-        {"batch": 1, "pages": 1, "queries": 2, "heads": 16, "dim": 576},
-        {"batch": 1, "pages": 1, "queries": 4, "heads": 16, "dim": 576},
+    sizes = tuple(
+        {"batch": 1, "heads": 16, "dim": 576, "pages": 1, "page": 256, "max_pages": 1}
+        | {"keys": 256, "queries": queries}
+        for queries in (1, 2, 4)
     )
-    options = ({"rank": 512, "scale": 0.07},)
+    options = ({"rank": 512, "scale": 0.07}, {"rank": 512, "scale": 0.07, "causal": False})
     test_gradient_matches_finite_differences = None  # it has none
     test_any_strides = None
     cases = (
         Case("one token", **ORDERED, arrays={"lengths": [150, 3]}),
-        Case("all rows", **ORDERED | {"page": 70, "queries": 3}),
-        Case("DeepSeek's rows", **ORDERED | {"page": 40, "heads": 16, "dim": 576, "rank": 512}),
+        Case("three tokens", **ORDERED | {"page": 70, "queries": 3}, arrays={"lengths": [70, 70]}),
+        Case(
+            "DeepSeek's rows",
+            **ORDERED | {"page": 40, "heads": 16, "dim": 576, "rank": 512},
+            arrays={"lengths": [40, 33]},
+        ),
         Case(
             "two blocks of rows",
             **ORDERED | {"page": 33, "heads": 10, "queries": 7, "dim": 40, "rank": 32},
+            arrays={"lengths": [33, 20]},
         ),
-        Case("MiniCPM's rows", **ORDERED | {"page": 40, "heads": 40, "dim": 288, "rank": 256}),
+        Case(
+            "MiniCPM's rows",
+            **ORDERED | {"page": 40, "heads": 40, "dim": 288, "rank": 256},
+            arrays={"lengths": [40, 40]},
+        ),
         Case("no order", **ORDERED | {"queries": 4}, causal=False, arrays={"lengths": [0, 9]}),
         Case("rows that see nothing", **ORDERED | {"queries": 5}, arrays={"lengths": [2, 0]}),
         Case(
@@ -54,11 +63,20 @@ class TestLatentAttention(KernelParity):
             **ORDERED | {"heads": 2, "page": FAN * 128 + 1, "dim": 16, "rank": 8},
             arrays={"lengths": [FAN * 128 + 1, 129]},
         ),
-        Case("a mask", **ORDERED | {"page": 40, "queries": 2}, keys=40, given=["mask"]),
+        Case(
+            "a mask",
+            **ORDERED | {"page": 40, "queries": 2},
+            keys=40,
+            given=["mask"],
+            arrays={"lengths": [40, 17]},
+        ),
         Case(
             "a mask of padding",
             **ORDERED,
-            arrays={"mask": lambda rng: (np.arange(300) % 150 > 20).reshape(2, 1, 1, 150)},
+            arrays={
+                "lengths": [150, 150],
+                "mask": lambda rng: (np.arange(300) % 150 > 20).reshape(2, 1, 1, 150),
+            },
         ),
         *(
             Case(f"pages of {page}", **PAGED | {"queries": queries}, page=page, arrays=pages(page))
@@ -83,7 +101,7 @@ def test_equals_attention_with_one_head_of_keys() -> None:
         for token in range(length):
             stored[numbers[token // 3], token % 3] = rows[row, token]
     rows[1, 5:] = np.nan
-    for call in ((q, rows, None, lengths), (q, stored, table, lengths)):
+    for call in ((q, rows, lengths), (q, stored, lengths, table)):
         options: Any = {"rank": 8, "scale": 0.4, "mask": mask}
         for one, other in zip(latent_attention_forward(*call, **options), expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
@@ -95,9 +113,9 @@ def test_no_rows() -> None:
     q, none = np.ones((2, 1, 2, 8)), np.ones((0, 4, 8))
     table, lengths = np.ones((2, 0), np.int64), np.zeros(2, np.int64)
     options: Any = {"rank": 4, "scale": 1.0}
-    assert not latent_attention(q, none, table, lengths, **options).any()
-    assert not latent_attention(q, np.ones((2, 0, 8)), **options).any()
-    assert latent_attention(q[:0], none, table[:0], lengths[:0], **options).shape == (0, 1, 2, 4)
+    assert not latent_attention(q, none, lengths, table, **options).any()
+    assert not latent_attention(q, np.ones((2, 0, 8)), lengths, **options).any()
+    assert latent_attention(q[:0], none, lengths[:0], table[:0], **options).shape == (0, 1, 2, 4)
 
 
 @pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
@@ -121,20 +139,20 @@ def test_wrong_arrays() -> None:
     table, lengths = np.zeros((2, 2), np.int32), np.array([6, 2])
     options: Any = {"rank": 8, "scale": 0.1}
     with pytest.raises(ConfigError, match=r"rank=13; pass how many of a row's 12 numbers"):
-        latent_attention(q, rows, table, lengths, rank=13, scale=0.1)
+        latent_attention(q, rows, lengths, table, rank=13, scale=0.1)
     with pytest.raises(ConfigError, match=r"scale=0.0; pass a number above 0"):
-        latent_attention(q, rows, table, lengths, rank=8, scale=0.0)
-    with pytest.raises(ConfigError, match="page_table needs lengths"):
-        latent_attention(q, rows, table, **options)
-    with pytest.raises(ShapeError, match="latents has 5 sequences for 2 of q; pass as many, or a p"):
-        latent_attention(q, rows, **options)
+        latent_attention(q, rows, lengths, table, rank=8, scale=0.0)
+    with pytest.raises(
+        ShapeError, match="latents has 5 sequences for 2 of q; pass as many, or a p"
+    ):
+        latent_attention(q, rows, lengths, **options)
     with pytest.raises(ShapeError, match="latents has dim=11; it must be 12"):
-        latent_attention(q, rows[..., :11], table, lengths, **options)
+        latent_attention(q, rows[..., :11], lengths, table, **options)
     with pytest.raises(RangeError, match=r"lengths holds 2 .. 7; it must be in 0 .. 6, the rows"):
-        latent_attention(q, rows, table, lengths + [1, 0], **options)
+        latent_attention(q, rows, np.array([7, 2]), table, **options)
     with pytest.raises(RangeError, match=r"page_table holds 5; it must be in 0 .. 4, the pages"):
-        latent_attention(q, rows, table + 5, lengths, **options)
+        latent_attention(q, rows, lengths, table + 5, **options)
     with pytest.raises(DTypeError, match="page_table is float64"):
-        latent_attention(q, rows, table.astype(float), lengths, **options)
+        latent_attention(q, rows, lengths, table.astype(float), **options)
     with pytest.raises(ShapeError, match="5 for keys; it must be 6, for which there is room"):
-        latent_attention(q, rows, table, lengths, mask=np.ones(5, bool), **options)
+        latent_attention(q, rows, lengths, table, mask=np.ones(5, bool), **options)

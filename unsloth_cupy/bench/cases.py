@@ -120,6 +120,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "key": np.s_[1:],
         "exponent": 2.0,
         "factor": 0.5,
+        "scale": 0.1,
         "lr": 1e-3,
         "betas": (0.9, 0.999),
         "eps": 1e-6,
@@ -168,6 +169,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
         # without a page_table, one row of slots
+        "latent_attention_forward.latents": lambda: rng.standard_normal((1, tokens, scale.dim)),
         **dict.fromkeys(
             ("kv_append_int8_.keys", "kv_append_int8_.values"),
             lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.int8),

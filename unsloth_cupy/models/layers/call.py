@@ -11,7 +11,16 @@ from ..ranks.division import Division
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
 Project = Callable[[Mapping[str, Any], Sequence[str], Any], list[Any]]  # (parameters, names, x)
+Whole = Callable[[Mapping[str, Any], str], Any]  # (parameters, name): a weight with its adapter
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Latents(NamedTuple):
+    """A cache of latent rows, in which a layer may hold rows already."""
+
+    begins: Callable[[int], bool]  # (layer) whether it holds none
+    append: Callable[..., Any]  # (layer, rows, None)
+    attend: Attend
 
 
 def unkept(*_: Any) -> tuple[None, None]:
@@ -39,4 +48,6 @@ class Call(NamedTuple):
     mask: Any = None  # of tokens that are not padding
     offsets: Any = None  # of packed texts
     states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
+    latents: Latents | None = None  # the cache, if it holds latent rows
+    whole: Whole = lambda parameters, name: parameters[name]
     routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them

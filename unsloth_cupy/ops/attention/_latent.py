@@ -15,7 +15,7 @@ from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
 from ..common.no_kernel import no_kernel
-from ..common.strides import broadcast_strides, in_chunks
+from ..common.strides import batch_stride, broadcast_strides, in_chunks
 from ._options import FARTHEST, LOG2E, row_bytes
 
 FAN = 32  # parts that a block merges
@@ -68,7 +68,6 @@ TILES = {
         Tiles(32, 32, 2, 4, 2, 2),  # 117 KB
         Tiles(32, 16, 3, 4, 2, 1),  # 98 KB
         Tiles(16, 32, 2, 4, 1, 2),  # 97 KB
-        Tiles(16, 16, 2, 4, 1, 1),  # 60 KB
     ),
     4: (Tiles(16, 16, 2, 4, 1, 1), Tiles(16, 8, 2, 4, 1, 1)),  # 110 KB, 76 KB
 }
@@ -102,8 +101,8 @@ def constants(tiles: Tiles, **named: Any) -> Constants:
 def launch_latent(
     q: Array,
     latents: Array,
+    lengths: Array,
     page_table: Array | None,
-    lengths: Array | None,
     mask: Array | None,
     *,
     rank: int,
@@ -113,28 +112,35 @@ def launch_latent(
     """Launch latent_attention.cu; return NotImplemented for rows without tiles."""
     batch, queries, heads, dim = q.shape
     pages, page = latents.shape[:2]
-    keys = page if page_table is None else page_table.shape[1] * page
+    row_pages = 1 if page_table is None else page_table.shape[1]
+    keys = row_pages * page
     size, rows, device = q.dtype.itemsize, heads * queries, limits(q)
     if dim % 8 or rank % 8:
         return no_kernel(f"rows of {dim} values and {rank} of a key are not multiples of 8")
-    if not latents.flags.c_contiguous:
+    if page_table is not None and not latents.flags.c_contiguous:
         return no_kernel("latents is not contiguous; making it so would copy the cache")
     tiles = resolve(size, dim, rank, rows, device)
-    if tiles is None or max(rows, keys) >= FARTHEST or pages * page >= 2**32 - 1:
-        return no_kernel(f"rows of {dim} values in {q.dtype}, or so many, have no tiles on this GPU")
-    q, latents = in_chunks(contiguous(q), latents)
-    page_table, lengths, mask = (contiguous(a) for a in (page_table, lengths, mask))
-    number = np.dtype("int32")
+    if tiles is None or max(rows, keys) >= FARTHEST:
+        return no_kernel(
+            f"rows of {dim} values in {q.dtype}, or so many, have no tiles on this GPU"
+        )
+    (q,) = in_chunks(contiguous(q))
+    if page_table is None:  # the first rows of a cache
+        latents, _, page = batch_stride(latents[:, :, None], latents[:, :, None])
+    else:
+        (latents,) = in_chunks(latents)
+    if pages * page >= 2**32 - 1:  # the kernel numbers them in 32 bits
+        return no_kernel(f"{pages * page} rows of latents are too many")
+    lengths, page_table, mask = (contiguous(a) for a in (lengths, page_table, mask))
     shared = tiles.bytes(size, dim)
     named = constants(
         tiles,
         RESIDENT=tiles.resident(shared, device.shared),
         T=q.dtype,
-        L=number if lengths is None else lengths.dtype,
-        G=number if page_table is None else page_table.dtype,
+        L=lengths.dtype,
+        G=np.dtype("int32") if page_table is None else page_table.dtype,
         DIM=dim,
         RANK=rank,
-        LENGTHS=lengths is not None,
         PAGED=page_table is not None,
         MASK=mask is not None,
         CAUSAL=causal,
@@ -154,11 +160,11 @@ def launch_latent(
         arrived = counters(sequences * slots, like=q)
     strides = broadcast_strides(mask)
     numbers = {"heads": heads, "queries": queries, "keys": keys, "chunks": chunks, "slots": slots}
-    numbers |= {"page": page, "row_pages": keys // page, "pages": pages, "unit": scale * LOG2E}
+    numbers |= {"page": page, "row_pages": row_pages, "pages": pages, "unit": scale * LOG2E}
     names = ("mask_batch", "mask_head", "mask_query", "mask_key")
     numbers |= dict(zip(names, strides, strict=True))
     kernel = load("latent_attention.cu", "latent_attention", q, named)
     kernel[sequences * chunks, 32 * tiles.warps, shared](
-        q, latents, page_table, lengths, mask, out, lse, parts, arrived, numbers
+        q, latents, lengths, page_table, mask, out, lse, parts, arrived, numbers
     )
     return out, lse

@@ -2,8 +2,8 @@
 
 out = softmax(scale * q @ rows.T) @ rows[:, : rank]
 
-Latent attention (MLA) makes keys and values of a head by two matrices, k = c B_k and v = c B_v, from
-one short vector c of a token.  Both products can move to the other side of attention:
+Latent attention (MLA) makes keys and values of a head by two matrices, k = c B_k and v = c B_v,
+from one short vector c of a token.  Both products can move to the other side of attention:
 
 q (c B_k)^T = (q B_k^T) c^T          softmax(score) (c B_v) = (softmax(score) c) B_v
 
@@ -28,8 +28,8 @@ from .attention import attend
 def latent_attention(
     q: Array,
     latents: Array,
+    lengths: Array,
     page_table: Array | None = None,
-    lengths: Array | None = None,
     *,
     rank: int,
     scale: float,
@@ -47,11 +47,10 @@ def latent_attention(
         Queries, already multiplied by the matrix that makes keys, and their rotated part.
     latents : (batch, keys, dim) float, or (pages, page, dim) with page_table
         A row for each token: the vector of keys and values, then the rotated part of the key.
+    lengths : (batch,) int
+        The number of rows of each sequence; later rows do not exist, whatever their bytes hold.
     page_table : (batch, max_pages) int, optional
         The pages of each sequence, in order; entries after its last page may be anything.
-    lengths : (batch,) int, optional
-        The number of rows of each sequence, which pages require; later rows do not exist, whatever
-        their bytes hold.  None: all.
     rank : int
         The first numbers of a row are its value: 1 .. dim.
     scale : float
@@ -72,7 +71,7 @@ def latent_attention(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     ConfigError
-        rank or scale is invalid, or there is a page_table and no lengths.
+        rank or scale is invalid.
     RangeError
         A length exceeds its rows, or a page number is outside 0 .. pages - 1.
 
@@ -83,15 +82,16 @@ def latent_attention(
     >>> rng = np.random.default_rng(0)
     >>> q = rng.standard_normal((1, 2, 8, 24), np.float32)  # batch, tokens, heads, 16 + 8 numbers
     >>> rows = rng.standard_normal((1, 10, 24), np.float32)
-    >>> out = latent_attention(q, rows, rank=16, scale=0.2)
+    >>> lengths = np.array([10])
+    >>> out = latent_attention(q, rows, lengths, rank=16, scale=0.2)
     >>> k = rows[:, :, None]  # one head of keys
     >>> expected = attention(q, k, k[..., :16], causal=True, scale=0.2)
     >>> np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-    >>> pages, table, lengths = rows.reshape(5, 2, 24), np.arange(5)[None], np.array([10])
-    >>> out, lse = latent_attention_forward(q, pages, table, lengths, rank=16, scale=0.2)
+    >>> pages, table = rows.reshape(5, 2, 24), np.arange(5)[None]
+    >>> out, lse = latent_attention_forward(q, pages, lengths, table, rank=16, scale=0.2)
     """
     options: Any = {"rank": rank, "scale": scale, "causal": causal, "mask": mask}
-    return latent_attention_forward(q, latents, page_table, lengths, **options)[0]
+    return latent_attention_forward(q, latents, lengths, page_table, **options)[0]
 
 
 def _operations(arrays: Any) -> int:
@@ -103,8 +103,8 @@ def _operations(arrays: Any) -> int:
 
 
 @op(
-    "q(batch, queries, heads, dim), latents(pages, page, dim), page_table?(batch, max_pages): int,"
-    " lengths?(batch): int, mask?(batch|1, heads|1, queries|1, keys|1): bool"
+    "q(batch, queries, heads, dim), latents(pages, page, dim), lengths(batch): int,"
+    " page_table?(batch, max_pages): int, mask?(batch|1, heads|1, queries|1, keys|1): bool"
     " -> out(batch, queries, heads, rank), lse(batch, heads, queries): stat",
     widen=False,  # a cache is large: only the rows that exist are widened
     no_gradient="it reads a cache, which exists only in inference",
@@ -114,8 +114,8 @@ def _operations(arrays: Any) -> int:
 def latent_attention_forward(
     q: Array,
     latents: Array,
+    lengths: Array,
     page_table: Array | None = None,
-    lengths: Array | None = None,
     *,
     mask: Array | None = None,
     rank: int,
@@ -125,7 +125,7 @@ def latent_attention_forward(
     """Return out as latent_attention does, and the natural log of each row's sum of exp(score)."""
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     page = latents.shape[1]
-    if type(q) is np.ndarray and lengths is not None:  # reading lengths would stall a device
+    if type(q) is np.ndarray:  # reading lengths would stall a device
         _check_range(page_table, lengths, latents.shape)
         most = int(lengths.max(initial=0))
         if page_table is not None:
@@ -133,7 +133,7 @@ def latent_attention_forward(
         else:
             latents = latents[:, :most]
     rows = latents
-    if page_table is not None and lengths is not None:
+    if page_table is not None:
         count = page_table.shape[1]
         used = np.arange(count, like=q) * page < lengths[:, None]
         rows = latents[np.where(used, page_table, 0)] if len(latents) else latents[:0]
@@ -150,15 +150,15 @@ def latent_attention_forward(
 def _launch(
     q: Array,
     latents: Array,
+    lengths: Array,
     page_table: Array | None,
-    lengths: Array | None,
     mask: Array | None,
     rank: int,
     scale: float,
     causal: bool,
 ) -> Any:
     options: Any = {"rank": rank, "scale": scale, "causal": causal}
-    return launch_latent(q, latents, page_table, lengths, mask, **options)
+    return launch_latent(q, latents, lengths, page_table, mask, **options)
 
 
 @latent_attention_forward.require
@@ -166,8 +166,8 @@ def _check(
     call: str,
     q: Array,
     latents: Array,
+    lengths: Array,
     page_table: Array | None,
-    lengths: Array | None,
     mask: Array | None,
     rank: int,
     scale: float,
@@ -179,9 +179,6 @@ def _check(
         raise ConfigError(f"{call}: rank={rank!r}; {cure}")
     if not 0 < scale < math.inf:
         raise ConfigError(f"{call}: scale={scale!r}; pass a number above 0")
-    if page_table is not None and lengths is None:
-        cure = "pass the number of rows of each sequence"
-        raise ConfigError(f"{call}: page_table needs lengths; {cure}")
     if page_table is None and pages != len(q):
         problem = f"{call}: latents has {pages} sequences for {len(q)} of q"
         cure = "pass as many, or a page_table"

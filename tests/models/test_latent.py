@@ -1,14 +1,17 @@
 """Latent attention: caches, packing, adapters, plans of memory, and what is refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from unsloth_cupy import PagedKVCache
+from unsloth_cupy import KVCache, Nf4, PagedKVCache
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create, export_gguf, load
 from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.models.generation import next_logits
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
@@ -41,10 +44,65 @@ def test_packed_texts_and_caches(label):
     for _ in range(4):
         following = model.logits(whole)[:, -1].argmax(axis=-1)
         whole = np.concatenate([whole, following[:, None]], axis=1)
-    sizes = model.config.layers, 12, 4, model.config.kv_heads, model.config.dim
-    for cache in (None, PagedKVCache(*sizes, dtype="float32")):
+    heads = {"kv_heads": model.config.kv_heads, "dim": model.config.dim}
+    caches = [
+        PagedKVCache(model.config.layers, 12, 4, **sizes, dtype="float32")
+        for sizes in (model.cache_sizes, heads)
+    ]
+    for cache in (None, *caches):
         made = model.generate(TOKENS, max_new_tokens=4, stop=(), cache=cache)
         np.testing.assert_array_equal(made, whole)
+    made = model.generate(TOKENS, max_new_tokens=4, stop=(), cache_dtype="int8")
+    np.testing.assert_array_equal(made[:, :12], whole[:, :12])
+
+
+@pytest.mark.parametrize("label", CONFIGS)
+def test_a_cache_holds_one_row_of_a_token(label):
+    """Tokens one by one, some at a time and after padding have the logits of a whole pass."""
+    model = create(CONFIGS[label], seed=0)
+    sizes: Any = model.cache_sizes
+    assert sizes == {"kv_heads": 1, "dim": 12 + 6, "latent": 12}
+    mask = np.ones((2, 12), bool)
+    mask[1, :3] = False
+    expected = model.logits(TOKENS, mask=mask)
+    near = 2e-5 * np.abs(expected).max()
+    cache = KVCache(model.config.layers, 2, 16, **sizes, dtype="float32")
+    assert sum(array.nbytes for array in cache.stored) == model.config.layers * 2 * 16 * 18 * 4
+    steps = (slice(0, 5), slice(5, 6), slice(6, 10), slice(10, 12))
+    parts = [model.logits(TOKENS[:, s], mask=mask[:, : s.stop], cache=cache) for s in steps]
+    actual = np.concatenate(parts, axis=1)
+    np.testing.assert_allclose(actual[mask], expected[mask], atol=near, rtol=0)
+    wrong = KVCache(model.config.layers, 2, 16, 1, 18, latent=8, dtype="float32")
+    with pytest.raises(ConfigError, match="the cache has latent=8; make it with"):
+        model.logits(TOKENS, cache=wrong)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "bias", "nf4", "nf4 lora"])
+def test_adapted_and_quantized_layers_are_absorbed(kind, steps, monkeypatch, tmp_path):
+    """Or expanded, where an adapter adds a bias: tokens are those of whole passes."""
+    sizes = {"kv_lora_rank": 64, "hidden_size": 64} if "nf4" in kind else {}
+    model = create(CONFIGS["youtu"] | sizes, seed=0)
+    if "nf4" in kind:
+        model.save(tmp_path)
+        model = load(tmp_path, quantize="nf4")
+        assert isinstance(model.parameters["model.layers.0.self_attn.kv_b_proj.weight"], Nf4)
+    if kind != "nf4":
+        model.add_adapter(3, seed=1, dora=kind == "dora")
+        rng = np.random.default_rng(0)
+        for array in model.adapter.parameters.values():
+            array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
+    if kind == "bias":
+        name = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_B.bias"
+        model.adapter.parameters[name] = rng.standard_normal(4 * (20 + 14), np.float32)
+    assert (model.cache_sizes["latent"] is None) == (kind == "bias")
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: steps)
+    whole = TOKENS
+    for _ in range(5):
+        following = model.logits(whole)[:, -1].argmax(axis=-1)
+        whole = np.concatenate([whole, following[:, None]], axis=1)
+    made = model.generate(TOKENS, max_new_tokens=5, stop=())
+    np.testing.assert_array_equal(made, whole)
 
 
 def test_adapters(tmp_path):

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import contiguous, empty
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
 from ..common.no_kernel import no_kernel
-from ..common.strides import batch_stride, broadcast_strides, in_chunks
+from ..common.strides import broadcast_strides, in_chunks, spanned
 from ._options import FARTHEST, LOG2E, row_bytes
 
 FAN = 32  # parts that a block merges
@@ -117,18 +117,19 @@ def launch_latent(
     size, rows, device = q.dtype.itemsize, heads * queries, limits(q)
     if dim % 8 or rank % 8:
         return no_kernel(f"rows of {dim} values and {rank} of a key are not multiples of 8")
-    if page_table is not None and not latents.flags.c_contiguous:
-        return no_kernel("latents is not contiguous; making it so would copy the cache")
+    distance, rest = divmod(latents.strides[0], dim * size)
+    dense = latents.strides[1:] == (dim * size, size) and distance >= page and not rest
+    of_cache = latents.flags.c_contiguous or (page_table is None and dense)
+    if not of_cache or lanes(16, latents) * size != 16:
+        return no_kernel("latents are not rows of a cache; making them so would copy the cache")
     tiles = resolve(size, dim, rank, rows, device)
     if tiles is None or max(rows, keys) >= FARTHEST:
         return no_kernel(
             f"rows of {dim} values in {q.dtype}, or so many, have no tiles on this GPU"
         )
     (q,) = in_chunks(contiguous(q))
-    if page_table is None:  # the first rows of a cache
-        latents, _, page = batch_stride(latents[:, :, None], latents[:, :, None])
-    else:
-        (latents,) = in_chunks(latents)
+    if not latents.flags.c_contiguous:  # the first rows of a cache
+        page, latents = distance, spanned(latents)
     if pages * page >= 2**32 - 1:  # the kernel numbers them in 32 bits
         return no_kernel(f"{pages * page} rows of latents are too many")
     lengths, page_table, mask = (contiguous(a) for a in (lengths, page_table, mask))

@@ -96,7 +96,7 @@ def latent_attention(
 
 def _operations(arrays: Any) -> int:
     """Return the operations of the two products, as if every query saw every row."""
-    q, latents, table = (arrays[name] for name in ("q", "latents", "page_table"))
+    q, latents, table = (arrays.get(name) for name in ("q", "latents", "page_table"))
     keys = latents.shape[1] * (1 if table is None else table.shape[1])
     rows: int = q.size // max(1, q.shape[3])
     return 2 * rows * keys * (q.shape[3] + arrays["out"].shape[3])
@@ -179,10 +179,10 @@ def _check(
         raise ConfigError(f"{call}: rank={rank!r}; {cure}")
     if not 0 < scale < math.inf:
         raise ConfigError(f"{call}: scale={scale!r}; pass a number above 0")
-    if page_table is None and pages != len(q):
-        problem = f"{call}: latents has {pages} sequences for {len(q)} of q"
+    if page_table is None and pages != q.shape[0]:
+        problem = f"{call}: latents has {pages} sequences for {q.shape[0]} of q"
         cure = "pass as many, or a page_table"
-        raise ShapeError(f"{problem}; {cure}", expected=len(q), actual=pages)
+        raise ShapeError(f"{problem}; {cure}", expected=q.shape[0], actual=pages)
     keys = page if page_table is None else page_table.shape[1] * page
     if mask is not None and mask.ndim and mask.shape[-1] not in {1, keys}:
         problem = f"{call}: mask of shape {mask.shape} has {mask.shape[-1]} for keys"

@@ -13,7 +13,6 @@ from unsloth_cupy.models import create, export_gguf, load
 from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.generation import next_logits
 from unsloth_cupy.models.parse import parse
-from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
 
 from .peers import MIXTURES, RELATIVES, SIZES
@@ -166,9 +165,5 @@ def test_what_is_not_known_is_named(change, message):
 def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
     model = create(CONFIGS["youtu"], seed=0)
     model.save(tmp_path)
-    two = SingleCommunicator()
-    two.size = 2
-    with pytest.raises(ConfigError, match="ranks do not divide the latent attention of a youtu"):
-        load(tmp_path, communicator=two)
     with pytest.raises(ConfigError, match="GGUF has no names for a youtu"):
         export_gguf(model, tmp_path / "x.gguf")

@@ -22,6 +22,7 @@ from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import taped, value_of
 from ..configs.config import Config, Latent
+from ..ranks.division import entered
 
 EPS = 1e-6  # of the norms of the short vectors, whatever that of the others is
 
@@ -31,19 +32,24 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     config: Config = call.config
     parameters = call.parameters
     batch, tokens, _ = x.shape
-    names = [
-        f"{module}kv_a_proj_with_mqa",
-        f"{module}{'q' if latent.queries is None else 'q_a'}_proj",
-    ]
-    both, q = call.project(parameters, names, x)
+    ranks = call.division  # they divide heads: each has whole short vectors, and enters after them
+    names = [f"{module}kv_a_proj_with_mqa"]
     if latent.queries is not None:
-        q = rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=EPS)
+        both, q = call.project(parameters, [*names, f"{module}q_a_proj"], x)
+        q = entered(ranks, rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=EPS))
         (q,) = call.project(parameters, [f"{module}q_b_proj"], q)
+    elif ranks is None:
+        both, q = call.project(parameters, [*names, f"{module}q_proj"], x)
+    else:
+        (both,) = call.project(parameters, names, x)
+        (q,) = call.project(parameters, [f"{module}q_proj"], entered(ranks, x))
     q = q.reshape(batch, tokens, config.heads, latent.dim)
     short = rms_norm(
         both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=EPS
     )
-    rotated = both[..., latent.rank :].reshape(batch, tokens, 1, latent.rotated)
+    short = entered(ranks, short)
+    rotated = entered(ranks, both[..., latent.rank :])
+    rotated = rotated.reshape(batch, tokens, 1, latent.rotated)
     turned = q[..., latent.plain :]
     if config.rotates(layer):
         cos, sin, *_ = call.tables[config.layer_types[layer]]

@@ -20,10 +20,10 @@ LONG = 300  # lines of a module, everything counted
 LIMITS = {
     "core": 920,
     "compiled": 80,
-    "ops": 7850,
+    "ops": 8010,
     "losses": 600,
     "training": 1060,
-    "inference": 460,
+    "inference": 530,
     "interop": 2200,
     "parallel": 2000,
     "models": 8900,

@@ -46,6 +46,7 @@ constexpr int PAIRS = padded(RANK) / 16, SHARE = even_share(PAIRS), ALL = ROWS /
 using Part = Parts<RANK>;
 constexpr unsigned NOWHERE = 0xffffffffu;  // the token of a page that is missing
 static_assert(sizeof(T) == 4 || N % 2 == 0, "ldmatrix loads 16 keys");
+static_assert(TILE_KEYS <= 32, "a lane has the token of a row");
 static_assert(PER_ROW <= 32 && OWN >= 1 && CHUNK % TILE_KEYS == 0, "a row lies in one warp");
 
 // Write this warp's part of the scores of a tile: products of ROWS queries with TILE_KEYS rows, for
@@ -175,7 +176,6 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
     float *const scores = reinterpret_cast<float *>(chances.start + ROWS * ChanceTile::PITCH);
     float *const rescales = scores + DEPTH_WARPS * ROWS * SCORES;  // later the largest scores
     float *const sums = rescales + ROWS;
-    unsigned *const tokens = reinterpret_cast<unsigned *>(sums + ROWS);  // of the keys of the chunk
 
     const int lane = threadIdx.x % 32, warp = own_warp();
     const int heads = call.heads, queries = call.queries, chunks = call.chunks;
@@ -191,38 +191,34 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
     if (chunk >= seen) return;
     const int begin = chunk * CHUNK, end = min(stop, begin + CHUNK);
 
-    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
-        const int key = begin + i;
-        unsigned token = NOWHERE;
-        if (key < end) {
-            long long number = batch;
-            if constexpr (PAGED)
-                number = page_table[(long long)batch * call.row_pages + key / call.page];
-            if (number >= 0 && number < call.pages)
-                token = (unsigned)number * call.page + (PAGED ? key % call.page : key);
-        }
-        tokens[i] = token;
-    }
     q += ((long long)batch * all_rows + first_row) * DIM;
     query_tile.copy<ROWS, DIM, THREADS, 4>(q, 0, rows, DIM);
-    __syncthreads();  // all tokens are known
-    auto load = [&](int first, int stage) {
+    // the token of row `lane` of the tile that begins at `first`
+    auto find = [&](int first) {
+        const int key = first + lane;
+        if (lane >= TILE_KEYS || key >= end) return NOWHERE;
+        if constexpr (!PAGED) return (unsigned)batch * call.page + key;
+        const long long number = page_table[(long long)batch * call.row_pages + key / call.page];
+        return number < 0 || number >= call.pages ? NOWHERE
+                                                  : (unsigned)number * call.page + key % call.page;
+    };
+    auto load = [&](int first, int stage, unsigned token) {
         if (first >= end) return;
         const LatentTile to{ring + stage * STAGE};
 #pragma unroll 4
         for (int i = threadIdx.x; i < TILE_KEYS * LatentTile::CHUNKS; i += THREADS) {
             const int row = i / LatentTile::CHUNKS, at = i % LatentTile::CHUNKS;
-            const unsigned token = tokens[first - begin + row];
-            const bool real = token != NOWHERE && at * LatentTile::CHUNK < DIM;
+            const unsigned source = __shfl_sync(0xffffffffu, token, row);
+            const bool real = source != NOWHERE && at * LatentTile::CHUNK < DIM;
             cp_async_16(to.at(row, at),
-                        latents + (real ? (unsigned long long)token * DIM + at * LatentTile::CHUNK
+                        latents + (real ? (unsigned long long)source * DIM + at * LatentTile::CHUNK
                                         : 0),
                         real);
         }
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
-        load(begin + stage * TILE_KEYS, stage);
+        load(begin + stage * TILE_KEYS, stage, find(begin + stage * TILE_KEYS));
         cp_async_commit();
     }
 
@@ -238,6 +234,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
 
     int stage = 0;
     for (int here = begin; here < end; here += TILE_KEYS) {
+        const unsigned later = find(here + STAGES * TILE_KEYS);  // early: it may be read from memory
         cp_async_wait<STAGES - 1>();
         __syncthreads();  // this tile has arrived, for all threads
         const LatentTile tile{ring + stage * STAGE};
@@ -288,7 +285,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
 
         if (warp * SHARE < PAIRS) add_values(o, chances, tile);
         __syncthreads();  // all warps are done with this tile
-        load(here + STAGES * TILE_KEYS, stage);
+        load(here + STAGES * TILE_KEYS, stage, later);
         cp_async_commit();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
         depths = 1 if itemsize == 4 else self.warps // (self.row_warps * self.key_warps)
         pitch = self.keys + 8 if self.keys % 16 == 0 else 2 * self.keys
         tiles = (self.rows + self.stages * self.keys) * row + self.rows * 16 * chances
-        return tiles + 4 * (self.rows * (depths * pitch + 2) + self.chunk)
+        return tiles + 4 * self.rows * (depths * pitch + 2)
 
     def resident(self, size: int, shared: int) -> int:
         """Return how many blocks of this size an SM should hold: 8 warps, if they fit."""

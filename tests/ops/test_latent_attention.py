@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import attention_forward, latent_attention, latent_attention_forward
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.ops.attention._latent import FAN, TILES, resolve
 
-from ..harness.parity import Case, KernelParity
+from ..harness.parity import Case, KernelParity, _compare_kernels, emulator, on_schedules
 
 PUBLIC = (
     "latent_attention(q, latents, lengths, page_table=None, *, rank, scale, causal=True, "
@@ -116,6 +118,34 @@ def test_no_rows() -> None:
     assert not latent_attention(q, none, lengths, table, **options).any()
     assert not latent_attention(q, np.ones((2, 0, 8)), lengths, **options).any()
     assert latent_attention(q[:0], none, lengths[:0], table[:0], **options).shape == (0, 1, 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_tiles_of_every_gpu(shared: int, dtype: Any) -> None:
+    """Rows of 16, 32 and 64 heads and queries, in any order of threads: equal bits."""
+    sizes = {**PAGED, "pages": 8, "page": 24, "dim": 576, "rank": 512}
+    for heads, queries in ((16, 1), (10, 3), (32, 2)):
+        call = {**sizes, "batch": 1, "heads": heads, "queries": queries}
+        arrays = {"page_table": [[5, 2, 7]], "lengths": [70]}
+        case = Case("every tile", **call, arrays=arrays)
+        run = on_schedules(0, 5, shared_memory=shared)
+        _compare_kernels(OPS["latent_attention_forward"], case, dtype, run, np.copy)
+
+
+def test_a_cache_of_which_a_part_is_filled() -> None:
+    """The first rows of each sequence are read where they lie."""
+    rng = np.random.default_rng(0)
+    cache = rng.standard_normal((2, 40, 24), np.float32)
+    q, lengths = rng.standard_normal((2, 1, 6, 24), np.float32), np.array([9, 7])
+    options: Any = {"rank": 16, "scale": 0.3}
+    results = []
+    for rows in (cache[:, :9], cache[:, :9].copy()):
+        with emulator():
+            results.append(latent_attention(q, rows, lengths, **options))
+    np.testing.assert_array_equal(*results)
+    np.testing.assert_allclose(results[0], latent_attention(q, rows, lengths, **options), rtol=1e-4)
 
 
 @pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, 227 * 1024])

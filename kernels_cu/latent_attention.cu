@@ -13,7 +13,7 @@
 //               WARPS, RESIDENT      warps of a block; blocks that an SM must hold
 //               ROW_WARPS, KEY_WARPS warps along the rows and the keys of scores; the others take
 //                                    turns along the depth
-//               CHUNK, FAN           keys of a block; partial results that a block merges
+//               FAN                  partial results that a block merges
 //               PAGED, MASK, CAUSAL
 //
 //   The trick: all heads read the same row, so heads and queries are rows of one product, and a
@@ -47,7 +47,7 @@ using Part = Parts<RANK>;
 constexpr unsigned NOWHERE = 0xffffffffu;  // the token of a page that is missing
 static_assert(sizeof(T) == 4 || N % 2 == 0, "ldmatrix loads 16 keys");
 static_assert(TILE_KEYS <= 32, "a lane has the token of a row");
-static_assert(PER_ROW <= 32 && OWN >= 1 && CHUNK % TILE_KEYS == 0, "a row lies in one warp");
+static_assert(PER_ROW <= 32 && OWN >= 1, "a row lies in one warp");
 
 // Write this warp's part of the scores of a tile: products of ROWS queries with TILE_KEYS rows, for
 // 16-bit values DEPTH_WARPS terms of them.
@@ -153,6 +153,7 @@ DEVICE void add_values(float (&o)[ALL][SHARE * 2][4], const Tile<E, KEYS> &p,
 
 struct Call {
     int heads, queries, keys;  // keys: room for them in a sequence
+    int chunk;                 // keys of a block: a multiple of TILE_KEYS
     int chunks, slots;         // chunks of the grid and slots for parts, of a sequence
     int page, row_pages, pages;  // if not PAGED: tokens from a sequence to the next; of all
     float unit;  // scale * log2(e)
@@ -187,9 +188,9 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
     const int last_key = length - queries;  // that the first query sees, if CAUSAL
     const int bottom = (first_row + rows - 1) / heads;
     const int stop = CAUSAL ? min(length, last_key + bottom + 1) : length;
-    const int seen = max(1, (stop + CHUNK - 1) / CHUNK);  // at least one block always goes on
+    const int seen = max(1, (stop + call.chunk - 1) / call.chunk);  // at least one block always goes on
     if (chunk >= seen) return;
-    const int begin = chunk * CHUNK, end = min(stop, begin + CHUNK);
+    const int begin = chunk * call.chunk, end = min(stop, begin + call.chunk);
 
     q += ((long long)batch * all_rows + first_row) * DIM;
     query_tile.copy<ROWS, DIM, THREADS, 4>(q, 0, rows, DIM);

@@ -13,6 +13,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.ops.attention._latent import FAN, TILES, resolve
 
 from ..harness.parity import Case, KernelParity, _compare_kernels, emulator, on_schedules
+from .test_attention import Device
 
 PUBLIC = (
     "latent_attention(q, latents, lengths, page_table=None, *, rank, scale, causal=True, "
@@ -54,6 +55,11 @@ class TestLatentAttention(KernelParity):
             arrays={"lengths": [33, 20]},
         ),
         Case(
+            "two blocks of rows, each of three chunks",
+            **ORDERED | {"page": 1030, "heads": 33, "queries": 2, "dim": 8, "rank": 8},
+            arrays={"lengths": [1030, 513]},
+        ),
+        Case(
             "MiniCPM's rows",
             **ORDERED | {"page": 40, "heads": 40, "dim": 288, "rank": 256},
             arrays={"lengths": [40, 40]},
@@ -87,7 +93,8 @@ class TestLatentAttention(KernelParity):
     )
 
 
-def test_equals_attention_with_one_head_of_keys() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_equals_attention_with_one_head_of_keys(on_host: bool) -> None:
     """What lies after the rows of a sequence is never read."""
     rng = np.random.default_rng(0)
     q, rows = rng.standard_normal((2, 3, 4, 12)), rng.standard_normal((2, 9, 12))
@@ -103,6 +110,7 @@ def test_equals_attention_with_one_head_of_keys() -> None:
         for token in range(length):
             stored[numbers[token // 3], token % 3] = rows[row, token]
     rows[1, 5:] = np.nan
+    q = q if on_host else q.view(Device)
     for call in ((q, rows, lengths), (q, stored, lengths, table)):
         options: Any = {"rank": 8, "scale": 0.4, "mask": mask}
         for one, other in zip(latent_attention_forward(*call, **options), expected, strict=True):

@@ -33,10 +33,14 @@ class Tiles(NamedTuple):
     row_warps: int
     key_warps: int
 
-    @property
-    def chunk(self) -> int:
-        """Return the keys of a block: what it writes for others to merge is less than it reads."""
-        return max(128, 4 * self.rows)
+    def chunk(self, rows: int) -> int:
+        """Return the keys of a block, for all rows of a sequence.
+
+        What a block writes for others to merge is less than it reads; the more blocks rows make,
+        the fewer keys make, so that parts take no more memory.
+        """
+        blocks = -(-rows // self.rows)
+        return min(2**20, max(128, 4 * self.rows) << (blocks - 1).bit_length())
 
     def bytes(self, itemsize: int, dim: int) -> int:
         """Return the bytes of shared memory of a block."""
@@ -92,7 +96,6 @@ def constants(tiles: Tiles, **named: Any) -> Constants:
         WARPS=tiles.warps,
         ROW_WARPS=tiles.row_warps,
         KEY_WARPS=tiles.key_warps,
-        CHUNK=tiles.chunk,
         FAN=FAN,
         **named,
     )
@@ -146,7 +149,8 @@ def launch_latent(
         MASK=mask is not None,
         CAUSAL=causal,
     )
-    chunks = -(-keys // tiles.chunk)
+    chunk = tiles.chunk(rows)
+    chunks = -(-keys // chunk)
     sequences = batch * -(-rows // tiles.rows)
     out = empty((batch, queries, heads, rank), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
@@ -160,8 +164,14 @@ def launch_latent(
         parts = empty((sequences, slots, *part), np.float32, like=q)
         arrived = counters(sequences * slots, like=q)
     strides = broadcast_strides(mask)
-    numbers = {"heads": heads, "queries": queries, "keys": keys, "chunks": chunks, "slots": slots}
-    numbers |= {"page": page, "row_pages": row_pages, "pages": pages, "unit": scale * LOG2E}
+    numbers = {"heads": heads, "queries": queries, "keys": keys, "chunk": chunk, "chunks": chunks}
+    numbers |= {
+        "slots": slots,
+        "page": page,
+        "row_pages": row_pages,
+        "pages": pages,
+        "unit": scale * LOG2E,
+    }
     names = ("mask_batch", "mask_head", "mask_query", "mask_key")
     numbers |= dict(zip(names, strides, strict=True))
     kernel = load("latent_attention.cu", "latent_attention", q, named)

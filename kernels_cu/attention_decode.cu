@@ -31,8 +31,7 @@
 //   own and waits for no other warp.
 #include <common/attention.cuh>
 #include <common/codes.cuh>
-#include <common/last_block.cuh>
-#include <common/vector.cuh>
+#include <common/parts.cuh>
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
 constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
@@ -48,28 +47,7 @@ constexpr int BLOCK_KEYS = WARPS * TILE_KEYS;  // keys that a block works on at 
 static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may extend over several pages
 constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is missing
-constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // in a row of a part
-constexpr int QUADS = VALUE_DIM / 4;
-
-// The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
-struct Merged { float value[4], top, sum; };
-DEVICE Merged merged(const float *row, int column, int parts, int stride) {
-    Merged m = {{}, NO_SCORE, 0};
-#pragma unroll 8
-    for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, row[i * stride + TOP]);
-    const float shift = m.top == NO_SCORE ? 0.0f : m.top;
-#pragma unroll 8
-    for (int i = 0; i < parts; i++) {
-        const float *const from = row + i * stride;
-        const float weight = exp2f(from[TOP] - shift);
-        float value[4];
-        load(value, from + column);
-#pragma unroll
-        for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[j], m.value[j]);
-        m.sum = fmaf(weight, from[SUM], m.sum);
-    }
-    return m;
-}
+using Part = Parts<VALUE_DIM>;
 
 // Start copying a warp's TILE_KEYS rows, of which `count` exist.  A token's row is row token *
 // kv_heads of `from`.  Tokens are consecutive from `token` on or, if SCATTERED, `token` of lane i
@@ -150,8 +128,8 @@ struct Call {
     long long values;        // for codes: number of scales of k before the first of v
 };
 
-// parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
-//            for each FAN of these, and so on
+// parts      (sequences, slots, rows, Part::PITCH), with two chunks or more: a slot for each chunk,
+//            then for each FAN of these, and so on
 // arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
 KERNEL(32 * WARPS, RESIDENT)
 attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
@@ -383,10 +361,10 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         sum[half] = quad_sum(sum[half]);
-        float *const to = results + (warp * ROWS + lane / 4 + half * 8) * PITCH;
+        float *const to = results + (warp * ROWS + lane / 4 + half * 8) * Part::PITCH;
         if (lane % 4 == 0) {
-            to[TOP] = __fmul_rn(top[half], scores.unit);
-            to[SUM] = sum[half];
+            to[Part::TOP] = __fmul_rn(top[half], scores.unit);
+            to[Part::SUM] = sum[half];
         }
 #pragma unroll
         for (int n = 0; n < VALUE_PARTS; n++) {
@@ -399,20 +377,16 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
 
     // The same for the parts of other blocks, which barriers and fences make visible to this one.
     const long long sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
-    const int part = min(ROWS, group * queries) * PITCH;  // floats
+    const int part = min(ROWS, group * queries) * Part::PITCH;  // floats
     const float *from = results;
-    int several = WARPS, stride = ROWS * PITCH;
+    int several = WARPS, stride = ROWS * Part::PITCH;
     long long slot = sequence * call.slots;  // of the first part of this level
     for (int node = chunk, nodes = seen; nodes > 1;) {
         float *const to = parts + (slot + node) * part;
-        for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
-            const int row = i / QUADS, column = i % QUADS * 4;
-            const Merged m = merged(from + row * PITCH, column, several, stride);
-            store(to + row * PITCH + column, m.value);
-            if (column == 0) {
-                to[row * PITCH + TOP] = m.top;
-                to[row * PITCH + SUM] = m.sum;
-            }
+        for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
+            const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
+            const Merged m = Part::merged(from + row * Part::PITCH, column, several, stride);
+            Part::put(to + row * Part::PITCH, column, m);
         }
         node /= FAN;
         from = parts + (slot + node * FAN) * part;
@@ -421,9 +395,9 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
         __syncthreads();
         if (!last_to_arrive(arrived + slot + node, several, last)) return;
     }
-    for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
-        const int row = first_row + i / QUADS, column = i % QUADS * 4;
-        Merged m = merged(from + (row - first_row) * PITCH, column, several, stride);
+    for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
+        const int row = first_row + i / Part::QUADS, column = i % Part::QUADS * 4;
+        Merged m = Part::merged(from + (row - first_row) * Part::PITCH, column, several, stride);
         const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
             const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);

@@ -75,6 +75,24 @@ def test_a_cache_holds_one_row_of_a_token(label):
         model.logits(TOKENS, cache=wrong)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_rows_with_adapters_of_their_own(alike):
+    """They share the rows of a cache, unless the layer that is absorbed differs between them."""
+    model = create(CONFIGS["youtu"], seed=0)
+    for number, name in enumerate(("one", "other")):
+        targets = ["q_b_proj", "o_proj"] + ["kv_b_proj"] * (not alike)
+        model.add_adapter(2, seed=number, name=name, targets=targets)
+        for array in model.adapter.parameters.values():
+            array[...] += 0.1 * np.random.default_rng(number).standard_normal(array.shape)
+    expected = []
+    for row, name in enumerate(("one", "other")):
+        model.set_adapter(name)
+        expected.append(model.generate(TOKENS[row : row + 1], max_new_tokens=5, stop=())[0])
+    rows = model.by_rows(["one", "other"])
+    assert rows.cache_sizes["latent"] == (12 if alike else None)
+    np.testing.assert_array_equal(rows.generate(TOKENS, max_new_tokens=5, stop=()), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("label", CONFIGS)
 def test_tokens_are_those_of_transformers(label, tmp_path):

@@ -14,6 +14,7 @@ from ...ops.linear.linears import linears, rows_of_one
 from ...ops.quantized.weight import Quantized
 from ...training.variable import Var
 from ..adapters.adapter import BIAS, Adapter
+from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..ranks.division import Division, bits
 from .call import Attend, Latents, Project, Whole
@@ -46,15 +47,19 @@ def latents_of(cache: KVCache | PagedRows | None) -> Latents | None:
 def absorbs(adapter: Adapter | None) -> bool:
     """Return whether a product with keys and values can move to queries and sums of them.
 
-    It cannot with a bias, which an adapter of peft may add to ``kv_b_proj``.
+    It cannot with a bias, which an adapter of peft may add to ``kv_b_proj``, nor where rows of a
+    batch have that layer otherwise.
     """
     names = () if adapter is None else adapter.parameters
-    return not any(name.endswith(f"kv_b_proj.{BIAS}") for name in names)
+    different = ".kv_b_proj." if isinstance(adapter, ByRows) else f".kv_b_proj.{BIAS}"
+    return not any(different in name for name in names)
 
 
 def whole_of(adapter: Adapter | None) -> Whole:
     """Return a function that returns a dense weight, with its adapter merged."""
-    return _dense if adapter is None else partial(_merged, adapter)
+    if adapter is None or isinstance(adapter, ByRows):  # which adapt other layers
+        return _dense
+    return partial(_merged, adapter)
 
 
 def _dense(parameters: Mapping[str, Any], name: str) -> Any:
@@ -79,9 +84,16 @@ def _packed(offsets: Array, layer: int, q: Array, k: Array, v: Array, **options:
 
 
 def project_of(
-    config: Config, adapter: Adapter | None, seed: int | None, division: Division | None
+    config: Config,
+    adapter: Adapter | None,
+    seed: int | None,
+    division: Division | None,
+    tokens: Any,
+    offsets: Any = None,
 ) -> Project:
-    """Return the linear layers of a call, as ``(parameters, names, x)``."""
+    """Return the linear layers of a call on some tokens, as ``(parameters, names, x)``."""
+    if isinstance(adapter, ByRows):
+        return adapter.project(tokens, offsets, seed, _plain)
     if adapter is not None:
         return partial(adapter.linears, seed=seed)
     return partial(_rounded, division) if config.bit_layers else _plain

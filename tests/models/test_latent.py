@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import KVCache, Nf4, PagedKVCache
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy import KVCache, Nf4, PagedKVCache, mean
+from unsloth_cupy.errors import ConfigError, DTypeError
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create, export_gguf, load
@@ -70,6 +70,9 @@ def test_a_cache_holds_one_row_of_a_token(label):
     parts = [model.logits(TOKENS[:, s], mask=mask[:, : s.stop], cache=cache) for s in steps]
     actual = np.concatenate(parts, axis=1)
     np.testing.assert_allclose(actual[mask], expected[mask], atol=near, rtol=0)
+    cache.reset()
+    with pytest.raises(DTypeError, match=r"KVCache\.append: k is not an array but Var"):
+        model.value_and_gradients(lambda m: mean(m.logits(TOKENS, cache=cache)))
     wrong = KVCache(model.config.layers, 2, 16, 1, 18, latent=8, dtype="float32")
     with pytest.raises(ConfigError, match="the cache has latent=8; make it with"):
         model.logits(TOKENS, cache=wrong)

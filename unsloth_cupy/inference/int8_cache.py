@@ -67,7 +67,8 @@ def check_latent(call: str, latent: Any, kv_heads: int, dim: int, kind: np.dtype
 
 def check_latent_options(call: str, options: dict[str, Any]) -> None:
     """Raise ConfigError unless options are those of attention over a latent cache."""
-    if unknown := sorted(n for n, value in options.items() if value is not None and n != "scale"):
+    given = {name for name, value in options.items() if value is not None}
+    if unknown := sorted(given - {"scale", "causal", "mask"}):
         cure = "it has scale, causal and mask"
         raise ConfigError(f"{call}: a latent cache has no option {unknown[0]!r}; {cure}")
     if options.get("scale") is None:

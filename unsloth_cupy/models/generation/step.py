@@ -12,6 +12,7 @@ import numpy as np
 from ...core import gpu
 from ...core.dtypes import Array
 from ...errors import DeviceMemoryError
+from ...inference.int8_cache import check_latent_options
 from ...inference.kv_cache import KVCache
 from ...machine import bytes_requested, format_bytes
 from ...ops.attention.attention import attention
@@ -168,8 +169,10 @@ class Step:
         sinks, lengths, seen = min(cache.sinks, slots), self.lengths[slots], self.seen.get(slots)
         options["mask"] = None if seen is None else seen[:, None, None]
         if cache.latent is not None:
+            check_latent_options("Step.attend", options)
             kv_append_(k, k, keys, keys, self.starts, sinks=sinks)
-            return latent_attention(q, keys[:, :, 0], lengths, rank=cache.latent, **options)
+            options = {"rank": cache.latent, "scale": options["scale"], "mask": options["mask"]}
+            return latent_attention(q, keys[:, :, 0], lengths, **options)
         options["window"] = None
         if scales is None:
             if k is not None:

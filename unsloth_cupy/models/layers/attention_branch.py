@@ -48,9 +48,7 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
 def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
     """Return the output of the attention of heads, times the sigmoid of a gate if there is one."""
     config = call.config
-    window = config.window_of(layer)  # it counts the query itself
-    options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
-    options["window"] = None if window is None else (window - 1, 0)
+    options = call.options(layer)
     if config.sinks:
         options["sinks"] = call.parameters[module + "sinks"]
     out = call.attend(layer, q, k, v, **options)

@@ -51,3 +51,10 @@ class Call(NamedTuple):
     latents: Latents | None = None  # the cache, if it holds latent rows
     whole: Whole = lambda parameters, name: parameters[name]
     routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them
+
+    def options(self, layer: int) -> dict[str, Any]:
+        """Return the options of the attention of a layer."""
+        window = self.config.window_of(layer)  # it counts the query itself
+        options: dict[str, Any] = {"causal": True, "scale": self.config.scale}
+        options |= {"softcap": self.config.softcap}
+        return options | {"window": None if window is None else (window - 1, 0)}

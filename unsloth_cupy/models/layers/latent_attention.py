@@ -21,6 +21,7 @@ from ...ops.common.gemm import gemm
 from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import taped, value_of
+from ...placement import check_library
 from ..configs.config import Config, Latent
 from ..ranks.division import entered
 
@@ -56,8 +57,9 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
         turned, rotated = rope_qk(
             turned, rotated, cos, sin, call.positions, interleaved=config.interleaved
         )
-    options: dict[str, Any] = {"causal": True, "scale": config.scale}
+    options = call.options(layer)
     if call.latents is not None:
+        check_library("KVCache.append: k", short)  # a cache has no gradient
         row = np.concatenate([short[:, :, None], rotated], axis=-1)
         if not call.latents.begins(layer):
             return _absorbed(call, latent, layer, module, q, turned, row, options)

@@ -18,6 +18,8 @@ from .ops.attention.attention_paged import attention_paged_forward as attention_
 from .ops.attention.attention_varlen import attention_varlen as attention_varlen
 from .ops.attention.attention_varlen import attention_varlen_backward as attention_varlen_backward
 from .ops.attention.attention_varlen import attention_varlen_forward as attention_varlen_forward
+from .ops.attention.latent_attention import latent_attention as latent_attention
+from .ops.attention.latent_attention import latent_attention_forward as latent_attention_forward
 from .ops.attention.merge_attention import merge_attention as merge_attention
 from .ops.attention.merge_attention import merge_attention_backward as merge_attention_backward
 

@@ -22,7 +22,7 @@ from unsloth_cupy.core.gpu import CupyTarget, compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
-from unsloth_cupy.ops.attention import _decode
+from unsloth_cupy.ops.attention import _decode, _latent
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import _norm
 from unsloth_cupy.profiling import binary
@@ -158,6 +158,7 @@ def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
     left = {  # what launch tables that fill the memory of a block leave for its static part
         "attention_decode": _decode.STATIC,
         "cross_entropy_over_": _launch.STATIC,
+        "latent_attention": _latent.STATIC,
         "norm_backward": _norm.STATIC,
     }
     tables = {k for k in dynamic() if not k.startswith("delta_")}  # which have tiles of a chunk

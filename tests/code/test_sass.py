@@ -77,6 +77,7 @@ OTHERS = {
     "int8_linear": (COPY, INTEGERS),
     "int8_outliers": (),  # a warp reads 32 neighbouring columns
     "int8_outlier_list": (),  # one flag a thread
+    "latent_attention": (COPY, PRODUCT),
     "kv_append_int8_": (READ,),  # codes take a half or a quarter of the bytes
     "int8_quantize": (READ,),  # codes take a half or a quarter of the bytes
     "nf4_quantize": (READ,),  # codes take a quarter or an eighth

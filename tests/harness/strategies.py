@@ -104,6 +104,15 @@ def _pages_or_rows(draw: Draw, sizes: Sizes) -> None:
         sizes["pages"] = sizes["batch"]
 
 
+def _latents(draw: Draw, sizes: Sizes) -> None:
+    paged, sizes["dim"] = draw(st.booleans()), max(1, sizes["dim"])
+    sizes["given"] = {"page_table": paged}
+    if paged:
+        _paged(draw, sizes)
+    else:
+        sizes["pages"], sizes["max_pages"], sizes["keys"] = sizes["batch"], 1, sizes["page"]
+
+
 def _groups(draw: Draw, sizes: Sizes, columns: int) -> None:
     """Draw the number of scales: one for each group of columns, or one for all."""
     sizes["group"] = draw(st.sampled_from((WORD, 2 * WORD, 128)))
@@ -198,6 +207,7 @@ def _texts(draw: Draw, sizes: Sizes) -> None:
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
+    "latent_attention_forward": _latents,
     "kv_append_": _slots,
     "rope_append_": _slots,
     "kv_append_paged_": _rows_of_pages,
@@ -457,6 +467,8 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "eps": _some(1e-6, 1e-5, 1e-3),
     "offset": _some(0.0, 1.0),
     "scale": _some(1.0, 0.3, -0.5),
+    "latent_attention_forward.scale": _some(1.0, 0.3),
+    "latent_attention_forward.rank": lambda draw, sizes, arrays: draw(st.integers(1, sizes["dim"])),
     "softmax.axis": _some(-1),
     "temperature": _some(1.0, 0.7, 2.0),
     "softcap": _some(None, 0.5, 30.0),

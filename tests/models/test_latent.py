@@ -1,16 +1,18 @@
 """Latent attention: caches, packing, adapters, plans of memory, and what is refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from unsloth_cupy import PagedKVCache
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy import KVCache, Nf4, PagedKVCache, mean
+from unsloth_cupy.errors import ConfigError, DTypeError
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create, export_gguf, load
 from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.models.generation import next_logits
 from unsloth_cupy.models.parse import parse
-from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
 
 from .peers import MIXTURES, RELATIVES, SIZES
@@ -41,10 +43,101 @@ def test_packed_texts_and_caches(label):
     for _ in range(4):
         following = model.logits(whole)[:, -1].argmax(axis=-1)
         whole = np.concatenate([whole, following[:, None]], axis=1)
-    sizes = model.config.layers, 12, 4, model.config.kv_heads, model.config.dim
-    for cache in (None, PagedKVCache(*sizes, dtype="float32")):
+    heads = {"kv_heads": model.config.kv_heads, "dim": model.config.dim}
+    caches = [
+        PagedKVCache(model.config.layers, 12, 4, **sizes, dtype="float32")
+        for sizes in (model.cache_sizes, heads)
+    ]
+    for cache in (None, *caches):
         made = model.generate(TOKENS, max_new_tokens=4, stop=(), cache=cache)
         np.testing.assert_array_equal(made, whole)
+    assert model.generate(TOKENS, max_new_tokens=4, stop=(), cache_dtype="int8").shape == (2, 16)
+
+
+@pytest.mark.parametrize("label", CONFIGS)
+def test_a_cache_holds_one_row_of_a_token(label):
+    """Tokens one by one, some at a time and after padding have the logits of a whole pass."""
+    model = create(CONFIGS[label], seed=0)
+    sizes: Any = model.cache_sizes
+    assert sizes == {"kv_heads": 1, "dim": 12 + 6, "latent": 12}
+    mask = np.ones((2, 12), bool)
+    mask[1, :3] = False
+    expected = model.logits(TOKENS, mask=mask)
+    near = 2e-5 * np.abs(expected).max()
+    cache = KVCache(model.config.layers, 2, 16, **sizes, dtype="float32")
+    assert sum(array.nbytes for array in cache.stored) == model.config.layers * 2 * 16 * 18 * 4
+    steps = (slice(0, 5), slice(5, 6), slice(6, 10), slice(10, 12))
+    parts = [model.logits(TOKENS[:, s], mask=mask[:, : s.stop], cache=cache) for s in steps]
+    actual = np.concatenate(parts, axis=1)
+    np.testing.assert_allclose(actual[mask], expected[mask], atol=near, rtol=0)
+    cache.reset()
+    with pytest.raises(DTypeError, match=r"KVCache\.append: k is not an array but Var"):
+        model.value_and_gradients(lambda m: mean(m.logits(TOKENS, cache=cache)))
+    wrong = KVCache(model.config.layers, 2, 16, 1, 18, latent=8, dtype="float32")
+    with pytest.raises(ConfigError, match="the cache has latent=8; make it with"):
+        model.logits(TOKENS, cache=wrong)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_rows_with_adapters_of_their_own(alike):
+    """They share the rows of a cache, unless the layer that is absorbed differs between them."""
+    model = create(CONFIGS["youtu"], seed=0)
+    for number, name in enumerate(("one", "other")):
+        targets = ["q_b_proj", "o_proj"] + ["kv_b_proj"] * (not alike)
+        model.add_adapter(2, seed=number, name=name, targets=targets)
+        for array in model.adapter.parameters.values():
+            array[...] += 0.1 * np.random.default_rng(number).standard_normal(array.shape)
+    expected = []
+    for row, name in enumerate(("one", "other")):
+        model.set_adapter(name)
+        expected.append(model.generate(TOKENS[row : row + 1], max_new_tokens=5, stop=())[0])
+    rows = model.by_rows(["one", "other"])
+    assert rows.cache_sizes["latent"] == (12 if alike else None)
+    np.testing.assert_array_equal(rows.generate(TOKENS, max_new_tokens=5, stop=()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", CONFIGS)
+def test_tokens_are_those_of_transformers(label, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch computes the references")
+    peers = pytest.importorskip("transformers", reason="transformers computes the references")
+    model = create(CONFIGS[label], seed=0)
+    model.save(tmp_path)
+    peer = peers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12}
+    prompt = torch.from_numpy(TOKENS)
+    expected = peer.generate(prompt, **options, do_sample=False, pad_token_id=0).numpy()
+    cache = PagedKVCache(model.config.layers, 20, 4, **model.cache_sizes, dtype="float32")
+    for each in (None, cache):
+        np.testing.assert_array_equal(model.generate(TOKENS, **options, cache=each), expected)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "bias", "nf4", "nf4 lora"])
+def test_adapted_and_quantized_layers_are_absorbed(kind, steps, monkeypatch, tmp_path):
+    """Or expanded, where an adapter adds a bias: tokens are those of whole passes."""
+    sizes = {"kv_lora_rank": 64, "hidden_size": 64} if "nf4" in kind else {}
+    model = create(CONFIGS["youtu"] | sizes, seed=0)
+    if "nf4" in kind:
+        model.save(tmp_path)
+        model = load(tmp_path, quantize="nf4")
+        assert isinstance(model.parameters["model.layers.0.self_attn.kv_b_proj.weight"], Nf4)
+    if kind != "nf4":
+        model.add_adapter(3, seed=1, dora=kind == "dora")
+        rng = np.random.default_rng(0)
+        for array in model.adapter.parameters.values():
+            array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
+    if kind == "bias":
+        name = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_B.bias"
+        model.adapter.parameters[name] = rng.standard_normal(4 * (20 + 14), np.float32)
+    assert (model.cache_sizes["latent"] is None) == (kind == "bias")
+    monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: steps)
+    whole = TOKENS
+    for _ in range(5):
+        following = model.logits(whole)[:, -1].argmax(axis=-1)
+        whole = np.concatenate([whole, following[:, None]], axis=1)
+    made = model.generate(TOKENS, max_new_tokens=5, stop=())
+    np.testing.assert_array_equal(made, whole)
 
 
 def test_adapters(tmp_path):
@@ -108,9 +201,5 @@ def test_what_is_not_known_is_named(change, message):
 def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
     model = create(CONFIGS["youtu"], seed=0)
     model.save(tmp_path)
-    two = SingleCommunicator()
-    two.size = 2
-    with pytest.raises(ConfigError, match="ranks do not divide the latent attention of a youtu"):
-        load(tmp_path, communicator=two)
     with pytest.raises(ConfigError, match="GGUF has no names for a youtu"):
         export_gguf(model, tmp_path / "x.gguf")

@@ -25,8 +25,9 @@ ONLINE = {  # whose layers are rounded at every call, as BitNet is trained
 }  # fmt: skip
 ROUNDED = {"model_type": "bitnet", "quantization_config": ONLINE}
 NEXT = ("olmo", "granite", "cohere", "glm", "hunyuan", "nemotron", "apertus", "phi")
+LATENT = ("minicpm3", "minicpm3 plain", "youtu")
 FAMILIES = {  # by ranks: 4 share 2 heads of keys and values, 3 have one each
-    2: (*(name for name in CONFIGS if name not in ROPES), "bitnet online", *NEXT),
+    2: (*(name for name in CONFIGS if name not in ROPES), "bitnet online", *NEXT, *LATENT),
     3: ("olmo2",),
     4: ("llama biases", "phi3", "bitnet online"),
 }
@@ -161,7 +162,8 @@ def all_checks(comm: Communicator, folder: Path) -> None:
             | {"num_attention_heads": 4 if comm.size != 3 else 6}
         )
         config |= {"intermediate_size": 49}  # which no number of ranks divides
-        config |= {"num_key_value_heads": 2 if comm.size != 3 else 3} if "one" not in name else {}
+        if "one" not in name and name not in LATENT:  # whose heads all have keys
+            config |= {"num_key_value_heads": 2 if comm.size != 3 else 3}
         config.setdefault("head_dim", 8)
         if comm.rank == 0:
             filled(config, here)
@@ -169,7 +171,7 @@ def all_checks(comm: Communicator, folder: Path) -> None:
         # what is rounded may fall to either side, but for numbers that differ as little as these
         equal(here, comm, name, dtype="float64" if name == "bitnet online" else None)
         same_files(here, comm, folder / f"{here.name}-saved")
-        if name in ("llama biases", "phi3", "olmo2"):
+        if name in ("llama biases", "phi3", "olmo2", *LATENT):
             adapted(here, comm, here)
         if comm.size % 2 == 0 and name in ("llama biases", "phi3", "gemma2", "olmo2 tied"):
             lora = here / "drawn" if name == "phi3" else None

@@ -168,6 +168,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
         # without a page_table, one row of slots
+        "latent_attention_forward.latents": lambda: rng.standard_normal((1, tokens, scale.dim)),
         **dict.fromkeys(
             ("kv_append_int8_.keys", "kv_append_int8_.values"),
             lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.int8),
@@ -286,6 +287,8 @@ def draw(
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
         known["shape"] = (2, *known["axes"])
+    if op.__name__ == "latent_attention_forward":  # only here it has no default
+        known["scale"] = scale.dim**-0.5
     creators = meaning(scale, rng)
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     for operand in op.contract.inputs:

@@ -153,7 +153,9 @@ class Policy(Method):
         config, rows = loop.model.config, loop.plan.batch * self.samples
         tokens = loop.training_data.largest[1]
         windows = (config.window_of(layer) or tokens for layer in range(config.layers))
-        each = 2 * config.kv_heads * config.dim * loop.model.dtype.itemsize
+        sizes = loop.model.cache_sizes
+        stored = sizes["kv_heads"] * sizes["dim"] * (2 if sizes["latent"] is None else 1)
+        each = stored * loop.model.dtype.itemsize
         cache = format_bytes(rows * each * sum(min(window, tokens) for window in windows))
         few = f"{rows:,} answers of {self.new:,} tokens at most"
         return f"a pass draws {few}, whose keys and values take {cache}"

@@ -49,6 +49,33 @@ def windows_of(call: str, window: Any, layers: int) -> list[int | None]:
     return windows
 
 
+def check_latent(call: str, latent: Any, kv_heads: int, dim: int, kind: np.dtype[Any]) -> None:
+    """Raise ConfigError unless the first ``latent`` numbers of a key can be its value."""
+    if latent is None:
+        return
+    problem = f"{call}(latent={latent!r})"
+    if not is_integer(latent, 1) or latent > dim:
+        cure = f"pass how many of the {dim} numbers of a key are its value, or None"
+        raise ConfigError(f"{problem}: {cure}")
+    if kv_heads != 1:
+        cure = "all heads read one row of a token: pass kv_heads=1"
+        raise ConfigError(f"{problem}: kv_heads is {kv_heads}; {cure}")
+    if kind == INT8:
+        cure = "pass a dtype of floats"
+        raise ConfigError(f"{problem}: one scale of a row does not fit both of its parts; {cure}")
+
+
+def check_latent_options(call: str, options: dict[str, Any]) -> None:
+    """Raise ConfigError unless options are those of attention over a latent cache."""
+    given = {name for name, value in options.items() if value is not None}
+    if unknown := sorted(given - {"scale", "causal", "mask"}):
+        cure = "it has scale, causal and mask"
+        raise ConfigError(f"{call}: a latent cache has no option {unknown[0]!r}; {cure}")
+    if options.get("scale") is None:
+        cure = "pass that of the model's heads: 1 / sqrt of the length of a row would be wrong"
+        raise ConfigError(f"{call}: scale is missing, which a latent cache needs; {cure}")
+
+
 def check_length(call: str, length: Any) -> None:
     """Raise RangeError unless length is a number of tokens to keep."""
     if not is_integer(length):
@@ -56,11 +83,17 @@ def check_length(call: str, length: Any) -> None:
         raise RangeError(f"{call}.truncate({length!r}): {cure}")
 
 
-def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:
+def check_new(
+    call: str, axis: str, rows: int, k: Any, v: Any, storage: Array, latent: int | None
+) -> None:
     """Raise unless k and v are (rows, tokens, kv_heads, dim) of the storage's library and dtype.
 
-    For int8 codes they must be floats of one dtype, but not float64.
+    For int8 codes they must be floats of one dtype, but not float64.  A latent cache has no v.
     """
+    if latent is not None and v is not None:
+        cure = f"the first {latent} numbers of k are the values; pass None for v"
+        raise ConfigError(f"{call}: v does not go with latent={latent}; {cure}")
+    v = k if latent is not None else v
     arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
     kv_heads, dim = storage.shape[2:]
     tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0

@@ -4,7 +4,8 @@
     k, v = cache.append(layer, k, v)        all keys and values of this layer, old and new
 
 Bytes: 2 * layers * batch * slots * kv_heads * dim * itemsize, where slots is capacity, or
-sinks + window if that is less; for int8, dim + 4 instead of dim * itemsize.
+sinks + window if that is less; for int8, dim + 4 instead of dim * itemsize.  For latent attention,
+whose values are the first numbers of the keys: layers * batch * slots * dim * itemsize.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,14 @@ from ..ops.attention.attention import attention
 from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
+from ..ops.attention.latent_attention import latent_attention
 from ..placement import array_on_device, check_library, full_like, on_gpu_of_attribute
 from .int8_cache import (
     INT8,
     MOST_LAYERS,
     STORED,
+    check_latent,
+    check_latent_options,
     check_length,
     check_new,
     read,
@@ -56,12 +60,15 @@ class KVCache:
         sinks + window, there is always room for new tokens.
     sinks : int
         Number of first tokens that layers with a window always keep.
+    latent : int, optional
+        For latent attention, with one kv head and floats: the first so many numbers of a key are
+        its value, and nothing else is stored.
 
     Attributes
     ----------
     keys, values : list of (batch, slots, kv_heads, dim) dtype
         The storage of each layer.  Token p is in slot p; with a window, the slots from ``sinks`` on
-        are a ring buffer.
+        are a ring buffer.  With ``latent`` values are views of the keys.
     scales : list of (2, batch, slots, kv_heads) float32, or None
         For int8, the factors of the codes of keys and of values.
     real : (batch, tokens) bool
@@ -74,7 +81,7 @@ class KVCache:
     Raises
     ------
     ConfigError
-        A size is negative, window or sinks are invalid, or dtype is not one of these.
+        A size is negative, window, sinks or latent are invalid, or dtype is not one of these.
 
     Notes
     -----
@@ -94,6 +101,7 @@ class KVCache:
         like: Array | None = None,
         window: int | Sequence[int | None] | None = None,
         sinks: int = 0,
+        latent: int | None = None,
     ) -> None:
         shape = (layers, batch, capacity, kv_heads, dim)
         if not all(map(is_integer, shape)) or layers > MOST_LAYERS:
@@ -103,6 +111,7 @@ class KVCache:
             raise ConfigError(f"KVCache{shape}: {problem}")
         kind = float_dtype("KVCache", dtype, STORED)
         windows = windows_of("KVCache", window, layers)
+        check_latent("KVCache", latent, kv_heads, dim, kind)
         if not is_integer(sinks):
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens to keep, 0 or more"
@@ -114,10 +123,18 @@ class KVCache:
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
         heads = sum(array_bytes(each[:-1], 1) for each in shapes)
-        held = 2 * heads * max(dim, 1) * kind.itemsize + scale_bytes(kind, heads)
+        held = (2 if latent is None else 1) * heads * max(dim, 1) * kind.itemsize + scale_bytes(
+            kind, heads
+        )
         held += array_bytes((batch, capacity), 1)  # of ``real``, which has no window
         check_bytes(f"KVCache{shape}", held, place)
-        self.keys, self.values = ([arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
+        self.keys = [arrays.empty(s, kind, place) for s in shapes]
+        self.latent = latent
+        self.values = (
+            [arrays.empty(s, kind, place) for s in shapes]
+            if latent is None
+            else [keys[..., :latent] for keys in self.keys]
+        )
         self.scales = [scales_like(kind, (2, *each[:-1]), place) for each in shapes]
         self.shape, self.dtype = (batch, kv_heads, dim), kind
         self.real = arrays.empty((batch, capacity), np.dtype(bool), place)
@@ -151,7 +168,12 @@ class KVCache:
                 f" make the cache with capacity={held + new} or call reset()"
             )
 
-    def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+    @property
+    def stored(self) -> list[Array]:
+        """The arrays of keys and, if they are stored, of values."""
+        return self.keys + (self.values if self.latent is None else [])
+
+    def append(self, layer: int, k: Array, v: Array | None) -> tuple[Array, Array]:
         """Store the keys and values of new tokens; return those that the new tokens may see.
 
         Parameters
@@ -159,7 +181,7 @@ class KVCache:
         layer : int
             0 .. layers - 1.
         k, v : (batch, tokens, kv_heads, dim) dtype of the cache, or floats for one of int8
-            Keys and values of the new tokens.
+            Keys and values of the new tokens; for a latent cache v is None.
 
         Returns
         -------
@@ -182,15 +204,18 @@ class KVCache:
         if stop > slots:  # old tokens are overwritten, but the new ones may still see them
             old = self._slots(layer, start - int(self.windows[layer] or 0) + 1, start)
             parts = [self._held(layer, part, k.dtype) for part in old]
-            together = (k, v)
+            new = k, k[..., : self.latent] if v is None else v
+            together = new
             if start:
-                pairs = zip(*parts, (k, v), strict=True)
+                pairs = zip(*parts, new, strict=True)
                 together = tuple(np.concatenate(each, axis=1) for each in pairs)
         self._store(layer, k, v)
         return together or self._held(layer, slice(0, stop), k.dtype)
 
-    def _store(self, layer: int, k: Array, v: Array) -> None:
+    def _store(self, layer: int, k: Array, v: Array | None) -> None:
         keys, values, start = self.keys[layer], self.values[layer], self.filled[layer]
+        if v is None:  # the same row, written twice by the same thread
+            v, values = k, keys
         sinks = min(self.sinks, keys.shape[1])
         if self.dtype == INT8:
             kv_append_int8_(k, v, keys, values, self.scales[layer], start=start, sinks=sinks)
@@ -293,7 +318,7 @@ class KVCache:
         layer: int,
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         *,
         causal: bool = True,
         window: Any = None,
@@ -305,14 +330,15 @@ class KVCache:
         Options are those of ``attention``, for the keys that ``append`` returns.  Noted padding is
         masked.  The narrower of the windows of the call and of the layer applies; with causal every
         query sees the layer's sinks.  If the layer ``reads_codes`` of so many tokens, and no option
-        depends on the order of the keys, attention is computed directly from the codes.
+        depends on the order of the keys, attention is computed directly from the codes.  Of a
+        latent cache it is ``latent_attention``, whose scale must be passed.
 
         Raises
         ------
         RangeError, ShapeError, DTypeError, FrameworkError
             As ``append``.
         ConfigError
-            An option is invalid.
+            An option is invalid, or a latent cache does not have it.
         """
         self._check_layer("attend", layer)
         check_library("KVCache.attend: q", q)
@@ -329,17 +355,23 @@ class KVCache:
             case _:
                 width = None  # attention raises
         orderless = causal and mask is None and options.keys() <= ORDERLESS
-        if orderless and self.reads_codes(layer, new, width):
+        if orderless and v is not None and self.reads_codes(layer, new, width):
             return self._attend_codes(layer, q, k, v, window=window, **options)
+        if self.latent is not None:
+            check_latent_options("KVCache.attend", options)
         k, v = self.append(layer, k, v)
         seen = None
         if kept is not None and width is not None:
-            if self.sinks or not causal:
+            if self.sinks or not causal or self.latent is not None:
                 seen, window = self.seen(layer, new, width), None if causal else window
             else:
                 window = width - 1, 0
         for hidden in (self._padding(layer, new), seen):
             mask = hidden if mask is None else mask if hidden is None else mask & hidden
+        if self.latent is not None:
+            held = full_like(self._rows, k.shape[1])
+            options = {"scale": options["scale"], "causal": causal, "mask": mask}
+            return latent_attention(q, k[:, :, 0], held, rank=self.latent, **options)
         return attention(q, k, v, causal=causal, window=window, mask=mask, **options)
 
     def _padding(self, layer: int, new: int) -> Array | None:
@@ -356,13 +388,19 @@ class KVCache:
         """Store new keys and values; return causal attention of q, computed directly from codes."""
         self.check_append("attend", layer, k, v)
         self._store(layer, k, v)
-        rows = np.arange(self.shape[0], dtype=np.int32, like=self.real)
+        rows = self._rows
         held = full_like(rows, min(self.filled[layer], self.keys[layer].shape[1]))
         stored = self.keys[layer], self.values[layer], self.scales[layer]
         options["mask"] = self._real_slots(layer)
         if self.windows[layer] is not None:
             options["window"] = None
         return attention_paged_int8_forward(q, *stored, rows[:, None], held, **options)[0]
+
+    @property
+    def _rows(self) -> Array:
+        """The numbers of the rows, int32."""
+        rows: Array = np.arange(self.shape[0], dtype=np.int32, like=self.real)
+        return rows
 
     def _real_slots(self, layer: int) -> Array | None:
         """Return which slots are not padding, (batch, 1, 1, slots); None if no mask was noted."""
@@ -452,8 +490,8 @@ class KVCache:
         known = batch and isinstance(index, np.ndarray)
         if known and not 0 <= int(index.min()) <= int(index.max()) < batch:
             raise RangeError(f"KVCache.reorder: index must be in 0 .. {batch - 1}: {index}")
-        for keys, values, filled in zip(self.keys, self.values, self.filled, strict=True):
-            for storage in (keys, values):  # one at a time: the copy stays small
+        for layer, filled in enumerate(self.filled):
+            for storage in self.stored[layer :: len(self.filled)]:  # one at a time: a small copy
                 storage[:, :filled] = storage[index, :filled]
         for scales, filled in zip(self.scales, self.filled, strict=True):
             if scales is not None:
@@ -463,7 +501,7 @@ class KVCache:
 
     def repeat(self, other: "KVCache", times: int) -> None:
         """Make ``times`` rows in succession continue from each row of a cache with fewer rows."""
-        for mine, its in zip(self.keys + self.values, other.keys + other.values, strict=True):
+        for mine, its in zip(self.stored, other.stored, strict=True):
             mine[...] = np.repeat(its, times, axis=0)
         for mine, its in zip(self.scales, other.scales, strict=True):
             if mine is not None:
@@ -487,7 +525,8 @@ class KVCache:
     def check_append(self, call: str, layer: int, k: Any, v: Any) -> None:
         """Raise unless there is such a layer, and it has room for these keys and values."""
         self._check_layer(call, layer)
-        check_new(f"KVCache.{call}", "batch", self.shape[0], k, v, self.keys[layer])
+        kept = self.keys[layer], self.latent
+        check_new(f"KVCache.{call}", "batch", self.shape[0], k, v, *kept)
         self.check_room(k.shape[1], layer)
 
     def _check_layer(self, call: str, layer: Any) -> None:

@@ -5,7 +5,7 @@
     k_pages, v_pages = cache.append(layer, [sequence], k, v)
     attention_paged(q, k_pages, v_pages, cache.page_table([sequence]), cache.lengths([sequence]))
 
-Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize.
+Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize; half of it for latent attention.
 """
 
 import itertools
@@ -22,7 +22,15 @@ from ..machine import array_bytes, check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
 from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import array_on_device, on_gpu_of_attribute, to_device_of
-from .int8_cache import STORED, check_length, check_new, scale_bytes, scales_like, windows_of
+from .int8_cache import (
+    STORED,
+    check_latent,
+    check_length,
+    check_new,
+    scale_bytes,
+    scales_like,
+    windows_of,
+)
 
 GONE = -2  # in the table of a sequence: a page before its window
 
@@ -45,11 +53,15 @@ class PagedKVCache:
         the next queries of any layer see becomes free when they are appended; its entry in
         ``page_table`` is then another page of the sequence, so pass ``attention_paged`` a window:
         ``(window - 1, 0)``.  Pages stay as long as one layer has no window.
+    latent : int, optional
+        For latent attention, with one kv head, floats and no window: the first so many numbers of
+        a key are its value, and nothing else is stored.
 
     Attributes
     ----------
     keys, values : (layers, pages, page, kv_heads, dim) dtype
-        The storage; a sequence has the same pages in every layer.
+        The storage; a sequence has the same pages in every layer.  With ``latent`` values are a
+        view of the keys.
     scales : (layers, 2, pages, page, kv_heads) float32, or None
         For int8, the factors of the codes of keys and of values: ``attention_paged`` takes those of
         a layer.
@@ -57,7 +69,7 @@ class PagedKVCache:
     Raises
     ------
     ConfigError
-        A size is negative, page is 0, a window is invalid, or dtype is not a float.
+        A size is negative, page is 0, window or latent are invalid, or dtype is not a float.
 
     Notes
     -----
@@ -77,6 +89,7 @@ class PagedKVCache:
         dtype: Any,
         like: Array | None = None,
         window: int | Sequence[int | None] | None = None,
+        latent: int | None = None,
     ) -> None:
         shape = (layers, pages, page, kv_heads, dim)
         if not all(map(is_integer, shape)) or page == 0:
@@ -84,11 +97,20 @@ class PagedKVCache:
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype, STORED)
         place = array_on_device("PagedKVCache", like)
-        size = 2 * array_bytes(shape, kind.itemsize) + scale_bytes(kind, array_bytes(shape[:-1], 1))
+        check_latent("PagedKVCache", latent, kv_heads, dim, kind)
+        if latent is not None and window is not None:
+            problem = f"PagedKVCache(latent={latent}, window={window!r})"
+            raise ConfigError(f"{problem}: latent attention has no window; leave it out")
+        size = (2 if latent is None else 1) * array_bytes(shape, kind.itemsize) + scale_bytes(
+            kind, array_bytes(shape[:-1], 1)
+        )
         check_bytes(f"PagedKVCache{shape}", size, place)
         self.windows = windows_of("PagedKVCache", window, layers)
         self.keys = arrays.empty(shape, kind, place)
-        self.values = arrays.empty(shape, kind, place)
+        self.latent = latent
+        self.values = (
+            arrays.empty(shape, kind, place) if latent is None else self.keys[..., :latent]
+        )
         if window is not None:  # attention also reads slots without a token, and masks them
             self.keys[...] = self.values[...] = 0
         self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
@@ -121,7 +143,7 @@ class PagedKVCache:
         return sequence
 
     def append(
-        self, layer: int, sequences: Sequence[int], k: Array, v: Array
+        self, layer: int, sequences: Sequence[int], k: Array, v: Array | None
     ) -> tuple[Array, Array]:
         """Store the keys and values of new tokens of some sequences, in place.
 
@@ -132,7 +154,7 @@ class PagedKVCache:
         sequences : sequence of int
             As ``allocate`` and ``fork`` return them, each once.
         k, v : (sequences, tokens, kv_heads, dim) dtype of the cache, or floats for one of int8
-            Keys and values of the new tokens.
+            Keys and values of the new tokens; for a latent cache v is None.
 
         Returns
         -------
@@ -152,13 +174,16 @@ class PagedKVCache:
         self.check_sequences("append", sequences)
         if len(set(sequences)) < len(sequences):
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
-        check_new("PagedKVCache.append", "sequences", len(sequences), k, v, self.keys[layer])
+        kept = self.keys[layer], self.latent
+        check_new("PagedKVCache.append", "sequences", len(sequences), k, v, *kept)
         starts = [self.filled[sequence][layer] for sequence in sequences]
         for sequence in sequences:
             self._leave(*self._take_out(sequence, slice(self._first_seen(sequence))))
         self._make_room(sequences, starts, k.shape[1])
         table, first = self.page_table(sequences), self._placed(starts)
         stored = self.keys[layer], self.values[layer]
+        if v is None:  # the same row, written twice by the same thread
+            v, stored = k, (self.keys[layer],) * 2
         if self.scales is None:
             kv_append_paged_(k, v, *stored, table, first)
         else:
@@ -166,6 +191,11 @@ class PagedKVCache:
         for sequence in sequences:
             self.filled[sequence][layer] += k.shape[1]
         return self.keys[layer], self.values[layer]
+
+    @property
+    def stored(self) -> tuple[Array, ...]:
+        """The arrays of keys and, if they are stored, of values."""
+        return (self.keys,) if self.latent is not None else (self.keys, self.values)
 
     def page_table(self, sequences: Sequence[int]) -> Array:
         """Return the pages of each sequence, in order: (sequences, most pages of one) int32.
@@ -284,7 +314,7 @@ class PagedKVCache:
         self._check_free("append", wanted + len(shared))
         for table, index in shared:
             old, table[index] = table[index], self._take()
-            for storage in (self.keys, self.values):
+            for storage in self.stored:
                 storage[:, table[index]] = storage[:, old]
             if self.scales is not None:
                 self.scales[:, :, table[index]] = self.scales[:, :, old]
@@ -324,7 +354,7 @@ class PagedKVCache:
     def _check_free(self, call: str, wanted: int) -> None:
         free = len(self.free_pages)
         if wanted > free:
-            bytes_of_page = 2 * self.keys[:, :1].nbytes
+            bytes_of_page = sum(storage[:, :1].nbytes for storage in self.stored)
             raise DeviceMemoryError(
                 f"PagedKVCache.{call}: {wanted} pages are needed, {free} of {len(self.uses)} are"
                 " free; free a sequence, or make the cache with more pages",

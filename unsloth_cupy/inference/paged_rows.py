@@ -11,7 +11,9 @@ from ..core.dtypes import Array
 from ..errors import ConfigError, ShapeError
 from ..ops.attention.attention import attention
 from ..ops.attention.attention_paged import attention_paged
+from ..ops.attention.latent_attention import latent_attention
 from ..placement import to_device_of
+from .int8_cache import check_latent_options
 from .kv_cache import KVCache
 from .paged_kv_cache import PagedKVCache
 
@@ -81,20 +83,27 @@ class PagedRows:
         positions = np.add.outer(starts, np.arange(new)).astype(np.int32)
         return 0, to_device_of(positions, self.cache.keys)
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+    def append(self, layer: int, k: Array, v: Array | None) -> tuple[Array, Array]:
+        """Store new keys and values, as ``PagedKVCache.append``."""
+        return self.cache.append(layer, self.sequences, k, v)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array | None, **options: Any) -> Array:
         """Store new keys and values; return the attention of q over all that each row holds.
 
-        The narrower of the windows of the call and of the cache applies.
+        The narrower of the windows of the call and of the cache applies.  Over a latent cache it is
+        ``latent_attention``, and v is None.
 
         Raises
         ------
         ConfigError
-            An option is not one of ``attention_paged``.
+            An option is not one of ``attention_paged``, or of ``latent_attention``.
         RangeError
             A sequence is passed twice, or there is no such layer.
         DeviceMemoryError
             There are too few free pages; nothing changes.
         """
+        if self.cache.latent is not None:
+            return self._attend_latents(layer, q, k, v, **options)
         if unknown := sorted(options.keys() - OPTIONS):
             cure = f"choose from {', '.join(sorted(OPTIONS))}"
             raise ConfigError(f"a PagedKVCache has no option {unknown[0]!r} of attention; {cure}")
@@ -106,10 +115,31 @@ class PagedRows:
                 case (left, right) if left is None or is_integer(left, kept):
                     options["window"] = kept - 1, right
         fresh = known and not any(self.starts(layer))
-        k_pages, v_pages = self.cache.append(layer, self.sequences, k, v)
-        if fresh:  # k and v are all keys and values, in order
+        k_pages, v_pages = self.append(layer, k, v)
+        if fresh and v is not None:  # k and v are all keys and values, in order
             return attention(q, k, v, **options)
         table = self.cache.page_table(self.sequences)
         lengths = self.cache.lengths(self.sequences, layer)
         scales = None if self.cache.scales is None else self.cache.scales[layer]
         return attention_paged(q, k_pages, v_pages, table, lengths, scales=scales, **options)
+
+    def _attend_latents(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        *,
+        causal: bool = True,
+        mask: Array | None = None,
+        **options: Any,
+    ) -> Array:
+        """Return attention over rows of which the first numbers are the values."""
+        check_latent_options("PagedKVCache", options)
+        pages, _ = self.append(layer, k, v)
+        where = (
+            self.cache.lengths(self.sequences, layer),
+            self.cache.page_table(self.sequences),
+        )
+        options = {"rank": self.cache.latent, "scale": options["scale"]}
+        return latent_attention(q, pages[:, :, 0], *where, causal=causal, mask=mask, **options)

@@ -25,7 +25,7 @@ from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
 from .folders.quantized_weights import trainable
-from .layers.attending import attend_of, project_of
+from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, rope_rows
 from .layers.call import Call, Gather, unkept
 from .layers.context import Context, own_tokens
@@ -124,6 +124,20 @@ class Network(Summary):
         """The dtype of hidden states, keys and values."""
         stages = None if self.division is None else self.division.stages
         return self.table.dtype if stages is None else stages.dtype
+
+    @property
+    def cache_sizes(self) -> dict[str, int | None]:
+        """The sizes ``kv_heads``, ``dim`` and ``latent`` of a KVCache or PagedKVCache.
+
+        With latent attention one row of a token serves all heads: ``kv_lora_rank`` numbers and the
+        rotated part of the key.  A cache with latent=None and the model's own ``kv_heads`` and
+        ``dim`` holds whole heads instead.  Ranks that divide heads hold every row.
+        """
+        config = self.config
+        if config.latent is None or not absorbs(self.adapter):
+            return {"kv_heads": config.kv_heads, "dim": config.dim, "latent": None}
+        rank = config.latent.rank
+        return {"kv_heads": 1, "dim": rank + config.latent.rotated, "latent": rank}
 
     def on_tape(
         self, parameters: Mapping[str, Any], step: TrainingStep, reached: Any = None
@@ -254,6 +268,9 @@ class Network(Summary):
             layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
             problem = f"Transformer: the cache has {layers}; make one for this model"
             raise ShapeError(problem, expected=self.config.layers, actual=len(cache.keys))
+        if cache is not None and cache.latent not in (None, self.cache_sizes["latent"]):
+            cure = f"make it with {self.cache_sizes}"
+            raise ConfigError(f"Transformer: the cache has latent={cache.latent}; {cure}")
         if seed is not None and not is_integer(seed):
             raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
         if self.chunked_mlp:
@@ -277,6 +294,7 @@ class Network(Summary):
             mask=mask, offsets=where.offsets, context=context,
             states=getattr(rows, "recurrent", unkept),
             stacks={} if self.adapter is None else self.adapter.used_stacks(),
+            latents=latents_of(rows), whole=whole_of(self.adapter),
         )  # fmt: skip
 
     def _checked(self, routes: Any, tokens: Array, offsets: Any, context: Any) -> Array:

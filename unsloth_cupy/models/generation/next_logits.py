@@ -8,7 +8,6 @@ logits = next_logits(tokens, real)              after the prompts and one more t
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,14 +53,16 @@ class CachedLogits:
             config.attends(layer) and (stages is None or stages.holds(layer))
             for layer in range(config.layers)
         ]
-        self.new_cache = partial(
-            KVCache,
-            dtype=model.dtype if dtype is None else dtype,
-            like=model.table,
-            window=[config.window_of(i) if here else 1 for i, here in enumerate(in_rank)],
-        )
-        self.samples, self.sizes = samples, (most, config.kv_heads, config.dim)
-        self.cache = self.new_cache(config.layers, batch, *self.sizes)
+        # codes have one scale for a row, which does not fit both parts of a latent one
+        heads = {"kv_heads": config.kv_heads, "dim": config.dim}
+        self.form: dict[str, Any] = {
+            **(model.cache_sizes if dtype is None else heads),
+            "dtype": model.dtype if dtype is None else dtype,
+            "like": model.table,
+            "window": [config.window_of(i) if here else 1 for i, here in enumerate(in_rank)],
+        }
+        self.samples = samples
+        self.cache = self._new_cache(batch)
         self.switch = _switch(config)
         self.notes = notes and config.experts is not None and stages is None
         self.begins = True
@@ -89,11 +90,14 @@ class CachedLogits:
             return self._last(tokens, mask, self.cache)
         return self._once(tokens, mask)
 
+    def _new_cache(self, rows: int) -> KVCache:
+        return KVCache(self.model.config.layers, rows, self.most, **self.form)
+
     def _once(self, tokens: Array, mask: Array | None) -> Array:
         """Return the logits after the prompts, each of which ``samples`` rows repeat."""
         mask = None if mask is None else mask[:: self.samples]
         count = len(tokens) // self.samples
-        own = self.new_cache(self.model.config.layers, count, *self.sizes)
+        own = self._new_cache(count)
         logits = self._last(tokens[:: self.samples], mask, own)
         self.cache.repeat(own, self.samples)
         self.noted = None if self.noted is None else np.repeat(self.noted, self.samples, axis=0)

@@ -12,21 +12,23 @@ import numpy as np
 from ...core import gpu
 from ...core.dtypes import Array
 from ...errors import DeviceMemoryError
+from ...inference.int8_cache import check_latent_options
 from ...inference.kv_cache import KVCache
 from ...machine import bytes_requested, format_bytes
 from ...ops.attention.attention import attention
 from ...ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ...ops.attention.kv_append import kv_append_
 from ...ops.attention.kv_append_int8 import kv_append_int8_
+from ...ops.attention.latent_attention import latent_attention
 from ...ops.attention.rope_append import rope_append_
 from ...ops.elements.cast import in_dtype
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.nccl import NcclCommunicator
 from ...placement import on_gpu_of_attribute, to_device_of
 from ..adapters.adapter import DOWN, UP
-from ..layers.attending import project_of
+from ..layers.attending import project_of, whole_of
 from ..layers.block import blocks, embedded
-from ..layers.call import Call
+from ..layers.call import Call, Latents
 from ..layers.norms import join
 from ..network import Network
 
@@ -68,6 +70,12 @@ class Step:
         used = model.used(model.parameters, None)
         low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
         self.of_blocks = {**used, **low}  # adapters are rounded once, not in every step
+        self.latents: Latents | None = None
+        self.whole: dict[str, Any] = {}  # weights that are not read as layers, dense and merged
+        if cache.latent is not None:
+            self.latents = Latents(lambda layer: False, cache.append, self.attend)
+            names = [name for name in used if name.endswith(".kv_b_proj.weight")]
+            self.whole = {name: whole_of(model.adapter)(used, name) for name in names}
         start, sinks = real.shape[1], cache.sinks
         self.tokens = self._placed(np.zeros((len(real), 1)))
         self.positions = self._placed(real.sum(axis=1, keepdims=True))
@@ -130,6 +138,8 @@ class Step:
             turn=self.turn,
             stacks={} if model.adapter is None else model.adapter.stacks,
             routers=routers,
+            latents=self.latents,
+            whole=lambda _, name: self.whole[name],
         )
         branch, stream = blocks(call, branch, None)
         if routers is not None:
@@ -160,17 +170,23 @@ class Step:
         stored = keys, values, self.starts
         return rope_append_(q, k, v, cos, sin, *stored, positions, sinks=sinks)[0], None
 
-    def attend(self, layer: int, q: Array, k: Any, v: Array, **options: Any) -> Array:
+    def attend(self, layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
         """Return attention over all slots of the cache that hold a real token, k and v among them.
 
-        k is None if ``turn`` has stored it.
+        k is None if ``turn`` has stored it; v is None for a latent cache.
         Slots of a window may be in any order, because the one query sees them all.
         """
         cache = self.cache
         keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales[layer]
         slots = keys.shape[1]
         sinks, lengths, seen = min(cache.sinks, slots), self.lengths[slots], self.seen.get(slots)
-        options |= {"mask": None if seen is None else seen[:, None, None], "window": None}
+        options["mask"] = None if seen is None else seen[:, None, None]
+        if cache.latent is not None:
+            check_latent_options("Step.attend", options)
+            kv_append_(k, k, keys, keys, self.starts, sinks=sinks)
+            options = {"rank": cache.latent, "scale": options["scale"], "mask": options["mask"]}
+            return latent_attention(q, keys[:, :, 0], lengths, **options)
+        options["window"] = None
         if scales is None:
             if k is not None:
                 kv_append_(k, v, keys, values, self.starts, sinks=sinks)

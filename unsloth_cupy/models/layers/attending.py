@@ -11,12 +11,13 @@ from ...ops.attention.attention import attention
 from ...ops.attention.attention_varlen import attention_varlen
 from ...ops.linear.linear import linear
 from ...ops.linear.linears import linears, rows_of_one
+from ...ops.quantized.weight import Quantized
 from ...training.variable import Var
-from ..adapters.adapter import Adapter
+from ..adapters.adapter import BIAS, Adapter
 from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..ranks.division import Division, bits
-from .call import Attend, Project
+from .call import Attend, Latents, Project, Whole
 from .context import Context
 
 
@@ -28,7 +29,46 @@ def attend_of(
         return context.attend
     if offsets is not None:
         return partial(_packed, offsets)
-    return partial(_masked, mask) if cache is None else cache.attend
+    if cache is None or latents_of(cache) is not None:
+        return partial(_masked, mask)
+    return cache.attend
+
+
+def latents_of(cache: KVCache | PagedRows | None) -> Latents | None:
+    """Return a cache as one of latent rows, if it is one."""
+    if isinstance(cache, PagedRows):
+        if cache.cache.latent is not None:
+            return Latents(lambda layer: not any(cache.starts(layer)), cache.append, cache.attend)
+    elif cache is not None and cache.latent is not None:
+        return Latents(lambda layer: not cache.filled[layer], cache.append, cache.attend)
+    return None
+
+
+def absorbs(adapter: Adapter | None) -> bool:
+    """Return whether a product with keys and values can move to queries and sums of them.
+
+    It cannot with a bias, which an adapter of peft may add to ``kv_b_proj``, nor where rows of a
+    batch have that layer otherwise.
+    """
+    names = () if adapter is None else adapter.parameters
+    different = ".kv_b_proj." if isinstance(adapter, ByRows) else f".kv_b_proj.{BIAS}"
+    return not any(different in name for name in names)
+
+
+def whole_of(adapter: Adapter | None) -> Whole:
+    """Return a function that returns a dense weight, with its adapter merged."""
+    if adapter is None or isinstance(adapter, ByRows):  # which adapt other layers
+        return _dense
+    return partial(_merged, adapter)
+
+
+def _dense(parameters: Mapping[str, Any], name: str) -> Any:
+    weight = parameters[name]
+    return weight.dequantize() if isinstance(weight, Quantized) else weight
+
+
+def _merged(adapter: Adapter, parameters: Mapping[str, Any], name: str) -> Any:
+    return adapter.merge(name, parameters[name])
 
 
 def _masked(mask: Any, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:

@@ -8,7 +8,7 @@ from ...ops.position.rope_qk import rope_qk
 from .call import Call
 from .delta_layer import delta_layer
 from .elements import clip, gated
-from .latent_attention import latent_heads
+from .latent_attention import latent_attention_heads
 from .norms import divided_norm, head_norm
 
 
@@ -20,7 +20,8 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     if config.delta is not None and not config.attends(layer):
         return delta_layer(call, config.delta, layer, f"{prefix}linear_attn.", x)
     if config.latent is not None:
-        return _attended(call, layer, module, *latent_heads(call, config.latent, layer, module, x))
+        out = latent_attention_heads(call, config.latent, layer, module, x)
+        return _output(call, module, out)
     if "qkv" in config.fused:
         (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
         q, k, v = (
@@ -47,15 +48,16 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
 def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
     """Return the output of the attention of heads, times the sigmoid of a gate if there is one."""
     config = call.config
-    window = config.window_of(layer)  # it counts the query itself
-    options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
-    options["window"] = None if window is None else (window - 1, 0)
+    options = call.options(layer)
     if config.sinks:
         options["sinks"] = call.parameters[module + "sinks"]
     out = call.attend(layer, q, k, v, **options)
-    if config.latent is not None:
-        out = out[..., : config.latent.value]
-    out = out if gate is None else gated(out, gate)
+    return _output(call, module, out if gate is None else gated(out, gate))
+
+
+def _output(call: Call, module: str, out: Any) -> Any:
+    """Return the output projection of the attention of heads."""
+    config = call.config
     out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
     if config.sub_norms:
         out = divided_norm(call, module, "attn_sub_norm", out)

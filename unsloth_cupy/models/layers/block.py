@@ -120,7 +120,8 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
         x = entered(ranks, x)
         branch = add(attention_branch(call, layer, prefix, x), mlp_branch(call, layer, prefix, x))
         return _scaled(joined(ranks, branch), config.residual_scale), stream
-    branch = joined(ranks, attention_branch(call, layer, prefix, entered(ranks, x)))
+    entering = x if config.latent is not None else entered(ranks, x)  # it enters further on
+    branch = joined(ranks, attention_branch(call, layer, prefix, entering))
     branch = _scaled(norm_of(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
     branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x)))

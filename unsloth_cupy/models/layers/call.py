@@ -12,7 +12,16 @@ from .context import Context
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
 Project = Callable[[Mapping[str, Any], Sequence[str], Any], list[Any]]  # (parameters, names, x)
+Whole = Callable[[Mapping[str, Any], str], Any]  # (parameters, name): a weight with its adapter
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Latents(NamedTuple):
+    """A cache of latent rows, in which a layer may hold rows already."""
+
+    begins: Callable[[int], bool]  # (layer) whether it holds none
+    append: Callable[..., Any]  # (layer, rows, None)
+    attend: Attend
 
 
 def unkept(*_: Any) -> tuple[None, None]:
@@ -43,3 +52,12 @@ class Call(NamedTuple):
     states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
     routers: list[Any] | None = None  # takes what every router says; None: nobody reads it
     routes: Any = None  # (batch, tokens, layers with experts, k): experts that were chosen before
+    latents: Latents | None = None  # the cache, if it holds latent rows
+    whole: Whole = lambda parameters, name: parameters[name]
+
+    def options(self, layer: int) -> dict[str, Any]:
+        """Return the options of the attention of a layer."""
+        window = self.config.window_of(layer)  # it counts the query itself
+        options: dict[str, Any] = {"causal": True, "scale": self.config.scale}
+        options |= {"softcap": self.config.softcap}
+        return options | {"window": None if window is None else (window - 1, 0)}

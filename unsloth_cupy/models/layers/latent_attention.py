@@ -5,6 +5,9 @@
 
 All heads share the rotated part of the keys.  Heads are padded with zeros to one length, so that
 any attention takes them: DeepSeek-V2, arXiv 2405.04434.
+
+A latent cache holds (c, rope(rest of x A_kv)) of each token.  The tokens that begin one attend to
+each other by heads; those after them multiply q by B_k^T, attend over rows, and multiply by B_v.
 """
 
 from collections.abc import Mapping
@@ -12,44 +15,90 @@ from typing import Any
 
 import numpy as np
 
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...ops.common.gemm import gemm
 from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import taped, value_of
+from ...placement import check_library
 from ..configs.config import Config, Latent
+from ..ranks.division import entered
 
 EPS = 1e-6  # of the norms of the short vectors, whatever that of the others is
 
 
-def latent_heads(
-    call: Any, latent: Latent, layer: int, module: str, x: Any
-) -> tuple[Any, Any, Any]:
-    """Return q, k and v of normalised x, each (batch, tokens, heads, dim)."""
+def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x: Any) -> Any:
+    """Return the attention of heads for normalised x: (batch, tokens, heads, value)."""
     config: Config = call.config
     parameters = call.parameters
     batch, tokens, _ = x.shape
-    names = [
-        f"{module}kv_a_proj_with_mqa",
-        f"{module}{'q' if latent.queries is None else 'q_a'}_proj",
-    ]
-    both, q = call.project(parameters, names, x)
+    ranks = call.division  # they divide heads: each has whole short vectors, and enters after them
+    names = [f"{module}kv_a_proj_with_mqa"]
     if latent.queries is not None:
-        q = rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=EPS)
+        both, q = call.project(parameters, [*names, f"{module}q_a_proj"], x)
+        q = entered(ranks, rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=EPS))
         (q,) = call.project(parameters, [f"{module}q_b_proj"], q)
+    elif ranks is None:
+        both, q = call.project(parameters, [*names, f"{module}q_proj"], x)
+    else:
+        (both,) = call.project(parameters, names, x)
+        (q,) = call.project(parameters, [f"{module}q_proj"], entered(ranks, x))
     q = q.reshape(batch, tokens, config.heads, latent.dim)
     short = rms_norm(
         both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=EPS
     )
-    (kv,) = call.project(parameters, [f"{module}kv_b_proj"], short)
-    rotated = both[..., latent.rank :].reshape(batch, tokens, 1, latent.rotated)
+    short = entered(ranks, short)
+    rotated = entered(ranks, both[..., latent.rank :])
+    rotated = rotated.reshape(batch, tokens, 1, latent.rotated)
     turned = q[..., latent.plain :]
     if config.rotates(layer):
         cos, sin, *_ = call.tables[config.layer_types[layer]]
         turned, rotated = rope_qk(
             turned, rotated, cos, sin, call.positions, interleaved=config.interleaved
         )
+    options = call.options(layer)
+    if call.latents is not None:
+        check_library("KVCache.append: k", short)  # a cache has no gradient
+        row = np.concatenate([short[:, :, None], rotated], axis=-1)
+        if not call.latents.begins(layer):
+            return _absorbed(call, latent, layer, module, q, turned, row, options)
+        call.latents.append(layer, row, None)
+    (kv,) = call.project(parameters, [f"{module}kv_b_proj"], short)
     kv = kv.reshape(batch, tokens, config.heads, latent.plain + latent.value)
     k, v = _expanded(kv, rotated, latent, config.dim)
-    return _padded(q, turned, latent, config.dim), k, v
+    q = _padded(q, turned, latent, config.dim)
+    return call.attend(layer, q, k, v, **options)[..., : latent.value]
+
+
+def _absorbed(
+    call: Any,
+    latent: Latent,
+    layer: int,
+    module: str,
+    q: Array,
+    turned: Array,
+    row: Array,
+    options: Mapping[str, Any],
+) -> Array:
+    """Return attention over the rows of a cache, to which the new ones are appended."""
+    batch, tokens, heads, _ = q.shape
+    rank, plain = latent.rank, latent.plain
+    weight = call.whole(call.parameters, f"{module}kv_b_proj.weight")
+    weight = weight.reshape(heads, plain + latent.value, rank)
+    query = empty((batch, tokens, heads, rank + latent.rotated), q.dtype, like=q)
+    query[..., rank:] = turned
+    gemm(_by_head(q)[..., :plain], weight[:, :plain], out=_by_head(query)[..., :rank])
+    sums = call.latents.attend(layer, query, row, None, **options)
+    out = empty((batch, tokens, heads, latent.value), q.dtype, like=q)
+    gemm(_by_head(sums), weight[:, plain:].swapaxes(1, 2), out=_by_head(out))
+    return out
+
+
+def _by_head(x: Array) -> Array:
+    """View (batch, tokens, heads, dim) as (heads, batch * tokens, dim)."""
+    view: Array = x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
+    return view
 
 
 def _padded(q: Any, turned: Any, latent: Latent, dim: int) -> Any:

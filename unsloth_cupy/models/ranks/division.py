@@ -7,6 +7,9 @@ row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Me
     o_proj, down_proj                               part of the columns of the weight
     embed_tokens, lm_head                           part of the vocabulary
 
+Of latent attention q_b_proj (or q_proj) and kv_b_proj are divided by heads; each rank holds, and
+computes, the short vectors of all heads whole.
+
 The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
 ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
 inner size, in units of 64 if it is a multiple of that, so that no block of a 4-bit weight is cut.
@@ -38,6 +41,7 @@ from ..folders.lazy_parameter import LazyParameter
 from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
+SHARED = ("q_a_proj", "kv_a_proj_with_mqa")  # of latent attention, whose gradients are whole
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
 
 
@@ -73,10 +77,6 @@ class Division:
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
             cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
-        if config.latent is not None and ranks > 1:
-            problem = f"ranks do not divide the latent attention of a {config.model_type}"
-            cure = "divide its blocks, the batch (DataParallel), or keep parts of weights (Zero3)"
-            raise ConfigError(f"Division: {problem}; {cure}")
         if config.experts is not None and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide the experts of a {config.model_type}, nor its blocks"
             cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
@@ -105,7 +105,7 @@ class Division:
         module, kind = _split(name)
         rank = self.comm.rank if rank is None else rank
         if module in INPUTS:
-            inputs = "q_proj" if module == "o_proj" else "up_proj"
+            inputs = "heads" if module == "o_proj" else "up_proj"
             return (1, self._ranges(inputs, rank)) if kind in ("weight", DOWN) else None
         if kind == DOWN or not (ranges := self._ranges(module, rank)):
             return None
@@ -121,15 +121,23 @@ class Division:
         k = slice(kv_start, kv_start + keys * self.times // ranks)
         inner = part_of_inner(whole.inner, self.comm, rank)
         vocab = part(whole.vocab, self.comm, rank)
-        by_module = {"q_proj": [q], "attn_sub_norm": [q], "k_proj": [k], "v_proj": [k]}
+        by_module = {"q_proj": [q], "heads": [q], "k_proj": [k], "v_proj": [k]}
+        if (latent := whole.latent) is not None:
+            sizes = {"heads": latent.value, "kv_b_proj": latent.plain + latent.value}
+            sizes |= dict.fromkeys(("q_proj", "q_b_proj"), latent.dim)
+            heads = part(whole.heads, self.comm, rank)
+            by_module = {
+                name: [slice(heads.start * size, heads.stop * size)] for name, size in sizes.items()
+            }
+        by_module["attn_sub_norm"] = by_module["heads"]
         by_module |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}
         by_module |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
         by_module |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
         by_module |= {name: [vocab] for name in ("embed_tokens", "lm_head")}
         if whole.query_key_norm in ("projection", "heads"):  # columns, or rows of one head each
             size = whole.dim if whole.query_key_norm == "heads" else 1
-            heads = (slice(each.start // size, each.stop // size) for each in (q, k))
-            by_module |= dict(zip(("q_norm", "k_norm"), ([each] for each in heads), strict=True))
+            norms = (slice(each.start // size, each.stop // size) for each in (q, k))
+            by_module |= dict(zip(("q_norm", "k_norm"), ([each] for each in norms), strict=True))
         return by_module.get(module, [])
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -207,7 +215,7 @@ class Division:
                 return scale(summed_back(value, self.comm), factor=1 / self.comm.size)
             return summed_back(value, self.comm) if kind == UP else value
         per_head = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
-        if per_head or kind == DOWN or ".act_fn." in name:
+        if per_head or (kind == DOWN and module not in SHARED) or ".act_fn." in name:
             return summed_back(value, self.comm)
         if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
             return summed_back(value, self.copies)

@@ -11,9 +11,11 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.kernel import load
+from ...core.replay import is_fixed
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
+from ..common.fixed_order import refuse
 from ..common.no_kernel import no_kernel
 from ..common.strides import batch_stride, in_chunks
 from ._forward import launch_forward
@@ -138,6 +140,9 @@ def launch_decode(
     left, right = options.reach
     span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
     chunks = -(-span // CHUNK)  # span has CHUNK keys more, as it may begin inside a chunk
+    if left is not None and is_fixed() and keys > FAN * CHUNK < left + ROWS + CHUNK:
+        # FAN parts and more are merged in an order that depends on the first key of the window
+        refuse(f"the kernel has no such order for {keys} keys and a window of {left + 1}")
     sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
     out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
@@ -164,7 +169,8 @@ def launch_decode(
 def launch_attention(q: Array, k: Array, v: Array, **optional: Any) -> Any:
     """Launch the kernel for few queries if it takes the call, else the general one."""
     options = Options(**optional)
-    if q.shape[1] <= FEW and options.block_mask is None and not options.dropout:
+    few = q.shape[1] <= FEW and options.block_mask is None and not options.dropout
+    if few or is_fixed():
         results = launch_decode(q, k, v, options)
         if results is not NotImplemented:
             return results

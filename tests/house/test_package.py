@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -45,10 +46,17 @@ def use(where: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist of this checkout and the wheel built from that sdist, without a network."""
+    """The sdist of this checkout and the wheel built from that sdist, without a network.
+
+    A copy is built, since the build writes into its folder and other tests may run beside this.
+    """
     pytest.importorskip("build", reason="needs the extra `test`")
-    out = tmp_path_factory.mktemp("dist")
-    run("-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    out, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("copy")
+    for path in tracked("**/*"):
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    run("-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
     return out
 
 

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.policy_methods import Policy
 from unsloth_cupy.finetune.rewards import rewards_of, scores
 from unsloth_cupy.models import Transformer, load
 
@@ -247,7 +248,8 @@ def test_answers_become_better(home: Path, tmp_path: Path) -> None:
 def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
     """Answers that fill their rows; where some end before, a step holds less."""
     data = write(tmp_path / "one.jsonl", [{"prompt": f"w{n}", "answer": ""} for n in range(6)])
-    for more in ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2}, {"pack": False}):
+    ways = {}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2}, {"pack": False}
+    for more in (*ways, {"invariant": True}):
         options = {
             "model": "long",
             "data": data,
@@ -277,6 +279,39 @@ def test_ratios_that_the_loss_clips_are_counted(
     sums = given._sums(rows, mask, 0 * rows, None, np.array([1.0, -1.0], np.float32), 3.0)
     measured = given.measures(sums)
     assert measured == pytest.approx({"entropy": 3 / 5, "clipped": clipped, "length": 2.5})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pack": False, "dtype": "bfloat16", "temperature": 0.7},
+        {"lora": Lora(4), "beta": 0.1, "checkpoint_every": 1},
+        {"method": "rloo", "chunked_mlp": True, "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_ratios_of_a_step_on_policy_are_one(
+    more: Any, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token has the log-probability that it was drawn by, in every bit."""
+    seen, sums = [], Policy._sums
+
+    def noted(self: Policy, rows: Any, mask: Any, old: Any, *others: Any) -> Any:
+        seen.append((rows[mask], old[mask]))
+        return sums(self, rows, mask, old, *others)
+
+    monkeypatch.setattr(Policy, "_sums", noted)
+    options = {"steps": 2, "batch": 3, "invariant": True, **more}
+    made = trainer(home, tmp_path / "run", **options).train()
+    assert len(seen) == 2 * options.get("accumulate", 1)
+    for now, old in seen:
+        assert now.size > 12
+        np.testing.assert_array_equal(now, old)
+    first = next(line for line in made.files.lines() if "clipped" in line)
+    assert first["clipped"] == 0
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["invariant"] is True
 
 
 def test_logits_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
@@ -436,6 +471,7 @@ def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
         ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),
         ({"samples": 1}, "samples=1: give a whole number of 2 or more"),
+        ({"method": "sft", "reward": (), "invariant": True}, "method=sft does not use invariant"),
     ],
 )
 def test_settings_that_do_not_fit(settings: Any, said: str, home: Path) -> None:

@@ -62,6 +62,11 @@ class Policy(Method):
         return float(self.given.get("temperature", 1.0))
 
     @property
+    def invariant(self) -> bool:
+        """Whether the log-probabilities of drawing and of training have the same bits."""
+        return bool(self.given.get("invariant"))
+
+    @property
     def loss(self) -> dict[str, Any]:
         """The options of the loss."""
         return {"kind": self.given["kind"], "beta": self.given.get("beta", 0.0)}
@@ -135,8 +140,9 @@ class Policy(Method):
         if loop.chat is not None:
             ends = end_tokens(loop.chat, loop.tokenizer, loop.model.config)
         drawn = loop.model.rollouts(
-            prompts, samples=samples, max_new_tokens=self.new, stop=ends, **options
-        )
+            prompts, samples=samples, max_new_tokens=self.new, stop=ends,
+            invariant=self.invariant, **options,
+        )  # fmt: skip
         stops = {*(loop.model.config.end_tokens if ends is None else ends)}
         records = [self.record(number) for number in np.repeat(numbers, samples)]
         own = drawn.completions()
@@ -177,7 +183,8 @@ class Policy(Method):
         beside = {**drawn.beside, "rewards": rewards}
         if self.loss["beta"]:
             arrays = placed(super().inputs(drawn), loop.model.table)
-            before = loop.model.base.log_probs(**arrays, temperature=temperature).log_probs
+            options: dict[str, Any] = {"temperature": temperature, "invariant": self.invariant}
+            before = loop.model.base.log_probs(**arrays, **options).log_probs
             rows = np.append(FLOAT32.type(0), to_numpy(before).reshape(-1)[:-1])
             beside["base"] = rows.reshape(drawn.tokens.shape)  # of a token, not of the place before
         return drawn._replace(beside=beside)
@@ -240,7 +247,8 @@ class Policy(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets")}
-        found = model.log_probs(**texts, temperature=self.temperature)
+        options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
+        found = model.log_probs(**texts, **options)
         rows, mask = gathered(found.log_probs, batch["places"]), batch["mask"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
         loss = policy(

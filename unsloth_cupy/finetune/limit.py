@@ -69,7 +69,9 @@ class Sizes(NamedTuple):
             "inputs": inputs,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
-            planned = new_adapter(self.config, **plan.adapters.options(self.config))
+            planned = new_adapter(
+                self.config, **plan.adapters.options(self.config, plan.trained_tokens)
+            )
             options |= {"rank": None, "adapter": planned}
         options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
         return plan_memory(self.config, **options)

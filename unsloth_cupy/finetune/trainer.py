@@ -307,6 +307,8 @@ class Trainer:
             base |= {f"teacher {name}": each for name, each in files.items()}
         for path in {each.path for each in rewards_of(self.settings.reward or ())}:
             base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
+        if self.settings.new_tokens is not None:
+            base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
         return kept(self.settings, text, self.source, base) | self.evaluated
 
 

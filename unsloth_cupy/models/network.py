@@ -265,7 +265,7 @@ class Network(Summary):
             check_chunked(self.config, self.adapter)
         if self.invariant:
             divided = self.division is not None or context is not None
-            check_invariant(self.config, divided, rows, mask)
+            check_invariant(self.config, self.adapter, divided, rows, mask)
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
         if context is not None and self.config.sinks:
             problem = f"the attention of a {self.config.model_type} has sinks"
@@ -276,7 +276,7 @@ class Network(Summary):
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         attend = attend_of(rows, where.mask, where.offsets, context)
-        project = project_of(self.config, self.adapter, seed, self.division)
+        project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
             self.division, gather=self.gather, routers=routers,

@@ -58,6 +58,7 @@ from .outer_weights import (
     new_outer,
     outer_settings,
     replaced,
+    rows_name,
 )
 
 CONFIG = ADAPTER
@@ -282,9 +283,20 @@ class Adapter:
             kept.measure(name, weight, result, rounded.__getitem__)
         return rounded
 
-    def save(self, folder: str | PathLike[str]) -> None:
-        """Write the adapter's folder; its files are replaced only once all new ones are written."""
+    def save(self, folder: str | PathLike[str], tables: Mapping[str, Array] | None = None) -> None:
+        """Write the adapter's folder; its files are replaced only once all new ones are written.
+
+        ``tables`` are those that the base's folder has with fewer rows, which peft reads here.
+        """
         tensors, own = dict(self.others), dict(self.parameters)
+        for name, table in (tables or {}).items():
+            ways = (
+                (rows_name(name), "token_adapter.base_layer."),
+                (LOW_RANK[name][0], "base_layer."),
+                (PREFIX + name, "original_module."),
+            )
+            inner = next((part for changed, part in ways if changed in own), "")
+            tensors[f"{PREFIX}{name.removesuffix('weight')}{inner}weight"] = table
         for module in self.initial:
             pair = self.pair(own, module)
             own |= {f"{PREFIX}{module}.{k}": v for k, v in zip((DOWN, UP), pair, strict=True)}

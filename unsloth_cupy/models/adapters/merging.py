@@ -172,7 +172,9 @@ def _notes(model: StoredModel) -> list[str]:
     if model.adapter is None:
         notes.append(f"{source_of(model.path)} holds no adapter: this is a copy of the model")
     notes += [f"dense here, of {formats}"] if formats else []
-    if model.texts["config.json"] != read_json(model.folder / "config.json"):
+    own, whole = model.texts["config.json"], read_json(model.folder / "config.json")
+    tables = ("vocab_size", "tie_word_embeddings")  # an adapter's file may hold others
+    if any(own.get(n) != whole.get(n) for n in own.keys() | whole.keys() if n not in tables):
         notes.append("the part that reads images is left out: this is the language model")
     return notes
 

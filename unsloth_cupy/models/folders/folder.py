@@ -185,7 +185,7 @@ def load(
                 whole = division is None and rank_parts is None
                 weights = parameters.__getitem__ if whole else None
                 adapter = read_adapter(lora, config, model.table.dtype, place, weights)
-                adapter.base = path
+                adapter.base, model.grown = path, bool(others)  # the adapter's file holds tables
                 model.adapter = divided_adapter(adapter, division)
             return model.in_order(invariant)
 
@@ -322,7 +322,7 @@ def create(
 
 
 DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them
-ONES = ("linear_attn.norm.weight", "dt_bias")
+ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias")
 
 
 def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) -> Array:

@@ -69,7 +69,7 @@ def use_head() -> None:
         """Called as TRL calls its own."""
 
         @staticmethod
-        def apply(x, weight, bias, labels, temperature, chunk, softcap, scale, outputs):  # noqa: ANN001, ANN205
+        def apply(x, weight, bias, labels, temperature, chunk, softcap, scale, outputs):
             """Return log-probability, entropy and relatives of each row."""
             options = {"temperature": temperature, "softcap": softcap, "scale": scale}
             return tuple(linear_log_probs(x, weight, labels, bias, **options))

@@ -97,9 +97,8 @@ def test_a_patched_model_and_this_head_train_the_same(name, tmp_path, monkeypatc
         return
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Head)
     Head.calls = 0
-    np.testing.assert_allclose(
-        steps(trainer(name, tmp_path, [huggingface.PatchCallback()])), expected, rtol=1e-5, atol=1e-6
-    )
+    ours = steps(trainer(name, tmp_path, [huggingface.PatchCallback()]))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
     assert Head.calls
 
 

@@ -26,7 +26,7 @@ CALLS = ("rollouts", "log_probs", "step")
 class Invariant:
     """Time of sampling, of log-probabilities and of a step, with the bits fixed or not."""
 
-    params = (CALLS, (False, True))
+    params = ([*CALLS], [False, True])
     param_names = ("call", "invariant")
     version = "1"
 

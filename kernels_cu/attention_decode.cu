@@ -4,7 +4,8 @@
 //                      o_c = exp(score - top_c) @ v
 //   all:               out = sum(exp(top_c - top) * o_c) / sum(exp(top_c - top) * sum_c)
 //   keys of a chunk    max(seen / call.most, min(KEYS, seen / call.fewest), 2 * BLOCK_KEYS), where
-//                      `seen` keys are seen by a row or more
+//                      `seen` keys are seen by a row or more; with call.fewest 0 it is KEYS, or
+//                      2 * BLOCK_KEYS, and chunks begin at multiples of it
 //
 //   traffic     k and v once, if the queries of a group fit into 16 rows; q, out and, for every
 //               chunk, rows * (VALUE_DIM + 4) floats
@@ -199,9 +200,12 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
     const int first_key = LEFT ? max(0, top_query + scores.low) : 0;
     const int stop_key = RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
-    const int from_key = first_key / BLOCK_KEYS * BLOCK_KEYS, seen = max(0, stop_key - from_key);
     auto divided = [](int keys, int by) { return (keys + by - 1) / by; };
-    const int wanted = max(divided(seen, call.most), min(KEYS, divided(seen, call.fewest)));
+    const bool fixed = call.fewest == 0;  // chunks begin at keys that do not depend on what is seen
+    const int unit = fixed ? max(2, divided(KEYS, BLOCK_KEYS)) * BLOCK_KEYS : BLOCK_KEYS;
+    const int from_key = first_key / unit * unit, seen = max(0, stop_key - from_key);
+    const int fewest = max(1, call.fewest), most = max(divided(seen, call.most), 1);
+    const int wanted = fixed ? KEYS : max(most, min(KEYS, divided(seen, fewest)));
     const int length = divided(max(wanted, 2 * BLOCK_KEYS), BLOCK_KEYS) * BLOCK_KEYS;
     const int several = max(1, divided(seen, length)), chunk = chunk_of_all % chunks;
     if (chunk >= several) return;

@@ -130,7 +130,7 @@ def test_the_first_step_is_that_of_trl(pack: bool, home: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl, beside torch and transformers")
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs the extra `peers` (trl)")
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_step_is_that_of_trl_itself(home: Path, tmp_path: Path) -> None:
     for name in golden.TRL:

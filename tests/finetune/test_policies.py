@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.policy_methods import Policy
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, create, load
 
@@ -337,7 +338,8 @@ def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
         for n in (1, 60)
     )
     all_more: tuple[dict[str, Any], ...] = ({}, {"lora": Lora(4), "beta": 0.1}, {"accumulate": 2})
-    for more in (*all_more, {"pack": False}, {"data": asks}):  # no logits are of a question
+    all_more += {"pack": False}, {"data": asks}, {"invariant": True}  # no logits are of a question
+    for more in all_more:
         options = {
             "model": "long",
             "data": data,
@@ -373,6 +375,39 @@ def test_ratios_that_the_loss_clips_are_counted(
     measured = given.measures(sums)
     expected = {"entropy": 3 / 5, "clipped": clipped, "ratio": ratio, "length": 2.5}
     assert measured == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pack": False, "dtype": "bfloat16", "temperature": 0.7},
+        {"lora": Lora(4), "beta": 0.1, "checkpoint_every": 1},
+        {"method": "rloo", "chunked_mlp": True, "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_ratios_of_a_step_on_policy_are_one(
+    more: Any, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token has the log-probability that it was drawn by, in every bit."""
+    seen, sums = [], Policy._sums
+
+    def noted(self: Policy, rows: Any, mask: Any, old: Any, *others: Any) -> Any:
+        seen.append((rows[mask], old[mask]))
+        return sums(self, rows, mask, old, *others)
+
+    monkeypatch.setattr(Policy, "_sums", noted)
+    options = {"steps": 2, "batch": 3, "invariant": True, **more}
+    made = trainer(home, tmp_path / "run", **options).train()
+    assert len(seen) == 2 * options.get("accumulate", 1)
+    for now, old in seen:
+        assert now.size > 12
+        np.testing.assert_array_equal(now, old)
+    first = next(line for line in made.files.lines() if "clipped" in line)
+    assert first["clipped"] == 0
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["invariant"] is True
 
 
 def test_logits_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
@@ -476,6 +511,7 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
         ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),
         ({"samples": 1}, "samples=1: give a whole number of 2 or more"),
+        ({"method": "sft", "reward": (), "invariant": True}, "method=sft does not use invariant"),
     ],
 )
 def test_settings_that_do_not_fit(settings: Any, said: str, home: Path) -> None:

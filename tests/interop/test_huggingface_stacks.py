@@ -376,8 +376,8 @@ def test_hooks_of_accelerate_come_before_or_after():
 
 @quiet
 def test_trl_tunes_and_prefers_the_same(tmp_path, monkeypatch):
-    trl = pytest.importorskip("trl", reason="needs trl, which no extra installs")
-    datasets = pytest.importorskip("datasets", reason="needs trl, which no extra installs")
+    trl = pytest.importorskip("trl", reason="needs the extra `peers` (trl)")
+    datasets = pytest.importorskip("datasets", reason="needs the extra `peers` (trl)")
     peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokens = texts("whole")["input_ids"].tolist() * 2

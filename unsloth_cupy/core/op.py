@@ -195,8 +195,8 @@ class Op(Generic[P, R]):
                     and self.facts.get("products")
                     and not any(isinstance(a, Stored) for a in arrays)
                 ):
-                    places = self._check_places
-                    more = self.facts.get("lying")
+                    places, lying = self._check_places, self.facts.get("lying")
+                    more = lambda a: (lying and lying(a), *choices.get())  # noqa: E731
                     make = functools.partial(replaying, computed, places, make, host, more)
                 run = gpu.on_one_device(self, make)
             return target.watch(self, arrays, run, True)

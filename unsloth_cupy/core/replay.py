@@ -7,7 +7,8 @@ more of an array, such as a copy or a sum, is not recorded and runs at each call
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 KEPT = 256  # recordings per form of call; a learning rate may change with every step
 # what launches choose by besides the arguments of a call, such as an AttentionConfig
 choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
+FIXED = "fixed order"  # among them: the order of a row's sums depends on nothing but the row
 persistent_arrays: list[Any] = []  # they outlive every call: kernels report to some of them
 ALLOWED = {"data", "ctypes", "device", "base"}  # for addresses and for limits of the device
 
@@ -30,6 +32,22 @@ def choosing(those: tuple[Any, ...], function: Any, *arguments: Any, **options: 
     token = choices.set(those or choices.get())
     try:
         return function(*arguments, **options)
+    finally:
+        choices.reset(token)
+
+
+def is_fixed() -> bool:
+    """Return whether the bits of a row may not depend on the rows that are computed beside it."""
+    return FIXED in choices.get()
+
+
+@contextmanager
+def fixed_order(wanted: bool = True) -> Iterator[None]:
+    """Fix the order of the sums of each row inside a ``with`` block; False: leave it free."""
+    others = tuple(each for each in choices.get() if each is not FIXED)
+    token = choices.set((FIXED, *others) if wanted else others)
+    try:
+        yield
     finally:
         choices.reset(token)
 

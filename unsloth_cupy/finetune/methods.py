@@ -29,7 +29,7 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "reward": "reward", "entropy": "entropy", "clipped": "clip_ratio/region_mean", "ratio": "ratio",
     "length": "completions/mean_length",
 }  # fmt: skip
-DRAWING = ("reward", *LIMITS, "samples", "max_new_tokens", "temperature", *REPEATED)
+DRAWING = (*("reward", *LIMITS, "samples", "max_new_tokens", "temperature", "invariant"), *REPEATED)
 CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses whose terms are those of tokens
 METHODS: Mapping[str, Method] = {
     "sft": Method(),

@@ -74,6 +74,11 @@ class Policy(Method):
         return float(self.given.get("temperature", 1.0))
 
     @property
+    def invariant(self) -> bool:
+        """Whether the log-probabilities of drawing and of training have the same bits."""
+        return bool(self.given.get("invariant"))
+
+    @property
     def loss(self) -> dict[str, Any]:
         """The options of the loss."""
         return {"kind": self.given["kind"], "beta": self.given.get("beta", 0.0)}
@@ -200,8 +205,9 @@ class Policy(Method):
         if loop.chat is not None:
             ends = end_tokens(loop.chat, loop.tokenizer, loop.model.config)
         drawn = loop.model.rollouts(
-            prompts, samples=samples, max_new_tokens=self.new, stop=ends, **options
-        )
+            prompts, samples=samples, max_new_tokens=self.new, stop=ends,
+            invariant=self.invariant, **options,
+        )  # fmt: skip
         stops = {*(loop.model.config.end_tokens if ends is None else ends)}
         records = [self.record(number) for number in np.repeat(numbers, samples)]
         own = drawn.completions()
@@ -271,7 +277,8 @@ class Policy(Method):
         if self.loss["beta"]:
             packed = shape.batch_of(texts)
             arrays = placed(super().inputs(packed), loop.model.table)
-            before = loop.model.base.log_probs(**arrays, temperature=self.temperature).log_probs
+            options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
+            before = loop.model.base.log_probs(**arrays, **options).log_probs
             rows = np.append(FLOAT32.type(0), to_numpy(before).reshape(-1)[:-1])
             starts = starts_of(packed)  # of a token, not of the place before
             texts = [
@@ -348,7 +355,8 @@ class Policy(Method):
         if not batch["places"].size:  # a rank without texts
             return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
-        found = model.log_probs(**texts, temperature=self.temperature)
+        options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
+        found = model.log_probs(**texts, **options)
         rows, mask = gathered(found.log_probs, batch["places"]), batch["mask"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
         loss = policy(

@@ -136,6 +136,10 @@ class Settings:
         "method", "Batches of prompts that are answered before the next update.  [default:"
         " {accumulate}]", least=1,
     )  # fmt: skip
+    invariant: bool = setting(
+        "method", "Of grpo and rloo: the bits by which they draw are those by which they learn, so"
+        " that all ratios of a first step are 1; slower.", False,
+    )  # fmt: skip
     pooling: str | None = setting(
         "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
     )
@@ -385,7 +389,7 @@ class Settings:
         method = METHODS[self.method]
         for name in OPTIONS:
             value = getattr(self, name)
-            if value not in (None, ()) and name not in method.uses:
+            if value not in (None, ()) and value is not False and name not in method.uses:
                 problem = f"{named(method=self.method)} does not use {named(name)}"
                 raise ConfigError(f"{problem}; leave it out, or choose {using(name)}")
         if self.loss is not None and self.loss not in method.losses:

@@ -7,28 +7,32 @@ next token is where the cumulative sum of p passes a uniform random number.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..core.call import check_options, is_integer, is_number
-from ..core.dtypes import Array
+from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
+from ..core.replay import fixed_order
 from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
+from ..ops.losses.linear_log_probs import of_logits
 from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError
 from .configs.config import Config
 from .configs.heads import CAUSAL, require_head
-from .generation.drawing import draw_all, likeliest, log_probs_of, penalise, wide
+from .generation.drawing import draw_all, likeliest, penalise, wide
 from .generation.next_logits import (
     CachedLogits,
     PagedLogits,
     check_pages,
-    new_sequences,
     on_device_of,
+    paged,
 )
+from .layers.head import capped
 from .layers.positions import check
 from .network import Network
 
@@ -146,20 +150,17 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
             " max_new_tokens",
             stacklevel=2,
         )
-    if cache is None:
+    if cache is None and not model.invariant:
         sizes = len(prompt), prompt.shape[1] + most
         greedy = options.temperature == 0 and options.repetition_penalty is None
         cached = CachedLogits(model, tokens, *sizes, options.cache_dtype, greedy)
         return _steps(model, tokens, prompt, real, ends, options, cached, cached.most_likely)
-    if sequences is not None:
-        next_logits: NextLogits = PagedLogits(model, tokens, cache, sequences)
+    if cache is not None and sequences is not None:
+        next_logits: NextLogits = PagedLogits(model, tokens, cache, [*sequences])
         return _steps(model, tokens, prompt, real, ends, options, next_logits)
-    # keys and values of the last new token are not stored
-    capacities = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]
 
     def freed_at_the_end() -> Iterator[Array]:
-        with new_sequences(cache, capacities) as new:
-            next_logits = PagedLogits(model, tokens, cache, new)
+        with paged(model, tokens, real, options) as next_logits:
             yield from _steps(model, tokens, prompt, real, ends, options, next_logits)
 
     return freed_at_the_end()
@@ -180,20 +181,30 @@ def sample(
     go on until all have.  ``routes`` takes the experts of all tokens but the last.
     """
     like, kind = on_device_of(prompt, model.table), options.cache_dtype
-    sizes = len(prompt) * samples, prompt.shape[1] + options.max_new_tokens
-    cached = CachedLogits(model, like, *sizes, kind, samples=samples, notes=True)
     drawn: list[Array] = []
+    cached: CachedLogits | None = None
+    softcap = model.config.logit_softcap if model.invariant else None  # others are capped already
 
     def note(logits: Array, chosen: Array) -> None:
-        drawn.append(log_probs_of(logits / options.temperature, chosen))
-        if (new := cached.routes()) is not None:
+        logits = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
+        with fixed_order(model.invariant):
+            drawn.append(of_logits(logits, chosen, options.temperature, softcap))
+        if cached is not None and (new := cached.routes()) is not None:
             if cached.begins:
                 routes.clear()
             routes.append(new)
 
-    prompt, real = (np.repeat(array, samples, axis=0) for array in (prompt, real))
-    for tokens in _steps(model, like, prompt, real, ends, options, cached, note=note):
-        yield tokens, drawn.pop()
+    with ExitStack() as pages:
+        if model.invariant or options.cache is not None:
+            new = paged(model, like, real, options, samples)
+            next_logits: NextLogits = pages.enter_context(new)
+        else:
+            sizes = len(prompt), prompt.shape[1] + options.max_new_tokens
+            next_logits = cached = CachedLogits(
+                model, like, *sizes, kind, samples=samples, notes=True
+            )
+        for tokens in _steps(model, like, prompt, real, ends, options, next_logits, note=note):
+            yield tokens, drawn.pop()
 
 
 def _steps(
@@ -223,7 +234,8 @@ def _steps(
         allowed = step >= options.min_new_tokens
         chosen = most_likely(past, seen, step + 1 == most) if allowed else None
         if chosen is None:
-            logits = next_logits(past, seen)
+            found = next_logits(past, seen)
+            logits = capped(config, found) if model.invariant else found
             if options.repetition_penalty is not None or not allowed:
                 logits = to_numpy(logits)  # what changes them is on the host
             with device_of(logits):
@@ -233,7 +245,7 @@ def _steps(
                 if not allowed:
                     logits[:, ends] = -np.inf
                 drawn = _choose(logits, options, draws)
-                note(logits, drawn)
+                note(found, drawn)
             chosen = to_numpy(drawn)
         if (chosen < 0).any():
             raise NonFiniteError(

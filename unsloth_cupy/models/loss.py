@@ -7,6 +7,7 @@ import numpy as np
 from ..core import arrays
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
+from ..core.replay import fixed_order
 from ..errors import ConfigError, DTypeError, ShapeError, naming
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
@@ -104,7 +105,8 @@ def mean_loss(
     labelled = (shifted != IGNORE).sum().clip(1)  # at least 1, without synchronising a GPU
     balance: Any = None
     if experts is not None and routers:
-        balance, share = router_loss(experts, routers, mask), experts.balance
+        real = None if model.invariant else mask  # else the routers have seen real tokens alone
+        balance, share = router_loss(experts, routers, real), experts.balance
         if count is not None:  # of a part of a batch
             share = share * labelled / count
         balance = balance, share
@@ -145,7 +147,8 @@ def label_log_probs(
         "ignore": IGNORE, "temperature": temperature, "softcap": model.config.logit_softcap
     }  # fmt: skip
     if model.division is None:
-        found = linear_log_probs(x, head, shifted, **options)
+        with fixed_order(model.invariant):
+            found = linear_log_probs(x, head, shifted, **options)
     else:
         vocab, comm = model.config.vocab, model.division.comm
         found = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)

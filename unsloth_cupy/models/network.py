@@ -1,6 +1,7 @@
 """The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ import numpy as np
 from ..core import arrays
 from ..core.call import is_integer
 from ..core.dtypes import FLOAT32, Array, Stored
+from ..core.replay import fixed_order
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
@@ -25,6 +27,7 @@ from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
 from .folders.quantized_weights import trainable
+from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, rope_rows
 from .layers.call import Call, Gather, unkept
@@ -54,6 +57,10 @@ class Network(Summary):
         Whether ``swiglu_mlp`` computes the MLPs: by chunks of rows, recomputed in backward.  False
         at first.  Calls raise a ConfigError for an MLP with another activation, or with a norm,
         biases, an adapter or BitNet's rounding inside.
+    invariant : bool
+        Whether the bits of hidden states, logits and ``log_probs`` of a text depend on this text
+        alone: not on the batch, padding, packing, or what a cache held.  False at first.  Losses
+        and gradients may differ in rounding as ever.
     division : Division or None
         Which part of the model this rank holds, if ranks divide it; config and parameters are
         then this rank's, and all ranks must make the same calls.
@@ -87,7 +94,7 @@ class Network(Summary):
         self.context_attention = "ring"
         self.parts: Parts | None = None
         self.gather: Gather | None = None
-        self.chunked_mlp = False
+        self.chunked_mlp = self.invariant = False
         self._make_tables()
 
     def _make_tables(self) -> None:
@@ -234,6 +241,14 @@ class Network(Summary):
         if self.division is not None and self.division.stages is not None:
             cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
+        with fixed_order(self.invariant):
+            run = partial(self._hidden, parameters)
+            if self.invariant:
+                return without_padding(run, tokens, **{"mask": None, **arguments})
+            return run(tokens, **arguments)
+
+    def _hidden(self, parameters: Mapping[str, Any], tokens: Array, **arguments: Any) -> Any:
+        """Return the normalised output of the last block."""
         if self.seen is not None and arguments.get("routers") is None:
             arguments["routers"] = list[Any]()
         call = self.call(parameters, tokens, **arguments)
@@ -275,6 +290,9 @@ class Network(Summary):
             raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
+        if self.invariant:
+            divided = self.division is not None or context is not None
+            check_invariant(self.config, self.adapter, divided, rows, mask)
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
         if routes is not None:
             routes = self._checked(routes, tokens, where.offsets, context)
@@ -330,6 +348,16 @@ class Network(Summary):
         if isinstance(rows, PagedRows):
             problem = f"a PagedKVCache holds no states of {kind}"
             raise ConfigError(f"Transformer: {problem}; use a KVCache")
+
+    def in_order(self, invariant: bool | None) -> Self:
+        """Return this model, or one on its parameters that is ``invariant`` or is not."""
+        if not isinstance(invariant, bool | None):
+            raise ConfigError(f"invariant={invariant!r}: pass True or False, or None")
+        if invariant is None or invariant == self.invariant:
+            return self
+        model = self.on_tape(self.parameters, self.step, self.reached)
+        model.invariant = invariant
+        return model
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters in which those outside of the blocks are whole, and the adapter's."""
@@ -401,4 +429,5 @@ class Network(Summary):
 
     def next_logits(self, parameters: Mapping[str, Any], x: Array) -> Array:
         """Return the logits of a language model from normalised hidden states."""
-        return logits_of(self.config, parameters, x, self.division)
+        with fixed_order(self.invariant):
+            return logits_of(self.config, parameters, x, self.division)

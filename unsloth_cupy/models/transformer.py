@@ -68,6 +68,9 @@ class Transformer(Network):
         Low-rank weights added to linear layers; the parameters are then frozen.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
+    invariant : bool
+        Whether ``log_probs`` of training are those of sampling to the bit: what is computed of a
+        text does not depend on the batch, padding, packing or caches.  False at first.
     origin : str or None
         The formats of the file or folder that it was read from, if they are dense here.
     adapters : dict of str to Adapter
@@ -509,6 +512,7 @@ class Transformer(Network):
         offsets: Array | None = None,
         temperature: float = 1.0,
         routes: Array | None = None,
+        invariant: bool | None = None,
     ) -> LogProbs:
         """Return the log-probability of each label, with entropy and relatives.
 
@@ -526,6 +530,9 @@ class Transformer(Network):
             Of sampling, above 0; it divides the logits.
         routes : (batch, tokens, layers with experts, k) int, optional
             As in ``logits``.
+        invariant : bool, optional
+            True: the bits of a text's results do not depend on the batch, padding or packing, and
+            are those by which ``rollouts(invariant=True)`` samples.  None: as the model is.
 
         Returns
         -------
@@ -536,9 +543,10 @@ class Transformer(Network):
         Raises
         ------
         ConfigError
-            temperature is not above 0.
+            temperature is not above 0; or the model is not invariant: the message says why.
         """
-        return label_log_probs(self, tokens, labels, mask, offsets, temperature, routes)
+        model = self.in_order(invariant)
+        return label_log_probs(model, tokens, labels, mask, offsets, temperature, routes)
 
     @from_any_library
     def embeddings(
@@ -645,6 +653,7 @@ class Transformer(Network):
         cache: PagedKVCache | None = None,
         sequences: Sequence[int] | None = None,
         cache_dtype: str | None = None,
+        invariant: bool | None = None,
     ) -> Array:
         """Return the prompts, each followed by the tokens that the model generates.
 
@@ -680,6 +689,9 @@ class Transformer(Network):
             its last new token.  None: new sequences, which are freed at the end.
         cache_dtype : str, optional
             int8: a new KVCache stores int8 codes, half of the bytes of 16 bits.
+        invariant : bool, optional
+            True: tokens of a row do not depend on the other rows, not even in a tie that rounding
+            decides.  None: as the model is.
 
         Returns
         -------
@@ -698,7 +710,7 @@ class Transformer(Network):
             max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
             seed, stop, cache, sequences, cache_dtype,
         )  # fmt: skip
-        added = generation.stream(self, tokens, mask, options)
+        added = generation.stream(self.in_order(invariant), tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
 
     def rollouts(
@@ -713,8 +725,10 @@ class Transformer(Network):
         min_p: float | None = None,
         seed: int,
         stop: int | Sequence[int] | None = None,
+        cache: PagedKVCache | None = None,
         cache_dtype: str | None = None,
         first: int = 0,
+        invariant: bool | None = None,
     ) -> Rollouts:
         """Return samples of prompts, with the log-probabilities by which they were drawn.
 
@@ -724,11 +738,14 @@ class Transformer(Network):
             Lists or arrays of tokens, of any lengths; each goes through the model once.
         samples : int
             How many continuations of each prompt.
-        max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, cache_dtype
-            As in ``generate``; temperature must be above 0.
+        max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, cache, cache_dtype
+            As in ``generate``; temperature must be above 0.  Samples of a prompt share its pages.
         first : int
             The number of the first row: with ``seed`` it determines what a row draws, so that parts
             of the prompts are answered as all of them are.
+        invariant : bool, optional
+            True: the log-probabilities are those of ``log_probs(invariant=True)`` to the bit.
+            None: as the model is.
 
         Returns
         -------
@@ -744,10 +761,10 @@ class Transformer(Network):
         if temperature == 0:
             raise ConfigError("rollouts: temperature=0 draws nothing; pass one above 0")
         options = generation.Options(
-            max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, None, None,
+            max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, cache, None,
             cache_dtype, first,
         )  # fmt: skip
-        return sampled(self, prompts, samples, options)
+        return sampled(self.in_order(invariant), prompts, samples, options)
 
     @from_any_library
     def stream(

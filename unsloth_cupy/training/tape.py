@@ -11,6 +11,7 @@ op, and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluat
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from ..core.arrays import common, framework_of
 from ..core.dtypes import DIFFERENTIABLE, Stored
 from ..core.gpu import device_of
-from ..core.replay import choices, choosing
+from ..core.replay import choices, choosing, fixed_order, is_fixed
 from ..errors import DTypeError, GradientError, ShapeError
 from ..placement import full_like
 from .variable import Var
@@ -55,7 +56,9 @@ class Entry(NamedTuple):
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
-        result = called(backward, [known.get(name) for name in backward.names], options)
+        arrays = [known.get(name) for name in backward.names]
+        with fixed_order(False) if is_fixed() else nullcontext():  # that is for forward passes
+            result = called(backward, arrays, options)
         result = result if type(result) is tuple else (result,)
         returned = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
         for operand in op.contract.inputs:

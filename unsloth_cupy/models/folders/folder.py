@@ -59,6 +59,7 @@ def load(
     head: str | None = None,
     labels: int | None = None,
     seed: int = 0,
+    invariant: bool = False,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -111,6 +112,9 @@ def load(
         Outputs of a classifier; None: those of the folder's.
     seed : int
         Of a new head, which is drawn as ``create`` draws matrices; biases are 0.
+    invariant : bool
+        Whether what is computed of a text is equal to the bit whatever is computed beside it, and
+        so in sampling and in training; slower.  ``model.invariant`` may be set later, too.
 
     Returns
     -------
@@ -183,7 +187,7 @@ def load(
                 adapter = read_adapter(lora, config, model.table.dtype, place, weights)
                 adapter.base, model.grown = path, bool(others)  # the adapter's file holds tables
                 model.adapter = divided_adapter(adapter, division)
-            return model
+            return model.in_order(invariant)
 
 
 def _of_adapter(
@@ -272,6 +276,7 @@ def create(
     pipeline: Communicator | None = None,
     chunks: int = 1,
     parts: Communicator | None = None,
+    invariant: bool = False,
 ) -> Transformer:
     """Return a model with random parameters.
 
@@ -284,7 +289,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device, communicator, pipeline, chunks, parts
+    dtype, device, communicator, pipeline, chunks, parts, invariant
         As in ``load``.
 
     Returns
@@ -324,7 +329,7 @@ def create(
         model.division, model.parts = division, rank_parts
         if division is not None and division.stages is not None:
             division.stages.dtype = kind
-        return model
+        return model.in_order(invariant)
 
 
 DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them

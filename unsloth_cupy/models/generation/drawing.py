@@ -21,13 +21,6 @@ def penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
         row[used] = np.where(row[used] < 0, row[used] * penalty, row[used] / penalty)
 
 
-def log_probs_of(z: Array, tokens: Array) -> Array:
-    """Return the logarithms of the probabilities of a token of each row."""
-    z = z - z.max(axis=-1, keepdims=True)
-    of_tokens = np.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
-    return of_tokens - np.log(np.exp(z).sum(axis=-1))
-
-
 def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
     """Return what ``_draw`` of generate.py returns of each row, for uniform (batch, 1)."""
     order = None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import Array
+from ...core.replay import fixed_order
 from ...errors import ConfigError
 from ...inference.kv_cache import KVCache
 from ...inference.paged_kv_cache import PagedKVCache
@@ -20,10 +21,13 @@ from ...inference.paged_rows import PagedRows
 from ...placement import on_gpu_of_attribute, to_device_of, to_numpy
 from ..adapters.many import ByRows
 from ..configs.config import Config
+from ..layers.head import exact_logits
 from ..network import Network
 from ..ranks.pipeline_stages import Stages
 from ..ranks.stages import pipeline_logits
 from .step import Arriving, Step
+
+PAGE = 64  # tokens of a page of a cache that is made for one call
 
 
 @on_gpu_of_attribute("model.table")
@@ -145,13 +149,19 @@ class CachedLogits:
 class PagedLogits:
     """Computes next-token logits with a PagedKVCache.
 
-    Its sequences hold no padding, so padded prompts go through the model one by one.
+    Its sequences hold no padding, so padded prompts go through the model one by one.  The rows of a
+    batch are ``samples`` copies of each prompt, which share its pages.
     """
 
     def __init__(
-        self, model: Network, like: Array, cache: PagedKVCache, sequences: Sequence[int]
+        self,
+        model: Network,
+        like: Array,
+        cache: PagedKVCache,
+        sequences: list[int],
+        samples: int = 1,
     ) -> None:
-        self.model, self.like, self.begun = model.settled(), like, False
+        self.model, self.like, self.samples, self.begun = model.settled(), like, samples, False
         self.cache, self.sequences = cache, sequences
 
     def __call__(self, tokens: Array, real: Array) -> Array:
@@ -159,17 +169,23 @@ class PagedLogits:
 
         ``real`` has the shape of tokens, and is False at padding.
         """
-        if self.begun or real.all():
+        if self.begun or (real.all() and self.samples == 1):
             new, self.begun = tokens[:, -1:] if self.begun else tokens, True
             return self._last(self.model, new, self.sequences)
-        self.begun = True
-        rows = zip(tokens, real, self.sequences, strict=True)
+        self.begun, first = True, slice(None, None, self.samples)
+        rows = zip(tokens[first], real[first], self.sequences, strict=True)
         logits_by_row = [
             self._last(of_row(self.model, index), row[is_real][None], [sequence])
             for index, (row, is_real, sequence) in enumerate(rows)
         ]
-        logits: Array = np.concatenate(logits_by_row)
+        forks = [each for n in self.sequences for each in (n, *self._forks(n))]
+        self.sequences[:] = forks
+        logits: Array = np.repeat(np.concatenate(logits_by_row), self.samples, axis=0)
         return logits
+
+    def _forks(self, sequence: int) -> list[int]:
+        """Return the other sequences that begin with a prompt."""
+        return [self.cache.fork(sequence) for _ in range(self.samples - 1)]
 
     def _last(self, model: Network, tokens: Array, sequences: Sequence[int]) -> Array:
         """Return the logits after the last of these tokens, which are on the host."""
@@ -187,14 +203,21 @@ def of_row(model: Network, index: int) -> Network:
 
 
 def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
-    """Return the logits after the last token of each row: (batch, vocab)."""
+    """Return the logits after the last token of each row: (batch, vocab).
+
+    Those of an invariant model are ``exact_logits``, before the cap.
+    """
     stages = stages_of(model)
     if stages is not None:
         options.pop("routers", None)
         return pipeline_logits(model, stages, tokens, **options)
     parameters = model.entered(model.parameters)
-    x = model.hidden(parameters, tokens, **options)
-    logits: Array = model.next_logits(parameters, x[:, -1:])[:, 0]
+    x = model.hidden(parameters, tokens, **options)[:, -1:]
+    if model.invariant:
+        with fixed_order():
+            exact: Array = exact_logits(model.config, parameters, x)[:, 0]
+            return exact
+    logits: Array = model.next_logits(parameters, x)[:, 0]
     return logits
 
 
@@ -223,13 +246,28 @@ def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
 
 
 @contextmanager
-def new_sequences(cache: PagedKVCache, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Yield new sequences with pages for these numbers of tokens; free them at the end."""
+def paged(
+    model: Network, like: Array, real: Array, options: Any, samples: int = 1
+) -> Iterator[PagedLogits]:
+    """Yield next-token logits in new sequences of the cache of options, which are free at the end.
+
+    ``real`` (rows, tokens) is False at the padding of prompts, of which ``samples`` rows have one.
+    Without a cache one is made, with as many pages as the rows can fill.
+    """
+    prompts, cache = real[::samples].sum(axis=1), options.cache
+    ends = prompts + max(options.max_new_tokens - 1, 0)  # the last new token has no keys there
+    if cache is None:
+        own = -(-ends // PAGE)
+        shared = prompts // PAGE if samples > 1 else own
+        pages, config = int((shared + samples * (own - shared)).sum()), model.config
+        sizes = config.layers, pages, PAGE, config.kv_heads, config.dim
+        dtype = options.cache_dtype or model.dtype
+        cache = PagedKVCache(*sizes, dtype=dtype, like=model.table)
     sequences: list[int] = []
     try:
-        for count in tokens:
-            sequences.append(cache.allocate(count))
-        yield sequences
+        for tokens in prompts if samples > 1 else ends:
+            sequences.append(cache.allocate(int(tokens)))
+        yield PagedLogits(model, like, cache, sequences, samples)
     finally:
         for sequence in sequences:
             cache.free(sequence)

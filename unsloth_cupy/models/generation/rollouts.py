@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.call import is_integer
-from ...core.dtypes import FLOAT32, Array
+from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
 from ..generate import Options, sample
 from ..network import Network
+from .next_logits import check_pages
 
 
 class Rollouts(NamedTuple):
@@ -26,7 +27,7 @@ class Rollouts(NamedTuple):
         Whether a token is not padding.
     mask : (rows, width) bool
         Whether the next token was sampled.
-    log_probs : (rows, width) float32
+    log_probs : (rows, width) float32, of a float64 model float64
         The log-probability of the next token in softmax(logits / temperature), whatever top_k,
         top_p or min_p left out; 0 where mask is False.
     routes : (rows, width, layers with experts, k) int32, or None
@@ -56,6 +57,7 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
             raise ConfigError(f"rollouts: {name}={value!r} must be 1 or more")
     if not is_integer(options.first, 0):
         raise ConfigError(f"rollouts: first={options.first!r} must be 0 or more")
+    check_pages(model.config, options.cache, None, len(rows))
     width = max(map(len, rows))
     tokens = np.zeros((len(rows), width), np.int64)
     real = np.zeros(tokens.shape, bool)
@@ -72,7 +74,7 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     tokens, real = (np.repeat(array, samples, axis=0) for array in (tokens, real))
     mask = np.zeros((len(tokens), width + new.shape[1]), bool)
     mask[:, width - 1 : -1] = sampled
-    of_next = np.zeros(mask.shape, FLOAT32)
+    of_next = np.zeros(mask.shape, log_probs.dtype)
     of_next[:, width - 1 : -1] = log_probs
     results = [np.concatenate([tokens, new], axis=1), np.concatenate([real, sampled], axis=1)]
     results += [mask, of_next]

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ...core.dtypes import Array
+from ...core.replay import is_fixed
 from ...inference.kv_cache import KVCache
 from ...inference.paged_rows import PagedRows
 from ...ops.attention.attention import attention
@@ -12,6 +15,7 @@ from ...ops.attention.attention_varlen import attention_varlen
 from ...ops.linear.linear import linear
 from ...ops.linear.linears import linears, rows_of_one
 from ...ops.quantized.weight import Quantized
+from ...placement import to_numpy
 from ...training.variable import Var
 from ..adapters.adapter import BIAS, Adapter
 from ..adapters.many import ByRows
@@ -28,7 +32,10 @@ def attend_of(
     if context is not None:
         return context.attend
     if offsets is not None:
-        return partial(_packed, offsets)
+        longest = None
+        if is_fixed() and not isinstance(offsets, np.ndarray):  # texts are padded to this length
+            longest = int(np.diff(to_numpy(offsets)).max(initial=0))
+        return partial(_packed, offsets, longest)
     if cache is None or latents_of(cache) is not None:
         return partial(_masked, mask)
     return cache.attend
@@ -76,10 +83,13 @@ def _masked(mask: Any, layer: int, q: Array, k: Array, v: Array, **options: Any)
     return attention(q, k, v, mask=mask, **options)
 
 
-def _packed(offsets: Array, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+def _packed(
+    offsets: Array, longest: int | None, layer: int, q: Array, k: Array, v: Array, **options: Any
+) -> Array:
     """Return the attention of the tokens of packed texts, each to those of its own text."""
     shape = q.shape
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    options |= {"max_queries": longest, "max_keys": longest}
     return attention_varlen(q, k, v, offsets, offsets, **options).reshape(shape)
 
 

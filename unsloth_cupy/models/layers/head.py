@@ -7,6 +7,7 @@ import numpy as np
 
 from ...core.arrays import contiguous
 from ...core.dtypes import FLOAT32, Array
+from ...ops.common.gemm import gemm
 from ...ops.elements.arithmetic import scale
 from ...ops.linear.linear import linear
 from ...parallel.taped import taped, value_of
@@ -61,6 +62,23 @@ def inputs_of_losses(config: Config, parameters: Mapping[str, Any], x: Any) -> t
     )
 
 
+def exact_logits(config: Config, parameters: Mapping[str, Any], x: Any) -> Any:
+    """Return the logits before the cap as the losses of a language model compute them.
+
+    They are float32, or wider, also of 16-bit states.
+    """
+    x, weight = inputs_of_losses(config, parameters, x)
+    wide = np.promote_types(x.dtype, FLOAT32)
+    logits = gemm(x.reshape(-1, x.shape[-1]), weight.T, dtype=wide)
+    return logits.reshape(*x.shape[:-1], logits.shape[-1])
+
+
+def capped(config: Config, logits: Array) -> Array:
+    """Return logits after the cap, if there is one."""
+    cap = config.logit_softcap
+    return logits if cap is None else (_tanh(logits, cap) * cap).astype(logits.dtype, copy=False)
+
+
 def logits_of(
     config: Config, parameters: Mapping[str, Any], x: Any, division: Division | None = None
 ) -> Any:
@@ -76,11 +94,10 @@ def logits_of(
     if cap is None:
         return logits
     if type(logits) is not Var:
-        return (_tanh(logits, cap) * cap).astype(logits.dtype, copy=False)
-    value = logits.value
-    capped = Var((_tanh(value, cap) * cap).astype(value.dtype, copy=False), logits.tape)
-    logits.tape.note(CapRecord({"x": value}, {"x": logits.index}, {"y": capped.index}, cap))
-    return capped
+        return capped(config, logits)
+    y = Var(capped(config, logits.value), logits.tape)
+    logits.tape.note(CapRecord({"x": logits.value}, {"x": logits.index}, {"y": y.index}, cap))
+    return y
 
 
 def _tanh(logits: Array, cap: float) -> Any:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.dtypes import Array
+from ...core.replay import is_fixed
 from ...core.stand_in import is_planned
 from ...errors import RangeError
 from ..common import threads
+from ..common.fixed_order import COLUMNS
 from ._options import FARTHEST, TILE, Options
 from ._products import SINGLE
 
@@ -51,6 +53,7 @@ class Blocks:
         self.left, self.right = (None if n is None else int(n) for n in options.reach)
         self.block_mask = four_axes(options.block_mask)
         self.on_host = isinstance(q, np.ndarray)
+        self.fixed = is_fixed() and type(q) is np.ndarray  # see _fixed_products.py
         self._place(options.key_lengths, options.query_start)
         self._choose_steps()
 
@@ -162,6 +165,7 @@ class Blocks:
         if self.right is not None:
             stop = max(min(high + self.right + 1, length), first)
             over = max(min(low + self.right + 1, stop), first)
+        first -= first % COLUMNS * self.fixed
         pairs = ((first, clear), (over, stop)) if clear < over else ((first, stop),)
         edges = tuple(slice(a - first, b - first) for a, b in pairs if a < b)
         block = block._replace(keys=slice(first, stop), edges=edges)

@@ -11,9 +11,11 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.kernel import load
+from ...core.replay import is_fixed
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
+from ..common.fixed_order import refuse
 from ..common.no_kernel import no_kernel
 from ..common.strides import batch_stride, in_chunks
 from ._forward import launch_forward
@@ -24,6 +26,7 @@ FEW = 16  # up to so many queries, reading the keys bounds a call
 ROWS = 16  # rows of a product: query heads of a group, times queries
 KEYS = 256  # keys of a chunk, see ``chunks_of``
 STATIC = 128  # bytes of static shared memory that a block takes besides
+AT_ONCE = 16  # parts that are merged together
 MERGED = 512  # rows of parts that the last block of a sequence merges: 270 KB of 128 columns
 
 
@@ -154,9 +157,17 @@ def launch_decode(
     rows = min(ROWS, heads // kv_heads * queries)
     fewest, most = chunks_of(kv_heads * row_blocks, rows, device.processors)
     left, right = options.reach
-    window = keys if left is None or right is None else left + right + queries + block_keys
-    span = min(keys, window)  # a window may begin inside of the keys that a block takes at a time
-    chunks = blocks_of(span, block_keys, fewest, most)
+    # a window may begin inside of the keys that a block takes at a time, or inside of a chunk
+    fixed, length = is_fixed(), max(-(-KEYS // block_keys), 2) * block_keys
+    window = keys if left is None or right is None else left + right + queries
+    span = min(keys, window + (length if fixed else block_keys))
+    if fixed:
+        fewest, chunks = 0, max(1, -(-span // length))
+    else:
+        chunks = blocks_of(span, block_keys, fewest, most)
+    if left is not None and fixed and keys > AT_ONCE * length < left + ROWS + length:
+        # more parts are merged in an order that depends on the first key of the window
+        refuse(f"the kernel has no such order for {keys} keys and a window of {left + 1}")
     sequences = batch * kv_heads * row_blocks
     out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
@@ -178,7 +189,8 @@ def launch_decode(
 def launch_attention(q: Array, k: Array, v: Array, **optional: Any) -> Any:
     """Launch the kernel for few queries if it takes the call, else the general one."""
     options = Options(**optional)
-    if q.shape[1] <= FEW and options.block_mask is None and not options.dropout:
+    few = q.shape[1] <= FEW and options.block_mask is None and not options.dropout
+    if few or is_fixed():
         results = launch_decode(q, k, v, options)
         if results is not NotImplemented:
             return results

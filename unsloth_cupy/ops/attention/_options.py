@@ -7,8 +7,10 @@ import numpy as np
 
 from ...core.call import is_integer
 from ...core.dtypes import Array
+from ...core.replay import is_fixed
 from ...errors import ConfigError
 from ..common import philox
+from ..common.fixed_order import refuse
 from ..common.no_kernel import no_kernel
 from ..common.strides import broadcast_strides
 
@@ -73,6 +75,8 @@ class KernelOptions(NamedTuple):
 
 def refused(q: Array, v: Array) -> Any:
     """Return NotImplemented, and record why no attention kernel runs a call."""
+    if is_fixed():
+        refuse(f"no kernel takes heads of {q.shape[-1]} and {v.shape[-1]} columns in {q.dtype}")
     for name, dim in (("head dim", q.shape[-1]), ("value dim", v.shape[-1])):
         if dim % 8:
             return no_kernel(f"{name} {dim} is not a multiple of 8")

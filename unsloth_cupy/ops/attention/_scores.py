@@ -11,9 +11,10 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ..common import philox
+from . import _fixed_products
 from ._blocks import Block, Blocks, four_axes, index_of
 from ._options import TILE, Options
-from ._products import by_keys, stacked
+from ._products import by_keys, over_keys, stacked
 
 
 class Scores(Blocks):
@@ -45,7 +46,7 @@ class Scores(Blocks):
         are rows of one product.
         """
         q = stacked(self.q, block, self.group) * self.scale
-        scores = by_keys(q, self.k[block.batch, block.keys, block.kv_heads], self.width)
+        scores = self.by_keys(q, self.k[block.batch, block.keys, block.kv_heads])
         tanh = None
         if self.softcap is not None:
             scores /= self.softcap
@@ -65,6 +66,22 @@ class Scores(Blocks):
         for columns in block.edges:
             np.copyto(view[..., columns], -math.inf, where=self.hidden(block, columns))
         return q, scores, tanh
+
+    def by_keys(self, a: Array, b: Array) -> Array:
+        """Return (batch, kv_heads, rows, d) @ (batch, keys, kv_heads, d).T."""
+        return _fixed_products.by_keys(a, b) if self.fixed else by_keys(a, b, self.width)
+
+    def over_keys(self, p: Array, b: Array) -> Array:
+        """Return (batch, kv_heads, rows, keys) @ (batch, keys, kv_heads, d)."""
+        return _fixed_products.over_keys(p, b) if self.fixed else over_keys(p, b, self.width)
+
+    def row_sums(self, p: Array, block: Block) -> Array:
+        """Return the sums of the rows of a block, with the axes of ``by_head``; the last is 1."""
+        by_head = self.by_head(p, block)
+        if self.fixed:
+            return _fixed_products.row_sums(p).reshape(*by_head.shape[:-1], 1)
+        total: Array = (by_head[..., None, :] @ np.full_like(p, 1, shape=(p.shape[3], 1)))[..., 0]
+        return total
 
     def by_head(self, scores: Array, block: Block) -> Array:
         """View the scores of a block as (batch, kv_heads, group, queries, keys)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from ...core.replay import choices
+from ...core.replay import FIXED, choices
 from ...core.target import Limits
 from ._options import ANY, CAUSAL, HIDING, row_bytes
 
@@ -133,7 +133,8 @@ FORWARD: Table[Tiles] = {
 
 def asked_for() -> Start | None:
     """Return the limits that an AttentionConfig sets here; None: the best tiles of the table."""
-    return choices.get()[-1] if choices.get() else None
+    starts = [each for each in choices.get() if each is not FIXED]
+    return starts[-1] if starts else None
 
 
 def slice_of(value_dim: int) -> int:

@@ -21,7 +21,7 @@ from ._backward import launch_backward
 from ._blocks import Block
 from ._decode import launch_attention
 from ._options import ROUNDED, Options, Window, check_options
-from ._products import by_keys, for_keys, operations, over_keys, stacked, unstacked
+from ._products import for_keys, operations, stacked, unstacked
 from ._scores import Scores
 
 LOW, HIGH = -30, 60  # if a row's largest score is between these, exp needs no shift in float32
@@ -182,7 +182,8 @@ def attend(scores: Scores) -> tuple[Array, Array]:
     q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
-    low = HIGH if scores.keys == 1 else LOW  # the probability of one key is exp(0): exactly 1
+    alone = scores.keys == 1 and not scores.fixed
+    low = HIGH if alone else LOW  # the probability of one key is exp(0): exactly 1
     if sinks is not None:
         sinks = sinks.astype(q.dtype)
         lse[:] = sinks[:, None]
@@ -200,7 +201,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
         if not scores.on_host or top.any():  # reading top would stall a device
             by_head -= top
         np.exp(p, out=p)
-        total = (by_head[..., None, :] @ np.full_like(p, 1, shape=(p.shape[3], 1)))[..., 0]
+        total = scores.row_sums(p, block)
         if sinks is not None:
             total += np.exp(sink - top)
         empty = total == 0
@@ -211,7 +212,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
         if scores.dropout:
             by_head *= scores.kept(block)
             total *= 1 - scores.dropout
-        part = over_keys(p, v[block.batch, block.keys, block.kv_heads], scores.width)
+        part = scores.over_keys(p, v[block.batch, block.keys, block.kv_heads])
         part /= total.reshape(*part.shape[:-1], 1)
         out[block.batch, block.rows, block.heads] = unstacked(part, group)
 
@@ -271,7 +272,7 @@ def attend_backward(
         p_by_head -= lse[rows].reshape(shape)
         np.exp(p, out=p)
         rows_of_dout = stacked(dout, block, group)
-        ds = by_keys(rows_of_dout, v[keys], scores.width)
+        ds = scores.by_keys(rows_of_dout, v[keys])
         ds_by_head = scores.by_head(ds, block)
         weights = p
         if scores.dropout:
@@ -290,7 +291,7 @@ def attend_backward(
             scores.add_sum(dalibi, ds_by_head * -distance, block)
         if tanh is not None:
             ds *= 1 - tanh * tanh
-        part = over_keys(ds, k[keys], scores.width) * scores.scale
+        part = scores.over_keys(ds, k[keys]) * scores.scale
         dq[block.batch, block.rows, block.heads] = unstacked(part, group)
         dk[keys] += for_keys(ds, rows_of_q, scores.width)
 

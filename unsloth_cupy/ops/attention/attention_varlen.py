@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
+from ...core.replay import is_fixed
 from ._backward import launch_backward
+from ._decode import launch_attention
 from ._forward import launch_forward
 from ._options import TILE, Options, Window, check_options
 from ._scores import Scores
 from .attention import attend, attend_backward
-from .sequences import check_longest, longest, share_of, sides_of
+from .sequences import Padded, check_longest, longest, share_of, sides_of
 
 PACKED = (
     "q(tokens, heads, dim), k(key_tokens, kv_heads, dim), v(key_tokens, kv_heads, value_dim),"
@@ -160,7 +163,31 @@ def _launch(
     max_keys: int | None,
     **optional: Any,
 ) -> Any:
+    if is_fixed():
+        return _launch_padded(q, k, v, q_offsets, k_offsets, max_queries, max_keys, **optional)
     return launch_forward(q, k, v, Options(**optional, offsets=(q_offsets, k_offsets)))
+
+
+def _launch_padded(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    max_queries: int | None,
+    max_keys: int | None,
+    **optional: Any,
+) -> tuple[Array, Array]:
+    """Return out and lse of sequences padded at the end, by the kernel that has a fixed order."""
+    rows, keys = Padded(q_offsets, max_queries, len(q)), Padded(k_offsets, max_keys, len(k))
+    optional |= {"key_lengths": keys.lengths, "query_start": keys.lengths - rows.lengths}
+    padded = rows.take(q, 0), keys.take(k, 0), keys.take(v, 0)
+    out_part, lse_part = launch_attention(*padded, **optional)
+    out = empty((*q.shape[:2], v.shape[2]), q.dtype, like=q)
+    lse = empty((q.shape[1], len(q)), lse_part.dtype, like=q)
+    rows.give(out, out_part)
+    rows.give(lse.T, lse_part.transpose(0, 2, 1))
+    return out, lse
 
 
 @attention_varlen_forward.gradient

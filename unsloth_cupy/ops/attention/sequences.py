@@ -49,7 +49,8 @@ class Padded:
     def take(self, array: Array, fill: float) -> Array:
         """Return a packed array as (sequences, longest, ...), padded with fill."""
         real = self.real.reshape(*self.real.shape, *[1] * (array.ndim - 1))
-        return np.where(real, array[self.token], fill)
+        padded = np.where(real, array[self.token], fill)
+        return padded.astype(array.dtype, copy=False)  # CuPy's where widens bfloat16
 
     def give(self, array: Array, part: Array) -> None:
         """Write (sequences, longest, ...) into a packed array."""

@@ -1,5 +1,7 @@
 """Matrix products, accumulated in float32: by cuBLAS for arrays of CuPy, else by NumPy.
 
+In a fixed order (``core.replay``) ``fixed_order`` computes them instead.
+
     gemm(x, weight.T)                       a new array of their dtype, rounded once
     gemm(dy.T, x, out=dweight, add=True)    dweight += dy.T x, without a second array of its size
 
@@ -21,10 +23,11 @@ import numpy as np
 from ...core import gpu
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, FLOATS, Array, Stored
-from ...core.replay import Recorded
+from ...core.replay import Recorded, is_fixed
 from ...core.stand_in import is_planned, representative_steps
 from ...errors import DTypeError, KernelError, ShapeError
 from ...placement import PER_THREAD
+from .fixed_order import fixed_product
 
 BLOCK_BYTES = 8 * 2**20  # NumPy: size of the part of a 16-bit operand that is widened at a time
 SUM_BYTES = 2**20  # NumPy: size of the part of a product that is computed, then added to out
@@ -80,6 +83,8 @@ def gemm(
             out[...] = 0
     elif isinstance(b, Stored):
         b.product(a, out, add)
+    elif is_fixed() and not is_planned(lead):
+        fixed_product(a, b, out, add, factor)
     elif not isinstance(lead, np.ndarray):
         _by_cublas(a, b, out, add, factor)
     elif factor != 1:

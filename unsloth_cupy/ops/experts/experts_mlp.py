@@ -27,9 +27,9 @@ from ..activations.swiglu import sigmoid, swiglu, swiglu_backward
 from ..common import faults
 from ..common.checks import check_choice, check_wanted, requested_gradients
 from ..common.gemm import gemm
+from ..common.grouped import FORWARD, ROWS, WEIGHTS, add_rows, groups_of, multiply
 from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
-from ._grouped import FORWARD, ROWS, WEIGHTS, add_rows, groups_of, multiply
 from .grouped_linear import dense_stack, parts, stack_like, traffic, without_kernel
 from .route import Routes
 from .sort_by_expert import by_expert, launch_sort
@@ -190,7 +190,7 @@ def experts_mlp_forward(
     return y, order.reshape(experts.shape), offsets, places.reshape(experts.shape)
 
 
-@experts_mlp_forward.kernel
+@experts_mlp_forward.kernel(chooses=True)
 def _launch(
     x: Array,
     gate_up: Array,

@@ -15,8 +15,8 @@ from ...core.stand_in import is_planned
 from ...errors import RangeError
 from ..common.checks import check_wanted, requested_gradients
 from ..common.gemm import gemm
+from ..common.grouped import FORWARD, MOST, ROWS, WEIGHTS, add_rows, groups_of, multiply
 from ..common.no_kernel import no_kernel
-from ._grouped import FORWARD, MOST, ROWS, WEIGHTS, add_rows, groups_of, multiply
 
 
 @op(
@@ -75,7 +75,7 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     return y if y.dtype == x.dtype else y.astype(x.dtype)
 
 
-@grouped_linear.kernel
+@grouped_linear.kernel(chooses=True)
 def _launch(x: Array, weight: Array, offsets: Array, bias: Array | None) -> Any:
     """Return y from two kernels: one lists the tiles of the groups, one multiplies."""
     if (reason := without_kernel(weight)) is not None:

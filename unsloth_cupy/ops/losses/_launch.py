@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ...core.arrays import contiguous, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
+from ...core.replay import is_fixed
 from ...core.source import Constants
 from ...core.target import limits
 from ..common import faults
@@ -30,9 +31,13 @@ class Access(NamedTuple):
 
 
 def access_of(vocab: int, *arrays: Any) -> Access:
-    """Return accesses of 16 bytes of the first array; smaller ones if an array is not aligned."""
+    """Return accesses of 16 bytes of the first array; smaller ones if an array is not aligned.
+
+    In a fixed order they are as wide as rows allow wherever they begin: which thread adds a value
+    would else depend on the number of the row.
+    """
     wide = 16 // arrays[0].dtype.itemsize
-    if all(lanes(wide, array) == wide for array in arrays):
+    if not is_fixed() and all(lanes(wide, array) == wide for array in arrays):
         return Access(wide, vocab % wide != 0)
     return Access(lanes(vocab, *arrays), False)
 

@@ -5,7 +5,7 @@ log_probs = z[label] - lse        entropy = lse - sum(p z)        p = exp(z - ls
 """
 
 from collections.abc import Callable, Set
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...core.target import target_of
 from ...errors import ConfigError
 from ..activations.softmax import finite
 from ..common import faults
@@ -24,6 +25,7 @@ from ._head import check_max_bytes, chunks, gradients
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
+IGNORE = -100
 LEAST = -1e30  # in place of -inf, whose product with 0 would be NaN
 REPORTER = faults.reporter(
     "linear_log_probs", "labels", "vocab", ", or equal to ignore, for a row without a label"
@@ -173,15 +175,37 @@ def linear_log_probs_forward(
     check_labels("linear_log_probs", labels, ignore, len(weight))
     options = Options(temperature, scale, softcap, ignore)
 
-    def write(logits: Array, labels: Array, results: tuple[Array, ...]) -> None:
-        for part in parts(logits):
-            row = tuple(result[part] for result in results)
-            _measure(logits[part], labels[part], bias, options, row)
-
-    return _forward(x, weight, labels, options, max_bytes, write)
+    return _forward(x, weight, labels, options, max_bytes, partial(_by_parts, bias, options))
 
 
-@linear_log_probs_forward.kernel
+def of_logits(
+    logits: Array, labels: Array, temperature: float, softcap: float | None = None
+) -> Array:
+    """Return the log-probabilities of labels by logits (rows, vocab), in float32 or wider.
+
+    They have the bits that ``linear_log_probs`` computes from the same logits.
+    """
+    options = Options(temperature, 1.0, softcap, IGNORE, keep_all=True)
+    results = _results(logits, labels)
+    write = _by_parts if target_of(logits) is None else _by_kernel
+    write(None, options, logits, labels, results)
+    return results[0]
+
+
+def _by_parts(
+    bias: Array | None,
+    options: Options,
+    logits: Array,
+    labels: Array,
+    results: tuple[Array, ...],
+) -> None:
+    """Write all results of logits, some rows at a time."""
+    for part in parts(logits):
+        row = tuple(result[part] for result in results)
+        _measure(logits[part], labels[part], bias, options, row)
+
+
+@linear_log_probs_forward.kernel(chooses=True)
 def _launch(
     x: Array,
     weight: Array,
@@ -197,17 +221,26 @@ def _launch(
     options = Options(temperature, scale, softcap, ignore, keep_all=True)
     bias = None if bias is None else contiguous(bias)
 
-    def write(logits: Array, labels: Array, results: tuple[Array, ...]) -> None:
-        chosen = _constants(*_forms(logits, logits, labels, bias), softcap is not None, True)
-        threads = chosen["THREADS"]
-        blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
-        kernel = load("log_probs.cu", "log_probs_forward", logits, chosen)
-        kernel[blocks, threads](
-            *(logits, labels, bias, *results, faults.record(logits), REPORTER, labels.size),
-            _numbers(options),
-        )
+    return _forward(x, weight, labels, options, max_bytes, partial(_by_kernel, bias, options))
 
-    return _forward(x, weight, labels, options, max_bytes, write)
+
+def _by_kernel(
+    bias: Array | None,
+    options: Options,
+    logits: Array,
+    labels: Array,
+    results: tuple[Array, ...],
+) -> None:
+    """Write all results of logits by the kernel."""
+    softcap = options.softcap is not None
+    chosen = _constants(*_forms(logits, logits, labels, bias), softcap, True)
+    threads = chosen["THREADS"]
+    blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
+    kernel = load("log_probs.cu", "log_probs_forward", logits, chosen)
+    kernel[blocks, threads](
+        *(logits, labels, bias, *results, faults.record(logits), REPORTER, labels.size),
+        _numbers(options),
+    )
 
 
 def _forward(
@@ -220,19 +253,24 @@ def _forward(
 ) -> tuple[Array, ...]:
     """Return all results; ``write(logits, labels, results)`` computes those of a chunk."""
     rows, wanted, kept = _kept(x, labels, options)
-    kinds = [*[np.promote_types(x.dtype, FLOAT32)] * 4, np.dtype(bool)]
-    kinds += kinds[:2]
-    results = tuple(empty(wanted.shape, kind, like=x) for kind in kinds)
+    results = _results(x, wanted)
     for part, logits in chunks(rows, weight, max_bytes):
         write(logits, wanted[part], tuple(result[part] for result in results))
     whole = []
-    for result, kind in zip(results, kinds, strict=True):
+    for result in results:
         if kept is not None:
-            each = np.zeros_like(x, kind, shape=(labels.size,))
+            each = np.zeros_like(x, result.dtype, shape=(labels.size,))
             each[kept] = result
             result = each  # noqa: PLW2901
         whole.append(result.reshape(labels.shape))
     return tuple(whole)
+
+
+def _results(x: Array, labels: Array) -> tuple[Array, ...]:
+    """Return the arrays of all results, one element for each label."""
+    wide = np.promote_types(x.dtype, FLOAT32)
+    kinds = wide, wide, wide, wide, bool, wide, wide
+    return tuple(empty(labels.shape, np.dtype(kind), like=x) for kind in kinds)
 
 
 def _kept(x: Array, labels: Array, options: Options) -> tuple[Array, Array, Array | None]:

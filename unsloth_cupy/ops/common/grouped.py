@@ -14,6 +14,7 @@ import numpy as np
 from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
+from ...core.replay import is_fixed
 from ...core.source import Constants
 from ...core.target import limits
 
@@ -40,9 +41,10 @@ def tile_height(dtype: Any, rows: int, experts: int) -> int:
     """Return the rows of a tile: about as many as a group has, so that few are padding.
 
     In 16 bits groups of 64 rows and more have tiles of 128, which read least from shared memory;
-    of fewer than 24, tiles of 16, as such a group reads its matrix once in any case.
+    of fewer than 24, tiles of 16, as such a group reads its matrix once in any case.  In a fixed
+    order all have 64.
     """
-    if dtype == FLOAT32:
+    if dtype == FLOAT32 or is_fixed():
         return SMALL
     mean = rows / experts
     return 128 if mean >= 64 else 64 if mean >= 24 else 16

@@ -1,0 +1,54 @@
+"""What a call of an invariant model needs: texts that begin at key 0, and nothing that mixes them.
+
+The bits of an invariant model depend on the text alone: ``ops/common/fixed_order.py`` fixes the
+order of the sums in a row, and here padding goes and what has no such order is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..inference.kv_cache import KVCache
+from ..inference.paged_rows import PagedRows
+from ..ops.common.fixed_order import refuse
+from ..ops.linear.embedding import embedding
+from ..placement import to_device_of, to_numpy
+from .adapters.many import ByRows
+from .configs.config import Config
+
+
+def without_padding(hidden: Callable[..., Any], tokens: Array, mask: Any, **arguments: Any) -> Any:
+    """Return hidden states of rows from a pass of packed texts; at padding they may be any."""
+    real = None if mask is None else to_numpy(mask) != 0
+    if real is None or real.all() or not real.any() or arguments.get("cache") is not None:
+        return hidden(tokens, mask=mask, **arguments)
+    starts = np.append(0, real.sum(axis=1).cumsum())
+    arguments["offsets"] = to_device_of(starts, tokens)
+    x = hidden(tokens[to_device_of(real, tokens)][None], **arguments)
+    place = np.maximum(real.reshape(-1).cumsum() - 1, 0).reshape(real.shape)
+    return embedding(to_device_of(place, tokens), x.reshape(*x.shape[1:]))
+
+
+def check_invariant(config: Config, adapter: Any, divided: bool, rows: Any, mask: Any) -> None:
+    """Raise a ConfigError for a call whose bits would not depend on its texts alone."""
+    kind = config.model_type
+    if isinstance(adapter, ByRows):
+        refuse("rows with adapters of their own add in another order than a row alone")
+    if divided:
+        refuse("ranks that divide a model or its rows add in another order")
+    if config.delta is not None:
+        refuse(f"layers of a {kind} that have no attention add in chunks of a call")
+    if config.bit_layers:
+        refuse(f"the layers of a {kind} round their inputs, which have no fixed order here")
+    if any(rope.original is not None for rope in config.ropes.values()):
+        refuse(f"the rotary angles of a {kind} depend on the length of the whole text")
+    codes = isinstance(rows, PagedRows) and rows.cache.scales is not None
+    if codes or (isinstance(rows, KVCache) and rows.dtype == np.int8):
+        refuse("a cache of int8 codes rounds keys and values, which training does not")
+    if isinstance(rows, KVCache):
+        ring = any(width is not None for width in rows.windows)
+        if ring or rows.padded or (mask is not None and not to_numpy(mask).all()):
+            problem = "windows move the keys of a KVCache" if ring else "padding moves keys"
+            refuse(f"{problem} from their places; pass a PagedKVCache, or")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import KVCache
+from unsloth_cupy import AdamW, KVCache, LossScaler, measure_gradients
 from unsloth_cupy.models import create
 from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.step import Step
@@ -108,3 +108,25 @@ def test_launches_of_a_llama_layer(
     actual = of_a_layer(what, capability)
     expected += what is forward and capability == "80"
     assert actual.total() == expected, f"{what.__name__} starts {dict(actual)}"
+
+
+def test_a_step_of_an_adapter_is_a_graph_and_three_launches() -> None:
+    """Numbers of the host, such as the rate, stay outside: they are in these three."""
+    with gpu("90", devices=1) as machine:
+        machine.strict = False
+        config = SIZES | {"num_hidden_layers": 2}
+        model = create(config, seed=0, dtype="bfloat16", device="cuda")
+        model.add_adapter(16)
+        optimizer, scaler = AdamW(model.trainable), LossScaler()
+        tokens = machine.place(np.zeros((ROWS, TOKENS), np.int64))
+        for _ in range(CALLS + 1):
+            forget(machine)
+            _, gradients = model.loss_and_gradients(tokens, tokens, scaler=scaler, graph=True)
+            measure = measure_gradients(gradients, 1.0, scaler=scaler)
+            optimizer.step(gradients, lr=1e-3, finite=measure.finite, factor=measure.factor)
+            scaler.update(measure.finite)
+        assert [each.captured.graph.launched for each in model.graphs.made.values()] == [2]
+        kernels = [launch.kernel for launch in machine.launches]
+        assert kernels == ["measure", "adamw_step", "loss_scaler"]
+        assert not machine.products
+        assert not machine.functions

@@ -1,6 +1,7 @@
 """The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_row
 from .config import CORRECTION, Config
 from .context import Context, own_tokens
 from .division import Division
+from .graphs import Graphs
 from .head import logits_of
 from .objective import TrainingStep, start_of_backward
 from .positions import Angles, check, places
@@ -94,8 +96,8 @@ class Network(Summary):
             tables(1)  # raises for an invalid rope_scaling now, not in the first call
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the tables, which unpickling creates again."""
-        return {name: value for name, value in self.__dict__.items() if name != "tables"}
+        """Return the state without tables and graphs, which are created again."""
+        return {n: value for n, value in self.__dict__.items() if n not in ("tables", "graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -136,6 +138,7 @@ class Network(Summary):
         checkpoint: CheckpointConfig | None = None,
         scaler: LossScaler | None = None,
         seed: int | None = None,
+        graph: bool = False,
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``function(model)`` and its gradient with respect to every ``trainable`` array.
 
@@ -151,6 +154,12 @@ class Network(Summary):
             Scales the gradients, not the value; overflow becomes infinite without a warning.
         seed : int, optional
             Turns the adapter's dropout on; each step should pass a new one.
+        graph : bool
+            On a GPU, capture the call into a CUDA graph, and launch that from the third call of a
+            form on: the same bits, one launch.  The results are then overwritten by the next call.
+            function must be a ``functools.partial`` of a function that reads nothing else that
+            changes: calls are of one form if its keywords are arrays of equal shapes, and equal
+            otherwise.  What cannot be captured runs as without: ``explain`` says why.
 
         Returns
         -------
@@ -192,7 +201,19 @@ class Network(Summary):
             raise ConfigError(f"value_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
         if not callable(function):
             raise ConfigError(f"value_and_gradients({function!r}): pass a function of a model")
-        tape, step = Tape(), TrainingStep(checkpoint, scaler, seed)
+        step = TrainingStep(checkpoint, scaler, seed)
+        if graph:
+            return self.graphs(self, self.passes, function, step)
+        return self.passes(function, step)
+
+    @cached_property
+    def graphs(self) -> Graphs:
+        """The CUDA graphs of calls with ``graph=True``; ``graphs.clear()`` frees their memory."""
+        return Graphs()
+
+    def passes(self, function: Any, step: TrainingStep) -> tuple[Any, dict[str, Array]]:
+        """Run a step forward and backward; return what ``value_and_gradients`` does."""
+        tape, scaler = Tape(), step.scaler
         watched = {name: tape.watch(array) for name, array in self.trainable.items()}
         quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
         with np.errstate(**quiet):

@@ -409,6 +409,7 @@ class Transformer(Network):
         scaler: LossScaler | None = None,
         seed: int | None = None,
         count: int | None = None,
+        graph: bool = False,
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
@@ -417,7 +418,9 @@ class Transformer(Network):
         """
         batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
         function = partial(next_token, **batch, count=count)
-        return self.value_and_gradients(function, checkpoint=checkpoint, scaler=scaler, seed=seed)
+        return self.value_and_gradients(
+            function, checkpoint=checkpoint, scaler=scaler, seed=seed, graph=graph
+        )
 
     @from_any_library
     def generate(

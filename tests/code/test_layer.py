@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.step import Step
 from unsloth_cupy.models.transformer import Transformer
 from unsloth_cupy.ops.attention import _hopper
+from unsloth_cupy.parallel import NcclCommunicator
 from unsloth_cupy.training.tape import Tape
 
-from ..machines.stand_in import Machine, gpu
+from ..machines.stand_in import Array, Machine, gpu
 
 SIZES = {
     "model_type": "llama",
@@ -130,3 +132,32 @@ def test_a_step_of_an_adapter_is_a_graph_and_three_launches() -> None:
         assert kernels == ["measure", "adamw_step", "loss_scaler"]
         assert not machine.products
         assert not machine.functions
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("ranks", "tokens", "expected"), [(2, 1, 3), (8, 8, 3), (8, 64, 5)])
+def test_launches_of_a_sum_over_ranks(
+    ranks: int, tokens: int, expected: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small array, as in a decode step: messages, the own one, and the sum of all."""
+    started: list[str] = []
+    nccl = SimpleNamespace(NCCL_UINT8=1, NcclError=OSError, groupStart=list)
+    nccl.groupEnd = lambda: started.append("messages")
+    sent = SimpleNamespace(send=lambda *_: None, recv=lambda *_: None)
+    setitem = Array.__setitem__
+
+    def counted(array: Array, *args: Any) -> None:
+        started.append("setitem")
+        setitem(array, *args)
+
+    with gpu("90", devices=1) as machine:
+        comm = object.__new__(NcclCommunicator)
+        comm.rank, comm.size, comm.checked, comm.host = 1, ranks, False, None
+        comm._nccl, comm._comm = nccl, sent
+        comm._watchdog = SimpleNamespace(watch=lambda call: None)  # type: ignore[assignment]
+        x = machine.array((1, tokens, 4096), dtype)
+        monkeypatch.setattr(Array, "__setitem__", counted)
+        assert comm.all_reduce(x).shape == x.shape
+    started += [each.kernel for each in machine.launches] + machine.functions
+    assert len(started) == expected, started
+    assert started[-1] == "column_sum"

@@ -30,7 +30,7 @@ class Place:
         self.stream: Any = None
         self.pool: Any = None
 
-    def open(self, cuda: Any) -> None:
+    def begin(self, cuda: Any) -> None:
         """Take a stream and make a pool on the current GPU."""
         held: list[Any] = []
 
@@ -73,7 +73,7 @@ class Captured:
         cuda, place = gpu.cupy().cuda, self.place
         current = cuda.get_current_stream()
         if place.stream is None:
-            place.open(cuda)
+            place.begin(cuda)
         try:
             with place.stream, cuda.using_allocator(place.pool.malloc):
                 place.stream.wait_event(current.record())

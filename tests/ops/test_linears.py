@@ -88,8 +88,11 @@ CONFIG = {
 }
 
 
+@pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("kind", [{}, {"model_type": "qwen2"}, {"model_type": "gemma2"}])
-def test_a_model_whose_weights_lie_together(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_weights_lie_together(
+    kind: Any, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loss, gradients and a step of AdamW are those of weights that lie apart."""
     tokens, config = np.arange(24).reshape(2, 12), CONFIG | kind
     apart = create(config, seed=0, dtype="float64")
@@ -99,8 +102,12 @@ def test_a_model_whose_weights_lie_together(kind: Any, monkeypatch: pytest.Monke
     assert [*apart.parameters] == [*together.parameters]
     results = []
     for model in (apart, together):
+        if rank is not None:
+            model.add_adapter(rank)
+            for name, array in model.adapter.parameters.items():
+                array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
         loss, gradients = model.loss_and_gradients(tokens, tokens)
-        AdamW(model.parameters, lr=0.1, eps=1e-3).step(gradients)
+        AdamW(model.trainable, lr=0.1, eps=1e-3).step(gradients)
         results.append([loss, *gradients.values(), model.logits(tokens)])
     assert whole_of(together) is not None, "the step was in place"
     assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(results[1], 2))

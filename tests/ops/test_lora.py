@@ -61,6 +61,19 @@ class TestLoraUp(Parity):
     )
 
 
+class TestLoraUps(Parity):
+    op = "lora_ups"
+    cases = (
+        Case(
+            "three", rows=[2, 3], inputs=13, outputs=7, outputs2=3, outputs3=2, rank=3, rank2=1,
+            rank3=2, scale=2.0, scale3=0.5, given=["weight3", "low3", "b3"],
+        ),
+        Case("two", rows=[5], inputs=4, outputs=6, outputs2=6, rank=2, rank2=2, scale2=0.5),
+        Case("no rows", rows=[0], inputs=4, outputs=2, outputs2=3, rank=2, rank2=2),
+        Case("one of no rank", rows=[], inputs=4, outputs=2, outputs2=3, rank=0, rank2=1),
+    )  # fmt: skip
+
+
 class TestDoraFactor(Parity):
     op = "dora_factor"
     cases = (Case("odd", outputs=7), Case("none", outputs=0))

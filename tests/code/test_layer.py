@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import AdamW, KVCache, LossScaler, measure_gradients
-from unsloth_cupy.models import create
+from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.step import Step
 from unsloth_cupy.models.transformer import Transformer
@@ -95,6 +95,34 @@ def of_a_layer(what: Any, capability: str) -> Counter[str]:
             every = [one for record in records(machine) for one in record]
             by_layers.append(Counter(getattr(one, "kernel", one) for one in every))
     return by_layers[1] - by_layers[0]
+
+
+def packed(kind: str, what: Any) -> Any:
+    """Return what a model of quantized weights starts."""
+
+    def run(machine: Machine, model: Transformer) -> Callable[[], Any]:
+        quantize(model, kind)
+        started: Callable[[], Any] = what(machine, model)
+        return started
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("nf4", (13, 9, 94, 25)),
+        ("int8", (13, 9, 94, 25)),
+        ("nf4-double", (19, 12, 101, 28)),  # each weight has an offset of its own
+    ],
+)
+def test_launches_of_a_layer_of_quantized_weights(
+    kind: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A joined weight is dequantized once; few rows need no dense weight."""
+    monkeypatch.setattr(_hopper, "requested", True)
+    every = (forward, decode, adapted, adapted_decode)
+    assert tuple(of_a_layer(packed(kind, what), "90").total() for what in every) == expected
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])

@@ -29,7 +29,7 @@ from .division import Division, divided_adapter
 from .expert_homes import plain_names
 from .gguf.opening import folder_of
 from .heads import CAUSAL
-from .joined import Joined
+from .joined import Joined, join_quantized
 from .lazy_parameter import LazyParameter, StoredTensor, formats_of
 from .outer_folder import base_for, implied_head, with_labels
 from .parse import parse
@@ -171,7 +171,9 @@ def load(
                     next(reversed(layout.values())).append(name)
             if division is not None and division.stages is not None:
                 division.stages.dtype = kind
-            model = Transformer(division.config if division else config, parameters, texts, layout)
+            model = Transformer(
+                division.config if division else config, join_quantized(parameters), texts, layout
+            )
             model.folder, model.division, model.parts = path, division, rank_parts
             model.stored = partial(stored_model, folder=path)
             model.plain, model.origin = plain_names(stored_in), formats_of(stored_in)

@@ -21,6 +21,7 @@ from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
+from .joined import join_quantized
 from .names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ def quantize(
         report.rows.append(Row(name, array.nbytes, result.nbytes, *error_and_zeros, ""))
         model.parameters[name] = result
         del array
+    join_quantized(model.parameters)
     return report
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import KERNEL_DTYPES, Array
+from ...core.dtypes import KERNEL_DTYPES, Array, Stored
 from ...core.op import op
 from ...core.replay import Recorded
 from ..common.checks import requested_gradients
@@ -28,6 +28,11 @@ WEIGHTS = ("weight", "weight2", "weight3")
 
 def rows_of_one(weights: Sequence[Any]) -> Any:
     """Return the matrix of which these are the rows, one after another; None if there is none."""
+    if isinstance(weights[0], Stored):
+        parts = [getattr(each, "part", None) or (None, 0, 0) for each in weights]
+        whole, wanted = parts[0][0], range(parts[0][2])
+        lie = [(each[0] is whole, each[1]) for each in parts] == [(True, n) for n in wanted]
+        return whole if lie else None
     base = getattr(weights[0], "base", None)
     return _lying(weights[0], base) if _parts_of(base, weights, axis=0) else None
 

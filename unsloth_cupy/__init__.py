@@ -6,13 +6,13 @@ from . import losses as losses
 from ._version import __version__ as __version__
 
 # Attention
-from .models.multi_head_attention import MultiHeadAttention as MultiHeadAttention
+from .models.layers.multi_head_attention import MultiHeadAttention as MultiHeadAttention
 from .ops.attention.attention import attention as attention
 from .ops.attention.attention import attention_backward as attention_backward
 from .ops.attention.attention import attention_forward as attention_forward
 from .ops.attention.attention_config import AttentionConfig as AttentionConfig
-from .models.attention_layer import attention_layer as attention_layer
-from .models.attention_layer import attention_layer_backward as attention_layer_backward
+from .models.layers.attention_layer import attention_layer as attention_layer
+from .models.layers.attention_layer import attention_layer_backward as attention_layer_backward
 from .ops.attention.attention_paged import attention_paged as attention_paged
 from .ops.attention.attention_paged import attention_paged_forward as attention_paged_forward
 from .ops.attention.attention_varlen import attention_varlen as attention_varlen

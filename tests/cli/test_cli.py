@@ -34,7 +34,8 @@ from unsloth_cupy.finetune.text import Batches, Text, held_out_rows, split, unig
 from unsloth_cupy.finetune.tokenizer import encode, load_tokenizer, train_tokenizer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.models import create, load, next_logits
+from unsloth_cupy.models import create, load
+from unsloth_cupy.models.generation import next_logits
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden"

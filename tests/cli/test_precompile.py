@@ -19,7 +19,7 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.compiled import cache
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models.next_logits import CachedLogits
+from unsloth_cupy.models.generation.next_logits import CachedLogits
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.transformer import Transformer
 from unsloth_cupy.profiling import precompile

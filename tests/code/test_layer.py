@@ -10,8 +10,8 @@ import pytest
 
 from unsloth_cupy import AdamW, KVCache, LossScaler, measure_gradients
 from unsloth_cupy.models import create, quantize
+from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.models.objective import TrainingStep
-from unsloth_cupy.models.step import Step
 from unsloth_cupy.models.transformer import Transformer
 from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.parallel import NcclCommunicator

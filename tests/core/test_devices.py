@@ -57,7 +57,7 @@ from unsloth_cupy import (
 from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError
-from unsloth_cupy.models.step import Step
+from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.training.captured import Captured, Place
 from unsloth_cupy.training.gradients import sum_gradients
 

@@ -267,7 +267,7 @@ def stopped(*now: int) -> type[datetime]:
 def test_a_question_is_asked_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text to learn from has a date that never changes."""
 
-    monkeypatch.setattr("unsloth_cupy.models.chat.datetime", stopped(2031, 5, 6, 7, 8))
+    monkeypatch.setattr("unsloth_cupy.models.text.chat.datetime", stopped(2031, 5, 6, 7, 8))
     known = Chat(folder(tmp_path, "{{ strftime_now('%d %b %Y %H:%M') }}{{ messages[0].content }}"))
     assert known.text(ASKED, answer=True) == known.question(ASKED) == "06 May 2031 07:08Who?"
     assert known.text(ASKED) == "26 Jul 2024 00:00Who?"

@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
 from unsloth_cupy.finetune.listener import Listener
-from unsloth_cupy.models.adapter_base import cached
+from unsloth_cupy.models.adapters.adapter_base import cached
 
 from ..cli.test_cli import assert_one_clear_error, run
 

@@ -30,7 +30,7 @@ from unsloth_cupy.finetune.training_data import (
     sequential_batches,
 )
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.chat import CHATML, NEEDED, Span, _request
+from unsloth_cupy.models.text.chat import CHATML, NEEDED, Span, _request
 
 from ..cli.test_cli import (
     LLAMA,
@@ -334,7 +334,7 @@ class TestChat:
         self, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """When its time was up, it was its clock that ended it."""
-        monkeypatch.setattr("unsloth_cupy.models.chat.SECONDS", seconds)
+        monkeypatch.setattr("unsloth_cupy.models.text.chat.SECONDS", seconds)
         program = "import os, time; input(); time.sleep(0.3); os.kill(os.getpid(), 9)"
         command = [sys.executable, "-S", "-c", program]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -368,7 +368,7 @@ class TestChat:
         """Of time and memory, in a loop and in one operation, and outside the main thread."""
         if "512 MiB" in message:
             pytest.importorskip("resource", reason="needs a system that limits memory")
-        monkeypatch.setattr("unsloth_cupy.models.chat.SECONDS", 0.4)
+        monkeypatch.setattr("unsloth_cupy.models.text.chat.SECONDS", 0.4)
         chat = Chat(folder_with(tmp_path, "{% set r = range(99999) %}" + template))
         with (
             ThreadPoolExecutor() as threads,
@@ -381,7 +381,7 @@ class TestChat:
     def test_a_template_that_was_stopped_begins_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("unsloth_cupy.models.chat.SECONDS", 1)
+        monkeypatch.setattr("unsloth_cupy.models.text.chat.SECONDS", 1)
         loops = "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
         asked = "{% set r = range(99999 * (messages|length - 1)) %}" + loops
         chat = Chat(folder_with(tmp_path, asked))

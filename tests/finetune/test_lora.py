@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from unsloth_cupy.finetune import Lora, Run, Settings, Trainer
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import Listener
 from unsloth_cupy.finetune.lora import check_learns
-from unsloth_cupy.models import Transformer, create, load, quantize
+from unsloth_cupy.models import Transformer, create, load, merge, quantize
 
 from ..cli.test_cli import run, weights
 
@@ -129,6 +130,8 @@ def test_targets(targets: Any, names: set[str], base: Path) -> None:
         (None, {"lora_dropout": 0.1}, "lora_dropout=0.1 is of new adapters; add lora"),
         (Lora(4), {"lora": 8}, "differ; leave one out"),
         (16, {}, "Trainer(lora=16): pass Lora(16), or None"),
+        (Lora(4), {"new_tokens": "nothing.txt"}, "new_tokens=nothing.txt cannot be read: "),
+        (Lora(4), {"embedding_lr": 0.1}, "the run trains neither the table of tokens nor the head"),
     ],
 )
 def test_wrong_options_are_named(
@@ -249,3 +252,74 @@ def test_adapters_without_a_gradient_are_named() -> None:
         check_learns(model.adapter, gradients)
     rows = {n: g for n, g in gradients.items() if "lora" not in n}
     assert check_learns(model.adapter, rows) == ""
+
+
+@pytest.fixture
+def signs(tmp_path: Path) -> Path:
+    path = tmp_path / "signs.txt"
+    path.write_text("<|and|>\n<| make|>\nmake\n")
+    return path
+
+
+def test_new_tokens_are_learned_and_stay(base: Path, signs: Path, tmp_path: Path) -> None:
+    """Rows of table and head alone, in equal bits after a stop; then merged and in use."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{i}<|and|>{i + 1} make {2 * i + 1}." for i in range(200)))
+    settings = {"new_tokens": signs, "save_every": 1, "embedding_lr": 0.05, "weight_decay": 0.0}
+    said = list[str]()
+    heard = Listener()
+    heard.announce = said.append  # type: ignore[method-assign]
+    chosen = Settings(**SMALL | settings, out=tmp_path / "whole")
+    whole = Trainer(base, text, chosen, lora=Lora(2), listener=heard).train()
+    expected = "3 new tokens stand 362 times in the text, 1 of them never: '<| make|>'"
+    assert expected in "\n".join(said)
+    stop, chosen = Stop(), dataclasses.replace(chosen, out=tmp_path / "stopped")
+    with pytest.raises(Interrupted):
+        Trainer(base, text, chosen, lora=Lora(2), listener=StopsAfter(stop, 1)).train(stop)
+    trained(base, text, tmp_path / "stopped", Lora(2), **settings)
+    assert adapter(tmp_path / "stopped") == adapter(tmp_path / "whole")
+    model, before = whole.model, load(base)
+    assert model.config.vocab % 64 == 0
+    table = before.table
+    np.testing.assert_array_equal(model.table[: len(table)], table)
+    rows = next(a for n, a in model.trainable.items() if n.endswith("trainable_tokens_delta"))
+    ids = [model.tokenizer.encode(sign)[0] for sign in signs.read_text().split("\n")[:-1]]
+    assert ids == [*range(len(table), len(table) + 3)]
+    assert [*map(len, map(model.tokenizer.encode, ("<|and|>", "<| make|>", "make")))] == [1, 1, 1]
+    changed = np.abs(rows - table.mean(axis=0)).max(axis=1)
+    assert changed.min() > 0.05  # three steps of this rate: the head's part is of every row
+    prompt = model.tokenizer.encode("3<|and|>4")[None]
+    merge(tmp_path / "whole" / "model", tmp_path / "merged", base=base)
+    merged = load(tmp_path / "merged")
+    np.testing.assert_array_equal(merged.tokenizer.encode("3<|and|>4")[None], prompt)
+    np.testing.assert_allclose(merged.logits(prompt), model.logits(prompt), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty; write one token a line"),
+        (b"a\n\nb\n", "line 2 is empty; remove it"),
+        (b"one\ntwo\none\n", "line 3 repeats line 1, 'one'; remove one"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_files_of_tokens_that_are_wrong(
+    content: bytes, said: str, base: Path, text: Path, signs: Path, tmp_path: Path
+) -> None:
+    signs.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        trained(base, text, tmp_path / "run", Lora(4), new_tokens=signs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tables_have_a_rate_of_their_own(base: Path, text: Path, tmp_path: Path) -> None:
+    """In a step of Adam the rate alone says how far a number moves."""
+    start, moved = load(base), dict[str, float]()
+    settings = {"steps": 1, "lr": 1e-3, "embedding_lr": 1e-5, "weight_decay": 0.0, "warmup": 0}
+    model = trained(base, text, tmp_path / "run", decay="constant", **settings).model
+    for name, array in model.parameters.items():
+        moved[name] = float(np.abs(array - start.parameters[name]).max())
+    tables = {name for name in moved if "embed_tokens" in name or "lm_head" in name}
+    assert all(5e-6 < moved[name] < 2e-5 for name in tables)
+    assert all(5e-4 < moved[name] < 2e-3 for name in moved.keys() - tables)

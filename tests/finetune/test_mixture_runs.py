@@ -10,9 +10,9 @@ from click.testing import Result
 
 from unsloth_cupy import models, mxfp4_quantize
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
-from unsloth_cupy.models import experts_layer
-from unsloth_cupy.models.experts_layer import _product
-from unsloth_cupy.models.names import is_stack
+from unsloth_cupy.models.configs.names import is_stack
+from unsloth_cupy.models.layers import experts_layer
+from unsloth_cupy.models.layers.experts_layer import _product
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..models.peers import MIXTURES, SIZES

@@ -13,7 +13,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.models.optimizers import optimizer_of
-from unsloth_cupy.models.pipeline_stages import EMBEDDING, HEAD
+from unsloth_cupy.models.ranks.pipeline_stages import EMBEDDING, HEAD
 from unsloth_cupy.training.joined import Joined
 
 from ..cli.test_cli import assert_one_clear_error, run, weights

@@ -17,7 +17,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.finetune.turns import Ending, ending, ending_of, turns_of
-from unsloth_cupy.models.chat import CHATML
+from unsloth_cupy.models.text.chat import CHATML
 
 from ..models.exported import byte_level, make, read, write_tokenizer
 

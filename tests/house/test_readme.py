@@ -26,7 +26,7 @@ def public_ops() -> set[str]:
     names = set()
     for name, value in vars(unsloth_cupy).items():
         module = getattr(value, "__module__", "")
-        rooms = ("unsloth_cupy.ops.", "unsloth_cupy.models.attention_layer")
+        rooms = ("unsloth_cupy.ops.", "unsloth_cupy.models.layers.attention_layer")
         made_here = isinstance(module, str) and module.startswith(rooms) and "common" not in module
         function = isinstance(value, Op) or (callable(value) and not isinstance(value, type))
         if made_here and function and not name.endswith(("_forward", "_backward")):

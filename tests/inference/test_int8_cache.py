@@ -16,7 +16,7 @@ from unsloth_cupy import (
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.inference import kv_cache
-from unsloth_cupy.models import block
+from unsloth_cupy.models.layers import attention_branch
 
 from ..harness.parity import emulator
 
@@ -196,7 +196,7 @@ def test_a_layer_gives_what_a_block_gives(kind: str, monkeypatch: pytest.MonkeyP
             x = rng.standard_normal((2, tokens, 64), np.float32)
             prefix = f"model.layers.{layer}."
             weights = [model.parameters[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkvo"]
-            expected = block._attention(call, layer, prefix, x)
+            expected = attention_branch.attention_branch(call, layer, prefix, x)
             actual = attention_layer(
                 x, *weights, *tables(24), heads=4, cache=caches[1], layer=layer,
                 window=None if window is None else (window - 1, 0),

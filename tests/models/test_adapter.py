@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import Transformer, adapter, create, load, merge
-from unsloth_cupy.models.adapter_base import base_of
+from unsloth_cupy.models import Transformer, create, load, merge
+from unsloth_cupy.models.adapters import adapter
+from unsloth_cupy.models.adapters.adapter_base import base_of
 
 from ..golden.golden import op_cases
 from .peers import SIZES

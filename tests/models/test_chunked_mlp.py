@@ -8,7 +8,8 @@ import pytest
 
 from unsloth_cupy import CheckpointConfig, KVCache, swiglu_mlp
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import Transformer, block, create
+from unsloth_cupy.models import Transformer, create
+from unsloth_cupy.models.layers import mlp_branch
 from unsloth_cupy.training import tape
 
 from ..machines.stand_in import gpu
@@ -29,7 +30,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(x.shape[0] * x.shape[1])
         return swiglu_mlp(x, *weights)
 
-    monkeypatch.setattr(block, "swiglu_mlp", counting)
+    monkeypatch.setattr(mlp_branch, "swiglu_mlp", counting)
     return calls
 
 

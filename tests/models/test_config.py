@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, quantize
-from unsloth_cupy.models.config import FULL, SLIDING
+from unsloth_cupy.models.configs.config import FULL, SLIDING
 from unsloth_cupy.models.parse import parse
 
 from ..harness.tracked import tracked

@@ -9,8 +9,9 @@ import pytest
 
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
-from unsloth_cupy.models import create, drawing, generate
+from unsloth_cupy.models import create, generate
 from unsloth_cupy.models.generate import Options
+from unsloth_cupy.models.generation import drawing
 
 from .peers import SIZES
 
@@ -234,7 +235,7 @@ def test_sliding_layers_take_bounded_memory(model, monkeypatch):
             super().__init__(*sizes, **options)
             made.append(self)
 
-    monkeypatch.setattr("unsloth_cupy.models.next_logits.KVCache", Watched)
+    monkeypatch.setattr("unsloth_cupy.models.generation.next_logits.KVCache", Watched)
     model.generate(PROMPT, max_new_tokens=40, stop=())
     assert {keys.shape[1] for keys in made[0].keys} == {6}
     assert made[0].length == 7 + 40 - 1

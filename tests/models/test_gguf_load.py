@@ -80,7 +80,7 @@ def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
     if name in SCALED:
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     else:
-        close = 1e-6 if "mistral3" in name else 0  # yarn's factor is float32 in a file
+        close = 4e-6 if "mistral3" in name else 0  # yarn's factor is float32 in a file
         np.testing.assert_allclose(actual, expected, rtol=0, atol=close * np.abs(expected).max())
         assert loaded.parameters.keys() == model.parameters.keys()
         for key, array in model.parameters.items():

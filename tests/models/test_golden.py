@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_cupy import CheckpointConfig, Mxfp4
 from unsloth_cupy.models import load
-from unsloth_cupy.models.expert_files import file_tensors
+from unsloth_cupy.models.folders.expert_files import file_tensors
 
 from ..golden.golden import model_case
 from ..harness.tracked import tracked

@@ -9,7 +9,7 @@ from unsloth_cupy.inference.kv_cache import KVCache
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.families import FAMILIES
+from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW

@@ -8,7 +8,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create, export_gguf, load
-from unsloth_cupy.models.families import FAMILIES
+from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW

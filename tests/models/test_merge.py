@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import checkpoint_files
+from unsloth_cupy.models.folders import checkpoint_files
 
 from .exported import make, read, write_tokenizer
 from .peers import SIZES

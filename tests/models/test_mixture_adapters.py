@@ -13,7 +13,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.lora import Lora
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import Transformer, create, load, merge
-from unsloth_cupy.models.adapter_stacks import stacks_of
+from unsloth_cupy.models.adapters.adapter_stacks import stacks_of
 from unsloth_cupy.models.optimizers import optimizer_of
 
 from ..golden.golden import OpCase, op_cases

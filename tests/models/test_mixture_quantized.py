@@ -12,7 +12,7 @@ from unsloth_cupy.errors import ConfigError, GradientError
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import Transformer, create, load, merge, quantize
-from unsloth_cupy.models.names import is_stack
+from unsloth_cupy.models.configs.names import is_stack
 from unsloth_cupy.models.quantized import STACKED
 from unsloth_cupy.ops.quantized.weight import Quantized, held_arrays
 from unsloth_cupy.parallel import SingleCommunicator, Zero3

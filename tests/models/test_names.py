@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import adapter_patterns, create, from_torch, load
-from unsloth_cupy.models.adapter_patterns import by_pattern, targeted
-from unsloth_cupy.models.names import parameter_name
+from unsloth_cupy.models import create, from_torch, load
+from unsloth_cupy.models.adapters import adapter_patterns
+from unsloth_cupy.models.adapters.adapter_patterns import by_pattern, targeted
+from unsloth_cupy.models.configs.names import parameter_name
 
 from .peers import SIZES
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy import AdamW, CheckpointConfig, losses
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
-from unsloth_cupy.models.head import head_weight
+from unsloth_cupy.models.layers.head import head_weight
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 
 from ..conftest import FOLDER
@@ -423,3 +423,48 @@ def test_a_vocabulary_that_grew_for_an_adapter_comes_with_it(
     model.save(tmp_path / "saved")
     for again in (load(tmp_path / "merged"), load(tmp_path / "saved")):
         np.testing.assert_allclose(again.logits(tokens), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        ("tied", {"tokens": [64, 3]}),
+        ("tied", {"modules": ["embed_tokens"]}),
+        ("tied", {"targets": ["q_proj", "embed_tokens"]}),
+        ("untied", {}),
+        ("untied", {"tokens": {"embed_tokens": [64, 3], "lm_head": [64]}}),
+        ("untied", {"modules": ["lm_head"]}),
+        ("untied", {"targets": ["embed_tokens", "lm_head"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_an_adapter_of_a_vocabulary_that_grew_is_whole(
+    base: str, options: Any, tmp_path: Path
+) -> None:
+    """Its file holds the tables, for this library, for peft, and when it is saved again."""
+    folder, tokens = LOSSES / "tokens" / base, np.where(TOKENS % 5 == 0, 64, TOKENS)
+    model = load(folder, dtype="float32")
+    model.resize(65)
+    model.add_adapter(2, **options)
+    draw = np.random.default_rng(0)
+    for array in model.trainable.values():
+        array[...] = array + 0.3 * draw.standard_normal(array.shape)
+    expected = model.logits(tokens)
+    model.save_adapter(tmp_path / "first")
+    load(folder, dtype="float32", lora=tmp_path / "first").save_adapter(tmp_path / "second")
+    again = load(folder, dtype="float32", lora=tmp_path / "second")
+    np.testing.assert_array_equal(again.logits(tokens), expected)
+    report = merge(tmp_path / "second", tmp_path / "merged", base=folder, dtype="float32")
+    assert "images" not in str(report)
+    np.testing.assert_allclose(load(tmp_path / "merged").logits(tokens), expected, atol=1e-4)
+    peft = pytest.importorskip("peft", reason="which reads the file")
+    transformers = pytest.importorskip("transformers", reason="whose model this is")
+    import torch
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole.resize_token_embeddings(65, mean_resizing=False)
+    peer = peft.PeftModel.from_pretrained(whole, tmp_path / "second")
+    with torch.no_grad():
+        actual = peer(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(actual, expected, atol=1e-4)

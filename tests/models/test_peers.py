@@ -7,9 +7,9 @@ from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.chat import CHATML_TOKENS
-from unsloth_cupy.models.expert_files import file_tensors
+from unsloth_cupy.models.folders.expert_files import file_tensors
 from unsloth_cupy.models.generate import Options, _draw
+from unsloth_cupy.models.text.chat import CHATML_TOKENS
 
 from .peers import CONFIGS, MIXTURES, RELATIVES, batch, make
 

@@ -11,9 +11,9 @@ from unsloth_cupy import ternary_quantize
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import load
-from unsloth_cupy.models.lazy_parameter import LazyParameter
+from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
+from unsloth_cupy.models.folders.quantized_slices import narrow
 from unsloth_cupy.models.quantized import KINDS
-from unsloth_cupy.models.quantized_slices import narrow
 from unsloth_cupy.ops.quantized.nf4 import Nf4
 from unsloth_cupy.ops.quantized.ternary import Ternary
 from unsloth_cupy.ops.quantized.weight import Quantized, in_blocks

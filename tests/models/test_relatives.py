@@ -11,9 +11,9 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load
-from unsloth_cupy.models.families import FAMILIES
+from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.models.configs.text_configs import OUTER
 from unsloth_cupy.models.parse import parse
-from unsloth_cupy.models.text_configs import OUTER
 
 from .peers import RELATIVES, SIZES
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import create, next_logits
+from unsloth_cupy.models import create
+from unsloth_cupy.models.generation import next_logits
 
 from .peers import SIZES
 

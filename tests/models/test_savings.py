@@ -17,7 +17,8 @@ from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import training_data
 from unsloth_cupy.finetune.text import held_out_rows
-from unsloth_cupy.models import block, loss
+from unsloth_cupy.models import loss
+from unsloth_cupy.models.layers import mlp_branch
 
 FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps
 BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 16)
@@ -73,7 +74,7 @@ SAVINGS: dict[str, tuple[str, ...]] = {
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
     used.clear()
-    patch.setattr(block, "swiglu_mlp", watched_mlp)
+    patch.setattr(mlp_branch, "swiglu_mlp", watched_mlp)
     patch.setattr(printer, "draw_curve", lambda *_: None)
     patch.setattr(printer, "sample", lambda *_: None)
     patch.setattr(training_data, "held_out_rows", some_rows)

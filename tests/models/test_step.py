@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import KVCache
-from unsloth_cupy.models import create, next_logits
-from unsloth_cupy.models.step import Step
+from unsloth_cupy.models import create
+from unsloth_cupy.models.generation import next_logits
+from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.training.find_nan import NonFiniteError
 
 from ..machines.stand_in import HostReadError, gpu

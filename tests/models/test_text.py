@@ -12,8 +12,8 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
-from unsloth_cupy.models.chat import CHATML, CHATML_TOKENS
-from unsloth_cupy.models.streaming import TextStream
+from unsloth_cupy.models.generation.streaming import TextStream
+from unsloth_cupy.models.text.chat import CHATML, CHATML_TOKENS
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

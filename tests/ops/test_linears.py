@@ -6,7 +6,7 @@ import pytest
 
 from unsloth_cupy import AdamW, int8_weight, linear, linear_backward, nf4_quantize
 from unsloth_cupy.models import create, quantize
-from unsloth_cupy.models.joined import Joined
+from unsloth_cupy.models.folders.joined import Joined
 from unsloth_cupy.ops.linear.linears import columns_of_one, linears, linears_backward, rows_of_one
 from unsloth_cupy.ops.quantized.weight import Quantized, beside
 

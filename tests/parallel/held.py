@@ -10,7 +10,7 @@ from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.objective import TrainingStep
-from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, schedule_of
+from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.ops.quantized.weight import held_arrays
 from unsloth_cupy.parallel import Communicator, DataParallel, Zero1, Zero3, grid
 from unsloth_cupy.profiling.scale import plan_ranks

@@ -9,7 +9,7 @@ import numpy as np
 from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.models import create, load, quantize
-from unsloth_cupy.models.division import Division
+from unsloth_cupy.models.ranks.division import Division
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import Communicator
 

@@ -9,7 +9,12 @@ import numpy as np
 from unsloth_cupy import CheckpointConfig, Tape, cross_entropy, linear, reshape
 from unsloth_cupy.models import load
 from unsloth_cupy.models.objective import TrainingStep, next_token
-from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from unsloth_cupy.models.ranks.stages import (
+    ModelStage,
+    pipeline_gradients,
+    pipeline_loss,
+    schedule_of,
+)
 from unsloth_cupy.parallel import Communicator, Step, grid, pipeline_schedule, run_pipeline
 
 from .ranks import close

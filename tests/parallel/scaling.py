@@ -13,7 +13,7 @@ import numpy as np
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import create
 from unsloth_cupy.models.objective import TrainingStep
-from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, schedule_of
+from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.parallel import DataParallel, MpiCommunicator, SingleCommunicator
 from unsloth_cupy.profiling.scale import plan_ranks
 

@@ -11,10 +11,10 @@ from unsloth_cupy import linear, ternary_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.preparation import trainable_count
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.division import Division, check_divides
-from unsloth_cupy.models.lazy_parameter import LazyParameter
+from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.quantized import KINDS, Quantizer
+from unsloth_cupy.models.ranks.division import Division, check_divides
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 from unsloth_cupy.parallel._shards import Cut

@@ -19,8 +19,8 @@ from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tables import LONGEST
 from ..finetune.turns import ending
 from ..machine import blas_threads
-from ..models.adapter_base import base_of
-from ..models.chat import Message
+from ..models.adapters.adapter_base import base_of
+from ..models.text.chat import Message
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
 from .streaming import stream_text
@@ -75,7 +75,7 @@ def generate(
     a conversation, which Ctrl-D ends. The text is streamed to standard output; the speed is printed
     to standard error.
     """
-    from ..models.folder import on_device
+    from ..models.folders.folder import on_device
 
     ranks = start(tensor=tensor_parallel, pipeline=pipeline_parallel, data=1, device=device)
     with ranks.ending(click.ClickException):

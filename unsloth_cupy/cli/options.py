@@ -16,7 +16,7 @@ from ..finetune.reporters import REPORTERS
 from ..finetune.settings import Settings, kind_of
 from ..finetune.training_config import read_training_config
 from ..machine import tables_as_json
-from ..models.context import KINDS as CONTEXTS
+from ..models.layers.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..pictures import FORMATS

@@ -189,7 +189,7 @@ def plan(
 def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any, str | None]:
     """Return the folder of a model, its config.json with a head, its adapter and quantization."""
     from ..files import read_json
-    from ..models.heads import chosen
+    from ..models.configs.heads import chosen
 
     path = config_file(config)
     folder = None if path == config else model_folder(config)

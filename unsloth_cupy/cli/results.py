@@ -12,7 +12,7 @@ from ..finetune.loop import Loop
 from ..finetune.methods import MEASURES, METHODS
 from ..finetune.run_folder import RunFolder, model_without_weights
 from ..machine import console, format_bytes
-from ..models.adapter_base import ADAPTER
+from ..models.adapters.adapter_base import ADAPTER
 from .echo import echo, echo_next
 from .streaming import stream_text
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..models.chat import Message
-from ..models.streaming import Continuation
-from ..models.tokenizer import Tokenizer
+from ..models.generation.streaming import Continuation
+from ..models.text.chat import Message
+from ..models.text.tokenizer import Tokenizer
 from ..models.transformer import Transformer
 from .echo import echo
 

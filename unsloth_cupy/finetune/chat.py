@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..models.chat import CONFIG, Message, Rendered, Span, Tools, placeholder, settings_text
-from ..models.chat import Chat as Template
+from ..models.text.chat import CONFIG, Message, Rendered, Span, Tools, placeholder, settings_text
+from ..models.text.chat import Chat as Template
 from .new_model import TOKENIZER
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..models.head import inputs_of_losses
+from ..models.layers.head import inputs_of_losses
 from ..models.loss import IGNORE, next_labels
 from ..models.objective import next_token
 from ..ops.losses.linear_divergence import linear_divergence, linear_top_k_divergence

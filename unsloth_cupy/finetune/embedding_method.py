@@ -15,7 +15,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import read_json
 from ..losses import contrastive
-from ..models.heads import NONE, POOLINGS
+from ..models.configs.heads import NONE, POOLINGS
 from ..ops.linear.embedding import embedding
 from .method import RELATED, stacked, starts_of, value_of
 from .naming import named

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.stand_in import is_planned
-from ..models.gather import whole_parameters
 from ..models.graphs import Sums
 from ..models.objective import Objective, TrainingStep, next_token
-from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ..models.ranks.gather import whole_parameters
+from ..models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ..ops.elements.arithmetic import add
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel

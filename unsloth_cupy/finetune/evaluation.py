@@ -17,10 +17,10 @@ from .. import models
 from ..errors import ConfigError
 from ..files import path_of
 from ..machine import blas_threads
-from ..models.adapter_base import base_of
-from ..models.folder import on_device
-from ..models.heads import CAUSAL, NONE, SEQUENCE
-from ..models.tokenizer import check_tokens
+from ..models.adapters.adapter_base import base_of
+from ..models.configs.heads import CAUSAL, NONE, SEQUENCE
+from ..models.folders.folder import on_device
+from ..models.text.tokenizer import check_tokens
 from ..ops.common.checks import check_choice
 from ..placement import to_numpy
 from .chat import Chat

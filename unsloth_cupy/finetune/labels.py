@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..models.heads import PROBLEMS
+from ..models.configs.heads import PROBLEMS
 from .messages import shown
 
 REGRESSION, SINGLE, MULTI = PROBLEMS

@@ -21,8 +21,8 @@ from .naming import named
 from .text import TrainingData
 
 if TYPE_CHECKING:
-    from ..models.adapter import Adapter
-    from ..models.config import Config
+    from ..models.adapters.adapter import Adapter
+    from ..models.configs.config import Config
     from .settings import Plan
 
 # Steps measured if there is no limit: all steps take the same, and counting slows small ops down.
@@ -69,7 +69,9 @@ class Sizes(NamedTuple):
             "inputs": inputs,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
-            planned = new_adapter(self.config, **plan.adapters.options(self.config))
+            planned = new_adapter(
+                self.config, **plan.adapters.options(self.config, plan.trained_tokens)
+            )
             options |= {"rank": None, "adapter": planned}
         options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
         return plan_memory(self.config, **options)
@@ -165,7 +167,7 @@ def _noisy(objective: Objective) -> Objective:
 
 def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:
     """Return what each change would save, the largest first; then all of them if none is enough."""
-    from ..models.block import check_chunked
+    from ..models.layers.mlp_branch import check_chunked
 
     changes: list[Mapping[str, Any]] = []
     if plan.checkpoint_every != 1:

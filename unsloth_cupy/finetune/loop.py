@@ -19,9 +19,9 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import atomic_path, check_room, read_json, remove
 from ..machine import peak_memory
-from ..models.checkpoint_files import opened, write_tensors
+from ..models.folders.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
-from ..models.optimizers import optimizer_of
+from ..models.optimizers import of_tables, optimizer_of
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
 from ..parallel.zero import Zero1
@@ -98,7 +98,7 @@ class Loop:
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
             plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
-            state_bits=plan.state_bits, undecayed=self.undecayed,
+            state_bits=plan.state_bits, undecayed=self.undecayed, embedding_lr=plan.embedding_lr,
         )  # fmt: skip
         self.callbacks = Callbacks([], self, "")
         self.copies = self.engine.copies(plan.dtype)
@@ -383,6 +383,10 @@ class Loop:
             raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
         for prompt in self.plan.sample_prompt:
             self.prompt_tokens(prompt)
+        if self.plan.embedding_lr is not None and not of_tables(self.model.trainable):
+            problem = "the run trains neither the table of tokens nor the head"
+            cure = f"leave it out, or train rows of the table by {named('new_tokens')}"
+            raise ConfigError(f"{named(embedding_lr=self.plan.embedding_lr)}: {problem}; {cure}")
 
     def prompt_tokens(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
@@ -522,11 +526,13 @@ class Loop:
             if broken:
                 cure = f"give another {named('save_dtype')}"
                 raise ConfigError(f"{dtype} does not hold {broken[0]}; {cure}")
-        whole = self.engine.gathered(written)
+        tables = {} if model.adapter is None else model.grown_tables()
+        whole = self.engine.gathered(written | tables)
         if folder is None or whole is None:
             return
         if model.adapter is not None:
-            model.adapter.holding(whole).save(folder)
+            tables = {name: whole.pop(name) for name in tables}
+            model.adapter.holding(whole).save(folder, tables)
         else:
             own = model.parameters, model.division
             model.parameters, model.division = whole, None

@@ -11,8 +11,8 @@ from ..placement import to_numpy
 from .naming import named
 
 if TYPE_CHECKING:
-    from ..models.adapter import Adapter
-    from ..models.config import Config
+    from ..models.adapters.adapter import Adapter
+    from ..models.configs.config import Config
 
 ALL, ATTENTION = "all", "attention"
 
@@ -51,17 +51,19 @@ class Lora:
         each = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
         return {"lora": self.rank} | {n if n in own else f"lora_{n}": v for n, v in each.items()}
 
-    def options(self, config: "Config") -> dict[str, Any]:
+    def options(self, config: "Config", tokens: Sequence[int] = ()) -> dict[str, Any]:
         """Return the arguments of ``models.create_adapter`` for a model of this config.
+
+        Rows of these tokens are trained too, also those of a head of its own.
 
         Raises
         ------
         ConfigError
             A target is no linear layer of the blocks.
         """
-        from ..models.adapter import linear_layers
-        from ..models.adapter_stacks import targets_of
-        from ..models.heads import CLASSIFIERS
+        from ..models.adapters.adapter import linear_layers
+        from ..models.adapters.adapter_stacks import targets_of
+        from ..models.configs.heads import CAUSAL, CLASSIFIERS
 
         names = [*linear_layers(config)]
         known = [*sorted({name.rpartition(".")[2] for name in names}), *targets_of(config)]
@@ -79,7 +81,10 @@ class Lora:
                 f" {', '.join(known)}"
             )
         modules = ["score"] if config.head in CLASSIFIERS else []  # the head is trained too
-        return dataclasses.asdict(self) | {"targets": targets, "modules": modules}
+        own_head = config.head == CAUSAL and not config.tied
+        tables = ["embed_tokens"] + ["lm_head"] * own_head if tokens else []
+        rows = dict.fromkeys(tables, tuple(tokens))
+        return dataclasses.asdict(self) | {"targets": targets, "modules": modules, "tokens": rows}
 
 
 def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None:
@@ -92,7 +97,7 @@ def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None
     ConfigError
         The gradient of an adapter is 0 everywhere, though others are not: it would learn nothing.
     """
-    from ..models.adapter import UP, module_of
+    from ..models.adapters.adapter import UP, module_of
 
     ups = [name for name in gradients if name.endswith(UP)]
     if not ups:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import FLOAT32
-from ..models.head import logits_of
+from ..models.layers.head import logits_of
 from ..models.loss import IGNORE, next_labels
 
 if TYPE_CHECKING:

@@ -13,17 +13,17 @@ import numpy as np
 from .. import models
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..models.adapter_base import ADAPTER, BASE, base_name, base_of
-from ..models.adapter_folder import read_adapter
-from ..models.chat import CHATML_TOKENS
-from ..models.checkpoint_files import find_tensors
-from ..models.config_files import GENERATION, read_config
-from ..models.heads import CLASSIFIERS
-from ..models.names import ADAPTED, SCORE
+from ..models.adapters.adapter_base import ADAPTER, BASE, base_name, base_of
+from ..models.adapters.adapter_folder import read_adapter
+from ..models.adapters.outer_folder import implied_head, with_labels
+from ..models.configs.config_files import GENERATION, read_config
+from ..models.configs.heads import CLASSIFIERS
+from ..models.configs.names import ADAPTED, SCORE, TABLE
+from ..models.folders.checkpoint_files import find_tensors
 from ..models.objective import Objective, next_token
-from ..models.outer_folder import implied_head, with_labels
 from ..models.parse import parse
-from ..models.tokenizer import Tokenizer, load_tokenizer
+from ..models.text.chat import CHATML_TOKENS
+from ..models.text.tokenizer import Tokenizer, load_tokenizer
 from ..ops.quantized.weight import Quantized
 from ..placement import to_device_of
 from .chat import Chat
@@ -34,6 +34,8 @@ from .method import Method
 from .methods import METHODS
 from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
+from .new_tokens import account as account_of
+from .new_tokens import add_tokens, rows_with
 from .prompts import prompt_tokens
 from .ranks import Ranks
 from .records import Records
@@ -46,7 +48,7 @@ from .training_data import Shape, encoded, ends_of, from_records, from_text
 from .turns import ending
 
 if TYPE_CHECKING:
-    from ..models.config import Config
+    from ..models.configs.config import Config
 
 MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
 SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens
@@ -85,9 +87,9 @@ def prepare(
         config, adapter, kind = facts_of(
             folder, plan, given, source, method, new_adapter=new_adapter
         )
-    if isinstance(text, Records):
-        settings = with_tokens(settings, text, tokenizer, chat, config, method)
-        plan = settings.decided(new=source is None)
+    settings, config = with_new_tokens(settings, tokenizer, config, adapter, ranks)
+    settings = with_tokens(settings, text, tokenizer, chat, config, method)
+    plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
     others = other_models(plan, tokenizer, config.vocab)
     objective = objective if plan.method == "sft" else with_teacher(method, others, tokenizer)
@@ -117,7 +119,7 @@ def prepare(
         else new_or_loaded(folder, values, plan, ranks, **method.loading)
     )
     model.tokenizer = Tokenizer.of(tokenizer, chat)
-    add_adapters(model, plan if new_adapter else None)
+    add_adapters(model, plan if new_adapter else None, config.vocab)
     if isinstance(text, Text):
         training_data = from_text(text, tokenizer, config, shape, plan.data_seed)
         plan = with_steps(settings, plan, training_data, new=source is None)
@@ -264,14 +266,17 @@ def _check_head(
         raise ConfigError(f"{source} holds adapters without the head of {shown}; {cure}")
 
 
-def add_adapters(model: models.Transformer, plan: Plan | None) -> None:
-    """Add the adapters that a plan names, if there is one, with its seed."""
+def add_adapters(model: models.Transformer, plan: Plan | None, rows: int) -> None:
+    """Add the adapters that a plan names, if there is one, with its seed; tables first grow."""
+    if rows > model.config.vocab:
+        model.resize(rows)
     if plan is None or plan.adapters is None:
         return
     if plan.lora_dropout and model.division is not None:
         cure = f"leave {named('lora_dropout')} out"
         raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
-    model.add_adapter(**plan.adapters.options(model.config), seed=plan.seed)
+    options = plan.adapters.options(model.config, plan.trained_tokens)
+    model.add_adapter(**options, seed=plan.seed)
     if model.adapter is not None:  # sums over gradients are in the order of a file that is read
         model.adapter.parameters = dict(sorted(model.adapter.parameters.items()))
 
@@ -343,19 +348,40 @@ def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method)
     return Shape(plan.batch, plan.tokens, pack, pad, method)
 
 
+def with_new_tokens(
+    settings: Settings, tokenizer: Any, config: "Config", adapter: Any, ranks: Ranks
+) -> "tuple[Settings, Config]":
+    """Add the tokens of a file, if there is one, to a tokenizer; return what then follows."""
+    if settings.new_tokens is None:
+        return settings, config
+    shown = named(new_tokens=str(settings.new_tokens))
+    tokens = add_tokens(tokenizer, settings.new_tokens)
+    rows = rows_with(config, tokens)
+    if not ranks.whole and rows > config.vocab:
+        problem = "ranks keep parts of the tables, which grow"
+        cure = f"use {named('data_parallel')} alone, or resize(vocab) and save the model first"
+        raise ConfigError(f"{shown}: {problem}; {cure}")
+    known = () if adapter is None else adapter.tokens.get(TABLE, ())
+    if adapter is not None and not {*tokens} <= {*known}:
+        cure = "merge it first: unsloth-cupy merge, or models.merge"
+        raise ConfigError(f"{shown}: the model holds adapters that do not train them; {cure}")
+    changed = dataclasses.replace(settings, trained_tokens=tokens)
+    return changed, dataclasses.replace(config, vocab=rows)
+
+
 def with_tokens(
     settings: Settings,
-    records: Records,
+    records: Text | Records,
     tokenizer: Any,
     chat: Chat,
     config: "Config",
     method: Method = METHODS["sft"],
 ) -> Settings:
-    """Return settings with the tokens of a row that 99 % of the rows need, if none are given.
+    """Return settings with the tokens of a row that 99 % of the lines need, if none are given.
 
     They are counted in a sample of a large file, and are not more than the model has positions.
     """
-    if settings.tokens is not None:
+    if settings.tokens is not None or isinstance(records, Text):
         return settings
     ends = ends_of(records, tokenizer, config, chat)
     lengths = []
@@ -388,6 +414,9 @@ def summary(loop: Loop) -> str:
     learned = f"{training_data.learned:,} tokens to learn"
     if loop.method.draws:
         learned = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
+    if loop.plan.trained_tokens:
+        seen = account_of(loop.tokenizer, loop.plan.trained_tokens, training_data)
+        learned = f"{seen}; {learned}"
     return (
         f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
         f" {learned}, {training_data.held_out_tokens:,} held out;"

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..models.chat import Span
+from ..models.text.chat import Span
 from .chat import Chat, Lesson
 from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed

@@ -16,8 +16,8 @@ from .. import models
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import atomic_path
-from ..models.adapter_base import base_of
-from ..models.checkpoint_files import opened, write_tensors
+from ..models.adapters.adapter_base import base_of
+from ..models.folders.checkpoint_files import opened, write_tensors
 from ..placement import to_numpy
 from .listener import reading
 from .method import FOLDERS, placed, starts_of

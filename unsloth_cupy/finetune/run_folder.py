@@ -28,17 +28,17 @@ from ..core.call import is_integer, is_number
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
-from ..models.adapter_base import ADAPTER, base_of, cached
+from ..models.adapters.adapter_base import ADAPTER, base_of, cached
 from ..models.gguf.opening import folder_of
-from ..models.tokenizer import FILE as TOKENIZER
+from ..models.text.tokenizer import FILE as TOKENIZER
 from .listener import reading
 from .methods import METHODS
 from .naming import named
 from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
-    from ..models.adapter import Adapter
-    from ..models.config import Config
+    from ..models.adapters.adapter import Adapter
+    from ..models.configs.config import Config
 
 # whose fingerprints a run keeps
 HASHED = ("config.json", "gguf.json", "*.safetensors", "teach.json", "*.npy")
@@ -235,10 +235,10 @@ def model_without_weights(
     ``base`` is the base model of an adapter, in place of the one that it names; ``head`` and
     ``labels`` are those of ``models.load``.
     """
-    from ..models.adapter_folder import read_adapter
-    from ..models.config_files import read_config
-    from ..models.outer_folder import base_for, implied_head
-    from ..models.quantized_weights import stored_kind
+    from ..models.adapters.adapter_folder import read_adapter
+    from ..models.adapters.outer_folder import base_for, implied_head
+    from ..models.configs.config_files import read_config
+    from ..models.folders.quantized_weights import stored_kind
 
     home = base_of(folder, base)
     if home is not None and head is None:

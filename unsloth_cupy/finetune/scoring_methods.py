@@ -9,8 +9,8 @@ import numpy as np
 
 from ..core.dtypes import FLOAT32, Array
 from ..losses import reward
-from ..models.heads import SEQUENCE, head_of
-from ..models.heads import labels_of as labels_in
+from ..models.configs.heads import SEQUENCE, head_of
+from ..models.configs.heads import labels_of as labels_in
 from ..models.label_loss import mean_of_losses
 from ..ops.elements.cast import cast
 from .labels import MULTI, REGRESSION, SINGLE, Labels, labels_of, some

@@ -10,9 +10,9 @@ from typing import Any, get_args
 from ..core.call import is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
-from ..models.context import KINDS as CONTEXTS
+from ..models.configs.heads import POOLINGS
 from ..models.gguf.opening import source_of
-from ..models.heads import POOLINGS
+from ..models.layers.context import KINDS as CONTEXTS
 from ..models.optimizers import OPTIMIZERS as KINDS
 from ..models.optimizers import conflict
 from ..models.quantized import KINDS as QUANTIZED
@@ -24,6 +24,7 @@ from .method import FOLDERS, Method
 from .methods import METHODS, OPTIONS, using
 from .naming import named
 from .new_model import SIZES
+from .new_tokens import read_lines
 from .policy_methods import NEW, SAMPLES
 from .rates import DECAYS
 from .records import Records
@@ -48,7 +49,7 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
     *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
     *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
-    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora"),
+    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora", "embedding_lr"),
     *("method", *(name for name in OPTIONS if name not in FOLDERS)),
 )
 
@@ -133,6 +134,10 @@ class Settings:
         "model", f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]", least=1
     )
     train_weights: bool = setting("model", "With {quantize} ternary: train a new model.", False)
+    new_tokens: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "model", "File of tokens to add to an existing model, one a line."
+    )
+    trained_tokens: Sequence[int] = ()  # whose rows are trained beside adapters
     device: str | None = setting("model", "cpu, cuda or cuda:1.", "cpu")
 
     lora: int | None = setting(
@@ -165,6 +170,9 @@ class Settings:
         "training", "Passes through the text, in place of {steps}.", above=0
     )
     lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
+    embedding_lr: float | None = setting(
+        "training", "Of the table of tokens and the head, if they learn.  [default: {lr}]", above=0
+    )
     warmup: float = setting(
         "training", "Steps in which {lr} is reached, or a share of all, below 1.", 0.05, least=0
     )
@@ -336,8 +344,11 @@ class Settings:
         if source is None and self.method != "sft":
             raise ConfigError(f"{named(method=self.method)} {existing}")
         self.check_method()
-        if self.base is not None and source is None:
-            raise ConfigError(f"{named('base')} {existing}")
+        for name in ("base", "new_tokens"):
+            if getattr(self, name) is not None and source is None:
+                raise ConfigError(f"{named(name)} {existing}")
+        if self.new_tokens is not None:
+            read_lines(self.new_tokens)
         if self.train_weights and (self.quantize != "ternary" or source is not None):
             problem = f"{named('train_weights')} is for a new model with"
             raise ConfigError(f"{problem} {named(quantize='ternary')}; leave it out")
@@ -462,7 +473,7 @@ def kept(
         **{name: getattr(plan, name) for name in KEPT},
         "quantize": settings.quantize,
     }
-    folders = ((name, getattr(settings, name)) for name in FOLDERS)
+    folders = ((name, getattr(settings, name)) for name in (*FOLDERS, "new_tokens"))
     result |= {name: None if path is None else str(Path(path).resolve()) for name, path in folders}
     if isinstance(text, Records):
         result["pack"] = settings.pack is not False
@@ -522,7 +533,11 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         if digests[0] != digests[1]:
             state = "is new" if digests[0] is None else "is gone" if digests[1] is None else "has"
             state += " changed since" if state == "has" else ""
-            what = name if name.startswith("reward ") else f"another base model: {name}"
+            what = (
+                name
+                if name.startswith(("reward ", "new tokens"))
+                else f"another base model: {name}"
+            )
             result.append(f"{what} {state}")
     return result
 

@@ -1,5 +1,5 @@
-"""The old place of ``models.streaming``."""
+"""The old place of ``models.generation.streaming``."""
 
-from ..models.streaming import StopStrings, TextStream
+from ..models.generation.streaming import StopStrings, TextStream
 
 __all__ = ["StopStrings", "TextStream"]

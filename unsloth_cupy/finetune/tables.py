@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import ConfigError
-from ..models.chat import NEEDED
+from ..models.text.chat import NEEDED
 from .data_files import Located, bound, check_growth, needs, opened, unpacked
 from .text import BREAK, PIECE, SMALL
 

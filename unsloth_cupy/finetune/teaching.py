@@ -16,8 +16,8 @@ from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..files import atomic_path, check_room, path_of
 from ..machine import blas_threads
-from ..models.folder import on_device
-from ..models.head import logits_of
+from ..models.folders.folder import on_device
+from ..models.layers.head import logits_of
 from ..models.loss import IGNORE, next_labels
 from ..ops.losses.divergence import log_softmax
 from ..placement import to_numpy

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..models.tokenizer import load_tokenizer
+from ..models.text.tokenizer import load_tokenizer
 from .naming import named
 
 __all__ = ["BYTES", "END", "encode", "load_tokenizer", "token_kind", "train_tokenizer"]

@@ -21,8 +21,8 @@ import numpy as np
 from ..errors import ConfigError
 from ..files import atomic_path, path_of
 from ..machine import blas_threads
-from ..models.adapter_base import base_of
-from ..models.folder import load, on_device
+from ..models.adapters.adapter_base import base_of
+from ..models.folders.folder import load, on_device
 from ..models.objective import Objective, next_token
 from ..models.transformer import Transformer
 from ..ops.quantized.weight import held_arrays
@@ -307,6 +307,8 @@ class Trainer:
             base |= {f"teacher {name}": each for name, each in files.items()}
         for path in {each.path for each in rewards_of(self.settings.reward or ())}:
             base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
+        if self.settings.new_tokens is not None:
+            base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
         return kept(self.settings, text, self.source, base) | self.evaluated
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..models.chat import Span
-from ..models.tokenizer import check_tokens
+from ..models.text.chat import Span
+from ..models.text.tokenizer import check_tokens
 from .chat import Chat
 from .listener import reading
 from .method import Method
@@ -40,7 +40,7 @@ from .tokens import tokens_of
 from .turns import end_tokens
 
 if TYPE_CHECKING:
-    from ..models.config import Config
+    from ..models.configs.config import Config
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large

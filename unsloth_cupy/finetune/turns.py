@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
-from ..models.chat import Chat, Message
+from ..models.text.chat import Chat, Message
 
 if TYPE_CHECKING:
-    from ..models.config import Config
+    from ..models.configs.config import Config
 
 SYSTEM, ASK, SAY, AGAIN = "zqsystem", "zqask", "zqsay", "zqagain"  # words that no template has
 

@@ -26,8 +26,8 @@ from .planned import Planned, recording_in
 from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
 
 if TYPE_CHECKING:
-    from ..models.adapter import Adapter
-    from ..models.config import Config
+    from ..models.adapters.adapter import Adapter
+    from ..models.configs.config import Config
     from .stage_plan import Job, Layout
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree", "none")
@@ -115,7 +115,7 @@ def plan_memory(
     ShapeError
         An array cannot have such sizes.
     """
-    from ..models.config import Config
+    from ..models.configs.config import Config
     from ..models.objective import next_token
     from ..models.parse import parse
     from ..models.quantized import Quantizer

@@ -12,8 +12,8 @@ from .planned import Planned, PlannedOnHost, recording_in
 
 if TYPE_CHECKING:
     from ..models import Transformer
-    from ..models.adapter import Adapter
-    from ..models.config import Config
+    from ..models.adapters.adapter import Adapter
+    from ..models.configs.config import Config
 
 # class of arrays, and the bytes that the allocator rounds to: CuPy's pool has pieces of 512
 DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
@@ -34,10 +34,17 @@ def new_adapter(
 
     The options are those of ``models.create_adapter``; ``unsized`` are those that change no size.
     """
-    from ..models.adapter import DOWN, MAGNITUDE, PREFIX, TABLES, UP, Adapter, linear_layers
-    from ..models.adapter_stacks import stacks_of, targets_of
-    from ..models.names import TABLE
-    from ..models.outer_weights import (
+    from ..models.adapters.adapter import (
+        DOWN,
+        MAGNITUDE,
+        PREFIX,
+        TABLES,
+        UP,
+        Adapter,
+        linear_layers,
+    )
+    from ..models.adapters.adapter_stacks import stacks_of, targets_of
+    from ..models.adapters.outer_weights import (
         LOW_RANK,
         OUTER,
         TOKENS,
@@ -45,6 +52,7 @@ def new_adapter(
         listed_tokens,
         rows_name,
     )
+    from ..models.configs.names import TABLE
 
     parameters, shapes = {}, config.shapes()
     ids = listed_tokens("plan(tokens=)", tokens)

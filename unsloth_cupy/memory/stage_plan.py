@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import FLOAT32
-from ..models.adapter import Adapter
-from ..models.config import Config
-from ..models.division import Division, divided_adapter
+from ..models.adapters.adapter import Adapter
+from ..models.configs.config import Config
 from ..models.objective import Objective, TrainingStep, next_token
-from ..models.pipeline_stages import Stages
 from ..models.quantized import Quantizer
-from ..models.stages import ModelStage
+from ..models.ranks.division import Division, divided_adapter
+from ..models.ranks.pipeline_stages import Stages
+from ..models.ranks.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
 from ..parallel.schedule import Step, pipeline_schedule
 from ..parallel.zero import Zero1

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ..models.adapter import PREFIX
-from ..models.config import Config
-from ..models.division import Division
-from ..models.pipeline_stages import EMBEDDING, HEAD
+from ..models.adapters.adapter import PREFIX
+from ..models.configs.config import Config
+from ..models.ranks.division import Division
+from ..models.ranks.pipeline_stages import EMBEDDING, HEAD
 
 
 def products(

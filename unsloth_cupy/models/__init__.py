@@ -11,29 +11,29 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from .adapter import Adapter as Adapter
-    from .adapter import create_adapter as create_adapter
-    from .folder import create as create
-    from .folder import load as load
+    from .adapters.adapter import Adapter as Adapter
+    from .adapters.adapter import create_adapter as create_adapter
+    from .adapters.merging import merge as merge
+    from .folders.folder import create as create
+    from .folders.folder import load as load
     from .gguf.export import export_adapter_gguf as export_adapter_gguf
     from .gguf.export import export_gguf as export_gguf
-    from .merging import merge as merge
     from .quantized import quantize as quantize
-    from .tokenizer import Tokenizer as Tokenizer
+    from .text.tokenizer import Tokenizer as Tokenizer
     from .torch_model import from_torch as from_torch
     from .transformer import Transformer as Transformer
 
 _HOMES = {
-    "Adapter": "adapter",
-    "create_adapter": "adapter",
-    "create": "folder",
-    "load": "folder",
+    "Adapter": "adapters.adapter",
+    "create_adapter": "adapters.adapter",
+    "create": "folders.folder",
+    "load": "folders.folder",
     "export_adapter_gguf": "gguf.export",
     "export_gguf": "gguf.export",
     "from_torch": "torch_model",
-    "merge": "merging",
+    "merge": "adapters.merging",
     "quantize": "quantized",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
     "Transformer": "transformer",
 }
 

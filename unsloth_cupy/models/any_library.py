@@ -12,7 +12,7 @@ from ..core.dtypes import Array
 from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopt_all
 from ..ops.losses.linear_log_probs import LogProbs
 from ..training.variable import Var
-from .heads import head_of
+from .configs.heads import head_of
 
 CLASSES = {  # lists of classes in transformers, by head
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",

@@ -19,12 +19,18 @@ from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
 from ..placement import to_device_of, to_numpy
 from ..training.find_nan import NonFiniteError
-from .config import Config
-from .drawing import draw_all, likeliest, log_probs_of, penalise, wide
-from .heads import CAUSAL, require_head
+from .configs.config import Config
+from .configs.heads import CAUSAL, require_head
+from .generation.drawing import draw_all, likeliest, log_probs_of, penalise, wide
+from .generation.next_logits import (
+    CachedLogits,
+    PagedLogits,
+    check_pages,
+    new_sequences,
+    on_device_of,
+)
+from .layers.positions import check
 from .network import Network
-from .next_logits import CachedLogits, PagedLogits, check_pages, new_sequences, on_device_of
-from .positions import check
 
 FEW = 1024  # tokens among which top_p looks first
 

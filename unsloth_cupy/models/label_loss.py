@@ -19,7 +19,7 @@ from ..ops.losses.cross_entropy import cross_entropy
 from ..placement import full_like
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
-from .heads import PROBLEMS, TOKEN
+from .configs.heads import PROBLEMS, TOKEN
 from .objective import LossRecord, as_array
 
 REGRESSION, SINGLE, MULTI = PROBLEMS

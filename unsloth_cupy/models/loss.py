@@ -19,15 +19,15 @@ from ..parallel.vocabulary import (
 from ..placement import full_like
 from ..training.tape import Tape, take_gradients
 from ..training.variable import Var
-from .config import Config
-from .context import Context, own_tokens
-from .division import Division
-from .experts_layer import router_loss
-from .head import inputs_of_losses
-from .heads import CAUSAL, CLASSIFIERS, require_head
+from .configs.config import Config
+from .configs.heads import CAUSAL, CLASSIFIERS, require_head
 from .label_loss import mean_label_loss
+from .layers.context import Context, own_tokens
+from .layers.experts_layer import router_loss
+from .layers.head import inputs_of_losses
 from .network import Network
 from .objective import LossRecord, as_array
+from .ranks.division import Division
 
 IGNORE = -100  # the label of a token that does not count
 LOSSES = (  # functions that check labels

@@ -21,18 +21,21 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
-from .adapter import Adapter
+from .adapters.adapter import Adapter
 from .any_library import to_torch
-from .attending import attend_of, project_of
-from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows, unkept
-from .config import CORRECTION, Config
-from .context import Context, own_tokens
-from .division import Division
+from .configs.config import CORRECTION, Config
+from .folders.quantized_weights import trainable
 from .graphs import Graphs
-from .head import logits_of
+from .layers.attending import attend_of, project_of
+from .layers.block import blocks, embedded, rope_rows
+from .layers.call import Call, Gather, unkept
+from .layers.context import Context, own_tokens
+from .layers.head import logits_of
+from .layers.mlp_branch import check_chunked
+from .layers.norms import join
+from .layers.positions import Angles, check, places
 from .objective import TrainingStep, start_of_backward
-from .positions import Angles, check, places
-from .quantized_weights import trainable
+from .ranks.division import Division
 from .summary import Summary
 
 
@@ -231,7 +234,7 @@ class Network(Summary):
         if self.reached is not None:
             return self.reached
         if self.division is not None and self.division.stages is not None:
-            cure = "models.stages.ModelStage runs them with those of other ranks"
+            cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
         call = self.call(parameters, tokens, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)

@@ -1,6 +1,6 @@
 """The optimizer of a model by its name, and what it cannot be combined with."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..training.adafactor import Adafactor
@@ -10,8 +10,8 @@ from ..training.lion import Lion
 from ..training.muon import Muon
 from ..training.optimizer import Optimizer
 from ..training.schedule_free import ScheduleFreeAdamW
-from .config import Config
-from .pipeline_stages import EMBEDDING, HEAD
+from .configs.config import Config
+from .ranks.pipeline_stages import EMBEDDING, HEAD
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree")
 WHOLE = ("muon", "adafactor")  # a step needs whole matrices
@@ -26,8 +26,12 @@ def optimizer_of(
     weight_decay: float = 0.0,
     state_bits: int = 32,
     undecayed: Collection[str] = (),
+    embedding_lr: float | None = None,
 ) -> Optimizer | Joined:
     """Return an optimizer of what a model trains; parameters in ``undecayed`` do not decay.
+
+    ``embedding_lr`` is the rate of the table of tokens and of the head, and of what an adapter has
+    of them.
 
     Muon has the matrices other than the embedding and the head, with AdamW's rate and decay, and
     AdamW the rest: also stacks of experts, and what adapters have of those.
@@ -42,11 +46,11 @@ def optimizer_of(
         parts = {n: each for n, each in rows.items() if sum(each) == len(matrices[n])}
         muon = Muon(
             matrices, lr=lr, weight_decay=weight_decay, adjust="match_rms_adamw", parts=parts,
-            groups=_groups(matrices, undecayed),
+            groups=_groups(matrices, undecayed, embedding_lr),
         )  # fmt: skip
         made.append(muon)
         parameters = {n: p for n, p in parameters.items() if n not in matrices}
-    groups = _groups(parameters, undecayed)
+    groups = _groups(parameters, undecayed, embedding_lr)
     shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "groups": groups}
     match name:
         case "adafactor":
@@ -74,10 +78,25 @@ def conflict(
     return None
 
 
-def _groups(parameters: Collection[str], undecayed: Collection[str]) -> list[dict[str, Any]]:
-    """Return the group of those parameters that do not decay."""
-    names = [name for name in parameters if name in undecayed]
-    return [{"names": names, "weight_decay": 0.0}] if names else []
+def of_tables(names: Iterable[str]) -> list[str]:
+    """Return those of some names that are of the table of tokens or of the head."""
+    modules = (f".{EMBEDDING}".removesuffix("weight"), f".{HEAD}".removesuffix("weight"))
+    return [name for name in names if any(module in f".{name}" for module in modules)]
+
+
+def _groups(
+    parameters: Collection[str], undecayed: Collection[str], embedding_lr: float | None
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters that do not decay, or have a rate of their own."""
+    tables = {} if embedding_lr is None else {"lr": embedding_lr}
+    of_own_rate = {*of_tables(parameters)} if tables else set()
+    groups = []
+    for rate, members in ((tables, of_own_rate), ({}, {*parameters} - of_own_rate)):
+        for decay in ({"weight_decay": 0.0}, {}):
+            names = [n for n in parameters if n in members and (n in undecayed) == bool(decay)]
+            if names and (rate or decay):
+                groups.append({"names": names, **rate, **decay})
+    return groups
 
 
 def _rows(name: str, config: Config) -> tuple[int, ...]:

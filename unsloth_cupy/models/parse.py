@@ -6,17 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .config import LINEAR, SLIDING, Config, Delta, Latent, Rope
-from .families import FAMILIES, Family
-from .heads import CAUSAL, NONE, head_of, labels_of
-from .other_weights import KEYS, check_quantization
-from .parse_experts import experts_of
-from .parse_layers import activation_of, layers_of
-from .parse_rope import rope_of
-from .quantized_weights import inverse_scales
-from .reading import Reader, check_keys, token_ids
-from .recognition import recognised
-from .text_configs import body_of, text_config
+from .configs.config import LINEAR, SLIDING, Config, Delta, Latent, Rope
+from .configs.families import FAMILIES
+from .configs.family import Family
+from .configs.heads import CAUSAL, NONE, head_of, labels_of
+from .configs.parse_experts import experts_of
+from .configs.parse_layers import activation_of, layers_of
+from .configs.parse_rope import rope_of
+from .configs.reading import Reader, check_keys, token_ids
+from .configs.recognition import recognised
+from .configs.text_configs import body_of, text_config
+from .folders.other_weights import KEYS, check_quantization
+from .folders.quantized_weights import inverse_scales
 
 QUANTIZED = ("bitsandbytes", "bitnet", *KEYS)  # supported values of quant_method
 UNSUPPORTED = {

@@ -21,12 +21,12 @@ from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
-from .joined import join_quantized
-from .names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
+from .configs.names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
+from .folders.joined import join_quantized
 
 if TYPE_CHECKING:
-    from .config import Config
-    from .division import Division
+    from .configs.config import Config
+    from .ranks.division import Division
     from .transformer import Transformer
 
 KINDS: Mapping[str, Callable[[Array], Quantized]] = {

@@ -6,7 +6,7 @@ from typing import Any
 from ..core import gpu
 from ..core.dtypes import Stored
 from ..ops.quantized.weight import Quantized
-from .quantized_weights import FIXED
+from .folders.quantized_weights import FIXED
 
 
 class Summary:

@@ -7,12 +7,12 @@ from typing import Any
 from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
-from .config import CORRECTION, Config
-from .heads import ENDS
-from .names import TABLE, parameter_name
+from .configs.config import CORRECTION, Config
+from .configs.heads import ENDS
+from .configs.names import TABLE, parameter_name
+from .configs.text_configs import text_config
+from .folders.quantized_weights import FIXED
 from .parse import parse
-from .quantized_weights import FIXED
-from .text_configs import text_config
 from .transformer import Transformer
 
 

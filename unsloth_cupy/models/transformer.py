@@ -25,29 +25,29 @@ from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapter import TABLES, create_adapter
-from .adapter_base import base_name
+from .adapters.adapter import TABLES, create_adapter
+from .adapters.adapter_base import base_name
+from .adapters.kept import Kept
+from .adapters.outer_weights import resized
 from .any_library import from_any_library
-from .chat import Message, Tools
-from .checkpoint_files import SINGLE, Layout, write_folder
-from .config import Config
-from .division import divided_adapter
-from .expert_files import saved_tensors
-from .gather import whole_parameters
-from .heads import SEQUENCE, pooled, sequence_scores
-from .initial_weights import loftq
-from .kept import Kept
+from .configs.config import Config
+from .configs.heads import SEQUENCE, pooled, sequence_scores
+from .configs.names import HEAD, TABLE
+from .folders.checkpoint_files import SINGLE, Layout, write_folder
+from .folders.expert_files import saved_tensors
+from .folders.initial_weights import loftq
+from .folders.quantized_weights import saved_config
+from .generation.rollouts import Rollouts
+from .generation.rollouts import rollouts as sampled
+from .generation.streaming import Continuation
 from .loss import label_log_probs, mean_loss
-from .names import HEAD, TABLE
 from .network import Network
 from .objective import next_token
-from .outer_weights import resized
-from .predicting import predicted
-from .quantized_weights import saved_config
-from .rollouts import Rollouts
-from .rollouts import rollouts as sampled
-from .streaming import Continuation
-from .tokenizer import Tokenizer
+from .ranks.division import divided_adapter
+from .ranks.gather import whole_parameters
+from .text.chat import Message, Tools
+from .text.predicting import predicted
+from .text.tokenizer import Tokenizer
 
 
 class Transformer(Network):
@@ -63,10 +63,13 @@ class Transformer(Network):
         Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
     origin : str or None
         The formats of the file or folder that it was read from, if they are dense here.
+    grown : bool
+        Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
     """
 
     plain: Collection[str] = ()  # stacks of experts that the folder has under their own names
     origin: str | None = None
+    grown: bool = False
 
     def __init__(
         self,
@@ -193,7 +196,7 @@ class Transformer(Network):
         for name in (TABLE, HEAD):
             if name in self.parameters:
                 self.parameters[name] = resized(self.parameters[name], size)
-        self.config = replace(config, vocab=size)
+        self.config, self.grown = replace(config, vocab=size), self.grown or size != config.vocab
         self.texts = {
             **self.texts,
             "config.json": {**self.texts["config.json"], "vocab_size": size},
@@ -638,5 +641,11 @@ class Transformer(Network):
         """Write only the adapter, in peft's format; ``load(base, lora=folder)`` reads it."""
         if self.adapter is None:
             raise ConfigError("save_adapter: there is no adapter; call add_adapter(rank) first")
-        for parameters in whole_parameters(self.adapter.parameters, self.division):
-            self.adapter.holding(parameters).save(folder)
+        for own in whole_parameters(self.adapter.parameters | self.grown_tables(), self.division):
+            tables = {name: own.pop(name) for name in self.grown_tables()}
+            self.adapter.holding(own).save(folder, tables)
+
+    def grown_tables(self) -> dict[str, Array]:
+        """Return the tables, if the folder's have other rows, as ``Adapter.save`` takes them."""
+        names = (TABLE, HEAD) if self.grown else ()
+        return {name: self.parameters[name] for name in names if name in self.parameters}

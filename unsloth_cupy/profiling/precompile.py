@@ -19,10 +19,10 @@ from ..core.target import Run
 from ..errors import ConfigError
 from ..memory.plan import plan_memory
 from ..memory.planned import Planned
-from ..models.next_logits import CachedLogits
+from ..models.generation.next_logits import CachedLogits
+from ..models.generation.step import Step
 from ..models.parse import parse
 from ..models.quantized import Quantizer, check_stacks
-from ..models.step import Step
 from ..models.transformer import Transformer
 from ..ops.common.tensor_map import NVRTC
 from .binary import compiled, version

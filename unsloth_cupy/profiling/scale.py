@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..memory.stage_plan import Job, Layout, StagePlan, plan_stages
-from ..models.config import Config
+from ..models.configs.config import Config
 from ..models.parse import parse
 from ..parallel.schedule import Schedule, Step, Timetable, chunks_of, pipeline_schedule, timetable
 from ..parallel.simulation import Collective, Compute, Event, Replay, pipeline_program, replay

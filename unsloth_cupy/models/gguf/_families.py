@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError
-from ..config import FULL, SLIDING, Config, Rope
+from ..configs.config import FULL, SLIDING, Config, Rope
 
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp uses these, whatever a file says
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
-from ..config import BUFFERS, SLIDING, Config, Rope
+from ..configs.config import BUFFERS, SLIDING, Config, Rope
 from ._families import BETAS, Architecture, ropes, scaling_of
 from ._types import Read
 

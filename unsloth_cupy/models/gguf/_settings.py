@@ -9,8 +9,9 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
-from ..config import FULL, SLIDING
-from ..families import FAMILIES, Family
+from ..configs.config import FULL, SLIDING
+from ..configs.families import FAMILIES
+from ..configs.family import Family
 from ._families import ARCHITECTURES, Architecture
 from ._metadata import EPSILON
 from .reading import GgufFile

@@ -12,7 +12,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
 from ...placement import to_numpy
-from ..config import Config
+from ..configs.config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
 from ._types import Kind, Read, dividing
 

@@ -13,7 +13,7 @@ from gguf import TokenType
 
 from ...errors import ConfigError
 from ...files import TOKENIZER, of_library, read_json, read_text
-from ..config import Config
+from ..configs.config import Config
 from ._metadata import Values
 from ._words import prefix_of, words_of
 

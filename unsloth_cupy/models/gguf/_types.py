@@ -11,7 +11,7 @@ from gguf import LlamaFileType
 
 from ...core.dtypes import Array
 from ...errors import ConfigError
-from ..config import Config
+from ..configs.config import Config
 from ._k_quants import FORMATS, quantize
 
 CHUNK = 1 << 22  # numbers converted through float32 at a time

@@ -19,12 +19,12 @@ from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
-from ..adapter import Adapter, module_of
-from ..config import Config
-from ..heads import CAUSAL, require_head
-from ..kept import ENOUGH, Kept
-from ..reading import token_ids
-from ..stored import stored_model
+from ..adapters.adapter import Adapter, module_of
+from ..adapters.kept import ENOUGH, Kept
+from ..configs.config import Config
+from ..configs.heads import CAUSAL, require_head
+from ..configs.reading import token_ids
+from ..folders.stored import stored_model
 from ..transformer import Transformer
 from . import TYPES
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ..config import Config
-from ..heads import Choice
-from ..lazy_parameter import StoredTensor
-from ..names import HEAD, is_norm
+from ..configs.config import Config
+from ..configs.heads import Choice
+from ..configs.names import HEAD, is_norm
+from ..folders.lazy_parameter import StoredTensor
 from .reading import CODES, GgufFile, opened_gguf
 
 # Tensors that are read with config.json, or are of a head that a model does not have.

@@ -1,0 +1,511 @@
+"""Low-rank adapters (LoRA, rsLoRA, DoRA) of a model, in peft's file format and tensor names.
+
+A folder holds adapter_config.json and adapter_model.safetensors.  The adapter tensors of a linear
+layer ``model.layers.0.self_attn.q_proj`` are named
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight         (rank, inputs)
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight         (outputs, rank)
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector (outputs,), only DoRA
+
+``outer_weights`` has those of tokens and of whole modules.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...core.call import check_options, is_integer, is_number
+from ...core.dtypes import FLOAT32, Array
+from ...core.gpu import device_of
+from ...errors import ConfigError
+from ...machine import check_bytes
+from ...ops.elements.arithmetic import add, scale
+from ...ops.linear.linear import linear
+from ...ops.linear.lora import lora_linear
+from ...ops.linear.lora_linears import LoraLayer, lora_linears
+from ...ops.linear.lora_merge import lora_merge, row_norms
+from ...ops.quantized.weight import Quantized, held_arrays
+from ...placement import to_device_of
+from ..configs.config import Config
+from ..configs.heads import CAUSAL, NONE, SEQUENCE, TOKEN
+from ..configs.names import ADAPTED, HEAD, TABLE, TEXT, is_norm, is_router, stored_name
+from ..folders.checkpoint_files import write_folder
+from ..folders.initial_weights import INITIAL, beside, initial_pairs, plain_settings
+from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
+from .adapter_patterns import by_pattern
+from .adapter_stacks import Adapted, Stack, stacks_of, target_parameters, targets_of
+from .kept import Kept
+from .outer_weights import (
+    LOW_RANK,
+    OUTER,
+    ROWS,
+    TIED,
+    TOKENS,
+    check_outer,
+    listed_tokens,
+    low_rank,
+    made_of,
+    merged,
+    new_low_rank,
+    new_outer,
+    outer_settings,
+    replaced,
+    rows_name,
+)
+
+CONFIG = ADAPTER
+PREFIX = ADAPTED
+DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
+BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
+PARTS = (  # after the name of a module
+    *(BIAS, DOWN, UP, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, ROWS, "weight", "bias"),
+)
+TABLES = ("embed_tokens", "lm_head")
+TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
+
+
+class Adapter:
+    """The low-rank weights that are added to the linear layers of a model.
+
+    Attributes
+    ----------
+    settings : dict
+        The contents of adapter_config.json.
+    parameters : dict of str to array
+        The adapter tensors, by their names in peft's file for a language model.
+    tokens : dict of str to tuple of int
+        The tokens whose rows are trained, by the name of their table.
+    stored : dict of str to str
+        The names of the adapted layers in the file, which differ in a model that reads images.
+    others : dict of str to array
+        Tensors of the file that are not of these layers; ``save`` writes them as they were read.
+    stacks : dict of str to Adapted
+        The adapted stacks of experts, by their names.
+    base : Path or None
+        The folder of the model that it is for, if that is known.
+    initial : dict of str to (array, array)
+        A0 and B0 of layers that began with a part of the weight; -B0 A0 is added, too, and does
+        not change.
+    """
+
+    base: Path | None = None
+    initial: Mapping[str, tuple[Array, Array]] = MappingProxyType({})
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        parameters: dict[str, Array],
+        *,
+        stored: Mapping[str, str] | None = None,
+        others: Mapping[str, Array] | None = None,
+        path: str | PathLike[str] = CONFIG,
+        stacks: Mapping[str, Stack] | None = None,
+    ) -> None:
+        self.settings, self.parameters = dict(settings), parameters
+        self.dropout = float(settings.get("lora_dropout") or 0.0)
+        self.tokens = listed_tokens(f"{path}: {TOKENS}", settings.get(TOKENS) or ())
+        downs = {
+            module_of(name): name for name in parameters if name.endswith((DOWN, EMBEDDING_DOWN))
+        }
+        modules = [*downs]
+        every = {module_of(name) for name in parameters}
+        self.stored = {name: name for name in every} if stored is None else dict(stored)
+        self.others = dict(others or {})
+        of, alpha = dict(stacks or {}), settings.get("lora_alpha", 8)
+        names = [of[n].parameter if n in of else self.stored[n] for n in modules]
+        alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
+        counts = [of[name].shape[0] if name in of else 1 for name in modules]
+        ranks = [
+            parameters[name].shape[0] // n for name, n in zip(downs.values(), counts, strict=True)
+        ]
+        root = math.sqrt if settings.get("use_rslora") else float
+        self.scales = {
+            name: float(alpha) / root(rank)
+            for name, alpha, rank in zip(modules, alphas, ranks, strict=True)
+        }
+        self.stacks = {
+            stack.parameter: Adapted(
+                stack, f"{PREFIX}{n}.{DOWN}", f"{PREFIX}{n}.{UP}", self.scales[n]
+            )
+            for n, stack in of.items()
+        }
+
+    def holding(self, parameters: dict[str, Array]) -> "Adapter":
+        """Return this adapter with other parameters: parts of them, or the whole ones."""
+        adapter = copy(self)
+        adapter.parameters = parameters
+        return adapter
+
+    def linears(
+        self, parameters: Mapping[str, Any], modules: Sequence[str], x: Any, seed: int | None
+    ) -> list[Any]:
+        """Return the outputs of the linear layers ``modules`` for the input x, with their adapters.
+
+        ``parameters`` holds the weights of both, by name.  Without dropout one ``lora_linears``
+        reads x once for all adapters; with dropout each adapter has its own mask.
+        """
+        dropout = self.dropout if seed is not None else 0.0
+        adapted = {name: self._layer(parameters, name) for name in modules if name in self.scales}
+        if len(adapted) > 1 and not dropout:
+            outputs = dict(zip(adapted, lora_linears(x, [*adapted.values()]), strict=True))
+        else:
+            outputs = {
+                name: lora_linear(
+                    x,
+                    **layer._asdict(),
+                    dropout=dropout,
+                    seed=_seed(seed, name) if dropout and seed is not None else None,
+                )
+                for name, layer in adapted.items()
+            }
+        return [
+            outputs[name]
+            if name in outputs
+            else linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+            for name in modules
+        ]
+
+    def _layer(self, parameters: Mapping[str, Any], module: str) -> LoraLayer:
+        """Return the arrays and the scale of an adapted layer."""
+        prefix, bias = f"{PREFIX}{module}.", parameters.get(f"{module}.bias")
+        own = parameters.get(prefix + BIAS)
+        if own is not None:
+            kind = parameters[f"{module}.weight"].dtype
+            own = scale(made_of([own], kind, lambda each: each), factor=self.scales[module])
+            bias = own if bias is None else add(bias, own)
+        return LoraLayer(
+            parameters[f"{module}.weight"],
+            *self.pair(parameters, module),
+            self.scales[module],
+            bias,
+            parameters.get(prefix + MAGNITUDE),
+        )
+
+    def pair(self, parameters: Mapping[str, Any], module: str) -> tuple[Any, Any]:
+        """Return A and B of a layer, with what it began with beside them."""
+        table = f"{module}.weight"
+        names = LOW_RANK.get(table, (f"{PREFIX}{module}.{DOWN}", f"{PREFIX}{module}.{UP}"))
+        first, second = (parameters[name] for name in names)
+        if module not in self.initial:
+            return first, second
+        a, b = self.initial[module]
+        down = made_of([first], first.dtype, lambda own: beside(own, a, 0))
+        return down, made_of([second], second.dtype, lambda own: beside(own, -b, 1))
+
+    def begin(self, kind: str, read: Callable[[str], Any]) -> None:
+        """Let A and B begin with a part of each weight, which ``read`` returns by its name."""
+        call = f"create_adapter(init={kind!r})"
+        pairs = initial_pairs(call, kind, self.scales, self.parameters, read)
+        self.initial = {module_of(names[0]): pair for names, pair in pairs.items()}
+        for names, pair in pairs.items():
+            self.parameters |= {n: own.copy() for n, own in zip(names, pair, strict=True)}
+
+    @property
+    def outer(self) -> list[str]:
+        """The names of the tensors that are outside of the blocks."""
+        return [name for name in self.parameters if ".layers." not in name]
+
+    def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return parameters with the tables, rows and heads of the adapter in their places."""
+        if not self.outer:
+            return parameters
+        return replaced(parameters, self.parameters, self.tokens, self.scales)
+
+    def merged(
+        self, parameters: Mapping[str, Any], requantize: bool = False
+    ) -> tuple[dict[str, Any], Kept]:
+        """Return the parameters of a model with the adapter merged, and what is kept of it."""
+        self.check_merges(parameters)
+        kept = Kept()
+        merged = {n: self.merge(n, each, requantize, kept) for n, each in parameters.items()}
+        return merged, kept
+
+    def check_merges(self, names: Collection[str]) -> None:
+        """Raise a ConfigError if an adapter's bias is of a layer that has none to add it to."""
+        biases = [module_of(name) for name in self.parameters if name.endswith(f".{BIAS}")]
+        if alone := [module for module in biases if f"{module}.bias" not in names]:
+            problem = f"merge: {alone[0]} has no bias, to which that of its adapter could be added"
+            raise ConfigError(f"{problem}; keep the adapter apart: load(base, lora=folder)")
+
+    def adds_to(self, name: str) -> bool:
+        """Return whether the adapter has a product of low rank that is added to a weight."""
+        first = LOW_RANK.get(name, (f"{PREFIX}{name.removesuffix('weight')}{DOWN}",))[0]
+        return name in self.stacks or (first in self.parameters and name not in self.tokens)
+
+    def merge(
+        self,
+        name: str,
+        weight: Any,
+        requantize: bool = False,
+        kept: Kept | None = None,
+        exact: bool = False,
+    ) -> Any:
+        """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
+
+        Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
+        one is quantized again, and one without an adapter is unchanged.  ``kept`` measures those
+        that are rounded; with ``exact`` none is, and they are float32 at least.
+        """
+        outer = merged(name, weight, self.parameters, self.tokens)
+        if outer is not None:
+            return outer
+        own = self.parameters.get(f"{PREFIX}{name.removesuffix('bias')}{BIAS}")
+        if own is not None and name.endswith(".bias"):
+            wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
+            return (wide + own * self.scales[module_of(name)]).astype(weight.dtype)
+        module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
+        if name in self.stacks:
+            return self.stacks[name].merge(weight, self.parameters, requantize, kept, exact)
+        if module not in self.scales or module == name:
+            return weight.dequantize() if quantized and not requantize else weight
+        wide = np.promote_types(weight.dtype, FLOAT32)
+        result = lora_merge(
+            weight if kept is None and not exact else weight.astype(wide),
+            *low_rank(name, *self.pair(self.parameters, module)),
+            scale=self.scales[module],
+            magnitude=self.parameters.get(f"{PREFIX}{module}.{MAGNITUDE}"),
+        )
+        if exact:
+            return result
+        rounded = result.astype(weight.dtype, copy=False)
+        if quantized and requantize:
+            rounded = weight.requantized(rounded)
+        if kept is not None and rounded is not result:
+            kept.measure(name, weight, result, rounded.__getitem__)
+        return rounded
+
+    def save(self, folder: str | PathLike[str], tables: Mapping[str, Array] | None = None) -> None:
+        """Write the adapter's folder; its files are replaced only once all new ones are written.
+
+        ``tables`` are those that the base's folder has with fewer rows, which peft reads here.
+        """
+        tensors, own = dict(self.others), dict(self.parameters)
+        for name, table in (tables or {}).items():
+            ways = (
+                (rows_name(name), "token_adapter.base_layer."),
+                (LOW_RANK[name][0], "base_layer."),
+                (PREFIX + name, "original_module."),
+            )
+            inner = next((part for changed, part in ways if changed in own), "")
+            tensors[f"{PREFIX}{name.removesuffix('weight')}{inner}weight"] = table
+        for module in self.initial:
+            pair = self.pair(own, module)
+            own |= {f"{PREFIX}{module}.{k}": v for k, v in zip((DOWN, UP), pair, strict=True)}
+        for name, array in own.items():
+            module = module_of(name)
+            tensors[name.replace(module, self.stored[module], 1)] = array
+        if self.settings.get(TIED) and PREFIX + TABLE in self.parameters:
+            tensors[PREFIX + HEAD] = self.parameters[PREFIX + TABLE]  # as peft writes both
+        if self.settings.get(TIED) and LOW_RANK[TABLE][0] in self.parameters:
+            pair = low_rank(TABLE, *(self.parameters[each] for each in LOW_RANK[TABLE]))
+            tensors |= dict(zip(LOW_RANK[HEAD], pair, strict=True))
+        home = home_facts(self.settings.get(BASE), self.base)
+        settings = plain_settings(self.settings) if self.initial else self.settings
+        write_folder(folder, {CONFIG: settings}, tensors, {WEIGHTS: list(tensors)}, home)
+
+
+@check_options
+def create_adapter(
+    config: Config,
+    weights: Mapping[str, Array],
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Sequence[str] | None = None,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+    seed: int = 0,
+    base: str | None = None,
+    tokens: Sequence[int] | Mapping[str, Sequence[int]] = (),
+    modules: Sequence[str] = (),
+    init: str | None = None,
+) -> Adapter:
+    """Return a new adapter that does not yet change the model: A is random, B is zero.
+
+    Parameters
+    ----------
+    rank : int
+        Rank of each low-rank update.
+    alpha : float, optional
+        The scale is ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; None: 2 * rank.
+    targets : sequence of str, optional
+        The last component of the layers' names, as ("q_proj", "v_proj"), and of the stacks of
+        experts "experts.gate_up_proj" and "experts.down_proj"; None: every linear layer of the
+        blocks but routers, and the experts.  embed_tokens, which a tied head follows, and lm_head
+        may be named too.
+    dropout : float
+        Share of an adapter's input elements that are set to 0 in training.
+    rslora, dora : bool
+        See ``lora_linear``.
+    seed : int
+        Equal seeds give equal adapters.
+    base : str, optional
+        The base model, stored in adapter_config.json for programs that load it: its folder or its
+        name on huggingface.co.  ``add_adapter`` has its own default.
+    tokens : sequence of int, optional
+        Tokens whose rows of the embedding table are trained too, and those of the head where it is
+        tied: peft's ``trainable_token_indices``.  Also a dict of ids by table, embed_tokens and
+        lm_head: without rows of its own, an untied head learns nothing of a new token.
+    modules : sequence of str, optional
+        Modules that are trained whole: embed_tokens, which a tied head follows, lm_head, and score,
+        the head of a classifier, which is frozen otherwise: peft's ``modules_to_save``.
+    init : str, optional
+        What A and B begin with: "pissa", the largest singular vectors of each weight, or "olora",
+        the first columns and rows of its QR decomposition.  The weight is unchanged: the product
+        with which they begin is subtracted, and ``save_adapter`` writes both as one of twice the
+        rank.  "loftq", in ``add_adapter`` alone: the best approximation of this rank to what the
+        quantization of the weights lost, which are read again from the model's dense folder.
+
+    Raises
+    ------
+    ConfigError
+        An option is invalid, or does not name a linear layer of the blocks, or what is outside.
+    """
+    _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed, init=init)
+    known = linear_layers(config)
+    stored = {name: stored_name(name, config.body) for name in known}
+    chosen = _chosen_targets(config, known, targets, alters=dora or dropout > 0, init=init)
+    stacked = [name for name in targets_of(config) if name in chosen]
+    tables = [name for name in TABLES if name in chosen]
+    rows = listed_tokens("create_adapter(tokens=)", tokens)
+    if isinstance(modules, str) or not all(isinstance(each, str) for each in modules):
+        raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
+    check_outer("create_adapter", config, rows, modules)
+    check_outer("create_adapter(targets=)", config, {}, tables)
+    if twice := [t for t in tables if t in modules or OUTER[t][0] in rows]:
+        problem = f"{twice[0]} is among targets, and trained in another way"
+        raise ConfigError(f"create_adapter: {problem}; choose one")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": TASKS[config.head],
+        "r": rank,
+        "lora_alpha": 2 * rank if alpha is None else alpha,
+        "lora_dropout": dropout,
+        "target_modules": _target_modules(sorted({*chosen} - {*stacked}), config.body),
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        BASE: base,
+    }
+    settings |= {"target_parameters": target_parameters(config, stacked)} if stacked else {}
+    settings |= outer_settings(config, rows, modules, tables)
+    stacks = stacks_of(config, lambda name: name.endswith(tuple(stacked)))
+    needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
+    needed += sum(each.shape[0] * sum(each.sizes) for each in stacks.values())
+    example = next(iter(weights.values()), None)
+    needed = rank * needed + config.hidden * sum(map(len, rows.values()))
+    needed += sum(math.prod(weights[n].shape) for m in modules for n in OUTER[m] if n in weights)
+    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * needed, example)
+    parameters = new_outer(weights, rows, modules)
+    for index, table in enumerate(tables):
+        parameters |= new_low_rank(weights, OUTER[table][0], rank, [seed, len(known) + index])
+    outer = {module_of(name): stored_name(module_of(name), config.body) for name in parameters}
+    outer |= {module: module for module in stacks}
+    layers = {module: (*sizes, 1) for module, sizes in known.items()}
+    layers |= {module: (*each.sizes, each.shape[0]) for module, each in stacks.items()}
+    for index, (module, (outputs, inputs, count)) in enumerate(layers.items()):
+        if module not in stacks and module.rpartition(".")[2] not in chosen:
+            continue
+        draw, bound = np.random.default_rng([seed, index]), 1 / math.sqrt(inputs)
+        a = draw.uniform(-bound, bound, (rank * count, inputs))
+        weight: Any = weights.get(f"{module}.weight", example)  # another rank may hold this weight
+        prefix = f"{PREFIX}{module}."
+        _, same_device = next(held_arrays({module: weight}))
+        parameters[prefix + DOWN] = down = to_device_of(a.astype(FLOAT32), same_device)
+        zeros = np.zeros((outputs, rank * count), FLOAT32)
+        parameters[prefix + UP] = up = to_device_of(zeros, same_device)
+        if dora:
+            with device_of(weight):
+                float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
+                parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
+    adapter = Adapter(settings, parameters, stored=stored | outer, stacks=stacks)
+    if init in INITIAL:
+        adapter.begin(str(init), weights.__getitem__)
+    return adapter
+
+
+def _chosen_targets(
+    config: Config, known: Collection[str], targets: Any, *, alters: bool, init: str | None
+) -> Collection[str]:
+    """Return the targets, all by default; ``alters`` says if there is DoRA or dropout."""
+    layers = sorted({name.rpartition(".")[2] for name in known})
+    stacks = targets_of(config)
+    chosen: Any = [*layers, *stacks] if targets is None else targets
+    listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
+    names = (*layers, *stacks, *TABLES)
+    if not listed or not all(name in names for name in chosen):
+        cure = f"pass a list of some of {', '.join(names)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    if init is not None and (stacked := [name for name in stacks if name in chosen]):
+        problem = f"{stacked[0]} begins with no part of a weight"
+        cure = f"leave init={init!r} out, or name targets among {', '.join(layers)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {problem}; {cure}")
+    if alters and (stacked := [name for name in stacks if name in chosen]):
+        problem = f"{stacked[0]} has neither DoRA nor dropout, as in peft"
+        cure = f"leave those out, or name targets among {', '.join(layers)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {problem}; {cure}")
+    if alters and (tables := [name for name in TABLES if name in chosen]):
+        cure = f"{tables[0]} has neither DoRA nor dropout; leave those out, or the table"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
+    return chosen
+
+
+def module_of(name: str) -> str:
+    """Return the name of the module that a tensor of an adapter belongs to."""
+    own = name.removeprefix(PREFIX)
+    end = next((each for each in PARTS if own.endswith(f".{each}")), "")
+    return own.removesuffix(f".{end}")
+
+
+def _target_modules(names: list[str], prefix: str) -> list[str] | str:
+    """Return peft's target_modules: names, or a pattern that keeps to the body with a prefix."""
+    if prefix in (TEXT, ""):
+        return names
+    inside = "|".join(name for name in names if name != "lm_head")
+    return rf"{re.escape(prefix)}(.*\.)?({inside})" + "|lm_head" * ("lm_head" in names)
+
+
+def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) -> None:
+    """Raise a ConfigError for an invalid option of ``create_adapter``."""
+    for name, value, valid, cure in (
+        ("rank", rank, is_integer(rank, 1), "1 or more"),
+        ("alpha", alpha, alpha is None or (is_number(alpha) and alpha > 0), "a number above 0"),
+        ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "a share in 0 .. 1"),
+        ("seed", seed, is_integer(seed), "an integer, 0 or more"),
+        ("init", init, init in (None, *INITIAL, "loftq"), "pissa, olora, loftq or None"),
+    ):
+        if not valid:
+            raise ConfigError(f"create_adapter({name}={value!r}): pass {cure}")
+
+
+def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
+    """Return the shape of the weight of each linear layer of the blocks, by the layer's name.
+
+    Routers, whose choice has no gradient, are none.
+    """
+    if config.bit_layers:
+        problem = "its linear layers are rounded at every call, and are trained without adapters"
+        raise ConfigError(f"this model cannot have an adapter: {problem}; train its weights")
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in config.shapes().items()
+        if name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
+        if not (is_norm(name) or is_router(name))
+    }
+
+
+def _seed(seed: int, module: str) -> int:
+    """Return a seed for one layer, so that the layers of a step have different dropout masks."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little")

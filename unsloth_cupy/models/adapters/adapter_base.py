@@ -1,0 +1,125 @@
+"""Find the base model that an adapter folder belongs to, and name it in a new adapter.
+
+A base is named by a folder, or by its name on huggingface.co: it is then looked for where the
+adapter was made, which the metadata of adapter_model.safetensors says, and in the local cache of
+models, $HF_HUB_CACHE or $HF_HOME/hub.  Nothing is downloaded.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...files import missing_folder_advice, read_json
+from ..folders.checkpoint_files import opened
+from ..gguf.opening import folder_of, source_of
+
+ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_model_name_or_path"
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # of a model on huggingface.co: OWNER/MODEL
+CURE = "name the folder of the adapter's base model: --base FOLDER, or load(FOLDER, lora=ADAPTER)"
+
+
+def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | None:
+    """Return the folder of an adapter's base model; None for a folder without an adapter.
+
+    ``base`` is used in place of the base that the adapter names: a folder, or a name.
+
+    Raises
+    ------
+    ConfigError
+        There is no such folder here; or there is a base, but no adapter.
+    """
+    if not (folder / ADAPTER).exists():
+        if base is not None:
+            problem = f"{folder} holds no {ADAPTER}: base={str(base)!r} is for an adapter"
+            raise ConfigError(f"{problem}; leave it out")
+        return None
+    settings = read_json(folder / ADAPTER) if base is None else {}
+    name = settings.get(BASE) if base is None else os.fspath(base)
+    named = isinstance(name, str) and name.strip(" ./")
+    places = _places(folder, str(name), settings.get("revision")) if named else []
+    found = next((place for place in places if _is_model(place)), None)
+    if found is None:
+        said = f"{folder / ADAPTER}: {BASE} is {name!r}" if base is None else f"base={name!r}"
+        advice = missing_folder_advice(Path(str(name)), CURE)
+        raise ConfigError(f"{said}, which is not a folder here; {advice}")
+    return folder_of(found)
+
+
+def _is_model(path: Path) -> bool:
+    """Return whether a path is a folder or a GGUF file."""
+    return _is_folder(path) or (path.suffix.lower() == ".gguf" and path.is_file())
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder; a name that no disk takes is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
+    """Return where a base may be."""
+    places = [Path(name), adapter / name]
+    if NAME.fullmatch(name):
+        try:
+            with opened(adapter / WEIGHTS) as tensors:
+                said = (tensors.metadata() or {}).get(f"folder of {name}")
+            places += [Path(json.loads(said))] if said else []
+        except (ConfigError, ValueError, TypeError):
+            pass  # the adapter is read later, with its errors
+        places += cached(name, revision if isinstance(revision, str) else "main")
+    return places
+
+
+def cached(name: str, revision: str = "main") -> list[Path]:
+    """Return the folder of a revision of a model in the cache of huggingface_hub, if it is there.
+
+    ``name`` is OWNER/MODEL; others have no folder.  A model is models--OWNER--MODEL there:
+    refs/main holds the name of a folder in snapshots.
+    """
+    if not NAME.fullmatch(name):
+        return []
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    hub = Path(os.environ.get("HF_HOME") or home) / "hub"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or hub
+    model = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (model / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = revision  # a commit itself
+    snapshots = model / "snapshots"
+    inside = commit in {path.name for path in snapshots.glob("*")}
+    return [snapshots / commit] if inside and (snapshots / commit / "config.json").exists() else []
+
+
+def home_facts(name: Any, folder: Path | None) -> dict[str, str]:
+    """Return metadata that says which folder here is the model of this name on huggingface.co."""
+    if folder is None or not isinstance(name, str) or not NAME.fullmatch(name):
+        return {}
+    return {f"folder of {name}": json.dumps(str(folder.resolve()))}  # not all paths are UTF-8
+
+
+def base_name(config: Mapping[str, Any], folder: Path | None) -> str | None:
+    """Return the name of a model for its adapters: that on huggingface.co if known, or its folder.
+
+    The folder of the local cache says its name; config.json may, in ``_name_or_path``.
+    """
+    parts = () if folder is None else folder.absolute().parts
+    cached = [each for each in parts[:-2] if each.startswith("models--")]
+    if folder is not None and cached and folder.absolute().parent.name == "snapshots":
+        return cached[-1].removeprefix("models--").replace("--", "/", 1)
+    known = config.get("_name_or_path")
+    if (
+        isinstance(known, str)
+        and "/" in known
+        and NAME.fullmatch(known)
+        and not _is_folder(Path(known))
+    ):
+        return known
+    return None if folder is None else str(source_of(folder).resolve())

@@ -1,0 +1,266 @@
+"""Load adapters from peft folders; every file, setting and tensor is checked before use."""
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.call import is_number
+from ...core.dtypes import FLOAT32, FLOATS, Array, allowed
+from ...errors import ConfigError
+from ...files import missing_folder_advice, of_one_save, path_of, read_json
+from ..configs.config import Config
+from ..configs.names import TABLE, parameter_name
+from ..folders.checkpoint_files import opened
+from ..folders.initial_weights import INITIAL, initial_pairs, joined, plain_settings
+from .adapter import (
+    BIAS,
+    CONFIG,
+    DOWN,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    MAGNITUDE,
+    PREFIX,
+    UP,
+    Adapter,
+    linear_layers,
+    module_of,
+)
+from .adapter_base import WEIGHTS
+from .adapter_patterns import by_pattern, targeted
+from .adapter_stacks import Stack, listed_stacks
+from .outer_folder import outer_tensors, tables_of
+
+# Settings of adapter features that are not supported: each must be absent or have no effect.
+UNUSED = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "kasa_config": None,
+    "layer_replication": None,
+    "monteclora_config": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+    "velora_config": None,
+}
+MERGE = (
+    "merge the adapter in peft first, and load the merged folder:"
+    " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
+)
+PICKLE = "adapter_model.bin"
+# Initialisations that subtract the initial adapter from the base weights; INITIAL can be repeated.
+RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
+
+
+def read_adapter(
+    folder: str | PathLike[str],
+    config: Config,
+    dtype: np.dtype[Any],
+    place: Callable[[Array], Array] = lambda array: array,
+    weights: Callable[[str], Any] | None = None,
+) -> Adapter:
+    """Return the adapter of a folder; each tensor is checked against the model's config.
+
+    Tensors whose dtype cannot be combined with the model's become float32, which always can.
+    ``weights`` returns a weight of the base by its name: one that began with a part of these
+    (PiSSA, OLoRA) becomes one of twice the rank, which adds to the base as it is.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or broken, describes an adapter other than LoRA, or is for another model.
+    """
+    path = path_of("load(lora=)", folder)
+    if not path.is_dir():
+        cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
+        raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
+    settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
+    initial = settings.get("init_lora_weights")
+    stacks = listed_stacks(path / CONFIG, config, settings)
+    known = linear_layers(config) | tables_of(config)
+    known |= {module: stack.sizes for module, stack in stacks.items()}
+    outer = outer_tensors(path, settings, tensors, config)
+    stored = dict[str, str]()
+    for name in sorted(tensors):
+        if parameter_name(name.removeprefix(PREFIX)) is None:
+            continue  # of the part of a model that reads images
+        layer = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+        module = parameter_name(layer) or layer
+        if not name.startswith(PREFIX) or module not in known:
+            raise ConfigError(_problem(path / WEIGHTS, name, config))
+        if tensors[name].dtype not in FLOATS:
+            problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}")
+        if stored.setdefault(module, layer) != layer:
+            problem = f"{stored[module]} and {layer} are the same layer"
+            raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
+    if not stored:
+        raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
+    if lost := next((module for module in stacks if module not in stored), None):
+        problem = f"target_parameters names {stacks[lost].parameter}, and {lost}.{DOWN} is missing"
+        raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
+    layers = [layer for module, layer in stored.items() if module not in stacks]
+    used = {*targeted(path / CONFIG, settings, layers), *stacks}
+    if not used:
+        problem = "target_modules names no layer whose tensors are in the file"
+        raise ConfigError(f"{path / CONFIG}: {problem}; correct it")
+    if unused := [layer for layer in stored.values() if layer not in used]:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        warnings.warn(
+            f"{path / CONFIG}: target_modules leaves out {unused[0]}{more}, whose tensors are in"
+            " the file: they are not used, as in peft",
+            stacklevel=3,
+        )
+    stored = {module: layer for module, layer in stored.items() if layer in used}
+    parameters = {own: _fitting(array, dtype) for own, array in outer.values()}
+    for module, layer in stored.items():
+        for name in [name for name in tensors if name.startswith(f"{PREFIX}{layer}.lora_")]:
+            own_name = PREFIX + module + name.removeprefix(PREFIX + layer)
+            parameters[own_name] = _fitting(tensors.pop(name), dtype)
+    _check_all_shapes(path, settings, stored, stacks, known, parameters)
+    _check_dropout(path / CONFIG, settings, parameters)
+    placed = {name: place(parameters[name]) for name in sorted(parameters)}
+    stored |= {module_of(own): module_of(name) for name, (own, _) in outer.items()}
+    adapter = Adapter(
+        settings, placed, stored=stored, others=tensors, path=path / CONFIG, stacks=stacks
+    )
+    return adapter if initial not in INITIAL else _plain(path, adapter, weights)
+
+
+def _plain(path: Path, adapter: Adapter, weights: Callable[[str], Any] | None) -> Adapter:
+    """Return an adapter for the base as it is, of one for a base without the initial product."""
+    kind, own = adapter.settings["init_lora_weights"], dict(adapter.parameters)
+    if weights is None:
+        cure = "load it into the whole dense model, and save_adapter writes it for the plain base"
+        raise ConfigError(f"{path / CONFIG}: it needs the weights that {kind!r} changed; {cure}")
+    pairs = initial_pairs(f"load(lora={str(path)!r})", kind, adapter.scales, own, weights)
+    for names, pair in pairs.items():
+        own |= dict(zip(names, joined(own[names[0]], own[names[1]], pair), strict=True))
+    plain, home = plain_settings(adapter.settings), path / CONFIG
+    return Adapter(plain, own, stored=adapter.stored, others=adapter.others, path=home)
+
+
+def _check_all_shapes(
+    path: Path,
+    settings: Mapping[str, Any],
+    stored: Mapping[str, str],
+    stacks: Mapping[str, Stack],
+    known: Mapping[str, tuple[int, int]],
+    parameters: Mapping[str, Array],
+) -> None:
+    """Raise unless the tensors of every layer have the rank that the settings give it."""
+    names = [stacks[m].parameter if m in stacks else layer for m, layer in stored.items()]
+    ranks = by_pattern(path / CONFIG, settings, "rank_pattern", names, settings.get("r", 8))
+    for module, rank in zip(stored, ranks, strict=True):
+        count = stacks[module].shape[0] if module in stacks else 1
+        _check_shapes(path, settings, module, rank * count, known[module], parameters)
+
+
+def _check_dropout(path: Path, settings: Mapping[str, Any], names: Collection[str]) -> None:
+    """Warn where peft has dropout and this library none."""
+    if settings.get("lora_dropout") and PREFIX + f"lm_head.{DOWN}" in names:
+        warnings.warn(
+            f"{path}: lora_dropout={settings['lora_dropout']} is of all layers in peft; here"
+            " lm_head has none, so further training differs a little",
+            stacklevel=4,
+        )
+
+
+def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in float32 if its dtype cannot be combined with that of a model."""
+    return array.astype(array.dtype if array.dtype in allowed("param", dtype) else FLOAT32)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the settings and the tensors of an adapter's folder."""
+    settings = read_json(path / CONFIG)
+    _check(path / CONFIG, settings)
+    if not (path / WEIGHTS).exists() and (path / PICKLE).exists():
+        raise ConfigError(
+            f"{path} holds only {PICKLE}; pickled weights can run code and are never read: convert"
+            f" it once, in torch, with safetensors.torch.save_file(torch.load({PICKLE!r},"
+            f" weights_only=True), {WEIGHTS!r})"
+        )
+    with opened(path / WEIGHTS) as file:
+        return settings, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _problem(file: Path, name: str, config: Config) -> str:
+    """Return what is wrong with a tensor that belongs to no layer which may have an adapter."""
+    problem = f"{file}: tensor {name[:200]!r} does not belong to a linear layer of the"
+    problem += f" {config.model_type}'s blocks, nor to a table that it has"
+    return f"{problem}; pass the model that the adapter is for"
+
+
+def _check(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a setting of adapter_config.json that is not supported."""
+    if settings.get("peft_type") != "LORA":
+        problem = f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA"
+        raise ConfigError(f"{problem}: {MERGE}")
+    for key, default in UNUSED.items():
+        value = settings.get(key, default)
+        if value != default and value not in (None, [], {}, False):
+            raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; {MERGE}")
+    initialisation = settings.get("init_lora_weights")
+    residual = isinstance(initialisation, str) and initialisation.startswith(RESIDUAL)
+    if residual and initialisation not in INITIAL:
+        cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        raise ConfigError(
+            f"{path}: it needs the base weights that {initialisation!r} changed; {cure}"
+        )
+    for key in ("r", "lora_alpha"):
+        _check_number(path, key, settings.get(key, 8))
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            raise ConfigError(f"{path}: {key} is {patterns!r}; it must be a dict")
+        for pattern, value in patterns.items():
+            _check_number(path, f"{key}[{pattern!r}]", value)
+    dropout = settings.get("lora_dropout") or 0.0
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        raise ConfigError(f"{path}: lora_dropout is {dropout!r}; it must be in 0 .. 1")
+
+
+def _check_number(path: Path, key: str, value: Any) -> None:
+    """Raise a ConfigError unless a setting is a positive number."""
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be positive")
+
+
+def _check_shapes(
+    folder: Path,
+    settings: Mapping[str, Any],
+    module: str,
+    rank: int,
+    shape: tuple[int, int],
+    parameters: Mapping[str, Array],
+) -> None:
+    """Raise unless all tensors of a layer are there, with shapes that fit its weight."""
+    prefix = f"{PREFIX}{module}."
+    expected: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
+    if module == TABLE.removesuffix(".weight"):
+        expected = {EMBEDDING_DOWN: (rank, shape[0]), EMBEDDING_UP: (shape[1], rank)}
+    both = [key for key in ("lora_bias", "use_dora") if settings.get(key)]
+    if both and (".layers." not in module or len(both) > 1):
+        which = " and ".join(both)
+        raise ConfigError(f"{folder / CONFIG}: {which} of {module} is not supported; {MERGE}")
+    if settings.get("lora_bias"):
+        expected[BIAS] = (shape[0],)
+    if settings.get("use_dora"):
+        expected[MAGNITUDE] = (shape[0],)
+    present = {n.removeprefix(prefix) for n in parameters if module_of(n) == module}
+    if present != expected.keys():
+        wrong = sorted(present ^ expected.keys())[0]
+        state = "missing" if wrong in expected else "not part of it"
+        raise ConfigError(
+            f"{folder / WEIGHTS}: {module} has {wrong} {state}; copy the adapter again"
+        )
+    for part, size in expected.items():
+        if parameters[prefix + part].shape != size:
+            actual = parameters[prefix + part].shape
+            raise ConfigError(f"{folder / WEIGHTS}: {prefix + part} is {actual}; it must be {size}")

@@ -1,0 +1,104 @@
+"""Which layers an adapter_config.json means, and their rank and alpha: as peft reads its patterns.
+
+Names are those that layers have in the adapter's file, behind ``base_model.model.``: those of the
+model that the adapter was made for.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import ConfigError
+from . import matching
+
+SECONDS = 1.5  # limit for the patterns of one setting
+PAIRS = 1 << 18  # of a pattern and a name that are matched in this process
+SLOW = re.compile(r"[*+?{(]")  # a pattern without these takes no time
+NUMBER = r"\.(?P<idx>\d+)\."
+ANY_LAYERS = rf".*?\.[^.]*{NUMBER}"  # without layers_pattern, the first number of a name counts
+
+
+def by_pattern(
+    path: Any, settings: Mapping[str, Any], key: str, names: Sequence[str], otherwise: Any
+) -> list[Any]:
+    """Return for each name the value of the first pattern of a setting that matches its end."""
+    patterns = settings.get(key) or {}
+    found = _matches(f"{path}: {key}", "match", r"(.*\.)?({})$", [*patterns], names)
+    values = [*patterns.values()]
+    return [otherwise if match is None else values[match[0]] for match in found]
+
+
+def targeted(path: Any, settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the names of the layers that get an adapter; all, if target_modules is not set."""
+    excluded = _chosen(path, settings, "exclude_modules", names)
+    names = [name for name in names if name not in excluded]
+    targets, layers = settings.get("target_modules"), settings.get("layers_to_transform")
+    if targets is None or str(targets).lower() == "all-linear":
+        return names
+    chosen = _chosen(path, settings, "target_modules", names)
+    if not isinstance(targets, str) and layers not in (None, []):
+        patterns = settings.get("layers_pattern") or []
+        form = rf"(?:^|.*?\.){{}}{NUMBER}" if patterns else "{}"
+        patterns = [patterns] if isinstance(patterns, str) else patterns or [ANY_LAYERS]
+        if not isinstance(patterns, list):
+            raise ConfigError(
+                f"{path}: layers_pattern is {patterns!r}; it must be a list or a text"
+            )
+        found = _matches(f"{path}: layers_pattern", "match", form, patterns, names)
+        wanted = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
+        numbers = {name: str(int(m[1])) for name, m in zip(names, found, strict=True) if m}
+        chosen = {n for n in chosen if n in targets or numbers.get(n) in wanted}
+    return [name for name in names if name in chosen]
+
+
+def _chosen(path: Any, settings: Mapping[str, Any], key: str, names: Sequence[str]) -> set[str]:
+    """Return the names that a setting lists, by their ends, or that match its pattern."""
+    value = settings.get(key) or []
+    if isinstance(value, str):
+        found = _matches(f"{path}: {key}", "fullmatch", "{}", [value], names)
+        return {name for name, match in zip(names, found, strict=True) if match}
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be a list of names or a pattern")
+    ends = tuple(f".{each}" for each in value)
+    return {name for name in names if f".{name}".endswith(ends)}
+
+
+def _matches(
+    setting: str, method: str, form: str, patterns: Sequence[Any], names: Sequence[str]
+) -> list[Any]:
+    """Return the first match of each name; raise a ConfigError for a pattern that takes too long.
+
+    ``form`` is the expression around a pattern.
+    """
+    wrong = next((each for each in patterns if not isinstance(each, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"{setting} has the pattern {wrong!r}; it must be a text")
+    request = method, [form.replace("{}", each) for each in patterns], names
+    plain = not any(map(SLOW.search, patterns)) or patterns == [ANY_LAYERS]
+    if plain and len(patterns) * len(names) <= PAIRS:
+        found = matching.matches(*request)
+    else:
+        found = _in_time(setting, json.dumps(request))
+    if len(found) == 2 and isinstance(found[1], str):
+        pattern, problem = patterns[found[0]], found[1]
+        raise ConfigError(f"{setting} has the pattern {pattern[:80]!r}: {problem}; correct it")
+    return found
+
+
+def _in_time(setting: str, request: str) -> list[Any]:
+    """Return the matches that a process finds; raise a ConfigError if it does not end in time."""
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-I", "-S", matching.__file__],
+            input=request, capture_output=True, timeout=SECONDS, check=True, encoding="ascii",
+        )  # fmt: skip
+    except subprocess.SubprocessError:
+        cure = (
+            "a repetition of what holds a repetition, as in (a+)+, may take for ever: simplify it"
+        )
+        raise ConfigError(f"{setting}: matching takes too long; {cure}") from None
+    found: list[Any] = json.loads(answer.stdout)
+    return found

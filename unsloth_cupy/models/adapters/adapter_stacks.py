@@ -1,0 +1,147 @@
+"""Low-rank adapters of stacks of experts, in peft's layout (``target_parameters``).
+
+    A (rank * experts, in)       the rows of an expert follow each other
+    B (out, rank * experts)      the columns of a rank follow each other
+    weight[e] + scale * B[:, :, e] A[e]        with A as (experts, rank, in), B (out, rank, experts)
+
+With both stacks of a layer adapted, peft nests their modules: ``experts.base_layer`` has gate_up's,
+``experts`` down's; a single one has ``experts``.  Forward passes never build the sum.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...ops.linear.lora_merge import lora_merge
+from ...ops.quantized.weight import Quantized
+from ..configs.config import STACKS, Config
+from ..folders.initial_weights import INITIAL
+from .kept import Kept
+
+EXPERTS = "experts."  # before the names of stacks among targets
+NAMES = tuple(EXPERTS + name for name in STACKS)
+
+
+class Stack(NamedTuple):
+    """A stack that has an adapter, and the module that peft names its tensors after."""
+
+    parameter: str
+    module: str
+    shape: tuple[int, int, int]  # (experts, outputs, inputs)
+    in_turns: bool  # the rows of B are of gate and up in turns, as in the file of the stack
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The rows and columns of an expert."""
+        return self.shape[1:]
+
+
+def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]:
+    """Return the stacks whose names are ``chosen``, by their modules in an adapter."""
+    found: dict[str, Stack] = {}
+    experts, shapes = config.experts, config.shapes()
+    for layer in range(config.layers) if experts is not None else ():
+        if experts is None or not experts.sparse[layer]:
+            continue
+        outer = f"model.layers.{layer}.{experts.module}.experts"
+        names = [f"{outer}.{name}" for name in STACKS if chosen(f"{outer}.{name}")]
+        for name in names:
+            module = f"{outer}.base_layer" if len(names) > 1 and name == names[0] else outer
+            count, outputs, inputs = shapes[name]
+            turns = experts.transposed and name.endswith(STACKS[0])
+            found[module] = Stack(name, module, (count, outputs, inputs), turns)
+    return found
+
+
+def targets_of(config: Config) -> tuple[str, ...]:
+    """Return the names of stacks that ``targets`` of a new adapter may hold."""
+    return () if config.experts is None else NAMES
+
+
+def target_parameters(config: Config, targets: Collection[str]) -> list[str]:
+    """Return peft's target_parameters for the stacks among targets."""
+    experts = config.experts
+    return [] if experts is None else [f"{experts.module}.{n}" for n in NAMES if n in targets]
+
+
+def listed_stacks(path: Any, config: Config, settings: Mapping[str, Any]) -> dict[str, Stack]:
+    """Return the stacks that an adapter_config.json targets, by module.
+
+    Raises
+    ------
+    ConfigError
+        It names other parameters, or the adapter has what peft does not have for stacks.
+    """
+    listed: Any = settings.get("target_parameters") or []
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        raise ConfigError(f"{path}: target_parameters is {listed!r}; it must be a list of names")
+    ends = tuple(f".{each}" for each in listed)
+    shapes = config.shapes() if listed else {}
+    own = [name for name in shapes if f".{name}".endswith(ends)]
+    found = stacks_of(config, own.__contains__) if own else {}
+    known = {stack.parameter for stack in found.values()}
+    lost = [each for each in listed if not any(f".{n}".endswith(f".{each}") for n in known)]
+    if lost or (other := next((name for name in own if name not in known), None)):
+        problem = f"target_parameters names {lost[0] if lost else other}"
+        raise ConfigError(
+            f"{path}: {problem}, which is no stack of a {config.model_type}'s experts"
+        )
+    if found:
+        if (begun := settings.get("init_lora_weights")) in INITIAL:
+            problem = f"init_lora_weights is {begun!r}, and adapters of stacks begin with no part"
+            raise ConfigError(f"{path}: {problem} of a weight; train the adapter without it")
+        for key in ("lora_dropout", "lora_bias", "use_dora"):
+            if settings.get(key):
+                problem = f"{key} is {settings[key]!r}, and adapters of stacks have none"
+                raise ConfigError(f"{path}: {problem}; train the adapter without it")
+    return found
+
+
+class Adapted(NamedTuple):
+    """The names of an adapter's tensors for a stack, and the scale of their product."""
+
+    stack: Stack
+    down: str
+    up: str
+    scale: float
+
+    def pair(self, parameters: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return A as (experts, rank, in) and B as (experts, out, rank), on arrays or a tape."""
+        count, outputs, inputs = self.stack.shape
+        a = parameters[self.down].reshape(count, -1, inputs)
+        b = parameters[self.up]
+        if self.stack.in_turns:
+            b = b.reshape(outputs // 2, 2, -1, count).transpose(3, 1, 0, 2)
+            return a, b.reshape(count, outputs, -1)
+        return a, b.reshape(outputs, -1, count).transpose(2, 0, 1)
+
+    def merge(
+        self,
+        weight: Any,
+        parameters: Mapping[str, Any],
+        requantize: bool = False,
+        kept: Kept | None = None,
+        exact: bool = False,
+    ) -> Any:
+        """Return the stack with the adapter added, as ``Adapter.merge`` does."""
+        a, b = self.pair(parameters)
+        wide = np.promote_types(weight.dtype, FLOAT32)
+
+        def total(expert: int) -> Array:
+            one = weight[expert].astype(wide, copy=False)
+            return lora_merge(one, a[expert], b[expert], scale=self.scale)
+
+        result: Any = empty(weight.shape, wide if exact else weight.dtype, like=a)
+        for expert in range(len(weight)):
+            result[expert] = total(expert)
+        coded = requantize and isinstance(weight, Quantized)
+        result = weight.requantized(result) if coded else result
+        if kept is not None and (coded or result.dtype != wide):
+            for expert in range(len(weight)):
+                rows = result[expert].__getitem__
+                kept.measure(self.stack.parameter, weight[expert], total(expert), rows)
+        return result

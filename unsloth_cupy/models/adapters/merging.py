@@ -1,0 +1,317 @@
+"""Write the model of an adapter's folder with the adapter merged into the weights: ``merge``."""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.call import check_options
+from ...core.dtypes import FLOAT32, Array, float_dtype
+from ...errors import ConfigError
+from ...files import check_room, path_of, read_json, replacing_files
+from ...machine import format_bytes
+from ...ops.quantized.ternary import Ternary
+from ...ops.quantized.weight import Quantized
+from ..configs.config_files import GENERATION
+from ..configs.names import TABLE
+from ..folders.checkpoint_files import INDEX, SINGLE
+from ..folders.expert_files import Place, file_tensors
+from ..folders.expert_homes import DTYPES, plain_names
+from ..folders.lazy_parameter import formats_of
+from ..folders.quantized_weights import saved_config, stored_kind
+from ..folders.stored import StoredModel, stored_model
+from ..gguf.opening import source_of
+from .kept import ENOUGH, Kept
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}  # of dtypes in a safetensors file
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+VOCABULARY = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
+    "spiece.model",
+)
+AROUND = (SETTINGS, "special_tokens_map.json", TEMPLATE)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A report of the folder that ``merge`` wrote.
+
+    Attributes
+    ----------
+    folder : Path
+    bytes : int
+        Size of the weights.
+    layers : int
+        Number of layers, tables and heads that had an adapter; 0: the model was copied.
+    dtype : str
+        Dtype of the matrices; of a copy of quantized weights, their kind.
+    notes : tuple of str
+        What is not as a reader may expect.
+    kept : Kept
+        The share of the adapter's change that is left after weights were rounded, ``kept.share``,
+        and that of each weight, ``kept.layers``.
+    """
+
+    folder: Path
+    bytes: int
+    layers: int
+    dtype: str
+    notes: tuple[str, ...]
+    kept: Kept
+
+    def __str__(self) -> str:
+        done = f"adapters of {self.layers} layers merged" if self.layers else "a copy"
+        done += f" ({self.kept.share:.1%} of the change)" * bool(self.kept.layers)
+        line = f"{self.folder}: {format_bytes(self.bytes)}, {self.dtype}, {done}"
+        return "\n".join([line, *(f"note: {note}" for note in self.notes)])
+
+
+class Unwritten(NamedTuple):
+    """A tensor that is computed when it is written."""
+
+    dtype: "np.dtype[Any]"
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@check_options
+def merge(
+    folder: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Any = None,
+    base: str | PathLike[str] | None = None,
+    progress: bool = False,
+) -> Merged:
+    """Write a model with its adapter merged into the weights, as a Hugging Face folder.
+
+    Each adapted weight W becomes W + scale B A, for DoRA with its rows scaled; sums are computed in
+    float32 and rounded once.  Quantized weights become dense.  The folder has the weights,
+    config.json, generation_config.json, and the tokenizer with its chat template.  Weights are
+    read, merged and written one by one.  After a crash there is either the whole folder or none.
+
+    Parameters
+    ----------
+    folder : path
+        The folder of an adapter of peft.  A model without an adapter is copied, which a note says.
+    out : path
+        A folder that does not exist yet, or is empty.
+    dtype : dtype or its name, optional
+        float16, bfloat16, float32 or float64; None: each weight keeps that of the base's file, and
+        quantized ones get that of its embedding table.
+    base : path or name, optional
+        The base model, in place of the one that the adapter names.
+    progress : bool
+        Show a progress bar on standard error, if that is a terminal.
+
+    Returns
+    -------
+    report : Merged
+        The size, how many layers had adapters, and notes; prints as a few lines.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or broken; ``out`` has files in it; a weight is not finite or too large
+        for ``dtype``; or the disk is full.
+    """
+    target = _new_folder(out)
+    chosen = None if dtype is None else float_dtype("merge", dtype)
+    wide = FLOAT32 if chosen is None else np.promote_types(chosen, FLOAT32)
+    model = stored_model("merge", folder, base, wide)
+    if model.adapter is not None:
+        model.adapter.check_merges(model.homes)
+    notes, kept = _notes(model), Kept()
+    with replacing_files(target, "config.json", "merge") as partial:
+        tokenizer_files = {each.name: each for each in _tokenizer_files(model)}
+        for name, source in tokenizer_files.items():
+            shutil.copyfile(source, partial / name)
+        if "tokenizer.json" not in tokenizer_files:
+            notes.append(f"{model.folder} holds no tokenizer.json: copy one into {target}")
+        others = any(home.dense for home in model.homes.values())
+        if model.adapter is None and chosen is None and not others:
+            size, kind = _copy(model, partial, target), _stored_dtype(model)
+        else:
+            size, kind = _write(model, chosen, partial, target, progress, kept)
+    layers = 0 if model.adapter is None else len(model.adapter.stored)
+    if kept.share < ENOUGH:
+        notes.append(f"{kept}; {kind} rounds the rest away, dtype='float32' keeps it")
+    return Merged(target, size, layers, kind, tuple(notes), kept)
+
+
+def _new_folder(out: Any) -> Path:
+    """Return the path of the new folder; raise if there is something in its place."""
+    path = path_of("merge(out=)", out)
+    if path.suffix.lower() == ".gguf":
+        cure = "name a folder here, and export that to a GGUF file"
+        raise ConfigError(f"merge: {path} is the name of a file; {cure}")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"merge: {path} is a file; name a new folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(f"merge: {path} is not empty; name a new folder, or remove it first")
+    return path
+
+
+def _notes(model: StoredModel) -> list[str]:
+    """Return what is not as a reader may expect."""
+    notes, formats = [], formats_of(model.homes)
+    if model.adapter is None:
+        notes.append(f"{source_of(model.path)} holds no adapter: this is a copy of the model")
+    notes += [f"dense here, of {formats}"] if formats else []
+    own, whole = model.texts["config.json"], read_json(model.folder / "config.json")
+    tables = ("vocab_size", "tie_word_embeddings")  # an adapter's file may hold others
+    if any(own.get(n) != whole.get(n) for n in own.keys() | whole.keys() if n not in tables):
+        notes.append("the part that reads images is left out: this is the language model")
+    return notes
+
+
+def _tokenizer_files(model: StoredModel) -> Iterator[Path]:
+    """Yield the files of the tokenizer: of the adapter, and those of the base that it lacks.
+
+    The vocabulary is of one folder.  A template in the adapter's settings is not replaced by a file
+    of the base.
+    """
+    words = model.words
+    for name in (*VOCABULARY, *AROUND):
+        if (words / name).is_file():
+            yield words / name
+        elif name in AROUND and words != model.folder and (model.folder / name).is_file():
+            own = read_json(words / SETTINGS) if (words / SETTINGS).is_file() else {}
+            if name != TEMPLATE or not own.get("chat_template"):
+                yield model.folder / name
+
+
+def _copy(model: StoredModel, partial: Path, target: Path) -> int:
+    """Copy the config and the weights of a model; return the size of the weights."""
+    files = {file for home in model.homes.values() for file in home.files}
+    size = sum((model.folder / file).stat().st_size for file in files)
+    check_room(target, size, "the model")
+    for name in ("config.json", GENERATION, INDEX, *sorted(files)):
+        if (model.folder / name).is_file():
+            shutil.copyfile(model.folder / name, partial / name)
+    return size
+
+
+def _stored_dtype(model: StoredModel) -> str:
+    """Return the kind of quantized weights of a model's files, or else their dtype."""
+    kind = stored_kind(model.texts["config.json"])
+    return kind or (model.homes[TABLE].dtype or FLOAT32).name
+
+
+def _write(
+    model: StoredModel, chosen: Any, partial: Path, target: Path, progress: bool, kept: Kept
+) -> tuple[int, str]:
+    """Write config and merged weights; return the size of the weights and the dtype of matrices."""
+    main = (chosen or model.homes[TABLE].dtype or FLOAT32).name
+    layout: dict[str, dict[str, Unwritten]] = {}
+    own = (home.file for home in model.homes.values() if not Path(home.file).is_absolute())
+    first = next(own, SINGLE)
+    experts = file_tensors(model.config, plain_names(model.homes))
+    stacks: dict[str, Unwritten] = {}
+    whole = lru_cache(maxsize=2)(lambda name: stacks[name].read())  # of a layer, in turns
+    for name, home in model.homes.items():
+        if home.kind is Ternary:
+            problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
+            raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
+        dtype = chosen or home.dtype or np.dtype(main)
+        dtype = np.promote_types(dtype, home.dtype) if home.wide and home.dtype else dtype
+        read = _rounded(model, name, dtype, kept)
+        file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
+        layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
+        if name in experts:
+            stacks[name] = layout[file].pop(name)
+            parts = experts[name].items()
+            layout[file] |= {n: _part(stacks[name], name, whole, place) for n, place in parts}
+    size = sum(tensor.bytes for tensors in layout.values() for tensor in tensors.values())
+    check_room(target, size, "the model")
+    config = saved_config(model.texts["config.json"], {}, main)
+    config |= {} if {"dtype", "torch_dtype"} & config.keys() else {"dtype": main}
+    texts: dict[str, Mapping[str, Any]] = {**model.texts, "config.json": config}
+    if len(layout) > 1:
+        weights = {name: file for file, tensors in layout.items() for name in tensors}
+        texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weights}
+    for name, values in texts.items():
+        (partial / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with ExitStack() as stack:
+        written: Callable[[int], object] = id
+        if progress and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            bar = tqdm(total=size, desc=target.name, unit="B", unit_scale=True, dynamic_ncols=True)
+            written = stack.enter_context(bar).update
+        for file, tensors in layout.items():
+            write_one_by_one(partial / file, tensors, written)
+    return size, main
+
+
+def _part(stack: Unwritten, name: str, whole: Callable[[str], Array], place: Place) -> Unwritten:
+    """Return a tensor of the file, which is a part of a parameter, or another form of it."""
+    return Unwritten(stack.dtype, place.shape or stack.shape, lambda: place.of(whole(name)))
+
+
+def _rounded(
+    model: StoredModel, name: str, dtype: "np.dtype[Any]", kept: Kept
+) -> Callable[[], Array]:
+    """Return the function that reads a parameter, merges its adapter and rounds it."""
+    stored = model.homes[name].dtype
+
+    def read() -> Array:
+        wide = np.promote_types(FLOAT32, np.promote_types(stored or FLOAT32, dtype))
+        weight = model.merged(name, wide)
+        weight = weight.dequantize(wide) if isinstance(weight, Quantized) else weight
+        with np.errstate(over="ignore"):
+            rounded: Array = weight.astype(dtype, copy=False)
+        if not np.isfinite(_most(rounded)):
+            cure, most = "load a sound checkpoint", _most(weight)
+            if np.isfinite(most):
+                cure = f"{dtype} does not hold {most:g}; choose bfloat16 or float32"
+            raise ConfigError(f"merge: {name} holds numbers that are not finite; {cure}")
+        if rounded is not weight and model.adapter is not None and model.adapter.adds_to(name):
+            kept.measure(name, model.read(name, wide), weight, rounded.__getitem__)
+        return rounded
+
+    return read
+
+
+def _most(array: Array) -> float:
+    """Return the largest magnitude; NaN or infinite if a number is."""
+    return max(float(array.max(initial=0)), -float(array.min(initial=0)))
+
+
+def write_one_by_one(
+    path: Path, tensors: Mapping[str, Unwritten], written: Callable[[int], object]
+) -> None:
+    """Write a safetensors file, of which one tensor at a time is in memory.
+
+    The largest dtypes stand first, so that every tensor begins at a multiple of its dtype's size.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in order:
+        dtype, shape, _ = tensor = tensors[name]
+        stop = start + tensor.bytes
+        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            data = np.ascontiguousarray(tensors[name].read()).reshape(-1).view(np.uint8)
+            file.write(data.data)
+            written(data.nbytes)

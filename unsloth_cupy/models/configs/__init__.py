@@ -1,0 +1,1 @@
+"""What a config.json says: one ``Config`` for all families, and the names of its tensors."""

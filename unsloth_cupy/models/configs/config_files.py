@@ -1,0 +1,46 @@
+"""The JSON files of a model's folder: its config and what it generates by."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...files import complete_moves, read_json
+from ..parse import parse
+from .config import Config
+from .heads import Choice, chosen
+from .reading import token_ids
+from .text_configs import text_config
+
+GENERATION = "generation_config.json"
+
+
+def read_config(
+    path: Path, head: str | None = None, labels: int | None = None
+) -> tuple[Config, dict[str, Mapping[str, Any]], Choice]:
+    """Return the config of a model's folder, its JSON files by name, and the choice of its head.
+
+    No weights are read.
+    """
+    complete_moves(path, "config.json")
+    source = read_json(path / "config.json")
+    choice = chosen(source, head, labels)
+    try:
+        config = parse(choice.values)
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(choice.values)}
+    return with_generation(path, config, texts), texts, choice
+
+
+def with_generation(path: Path, config: Config, texts: dict[str, Mapping[str, Any]]) -> Config:
+    """Return a config with the tokens of a folder's generation_config.json, added to ``texts``."""
+    if not (path / GENERATION).exists():
+        return config
+    generation = texts[GENERATION] = read_json(path / GENERATION)
+    return replace(
+        config,
+        end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
+        pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
+    )

@@ -1,0 +1,65 @@
+"""What a family of models has that its config.json does not state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import OWN_NAMES, Names, Norms
+from .mixtures import Mixture
+
+BEFORE = Norms()
+AROUND = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+LAYER = Norms(kind="layer", biases=True)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type.  ``defaults`` are the values of keys that a config.json may leave out.
+
+    A property that a string names is the value of that key.  ``windows`` says which layers see
+    only a window of keys: none, all, flagged (all if use_sliding_window), the late ones (from
+    max_window_layers on), every second one of the early ones, or most (all but every
+    sliding_window_pattern-th); with linear all but every full_attention_interval-th have no
+    attention.  ``rotates`` says which layers rotate queries and keys: all, those that
+    no_rope_layers lists with 1, the sliding ones, or these where there is a window.  ``facts`` are
+    keys that say what the family has anyway; ... stands for any value.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    windows: str = "none"  # none, all, flagged, late, early or most
+    norms: Norms = BEFORE
+    norm_offset: float = 0.0
+    eps: str | float = "rms_norm_eps"
+    scaled_embedding: bool = False
+    query_key_norm: str | None = None
+    query_key_if: str | bool = True
+    query_key_biases: bool = False
+    rotated_first: bool = False
+    qkv_bias: str | bool = "attention_bias"
+    output_bias: str | bool = "attention_bias"
+    mlp_bias: str | bool = False
+    head_bias: str | bool = False
+    fused: tuple[str, ...] = ()
+    sub_norms: bool = False
+    names: Names = OWN_NAMES
+    gate: bool = True
+    interleaved: str | bool = False
+    local: bool = False  # sliding layers keep their positions where rope_scaling stretches others
+    of_rope: tuple[str, ...] = ()  # keys of rope_parameters that it alone reads
+    partial: bool = False  # partial_rotary_factor also counts where rope_type is default
+    rotates: str = "all"  # all, listed, sliding or windowed
+    parallel: str | bool = False
+    obeys: tuple[str, ...] = ()  # keys that scale, cap or clip, if it reads them
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    sinks: bool = False
+    experts: Mixture | None = None
+    left_out: str = ""  # of the names of tensors in files: a pattern
+    delta: str | None = None  # fused or split: the projections of layers with a delta rule
+    gated: bool = False  # the output of attention
+    latent: bool = False  # attention with short vectors of keys and values

@@ -1,0 +1,175 @@
+"""Families with a delta rule in most layers, or with latent attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family
+from .mixtures import DEEPSEEK2, GLM4, KEYS, LISTED, QWEN2, QWEN35, STEPPED
+
+DELTA = {
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32_768,
+}
+HYBRID: dict[str, Any] = {
+    "windows": "linear",
+    "norm_offset": 1.0,
+    "query_key_norm": "head",
+    "of_rope": ("mrope_section", "mrope_interleaved"),  # of an image: those of a text are equal
+    "partial": True,
+    "facts": {
+        "attn_output_gate": True,
+        **dict.fromkeys(("mamba_ssm_dtype", "mtp_num_hidden_layers"), ...),
+        "mtp_use_dedicated_embeddings": ...,
+    },
+    "left_out": r"mtp\.",
+    "gated": True,
+}
+LATENT = {
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+DEEPSEEK = {
+    **LATENT,
+    **KEYS,
+    "num_experts": None,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "max_position_embeddings": 4096,
+}
+HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two that are read
+ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
+FURTHER = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "ep_size"), ...)
+HYBRIDS: Mapping[str, Family] = {
+    "qwen3_next": Family(
+        {
+            **STEPPED,
+            **DELTA,
+            "moe_intermediate_size": 512,
+            "num_local_experts": None,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 512,
+        },
+        delta="fused",
+        experts=QWEN2,
+        **HYBRID,
+    ),
+    "qwen3_5_text": Family({**DELTA, "num_key_value_heads": 4}, delta="split", **HYBRID),
+    "qwen3_5_moe_text": Family(
+        {
+            **KEYS,
+            **DELTA,
+            "moe_intermediate_size": 512,
+            "num_local_experts": None,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512,  # of dense layers, which it has none of
+        },
+        delta="split",
+        experts=QWEN35,
+        **HYBRID,
+    ),
+    "deepseek_v2": Family(
+        {
+            **DEEPSEEK,
+            "topk_method": "greedy",
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "max_position_embeddings": 2048,
+        },
+        mlp_bias="mlp_bias",
+        interleaved=True,
+        facts={**FURTHER, **ROUTER, "scoring_func": "softmax"},
+        experts=DEEPSEEK2,
+        latent=True,
+    ),
+    "deepseek_v3": Family(
+        {**DEEPSEEK, "norm_topk_prob": True, "rope_interleave": True},
+        interleaved="rope_interleave",
+        facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=GLM4,
+        left_out=r"model\.layers\.61\.",
+        latent=True,
+    ),
+    "glm4_moe_lite": Family(
+        {
+            **DEEPSEEK,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-5,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 202_752,
+        },
+        interleaved="rope_interleave",
+        facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=LISTED,
+        left_out=r"model\.layers\.47\.",
+        latent=True,
+    ),
+    "youtu": Family(
+        {
+            **LATENT,
+            "rope_interleave": True,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131_072,
+        },
+        interleaved="rope_interleave",
+        facts={"embedding_initializer_range": ..., **HEAD_DIM},
+        latent=True,
+    ),
+    "minicpm3": Family(
+        {
+            **LATENT,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": None,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+            "rms_norm_eps": 1e-5,
+            "initializer_range": 0.1,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32_768,
+        },
+        obeys=("scale_emb", "scale_depth", "dim_model_base"),
+        facts=HEAD_DIM,
+        latent=True,
+    ),
+}

@@ -1,0 +1,125 @@
+"""The experts that a config.json describes."""
+
+from ...errors import ConfigError
+from .config import Experts
+from .mixtures import Mixture
+from .parse_layers import activation_of
+from .reading import Reader
+
+ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+METHODS = ("greedy", "group_limited_greedy")  # of choosing experts
+LARGEST_MINIMUM = 1e-6  # of a sum of weights, which no text reaches
+
+
+def experts_of(read: Reader, layers: int) -> Experts | None:
+    """Return the experts that a config.json describes; None for a dense family."""
+    rules = read.family.experts
+    if rules is None:
+        return None
+    count, k = (_size(read, keys) for keys in (rules.count, rules.k))
+    name = activation_of(read)
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"config: the activation of experts is {name!r}; it must have a gate")
+    groups, top_groups = _groups(read, rules, count)
+    if not 1 <= k <= (count if groups is None else count // groups * (top_groups or 0)):
+        raise ConfigError(f"config: {k} experts of a token cannot be chosen from {count}")
+    if rules.mixer and (k != 2 or count < k):
+        raise ConfigError(f"config: {rules.k[0]} is {k}; this router chooses 2 experts")
+    minimum = read.get("moe_norm_min")
+    if minimum is not None and read.number("moe_norm_min") > LARGEST_MINIMUM:
+        problem = f"moe_norm_min is {minimum}: a bound of the sum of weights that counts"
+        raise ConfigError(f"config: {problem} is not known; {LARGEST_MINIMUM} or less is")
+    shared = _shared(read, rules.shared)
+    on = rules.balanced and read.flag("output_router_logits")
+    return Experts(
+        count=count,
+        k=k,
+        inner=read.size(rules.inner),
+        sparse=_sparse(read, rules.layers, layers),
+        activation="swiglu_clamped" if rules.clamped else ACTIVATIONS[name],
+        scores=rules.scores,
+        normalize=read.says(rules.normalize),
+        groups=groups,
+        top_groups=top_groups,
+        scale=1.0 if rules.scale is None else read.number(rules.scale),
+        jitter=read.number("router_jitter_noise") if rules.mixer else None,
+        corrected=rules.correction is not None,
+        wide=rules.wide,
+        biases=rules.biases,
+        limit=read.number("swiglu_limit") if rules.clamped else None,
+        alpha=read.number("swiglu_alpha") if rules.clamped else None,
+        shared=shared,
+        shared_gate=rules.shared_gate and shared > 0,
+        balance=read.number("router_aux_loss_coef") if on else 0.0,
+        module=rules.module,
+        router=rules.router,
+        correction_in=rules.correction or "",
+        correction_row=rules.correction_row,
+        shared_in=rules.shared_in,
+        files=rules.files,
+        transposed=rules.transposed,
+    )
+
+
+def _size(read: Reader, keys: tuple[str, ...]) -> int:
+    """Return the number under the first of these keys that is there."""
+    return read.size(next((key for key in keys if read.values.get(key) is not None), keys[0]))
+
+
+def _groups(read: Reader, rules: Mixture, count: int) -> tuple[int | None, int | None]:
+    """Return how many groups of experts there are and how many are chosen from; None: one."""
+    if isinstance(rules.grouped, str):
+        method = read.get(rules.grouped)
+        if method not in METHODS:
+            problem = f"{rules.grouped} is {method!r}"
+            raise ConfigError(f"config: {problem}; choose from {', '.join(METHODS)}")
+        if method == METHODS[0]:
+            return None, None
+    if not rules.grouped or read.size("n_group") == 1:
+        return None, None
+    groups, best = read.size("n_group"), read.size("topk_group")
+    if count % groups or best > groups or count // groups < 2:
+        problem = f"n_group={groups} and topk_group={best} do not divide {count} experts"
+        raise ConfigError(f"config: {problem} into groups of 2 or more")
+    return groups, best
+
+
+def _shared(read: Reader, keys: tuple[str, ...]) -> int:
+    """Return the inner size of the expert that all tokens have, 0 if there is none."""
+    if any(read.get(key) == 0 for key in keys):
+        return 0
+    size = 1 if keys else 0
+    for key in keys:
+        size *= read.size(key)
+    return size
+
+
+def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts."""
+    every = range(layers)
+    match rule:
+        case "stepped":
+            dense, step = read.get("mlp_only_layers") or [], read.size("decoder_sparse_step")
+            if not isinstance(dense, list | tuple) or any(type(n) is not int for n in dense):
+                raise ConfigError(f"config: mlp_only_layers is {dense!r}; it must list layers")
+            return tuple(n not in dense and (n + 1) % step == 0 for n in every)
+        case "late":
+            first = read.number("first_k_dense_replace")
+            return tuple(n >= first for n in every)
+        case "listed":
+            kinds = read.get("mlp_layer_types")
+            kinds = ["dense", *["sparse"] * (layers - 1)] if kinds is None else kinds
+            if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+                problem = f"mlp_layer_types is {kinds!r}"
+                raise ConfigError(
+                    f"config: {problem}; it must list dense or sparse, {layers} times"
+                )
+            return tuple(kind == "sparse" for kind in kinds)
+        case "between":
+            first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")
+            if type(last) is not int or last < -1:
+                raise ConfigError(f"config: moe_layer_end_index is {last!r}; it must be a layer")
+            step, last = read.size("moe_layer_interval"), layers - 1 if last == -1 else last
+            return tuple((n + 1) % step == 0 and first <= n <= last for n in every)
+        case _:
+            return (True,) * layers

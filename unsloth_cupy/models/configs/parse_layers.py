@@ -1,0 +1,122 @@
+"""What the layers of a config.json are: the activation, windows, and which of them rotate."""
+
+from ...errors import ConfigError
+from .config import FULL, LINEAR, SLIDING
+from .reading import Reader
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+UNGATED = ("gelu", "gelu_tanh", "relu2", "xielu")
+
+
+def activation_of(read: Reader) -> str:
+    """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
+    gemma = read.family.scaled_embedding
+    named = read.get("hidden_activation") if gemma else None
+    name = named or read.not_null("hidden_act")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
+    if (ACTIVATIONS[name] not in UNGATED) if not read.family.gate else name == "xielu":
+        kind = "has a gate" if read.family.gate else "has no gate"
+        cure = f"only {', '.join(UNGATED)}" if not read.family.gate else "not xielu"
+        raise ConfigError(f"config: the activation is {name!r}; an MLP that {kind} has {cure}")
+    return "gelu_tanh" if gemma and not named and name == "gelu" else ACTIVATIONS[name]
+
+
+def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+    """Return for each layer whether it rotates queries and keys, and its type."""
+    match read.family.rotates:
+        case "listed":
+            rotated = _rotated(read, layers)
+            return rotated, _types(read, layers, rotated)
+        case "sliding":
+            types = _types(read, layers)
+            return tuple(kind == SLIDING for kind in types), types
+        case "windowed":
+            types, whole = _types(read, layers), read.get("sliding_window") is None
+            return tuple(whole or kind == SLIDING for kind in types), types
+        case _:
+            return (True,) * layers, _types(read, layers)
+
+
+def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
+    """Return which layers no_rope_layers lists with 1: by default all but every fourth."""
+    listed = read.get("no_rope_layers")
+    if listed is None:
+        period = read.size("no_rope_layer_interval")
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+    whole = isinstance(listed, list | tuple) and len(listed) >= layers
+    if not whole or not all(type(each) in (int, bool) and each in (0, 1) for each in listed):
+        raise ConfigError(
+            f"config: no_rope_layers must list num_hidden_layers={layers} numbers, 1 for a layer"
+            f" with rotary positions and 0 for one without, not {listed!r}"
+        )
+    return tuple(bool(each) for each in listed[:layers])
+
+
+def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[str, ...]:
+    """Return for each layer whether its queries see all keys or a window of them."""
+    windows, window = read.family.windows, read.get("sliding_window")
+    if windows == "linear":
+        return _linear(read, layers)
+    by_flag = windows in ("flagged", "late", "early", "unrotated")
+    if windows == "none" or (by_flag and not read.flag("use_sliding_window")):
+        return (FULL,) * layers
+    types = None if windows in ("all", "flagged") else read.get("layer_types")
+    if types is None:
+        return tuple(SLIDING if slides else FULL for slides in _slides(read, layers, rotated))
+    names = isinstance(types, list) and all(each in (FULL, SLIDING) for each in types)
+    if not names or len(types) != layers:
+        raise ConfigError(
+            f"config: layer_types must be a list of num_hidden_layers={layers} names,"
+            f" each {FULL!r} or {SLIDING!r}, not {types!r}"
+        )
+    if SLIDING in types and window is None:
+        raise ConfigError("config: layer_types has sliding layers; add sliding_window")
+    return tuple(types)
+
+
+def _linear(read: Reader, layers: int) -> tuple[str, ...]:
+    """Return which layers have attention; the others have a gated delta rule."""
+    types = read.get("layer_types")
+    if types is None:
+        period = read.size("full_attention_interval")
+        return tuple(FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers))
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= {FULL, LINEAR}:
+        raise ConfigError(
+            f"config: layer_types must be a list of num_hidden_layers={layers} names,"
+            f" each {FULL!r} or {LINEAR!r}, not {types!r}"
+        )
+    return tuple(types)
+
+
+def _slides(read: Reader, layers: int, rotated: tuple[bool, ...]) -> list[bool]:
+    """Return which layers have a window where layer_types does not say it."""
+    window, every = bool(read.get("sliding_window")), range(layers)
+    match read.family.windows:
+        case "late" | "early" as kind:
+            bound = read.number("max_window_layers")
+            early = [layer % 2 == 0 and layer < bound for layer in every]
+            late = [layer >= bound for layer in every]
+            return [window and each for each in (late if kind == "late" else early)]
+        case "unrotated":
+            return [window and not rotated[layer] for layer in every]
+        case "most" if window or read.family.rotates != "windowed":
+            pattern = read.get("sliding_window_pattern")
+            if isinstance(pattern, str) and pattern and set(pattern) <= {*"LG"}:
+                letters = [pattern[layer % len(pattern)] for layer in every]
+                return [letter == "L" for letter in letters[:-1]] + [False]
+            period = read.size("sliding_window_pattern")
+            return [(layer + 1) % period != 0 for layer in every]
+        case "most":
+            return [False] * layers
+        case _:
+            return [window] * layers

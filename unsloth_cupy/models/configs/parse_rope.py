@@ -1,0 +1,120 @@
+"""The rotary positions that a config.json describes, in its older and newer forms."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.call import is_number
+from ...errors import ConfigError
+from ...ops.position.rope_tables import scaled_frequencies
+from .config import FULL, SLIDING, Rope
+from .reading import MOST, Reader, refuse_unread
+
+ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
+# Keys of rope_parameters whose meaning is known, in all families.
+OF_ROPE = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+    *("partial_rotary_factor", "max_position_embeddings", "finetuned"),
+    "attn_factor",  # of other programs; transformers does not read it
+}
+
+
+def rope_of(read: Reader, kind: str, dim: int) -> Rope:
+    """Return the rotary positions of the layers of one type.
+
+    The newer form is ``rope_parameters``, for all layers or by layer type; the older one is
+    ``rope_theta``, ``rope_scaling`` and, in Gemma 3, ``rope_local_base_freq``.
+    """
+    parameters = _parameters(read, kind)
+    base = Reader(parameters, read.family).number("rope_theta")
+    if base <= 0:
+        raise ConfigError("config: rope_theta is 0; it must be positive")
+    name = parameters.get("rope_type") or parameters.get("type") or "default"
+    if "qkv" in read.family.fused and name in ("su", "yarn"):  # Phi-3's old names of longrope
+        name = "longrope"
+    if name not in ("default", "longrope") and parameters.get("short_mscale") is not None:
+        raise ConfigError(f"config: short_mscale is that of longrope, and rope_type is {name!r}")
+    if name not in ROPES:
+        raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
+    share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor")
+    if share is None and read.get("rotary_dim") is not None:
+        share = read.size("rotary_dim") / dim
+    share = share or 1
+    if name == "default" and not read.family.partial:
+        share = 1  # the family's class in transformers does not read it there
+    if type(share) not in (int, float) or not 0 < share <= 1 or int(dim * share) % 2:
+        raise ConfigError(
+            f"config: partial_rotary_factor={share!r} of a head of {dim} must be an even number"
+            " of elements; choose a share in (0, 1] and an even head_dim"
+        )
+    alpha = Reader({"alpha": parameters.pop("alpha", None) or 0}, read.family).number("alpha")
+    if alpha and name == "dynamic" and dim > 2:  # Hunyuan's form, whatever the length
+        name, base = "default", base * alpha ** (dim / (dim - 2))
+    growth = _growth(read, parameters, share)
+    if name == "default":
+        return _checked(Rope(int(dim * share), base, growth=growth))
+    positions = read.size("max_position_embeddings")
+    original = positions
+    if name != "dynamic":
+        reader = Reader({"original": read.get("original_max_position_embeddings")}, read.family)
+        original = parameters.get("original_max_position_embeddings", positions)
+        original = reader.size("original") if reader.get("original") else original
+        if not is_number(original) or not 1 <= original <= MOST:
+            problem = f"original_max_position_embeddings is {original!r}"
+            raise ConfigError(f"config: {problem}; it must be a number in 1 .. {MOST}")
+    parameters |= {"rope_type": name, "original_max_position_embeddings": original}
+    if name in ("yarn", "longrope") and parameters.get("factor") is None:
+        parameters["factor"] = positions / original
+    grows = original if name in GROWING else None
+    return _checked(Rope(int(dim * share), base, parameters, grows, growth))
+
+
+def _parameters(read: Reader, kind: str) -> dict[str, Any]:
+    """Return the settings of the rotary positions of one type of layers."""
+    scaling = read.get("rope_scaling") or {}
+    newer = (read.values.get if scaling else read.not_null)("rope_parameters") or {}
+    if not isinstance(newer, Mapping) or not isinstance(scaling, Mapping):
+        raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
+    assumed = read.values.get("rope_parameters") is None and newer
+    if assumed and read.values.get("rope_theta") not in (None, newer["rope_theta"]):
+        cure = "name both in rope_parameters"
+        raise ConfigError(f"config: rope_theta is there without rope_scaling; {cure}")
+    nested, both = FULL in newer or SLIDING in newer, (FULL, SLIDING)
+    dicts = nested and all(isinstance(newer.get(name) or {}, Mapping) for name in both)
+    if (nested or (newer and read.family.local)) and not dicts:
+        raise ConfigError("config: rope_parameters must hold a dict for each type of layers")
+    theta = read.get("rope_local_base_freq") if kind == SLIDING else None
+    local = theta is not None or (kind == SLIDING and read.family.local)
+    parameters = dict(newer.get(kind) or {}) if nested else {} if local else {**newer, **scaling}
+    known = {*OF_ROPE, *read.family.obeys, *read.family.of_rope}
+    unread = {k: v for k, v in parameters.items() if k not in known}
+    without = [k for k, v in unread.items() if v is None or v is False]
+    refuse_unread({k: v for k, v in unread.items() if k not in without}, "config: rope_parameters")
+    parameters.setdefault("rope_theta", read.get("rope_theta") if theta is None else theta)
+    return parameters
+
+
+def _growth(read: Reader, parameters: dict[str, Any], share: float) -> tuple[float, float] | None:
+    """Return how the scale of queries grows with their position, if the family has that."""
+    beta = parameters.pop("llama_4_scaling_beta", None)
+    if "llama_4_scaling_beta" not in read.family.obeys or not beta:
+        return None
+    if share != 1:
+        raise ConfigError("config: llama_4_scaling_beta needs heads that are rotated whole")
+    length = parameters.get("original_max_position_embeddings")
+    reader = Reader(
+        {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}, read.family
+    )
+    return reader.number("llama_4_scaling_beta"), reader.size("original_max_position_embeddings")
+
+
+def _checked(rope: Rope) -> Rope:
+    """Return the rope; raise for invalid numbers, also those that only a long text would use."""
+    try:
+        for length in {1, (rope.original or 0) + 1}:
+            scaled_frequencies(rope.scaling, length, rope.dim, rope.base)
+    except ConfigError as error:
+        raise ConfigError(f"config: {error}") from error
+    return rope

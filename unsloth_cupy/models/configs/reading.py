@@ -1,0 +1,112 @@
+"""Read typed values of a config.json; errors name the key that is missing or wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ConfigError
+from ...ops.position.rope_tables import LARGEST
+from .family import Family
+from .keys import COMMON, NEUTRAL, READ, WITHOUT_EFFECT
+
+# Larger numbers must be mistakes.
+MOST = 2**31 - 1
+MOST_OF = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("head_dim", "num_attention_heads", "num_key_value_heads"), 2**16),
+    **{"hidden_size": 2**20, "intermediate_size": 2**22, "vocab_size": 2**26},
+}
+SHOWN = 5  # keys that a message names
+
+
+class Reader:
+    """Reads typed values of a config.json; errors name the key that is missing or wrong."""
+
+    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
+        self.values, self.family = values, family
+        self.defaults = {**COMMON, **family.defaults}
+
+    def get(self, key: str) -> Any:
+        """Return the value, which may be null; if absent the family's default, or None."""
+        return self.values.get(key, self.defaults.get(key))
+
+    def not_null(self, key: str) -> Any:
+        """Return the value; if absent or null the family's default."""
+        value = self.values.get(key)
+        return self.defaults.get(key) if value is None else value
+
+    def size(self, key: str) -> int:
+        """Return a positive integer."""
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f'config: {key} is missing; add it, as in "{key}": 64')
+        most = MOST_OF.get(key, MOST)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ConfigError(f"config: {key} is {value!r}; it must be an integer in 1 .. {most}")
+        return value
+
+    def number(self, key: str) -> float:
+        """Return a finite number that is not negative."""
+        value = self.not_null(key)
+        if type(value) not in (int, float) or not 0 <= value <= LARGEST:
+            raise ConfigError(f"config: {key} is {value!r}; it must be a number, 0 or more")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """Return a bool."""
+        value = self.not_null(key)
+        if type(value) is not bool:
+            raise ConfigError(f"config: {key} is {value!r}; it must be true or false")
+        return value
+
+    def says(self, of: str | bool) -> bool:
+        """Return a property of the family: the value of a key if a string names it."""
+        return self.flag(of) if isinstance(of, str) else of
+
+    def obeyed(self, key: str) -> float | None:
+        """Return a positive number, or None where it is absent or the family ignores the key."""
+        if key not in self.family.obeys or self.get(key) is None:
+            return None
+        number = self.number(key)
+        if number == 0:
+            raise ConfigError(f"config: {key} is 0; it must be positive, or null to leave it out")
+        return number
+
+
+def check_keys(values: Mapping[str, Any], family: Family) -> None:
+    """Raise for keys that nothing reads, unless they or their values change nothing.
+
+    Values of keys that are read must be of JSON.
+    """
+    known = READ | family.defaults.keys() | {*family.obeys}
+    for key in known & values.keys():
+        if not isinstance(values[key], str | int | float | list | tuple | Mapping | None):
+            problem = f"config: {key} is {type(values[key]).__name__}"
+            raise ConfigError(f"{problem}; it must be a value of JSON, such as a number")
+    harmless = {**WITHOUT_EFFECT, **family.facts}
+    unread = {
+        key: value
+        for key, value in values.items()
+        if not (key in known or key in NEUTRAL or str(key).startswith("_"))
+        if not any(value is one for one in (None, False)) and value not in ([], {})
+        if key not in harmless or harmless[key] not in (value, ...)
+    }
+    refuse_unread(unread, "config")
+
+
+def refuse_unread(unread: Mapping[Any, Any], where: str) -> None:
+    """Raise a ConfigError that names keys which nothing reads, if there are any."""
+    if unread:
+        names = sorted(map(str, unread))
+        listed = ", ".join(f"{key}={str(unread.get(key))[:40]}" for key in names[:SHOWN])
+        listed += f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+        problem = f"{where}: {listed}: not read, and may change what the model computes"
+        raise ConfigError(f"{problem}; remove what does not, other models are not known")
+
+
+def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of a key whose value is an id or a list; negative ids are left out."""
+    value = values.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int or token > MOST for token in listed):
+        raise ConfigError(f"config: {key} is {value!r}; it must be a token id or a list of them")
+    return tuple(token for token in listed if token >= 0)

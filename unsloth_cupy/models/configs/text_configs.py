@@ -1,0 +1,105 @@
+"""The language model's part of a config.json that also describes a model of images or sounds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ConfigError
+from .heads import CAUSAL, LABELS, class_of, head_of
+from .names import IMAGES, TEXT
+
+# Keys of a multimodal config.json that override those of its text_config.
+OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
+# Model types whose text_config alone says what they compute from text, and the type of a
+# text_config that does not name its own.
+OUTER = {
+    "gemma3": "gemma3_text",
+    **dict.fromkeys(("llava", "llava_next", "llava_next_video", "vipllava"), "llama"),
+    **dict.fromkeys(("video_llava", "idefics3", "smolvlm", "voxtral"), "llama"),
+    **dict.fromkeys(("llava_onevision", "internvl", "qwen2_audio", "got_ocr2"), "qwen2"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "qwen2_vl_text"),
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "mistral3": "mistral",
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), "cohere2"),
+    "glm4v": "glm4v_text",
+}
+# Types of text_configs that compute from text alone what another type does.
+SAME = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+    "glm4v_text": "glm4",
+}
+# Of an image, positions have three parts; of text these are equal.
+ONLY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+# What classes of transformers assume of sizes that an older text_config leaves out.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    "llama": dict(zip(SIZES, (32_000, 4096, 11_008, 32, 32, None), strict=True)),
+    "mistral": dict(zip(SIZES, (32_000, 4096, 14_336, 32, 32, 8), strict=True)),
+}
+# What the class for images computes otherwise than the text_config alone says.
+OTHERWISE: Mapping[str, Mapping[str, Any]] = {
+    "aya_vision": {"logit_scale": 1.0},
+    "cohere2_vision": {"logit_scale": 1.0},
+}
+BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
+
+
+def body_of(values: Mapping[str, Any]) -> str:
+    """Return what is before the names of the body's modules: see ``Config.body``."""
+    outer = values.get("model_type")
+    nested = isinstance(outer, str) and outer in OUTER and "text_config" in values
+    return BODIES.get(str(outer), IMAGES) if nested else TEXT
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a config.json, or the config.json of a text model.
+
+    Raises
+    ------
+    ConfigError
+        It is not known that the part alone says what the model computes from text.
+    """
+    outer = values.get("model_type")
+    if not isinstance(outer, str) or (outer not in OUTER and "text_config" not in values):
+        return values
+    if outer not in OUTER:
+        known = ", ".join(sorted(OUTER))
+        cure = f"text parts are known of {known}; save the language model alone, if it is one"
+        raise ConfigError(f"config: model_type is {outer!r} with a text_config; {cure}")
+    inner = values.get("text_config", {k: v for k, v in values.items() if k != "vision_config"})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
+    given = inner.get("model_type")
+    kind = OUTER[outer] if given is None or given == outer else given
+    above = {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
+    assumed: Mapping[str, Any] = ASSUMED.get(kind, {}) if "text_config" in values else {}
+    text = {
+        **assumed,
+        **inner,
+        **above,
+        **OTHERWISE.get(outer, {}),
+        "model_type": SAME.get(kind, kind),
+    }
+    if (head := head_of(values)) != CAUSAL:
+        text["architectures"] = [class_of({**values, "model_type": text["model_type"]}, head)]
+    if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it reads no head_dim
+        heads = text.get("num_attention_heads")
+        text["head_dim"] = (
+            text["hidden_size"] // heads if isinstance(heads, int) and heads else None
+        )
+    if kind in SAME:
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(text.get(key), Mapping):
+                text[key] = _of_text(text[key])
+    return text
+
+
+def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary positions without what only images have."""
+    kept = {key: value for key, value in rope.items() if key not in ONLY_OF_IMAGES}
+    return {key: "default" if value == "mrope" else value for key, value in kept.items()}

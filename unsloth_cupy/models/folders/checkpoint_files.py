@@ -1,0 +1,381 @@
+"""Read and write checkpoint folders: config.json, generation_config.json, safetensors files.
+
+The name, shape and dtype of every tensor are checked before any is used.  Pickles are never
+opened, because they can run code.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from ...core.dtypes import FLOATS, Array
+from ...errors import ConfigError
+from ...files import of_library, path_of, read_json, regular, replacing_files
+from ...machine import format_bytes
+from ...ops.quantized.weight import Quantized
+from ...placement import to_numpy
+from ..configs.config import Config
+from ..configs.heads import OWN, Choice
+from ..configs.names import HEAD, TABLE, parameter_name
+from ..configs.text_configs import text_config
+from ..gguf.finding import find_gguf_tensors
+from ..gguf.opening import MARK, source_of
+from ..gguf.reading import opened_gguf
+from .expert_files import Place, in_file
+from .expert_homes import DTYPES, ExpertHomes
+from .lazy_parameter import LazyParameter, StoredTensor
+from .other_weights import KEYS, Found, Part, part_in, stored_weight
+from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOAT8 = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+ROWS = 4096  # of tensors that are compared, at a time
+LONGEST = 500  # characters of a name; the longest names of known families have a fifth of it
+HEADER = 1 << 23  # bytes of the names, shapes and places of a file's tensors, at most
+
+Layout = dict[str, list[str]]  # file -> names of the parameters in it
+Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # class and parts
+
+
+def read_tensors(
+    folder: Path,
+    homes: Mapping[str, StoredTensor],
+    handles: Mapping[str, Any],
+    dtype: np.dtype[Any] | None,
+    keep: Callable[[str, LazyParameter], Any],
+    holds: Callable[[str], bool],
+) -> tuple[dict[str, Any], Layout]:
+    """Return the parameters that ``find_tensors`` located, and the names that each file holds.
+
+    ``handles`` are all files of the checkpoint, open, by name.
+
+    ``keep`` reads from each parameter what this process keeps, one parameter at a time.
+    Parameters for which ``holds`` is False are not read at all.
+
+    Raises
+    ------
+    ConfigError
+        The stored dtypes differ, and ``dtype`` is None.
+    """
+    if dtype is None:
+        _check_mixture(folder, homes)
+    parameters: dict[str, Any] = {}
+    layout = {file: [name for name in homes if homes[name].file == file] for file in handles}
+    for name in (name for names in layout.values() for name in names if holds(name)):
+        parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
+    layout = {SINGLE if file.endswith(".gguf") else file: n for file, n in layout.items() if n}
+    return {name: parameters[name] for name in homes if name in parameters}, layout
+
+
+def find_tensors(
+    folder: Path, config: Config, choice: Choice = OWN
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return where each parameter of a checkpoint is stored, in the config's order, and all files.
+
+    Parameters of a chosen head may be absent.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or truncated; a tensor is missing or unexpected, does not have the shape
+        that config.json implies, or does not have a float dtype.
+    """
+    if (folder / MARK).is_file():
+        source = source_of(folder)
+        return find_gguf_tensors(source, config, choice), [str(source)]
+    homes: dict[str, StoredTensor] = {}
+    files, shapes = _weight_files(folder), config.shapes()
+    facts = text_config(read_json(folder / "config.json")).get(KEY) or {}
+    method = facts.get("quant_method") if facts.get("quant_method") in KEYS else None
+    quantized = {} if method else _find_quantized(folder, files, shapes)
+    others: Found = {}
+    experts = ExpertHomes(config)
+    for file in files:
+        _find(folder / file, config, homes, quantized, choice, method, others, experts)
+    experts.enter(folder, homes)
+    table = homes.get(TABLE)
+    for name, parts in others.items():
+        if name in homes:
+            problem = f"tensor {name!r} is there, and so is {min(parts)!r} of a quantized one"
+            raise ConfigError(f"{folder}: {problem}; keep one")
+        home = stored_weight(facts, name, (shapes | {HEAD: shapes[TABLE]})[name], parts)
+        homes[name] = home._replace(dtype=FLOATS[2] if table is None else table.dtype)
+    if config.tied and HEAD in homes:
+        _check_tied(folder, homes)
+    if missing := [name for name in shapes if name not in {*homes, *choice.optional}]:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise ConfigError(
+            f"{folder}: tensor {missing[0]!r}{more} missing in {', '.join(files) or INDEX}; copy"
+            " the checkpoint again, or correct config.json"
+        )
+    homes = experts.fill(homes)
+    return {name: homes[name] for name in shapes if name in homes}, files
+
+
+def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
+    """Let a tied model's head be its table where that is missing; raise where both differ."""
+    head, table = homes[HEAD], homes.setdefault(TABLE, homes[HEAD])
+    if head is table or None in (head.dtype, table.dtype) or head.dense or table.dense:
+        return
+    with opened(folder / head.file) as first, opened(folder / table.file) as second:
+        parts = first.get_slice(head.stored), second.get_slice(table.stored)
+        for row in range(0, head.shape[0], ROWS):
+            rows = slice(row, min(row + ROWS, head.shape[0]))
+            if not np.array_equal(*(part[rows] for part in parts)):
+                problem = f"{head.stored!r} is not equal to {table.stored!r}"
+                cure = 'write "tie_word_embeddings": false there'
+                raise ConfigError(f"{folder}: {problem}, though config.json ties them; {cure}")
+
+
+def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:
+    """Return the class of each quantized weight of a checkpoint, and where its tensors are."""
+    weights: Quantizeds = {}
+    for file in files:
+        with opened(folder / file) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
+                part = part_of(parameter_name(stored) or "", shapes)
+                if part is not None:
+                    parts = weights.setdefault(part.parameter, (part.kind, {}))[1]
+                    parts[part.key] = file, stored
+    return weights
+
+
+def _find(
+    path: Path,
+    config: Config,
+    homes: dict[str, StoredTensor],
+    quantized: Quantizeds,
+    choice: Choice,
+    method: Any,
+    others: Found,
+    experts: ExpertHomes,
+) -> None:
+    """Add every tensor of a file to homes; raise at the first that is not part of the model.
+
+    A tied model's head is added too: files may hold only it, or both.  Parts of weights that other
+    programs quantized are added to ``others``.
+    """
+    shapes = config.shapes()
+    shapes |= {HEAD: shapes[TABLE]}
+    with opened(path) as tensors:
+        for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
+            name = parameter_name(stored)
+            if name is None or name in choice.unread or re.match(config.left_out or "$", name):
+                continue
+            if method is None and part_of(name, shapes) is not None:
+                continue
+            if name not in shapes and (
+                name in choice.optional
+                or (method == "gptq" and _is_no_bias(tensors, stored, name, shapes))
+            ):
+                continue
+            part = tensors.get_slice(stored)
+            shape, code = tuple(part.get_shape()), part.get_dtype()
+            if experts.takes(path, stored, name, shape, code):
+                continue
+            if (other := part_in(method, name, code, shapes)) is not None:
+                others.setdefault(other[0], {})[other[1]] = Part(path.name, stored, shape, code)
+                continue
+            problem = None
+            if name not in shapes:
+                problem = f"is not part of the {config.model_type} that config.json describes"
+            elif name in homes:
+                problem = f"is also in {homes[name].file}; keep one"
+            elif name in quantized:
+                location = path.name, stored, shapes[name], None, *quantized[name]
+                homes[name] = StoredTensor(*location, config.inverse_scales)
+                continue
+            elif shape != shapes[name]:
+                problem = f"has shape {shape}; config.json asks for {shapes[name]}"
+            elif code not in DTYPES:
+                problem = f"is {code}; it must be {', '.join(DTYPES)}"
+            if problem:
+                raise ConfigError(f"{path}: tensor {stored!r} {problem}")
+            wide = name.endswith(experts.wide)
+            homes[name] = StoredTensor(path.name, stored, shape, DTYPES[code], wide=wide)
+
+
+def _is_no_bias(tensors: Any, stored: str, name: str, shapes: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is the bias of zeros that AutoGPTQ gave to layers without one."""
+    layer = name.removesuffix("bias")
+    return layer != name and f"{layer}weight" in shapes and not tensors.get_tensor(stored).any()
+
+
+def write_folder(
+    path: str | PathLike[str],
+    texts: Mapping[str, Mapping[str, Any]],
+    parameters: Mapping[str, Array],
+    layout: Layout,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    experts: Mapping[str, Mapping[str, Place]] = MappingProxyType({}),
+) -> None:
+    """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
+
+    ``texts`` are the JSON files by name; the first is the config.  A folder that exists keeps its
+    other files, such as a tokenizer.  ``experts`` are the tensors that parameters of a mixture are
+    written as.
+
+    Raises
+    ------
+    ConfigError
+        The folder holds weights in other files, which would mix with these in one checkpoint.
+    """
+    folder = path_of("save", path)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"save: {folder} is a file; pass a folder")
+    inverse = inverse_scales(next(iter(texts.values())))
+
+    def tensors_in_file(name: str) -> dict[str, Any]:
+        value, own = parameters[name], experts.get(name)
+        return tensors_of(name, value, inverse) if own is None else in_file(value, own)
+
+    if len(layout) > 1:
+        pairs = ((name, file) for file, names in layout.items() for name in names)
+        weights = {
+            part: file
+            for name, file in pairs
+            for part in experts.get(name) or tensors_of(name, parameters[name], inverse)
+        }
+        size = sum(array.nbytes for array in parameters.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weights}
+        texts = {**texts, INDEX: index}
+    with replacing_files(folder, next(iter(texts)), "save") as temporary:
+        other_files = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
+        if other_files:
+            listed = ", ".join(sorted(other_files))
+            raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
+        for file, names in layout.items():
+            parts = [tensors_in_file(name) for name in names]
+            named = {name: array for part in parts for name, array in part.items()}
+            tensors = {name: np.asarray(to_numpy(a), order="C") for name, a in named.items()}
+            write_tensors(temporary / file, tensors, metadata)
+        for file, values in texts.items():
+            (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(
+    path: Path, tensors: dict[str, Array], metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write a safetensors file; raise a ConfigError if that fails, as on a full disk."""
+    try:
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", **metadata})
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path} cannot be written: {error}; make room on its disk") from None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files of a checkpoint.
+
+    As in transformers, a single file goes before an index, which may be of an earlier save.
+    """
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    if (folder / INDEX).exists():
+        weights = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
+            raise ConfigError(f"{folder / INDEX}: weight_map must map tensors to file names")
+        files = sorted(set(weights.values()))
+        for file in files:
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                problem = "is not the name of a safetensors file in this folder"
+                raise ConfigError(f"{folder / INDEX}: {file!r} {problem}")
+        return files
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    files = [file for file in files if not file.startswith("adapter_")]
+    if files:
+        return files
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ConfigError(
+            f"{folder} holds only {', '.join(pickles)}; pickled weights can run code and are never"
+            " read: store them as safetensors (in transformers: model.save_pretrained(folder))"
+        )
+    raise ConfigError(f"{folder} holds no *.safetensors file; pass the folder of a checkpoint")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors or GGUF file; raise a ConfigError that names a missing or broken one."""
+    if path.suffix == ".gguf":
+        yield opened_gguf(path)
+        return
+    try:
+        _check_header(regular(path))
+        stream = safetensors.safe_open(path, framework="np")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; download or copy it again") from None
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not of_library(error):
+            raise
+        raise ConfigError(f"{path} is truncated or broken ({error}); copy it again") from None
+    with stream as tensors:
+        _check_names(path, tensors)
+        yield Tensors(path, tensors)
+
+
+class Tensors:
+    """An open safetensors file, which also reads numbers in 8 bits that safetensors does not."""
+
+    def __init__(self, path: Path, stream: Any) -> None:
+        self._path, self._stream = path, stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def get_tensor(self, name: str) -> Array:
+        """Return a whole tensor."""
+        dtype = FLOAT8.get(self._stream.get_slice(name).get_dtype())
+        if dtype is None:
+            whole: Array = self._stream.get_tensor(name)
+            return whole
+        with self._path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            facts = json.loads(file.read(size))[name]
+            first, last = facts["data_offsets"]
+            file.seek(8 + size + first)
+            return np.frombuffer(file.read(last - first), dtype).reshape(facts["shape"])
+
+
+def _check_header(path: Path) -> None:
+    """Raise a ConfigError for a file with more names and shapes than any model has."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if HEADER < size <= path.stat().st_size:
+        problem = f"{format_bytes(size)} of names and shapes is more than any model has"
+        raise ConfigError(f"{path}: {problem}; copy the file again")
+
+
+def _check_names(path: Path, tensors: Any) -> None:
+    """Raise a ConfigError for the name of a tensor that is longer than any module's."""
+    for name in tensors.keys():  # noqa: SIM118 -- it is not a dict
+        if len(name) > LONGEST:
+            problem = f"the name of a tensor has {len(name):,} characters: {name[:40]!r}..."
+            raise ConfigError(f"{path}: {problem}; copy the file again")
+
+
+def _check_mixture(folder: Path, homes: Mapping[str, StoredTensor]) -> None:
+    """Raise unless all tensors have one dtype; only norms may be float32 among 16-bit tensors."""
+    main = homes[TABLE].dtype
+    for name, home in homes.items():
+        if home.dtype is None:
+            continue
+        narrow = not (home.wide or name.endswith("norm.weight"))
+        if home.dtype != main and (narrow or home.dtype != FLOATS[2]):
+            raise ConfigError(
+                f"{folder / home.file}: tensor {home.stored!r} is {home.dtype} among {main};"
+                " choose one for all, as in load(folder, dtype='float32')"
+            )

@@ -1,0 +1,190 @@
+"""Where the experts of a mixture are in files, and the tensors that they are written as.
+
+model.layers.0.mlp.experts.gate_up_proj                  (experts, 2 inner, hidden) in memory
+model.layers.0.mlp.experts.7.up_proj.weight              (inner, hidden), one for each expert
+model.layers.0.mlp.experts.gate_up_proj                  (experts, hidden, 2 inner) in gpt-oss,
+                                                         columns of gate and up in turns
+model.layers.0.mlp.experts.gate_up_proj_blocks, _scales  its rows, (2 inner, hidden), in MXFP4
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...ops.quantized.mxfp4 import BLOCK, Mxfp4
+from ...ops.quantized.nf4 import Nf4
+from ...ops.quantized.weight import Quantized
+from ..configs.config import CORRECTION, STACKS, Config, Experts
+from ..configs.names import is_stack
+
+PACKED = ("_blocks", "_scales")
+
+
+class Place(NamedTuple):
+    """A tensor of a file: the parameter that it is, or that it is a part of.
+
+    ``part`` counts gate and up of the first expert, then those of the next.  The rows of a stack
+    ``in_turns`` are of gate and up; a ``turned`` one is (experts, in, out).
+    """
+
+    parameter: str
+    shape: tuple[int, ...]  # in the file
+    part: int = 0
+    parts: int = 1
+    in_turns: bool = False
+    turned: bool = False
+    packed: bool = False
+    row: bool = False  # of a matrix
+
+    def of(self, array: Array) -> Array:
+        """Return the tensor, from the whole parameter."""
+        if self.parts > 1:
+            whole: Array = array.reshape(self.parts, *self.shape)
+            return whole[self.part]
+        if self.in_turns:
+            halves = array.reshape(len(array), 2, -1, *array.shape[2:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        if self.row:
+            return array[None]
+        return array.swapaxes(1, 2) if self.turned else array
+
+    def experts(self, packed: Array) -> Array:
+        """Return the bytes of all experts, from those in a file."""
+        if not self.in_turns:
+            return packed
+        return np.concatenate([packed[:, ::2], packed[:, 1::2]], axis=1)
+
+    def expert(self, one: Array) -> Array:
+        """Return the rows of an expert, from those in a file."""
+        one = one.T if self.turned else one
+        return np.concatenate([one[::2], one[1::2]]) if self.in_turns else one
+
+
+class Stack(NamedTuple):
+    """The tensors of a parameter in files: where each is, in the order of their parts."""
+
+    place: Place
+    homes: tuple[tuple[str, str], ...]  # file and name
+
+    def read(
+        self, files: Mapping[str, Any], shape: tuple[int, ...], dtype: Any, some: Any
+    ) -> Array:
+        """Return the experts of a slice, or with an ellipsis the whole parameter, in a dtype.
+
+        Those in MXFP4 are read whole, by ``packed``.
+        """
+        if self.place.row:
+            ((file, name),) = self.homes
+            row: Array = files[file].get_tensor(name)[0].astype(dtype)
+            return row[some]
+        experts = range(shape[0])[some if isinstance(some, slice) else slice(None)]
+        out: Array = np.empty((len(experts), *shape[1:]), dtype)
+        place, parts = self.place, self.place.parts // shape[0]
+        for rows, expert in zip(out, experts, strict=True):
+            if place.parts > 1:
+                own = self.homes[expert * parts : (expert + 1) * parts]
+                for target, (file, name) in zip(
+                    rows.reshape(parts, *place.shape), own, strict=True
+                ):
+                    target[...] = files[file].get_tensor(name)
+                continue
+            ((file, name),) = self.homes
+            rows[...] = place.expert(files[file].get_slice(name)[expert])
+        return out
+
+    def packed(self, name: str, files: Mapping[str, Any], dtype: Any) -> Mxfp4:
+        """Return the stack as it is in MXFP4, whose matrices have a dtype; errors name it."""
+        read = [files[file].get_tensor(stored) for file, stored in self.homes]
+        state = {key: self.place.experts(each) for key, each in zip(PACKED, read, strict=True)}
+        try:
+            return Mxfp4.from_state(state, dtype)
+        except ConfigError as error:
+            raise ConfigError(f"tensor {name!r}: {error}") from None
+
+
+def places(config: Config) -> dict[str, Place]:
+    """Return the tensors that a file may hold in place of parameters, by their names there."""
+    found: dict[str, Place] = {}
+    experts = config.experts
+    for layer in range(config.layers) if experts is not None else ():
+        if experts is not None and experts.sparse[layer]:
+            prefix = f"model.layers.{layer}."
+            found |= {prefix + name: place for name, place in _of_layer(config, experts, prefix)}
+    return found
+
+
+def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of a layer, by their names in it."""
+    shapes = experts.stacks(config.hidden)
+    for own, shape in shapes.items():
+        first = own.removesuffix("_bias").endswith(STACKS[0])
+        if experts.transposed and len(shape) == 3:
+            turned = shape[0], shape[2], shape[1]
+            yield own, Place(prefix + own, turned, in_turns=first, turned=True)
+            scales = *shape[:2], shape[2] // BLOCK
+            for key, size in zip(PACKED, ((*scales, BLOCK // 2), scales), strict=True):
+                yield own + key, Place(prefix + own, size, in_turns=first, packed=True)
+        elif experts.transposed and first:
+            yield own, Place(prefix + own, shape, in_turns=True)
+    for own, names in experts.files.items():
+        if "{}" not in names[0]:
+            row = experts.correction_row and own.endswith(CORRECTION)
+            whole = (1, experts.count) if row else shapes.get(own, ())
+            yield names[0], Place(prefix + own, whole, row=row)
+            continue
+        count, rows, columns = shapes[own]
+        of_part = rows // len(names), columns
+        for expert in range(count):
+            for number, name in enumerate(names):
+                at = expert * len(names) + number
+                yield name.format(expert), Place(prefix + own, of_part, at, count * len(names))
+
+
+def file_tensors(
+    config: Config, own: Collection[str] = (), packed: Collection[str] = ()
+) -> dict[str, dict[str, Place]]:
+    """Return the tensors that parameters are written as, by parameter and by their names.
+
+    Parameters in ``own`` are written under their own names, as others are that are not here; those
+    in ``packed`` are in MXFP4.
+    """
+    tensors: dict[str, dict[str, Place]] = {}
+    for name, place in places(config).items():
+        if place.packed == (place.parameter in packed) and place.parameter not in own:
+            tensors.setdefault(place.parameter, {})[name] = place
+    return tensors
+
+
+def saved_tensors(
+    config: Config, parameters: Mapping[str, Any], own: Collection[str]
+) -> dict[str, dict[str, Place]]:
+    """Return ``file_tensors`` for parameters that may be quantized.
+
+    Raises
+    ------
+    ConfigError
+        Files of this family have no form of such a stack.
+    """
+    stacks = {n: value for n, value in parameters.items() if is_stack(n)}
+    packed = {n for n, value in stacks.items() if isinstance(value, Mxfp4)}
+    coded = {n for n, value in stacks.items() if isinstance(value, Quantized)} - packed
+    turned = config.experts is not None and config.experts.transposed
+    known = packed if turned else {n for n in coded if isinstance(stacks[n], Nf4)}
+    if lost := sorted((packed | coded) - known):
+        kind = stacks[lost[0]].KIND
+        problem = f"files of a {config.model_type} have no experts in {kind}, as {lost[0]} is"
+        cure = "save_adapter(folder) writes what was learned, merge(folder, out) the dense sums"
+        raise ConfigError(f"save: {problem}; {cure}")
+    return file_tensors(config, {*own, *coded}, packed)
+
+
+def in_file(value: Any, tensors: Mapping[str, Place]) -> dict[str, Array]:
+    """Return the arrays of the tensors that a parameter is written as."""
+    if not isinstance(value, Mxfp4):
+        return {name: place.of(value) for name, place in tensors.items()}
+    state = value.state()
+    ends = {name: next(end for end in PACKED if name.endswith(end)) for name in tensors}
+    return {name: place.of(state[f"weight{ends[name]}"]) for name, place in tensors.items()}

@@ -1,0 +1,90 @@
+"""Find the experts of a mixture in the files of a checkpoint, whatever form they have there."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ...core.dtypes import BFLOAT16
+from ...errors import ConfigError
+from ...ops.quantized.mxfp4 import Mxfp4
+from ..configs.config import Config
+from ..configs.names import TABLE
+from .expert_files import Stack, places
+from .lazy_parameter import StoredTensor
+
+DTYPES = {
+    "F16": np.dtype("float16"),
+    "BF16": BFLOAT16,
+    "F32": np.dtype("float32"),
+    "F64": np.dtype("float64"),
+}
+CODES = "U8"
+
+
+def plain_names(homes: Mapping[str, StoredTensor]) -> set[str]:
+    """Return the parameters that files have as they are, under their own names."""
+    return {n for n, home in homes.items() if home.stack is None and home.stored == n}
+
+
+class ExpertHomes:
+    """Collects the tensors of files that are parts, or other forms, of a mixture's parameters."""
+
+    def __init__(self, config: Config) -> None:
+        self.known, self.shapes = places(config), config.shapes()
+        self.wide = () if config.experts is None else config.experts.wide_names
+        self.forms: dict[tuple[str, bool], list[str]] = {}  # parameter, whether packed: its tensors
+        for name, place in self.known.items():
+            self.forms.setdefault((place.parameter, place.packed), []).append(name)
+        self.found: dict[tuple[str, bool], dict[str, tuple[str, str, str]]] = {}
+
+    def takes(self, path: Path, stored: str, name: str, shape: tuple[int, ...], code: str) -> bool:
+        """Return whether a tensor is one of these; raise for a wrong one."""
+        place = self.known.get(name)
+        if place is None:
+            return False
+        found = self.found.setdefault((place.parameter, place.packed), {})
+        expected = place.shape or self.shapes[place.parameter]
+        problem = None
+        if name in found:
+            problem = f"is also in {found[name][0]}; keep one"
+        elif shape != expected:
+            problem = f"has shape {shape}; config.json asks for {expected}"
+        elif (code != CODES) if place.packed else (code not in DTYPES):
+            problem = f"is {code}; it must be {CODES if place.packed else ', '.join(DTYPES)}"
+        if problem:
+            raise ConfigError(f"{path}: tensor {stored!r} {problem}")
+        found[name] = path.name, stored, code
+        return True
+
+    def enter(self, folder: Path, homes: dict[str, StoredTensor]) -> None:
+        """Add the parameters to homes; raise where a part is missing, or another form is there."""
+        for (parameter, packed), found in self.found.items():
+            names = self.forms[parameter, packed]
+            if missing := [name for name in names if name not in found]:
+                more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+                problem = f"tensor {missing[0]!r}{more} missing"
+                raise ConfigError(f"{folder}: {problem}; copy the checkpoint again")
+            own = [found[name] for name in names]
+            if parameter in homes:
+                problem = f"tensors {own[0][1]!r} and {homes[parameter].stored!r} are of the same"
+                raise ConfigError(f"{folder}: {problem} parameter; keep one")
+            if len({code for _, _, code in own}) > 1:
+                problem = f"tensors of {parameter} have several dtypes"
+                raise ConfigError(f"{folder}: {problem}; store it in one")
+            file, stored, code = own[0]
+            place, shape = self.known[names[0]], self.shapes[parameter]
+            plain = not (place.parts > 1 or place.in_turns or place.turned or place.row or packed)
+            stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own))
+            wide = parameter.endswith(self.wide)
+            kind = Mxfp4 if packed else None
+            homes[parameter] = StoredTensor(
+                file, stored, shape, DTYPES.get(code), kind, stack=stack, wide=wide
+            )
+
+    def fill(self, homes: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return homes in which packed stacks have the dtype of the embedding table."""
+        return {
+            name: home._replace(dtype=homes[TABLE].dtype) if home.kind is Mxfp4 else home
+            for name, home in homes.items()
+        }

@@ -1,0 +1,160 @@
+"""Parameters in open files, which are read only as far as requested."""
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...machine import format_bytes
+from ...ops.quantized.ternary import Ternary
+from ...ops.quantized.weight import Quantized
+from .expert_files import Stack
+from .quantized_slices import narrow
+from .quantized_weights import assembled
+
+
+class StoredTensor(NamedTuple):
+    """Where a parameter is stored: the file, its name and dtype there; and its whole shape.
+
+    ``dense`` computes the parameter of the tensors, in another ``format``, that stand for it.
+    """
+
+    file: str
+    stored: str
+    shape: tuple[int, ...]  # the shape that config.json implies
+    dtype: np.dtype[Any] | None  # None: the codes of a quantized weight
+    kind: type[Quantized] | None = None  # class of a quantized weight
+    parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
+    inverse: bool = False  # the weight is codes / scale
+    stack: Stack | None = None  # of experts, in tensors of another form
+    wide: bool = False  # it is not read in a narrower dtype
+    dense: Callable[[Mapping[str, Array]], Array] | None = None
+    format: str = ""  # the name of that format
+    bytes: int = 0  # of its tensors
+
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that hold it."""
+        homes = () if self.stack is None else self.stack.homes
+        return {self.file, *(file for file, _ in (*self.parts.values(), *homes))}
+
+
+def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
+    """Return the formats of a checkpoint that became dense, as a line; None: it has none."""
+    sizes, counts = Counter[str](), Counter(home.format for home in homes.values())
+    for home in homes.values():
+        sizes[home.format] += home.bytes
+    counts.pop("", None)
+    whole = max(1, sizes.total())
+    parts = (f"{n} {each} ({sizes[each] / whole:.1%})" for each, n in counts.most_common())
+    kinds = {home.dtype.name for home in homes.values() if home.format and home.dtype}
+    size = f"{format_bytes(sizes.total())}, read as {' and '.join(sorted(kinds))}"
+    return f"tensors: {', '.join(parts)}; {size}" if counts else None
+
+
+class LazyParameter:
+    """A parameter in open files that is not read yet; dtype is that of results, None: as stored."""
+
+    def __init__(
+        self,
+        name: str,
+        home: StoredTensor,
+        files: Mapping[str, Any],
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        self.name, self.home, self.files, self.dtype = name, home, files, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        if self.home.stack is not None or self.home.dense is not None:
+            return self.home.shape
+        return tuple(self.files[self.home.file].get_slice(self.home.stored).get_shape())
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part, and read no more than it; with an ellipsis, the whole."""
+        if key is ...:
+            return self.whole()
+        if self.home.stack is not None:
+            first, *rest = key if isinstance(key, tuple) else (key,)
+            return self._stacked(self.home.stack, first)[(slice(None), *rest)]
+        if self.home.dense is not None:
+            return owned(self.whole()[key])
+        return self._cast(self.files[self.home.file].get_slice(self.home.stored)[key])
+
+    def whole(self) -> Any:
+        """Return the whole parameter, an array or a quantized weight."""
+        home = self.home
+        if home.stack is not None and home.kind is not None:
+            return home.stack.packed(self.name, self.files, self._dtype)
+        if home.stack is not None:
+            return self._stacked(home.stack, ...)
+        if home.dense is not None:
+            return self._cast(home.dense({key: each[...] for key, each in self.tensors().items()}))
+        if home.kind is None:
+            return self._cast(self.files[home.file].get_tensor(home.stored))
+        return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)
+
+    def some(self, axis: int, places: Sequence[slice]) -> tuple[Quantized, Sequence[slice]]:
+        """Return a quantized weight with at least these rows or columns, and where they are."""
+        home, kind = self.home, cast(type[Quantized], self.home.kind)
+        part = narrow(kind, self.tensors(), home.shape, axis, places)
+        if part is None:
+            return self.whole(), places
+        shape = [*home.shape]
+        shape[axis] = sum(kept.stop - kept.start for kept in part.kept)
+        return self._assembled(part.state, shape), part.places(places)
+
+    def rows(self, rows: slice) -> Quantized:
+        """Return rows of a quantized weight."""
+        weight, places = self.some(0, [rows])
+        return weight.cut(0, places)
+
+    def step(self) -> int | None:
+        """Return the smallest number of rows that can be read alone; None if rows cannot."""
+        kind, shape = cast(type[Quantized], self.home.kind), self.home.shape
+        if kind is Ternary or len(shape) > 2:
+            return None
+        part = narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
+        return None if part is None else part.kept[0].stop
+
+    def tensors(self) -> dict[str, "LazyParameter"]:
+        """Return the tensors of a quantized weight, by their names after the layer's name."""
+        home = self.home
+        places = {**home.parts, "weight": (home.file, home.stored)}
+        homes = {key: StoredTensor(*place, (), None) for key, place in places.items()}
+        return {key: LazyParameter(self.name, each, self.files) for key, each in homes.items()}
+
+    def _assembled(self, state: Mapping[str, Array], shape: Sequence[int]) -> Quantized:
+        """Return the quantized weight of these arrays."""
+        kind: Any = self.home.kind
+        return assembled(self.name, kind, state, shape, self.dtype, self.home.inverse)
+
+    @property
+    def _dtype(self) -> np.dtype[Any] | None:
+        """The dtype of results."""
+        stored = self.home.dtype
+        if self.home.wide and stored is not None and self.dtype is not None:
+            return np.promote_types(self.dtype, stored)
+        return self.dtype or stored
+
+    def _stacked(self, stack: Stack, some: Any) -> Array:
+        """Return the experts of a slice, or all."""
+        return stack.read(self.files, self.home.shape, self._dtype, some)
+
+    def _cast(self, read: Array) -> Array:
+        """Return an array that was read, in the dtype of results, writeable."""
+        dtype = self._dtype
+        return owned(read if dtype is None else read.astype(dtype, copy=False))
+
+
+def owned(array: Array) -> Array:
+    """Return a writeable array that was read from a file: a copy of one that is not.
+
+    Also a copy of one in other memory than NumPy's where a ``memory_pool`` counts that.
+    """
+    counted = array.base is None or not tracemalloc.is_tracing()
+    return array if counted and array.flags.writeable else array.copy()

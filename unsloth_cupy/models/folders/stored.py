@@ -1,0 +1,106 @@
+"""A model in a folder whose parameters are read one by one: for writers of other folders and files.
+
+model = stored_model("merge", "runs/chat/model")
+weight = model.read("lm_head.weight")             of a base, as it is stored
+weight = model.merged("lm_head.weight")           with the adapter, if the folder holds one
+"""
+
+import contextlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32
+from ...errors import ConfigError
+from ...files import files_state, missing_folder_advice, of_one_save, path_of
+from ..adapters.adapter import Adapter
+from ..adapters.adapter_base import base_of
+from ..adapters.adapter_folder import read_adapter
+from ..adapters.outer_folder import base_for, implied_head
+from ..configs.config import Config
+from ..configs.config_files import read_config, with_generation
+from ..configs.names import ADAPTED, TABLE
+from ..gguf.opening import folder_of
+from .checkpoint_files import find_tensors, opened
+from .lazy_parameter import LazyParameter, StoredTensor
+
+
+class StoredModel(NamedTuple):
+    """Where a model is, what is known without its weights, and where each parameter is stored."""
+
+    call: str
+    path: Path  # as it was named: an adapter's folder, or the model's
+    folder: Path  # of config.json and the weights
+    config: Config
+    texts: Mapping[str, Mapping[str, Any]]
+    homes: Mapping[str, StoredTensor]
+    adapter: Adapter | None
+    state: Mapping[str, Any]
+
+    @property
+    def words(self) -> Path:
+        """The folder of the tokenizer: an adapter's own, or that of its base."""
+        return self.path if (self.path / "tokenizer.json").is_file() else self.folder
+
+    def read(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
+        """Return a parameter, an array or a quantized weight; None: in the dtype of the file."""
+        place = self.homes[name]
+        files = place.files
+        with contextlib.ExitStack() as stack:
+            handles = {file: stack.enter_context(opened(self.folder / file)) for file in files}
+            if files_state(self.folder) != self.state:
+                problem = f"{self.call}: {self.folder} was saved meanwhile"
+                raise ConfigError(f"{problem}; call it again")
+            return LazyParameter(name, place, handles, dtype).whole()
+
+    def merged(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
+        """Return a parameter with its adapter merged, if it has one, in float32 at least."""
+        own = None if self.adapter is None else self.adapter.parameters.get(ADAPTED + name)
+        if own is not None:  # it takes the place of the base's, which may lack it
+            return own.astype(dtype or FLOAT32)
+        weight = self.read(name, dtype)
+        return weight if self.adapter is None else self.adapter.merge(name, weight, exact=True)
+
+
+def stored_model(
+    call: str,
+    folder: str | PathLike[str],
+    base: str | PathLike[str] | None = None,
+    dtype: "np.dtype[Any] | None" = None,
+) -> StoredModel:
+    """Return the model in a folder, or an adapter's with its base; every file is checked.
+
+    ``dtype`` is that of the weights which the adapter will be merged into; None: as stored.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or broken, or contradicts config.json; the message begins with ``call``.
+    """
+    path = folder_of(path_of(call, folder))
+    if not path.is_dir():
+        cure = missing_folder_advice(
+            path, "pass one that holds config.json, or the folder of an adapter"
+        )
+        raise ConfigError(f"{call}: {path} is not a folder; {cure}")
+    home = base_of(path, base)
+    whole = home or path
+
+    def found() -> tuple[Any, ...]:
+        head, labels = (None, None) if home is None else implied_head(path, whole, None)
+        config, texts, choice = read_config(whole, head, labels)
+        homes, files = find_tensors(whole, config, choice)
+        config = config if home is None else base_for(path, config, texts, homes)
+        for name, shape in config.shapes().items():  # an adapter's head
+            homes.setdefault(name, StoredTensor(files[-1], name, shape, homes[TABLE].dtype))
+        return config, texts, homes, files_state(whole)
+
+    config, texts, homes, state = of_one_save(whole, "config.json", found)
+    if home is None:
+        return StoredModel(call, path, whole, config, texts, homes, None, state)
+    model = StoredModel(call, path, whole, config, texts, homes, None, state)
+    adapter = read_adapter(path, config, dtype or homes[TABLE].dtype or FLOAT32, weights=model.read)
+    return model._replace(adapter=adapter, config=with_generation(path, config, texts))

@@ -1,0 +1,1 @@
+"""Tokens from a model: decoding steps, sampling, streams and rollouts."""

@@ -1,0 +1,56 @@
+"""Parts of the choice of the next token: penalties, probabilities, draws of all rows at once."""
+
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+
+
+def wide(logits: Array) -> Array:
+    """Return logits in float64, a new array."""
+    if logits.dtype.itemsize < FLOAT32.itemsize:
+        logits = logits.astype(FLOAT32)
+    return logits.astype(np.float64)
+
+
+def penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
+    """Make the tokens of each row less likely, in place; padding does not count."""
+    for row, tokens, mask in zip(logits, past, real, strict=True):
+        used = np.unique(tokens[mask])
+        row[used] = np.where(row[used] < 0, row[used] * penalty, row[used] / penalty)
+
+
+def log_probs_of(z: Array, tokens: Array) -> Array:
+    """Return the logarithms of the probabilities of a token of each row."""
+    z = z - z.max(axis=-1, keepdims=True)
+    of_tokens = np.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
+    return of_tokens - np.log(np.exp(z).sum(axis=-1))
+
+
+def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
+    """Return what ``_draw`` of generate.py returns of each row, for uniform (batch, 1)."""
+    order = None
+    if options.top_k is not None or options.top_p is not None:
+        order = np.argsort(-logits, axis=-1, kind="stable")[:, : options.top_k]
+        logits = np.take_along_axis(logits, order, axis=-1)
+    weights = np.exp((logits - logits.max(axis=-1, keepdims=True)) / options.temperature)
+    if options.top_p is not None:
+        cumulative = weights.cumsum(axis=-1)
+        enough = cumulative >= options.top_p * cumulative[:, -1:]
+        weights[:, 1:] *= ~enough[:, :-1]  # the first that reaches the share is the last
+    if options.min_p is not None:
+        weights *= weights >= options.min_p
+    cumulative = weights.cumsum(axis=-1)
+    whole = cumulative[:, -1:]
+    index = (cumulative <= uniform * whole).sum(axis=-1, keepdims=True)
+    index = np.minimum(index, (cumulative < whole).sum(axis=-1, keepdims=True))
+    return (index if order is None else np.take_along_axis(order, index, axis=-1))[:, 0]
+
+
+def likeliest(logits: Array, count: int) -> Array:
+    """Return the most likely tokens in order, of equal ones the lowest first."""
+    tokens = np.arange(logits.size)
+    if count < logits.size:  # a vocabulary takes much longer to sort than to divide
+        tokens = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    return tokens[np.argsort(-logits[tokens], kind="stable")][:count]

@@ -1,0 +1,218 @@
+"""Next-token logits for generation: a cache makes each token go through the model only once.
+
+next_logits = CachedLogits(model, like, batch, most)
+logits = next_logits(tokens, real)              after the prompts, padded on the left
+logits = next_logits(tokens, real)              after the prompts and one more token, and so on
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...inference.kv_cache import KVCache
+from ...inference.paged_kv_cache import PagedKVCache
+from ...inference.paged_rows import PagedRows
+from ...placement import on_gpu_of_attribute, to_device_of
+from ..configs.config import Config
+from ..network import Network
+from ..ranks.pipeline_stages import Stages
+from ..ranks.stages import pipeline_logits
+from .step import Arriving, Step
+
+
+@on_gpu_of_attribute("model.table")
+class CachedLogits:
+    """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens.
+
+    The rows of a batch are ``samples`` copies of each prompt, which goes through the model once.
+    """
+
+    def __init__(
+        self,
+        model: Network,
+        like: Array,
+        batch: int,
+        most: int,
+        dtype: Any = None,
+        greedy: bool = False,
+        samples: int = 1,
+    ) -> None:
+        self.model, self.like, self.most, self.greedy = model, like, most, greedy
+        config, stages = model.config, stages_of(model)
+        in_rank = [
+            config.attends(layer) and (stages is None or stages.holds(layer))
+            for layer in range(config.layers)
+        ]
+        self.new_cache = partial(
+            KVCache,
+            dtype=model.dtype if dtype is None else dtype,
+            like=model.table,
+            window=[config.window_of(i) if here else 1 for i, here in enumerate(in_rank)],
+        )
+        self.samples, self.sizes = samples, (most, config.kv_heads, config.dim)
+        self.cache = self.new_cache(config.layers, batch, *self.sizes)
+        self.switch = _switch(config)
+        self.step: Step | None = None
+        self.arriving: Arriving | None = None  # the tokens of a step that has begun
+
+    def __call__(self, tokens: Array, real: Array) -> Array:
+        """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
+
+        ``real`` has the shape of tokens, and is False at padding.
+        """
+        if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
+            self.cache.reset()  # every rotary angle changes: the cached keys are invalid
+        new = tokens[:, -1:] if self.cache.length else tokens
+        if (step := self._step(real)) is not None:
+            return step(new)
+        mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
+        tokens = on_device_of(new, self.like)
+        if self.cache.length or self.samples == 1:
+            return last_logits(self.model, tokens, mask=mask, cache=self.cache)
+        return self._once(tokens, mask)
+
+    def _once(self, tokens: Array, mask: Array | None) -> Array:
+        """Return the logits after the prompts, each of which ``samples`` rows repeat."""
+        mask = None if mask is None else mask[:: self.samples]
+        count = len(tokens) // self.samples
+        own = self.new_cache(self.model.config.layers, count, *self.sizes)
+        logits = last_logits(self.model, tokens[:: self.samples], mask=mask, cache=own)
+        self.cache.repeat(own, self.samples)
+        return np.repeat(logits, self.samples, axis=0)
+
+    def most_likely(self, tokens: Array, real: Array, last: bool) -> Array | None:
+        """Return the most likely next tokens, (batch,) on the host; -1 for logits with a NaN.
+
+        None where only the logits say it.  Unless these tokens are the last, the GPU begins the
+        step after them before the host has them.
+        """
+        step = self._step(real) if self.greedy else None
+        if step is None:
+            return None
+        if self.arriving is None:
+            step(tokens[:, -1:])
+            self.arriving = step.arriving()
+        now, self.arriving = self.arriving, None
+        if not last:
+            step(None)
+            self.arriving = step.arriving()
+        return now.wait()
+
+    def _step(self, real: Array) -> Step | None:
+        """Return the step on the device, which follows the prompts; None without one."""
+        if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
+            self.step = Step(self.model, self.cache, real[:, :-1], self.most, self.greedy)
+        return self.step
+
+
+@on_gpu_of_attribute("model.table")
+class PagedLogits:
+    """Computes next-token logits with a PagedKVCache.
+
+    Its sequences hold no padding, so padded prompts go through the model one by one.
+    """
+
+    def __init__(
+        self, model: Network, like: Array, cache: PagedKVCache, sequences: Sequence[int]
+    ) -> None:
+        self.model, self.like, self.cache, self.sequences = model, like, cache, sequences
+        self.begun = False
+
+    def __call__(self, tokens: Array, real: Array) -> Array:
+        """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
+
+        ``real`` has the shape of tokens, and is False at padding.
+        """
+        if self.begun or real.all():
+            new, self.begun = tokens[:, -1:] if self.begun else tokens, True
+            return self._last(new, self.sequences)
+        self.begun = True
+        rows = zip(tokens, real, self.sequences, strict=True)
+        logits_by_row = [
+            self._last(row[is_real][None], [sequence]) for row, is_real, sequence in rows
+        ]
+        logits: Array = np.concatenate(logits_by_row)
+        return logits
+
+    def _last(self, tokens: Array, sequences: Sequence[int]) -> Array:
+        """Return the logits after the last of these tokens, which are on the host."""
+        new = on_device_of(tokens, self.like)
+        return last_logits(self.model, new, cache=self.cache, sequences=sequences)
+
+
+def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
+    """Return the logits after the last token of each row: (batch, vocab)."""
+    stages = stages_of(model)
+    if stages is not None:
+        return pipeline_logits(model, stages, tokens, **options)
+    parameters = model.entered(model.parameters)
+    x = model.hidden(parameters, tokens, **options)
+    logits: Array = model.next_logits(parameters, x[:, -1:])[:, 0]
+    return logits
+
+
+def stages_of(model: Network) -> Stages | None:
+    """Return which blocks this rank holds; None without pipeline parallelism."""
+    return None if model.division is None else model.division.stages
+
+
+def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
+    """Raise unless generation can continue in the paged cache, if there is one."""
+    if not isinstance(cache, PagedKVCache | None):
+        cure = "pass a PagedKVCache; without one, generate creates a KVCache"
+        raise ConfigError(f"generate: cache is a {type(cache).__name__}; {cure}")
+    if cache is None:
+        if sequences is not None:
+            cure = f"sequences={sequences!r} are those of a PagedKVCache; pass it as cache"
+            raise ConfigError(f"generate: {cure}")
+        return
+    if (switch := _switch(config)) is not None:
+        raise ConfigError(
+            f"generate: from {switch} tokens on the angles of this model change for all positions,"
+            " which a PagedKVCache does not support; leave cache out"
+        )
+    if sequences is not None:
+        PagedRows("generate", cache, sequences, batch)
+
+
+@contextmanager
+def new_sequences(cache: PagedKVCache, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """Yield new sequences with pages for these numbers of tokens; free them at the end."""
+    sequences: list[int] = []
+    try:
+        for count in tokens:
+            sequences.append(cache.allocate(count))
+        yield sequences
+    finally:
+        for sequence in sequences:
+            cache.free(sequence)
+
+
+def _switch(config: Config) -> int | None:
+    """Return the length from which longrope uses other angles for all positions, or None."""
+    ropes = (rope for rope in config.ropes.values() if rope.original is not None)
+    originals = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
+    return next((original + 1 for original in originals if original is not None), None)
+
+
+def _steps_on_device(model: Network, most: int) -> bool:
+    """Return whether one Step can generate up to ``most`` tokens.
+
+    It needs a GPU, rotary angles that do not change up to that length, and weights that stay whole
+    in memory, which those gathered block by block do not.
+    """
+    if stages_of(model) is not None or model.gather is not None or model.config.delta is not None:
+        return False
+    ropes = model.config.ropes.values()
+    fixed = all(rope.original is None or most <= rope.original for rope in ropes)
+    return fixed and not isinstance(model.table, np.ndarray)
+
+
+def on_device_of(array: Array, like: Any) -> Any:
+    """Return a NumPy array copied to the device of ``like``."""
+    return to_device_of(np.ascontiguousarray(array), like)

@@ -1,0 +1,209 @@
+"""A generation step of one token per row that keeps its changing state on the device.
+
+On a GPU the first step runs directly, the second is captured into a CUDA graph, and the graph is
+launched for every later token: one launch, however many kernels a step has.
+"""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from ...core import gpu
+from ...core.dtypes import Array
+from ...errors import DeviceMemoryError
+from ...inference.kv_cache import KVCache
+from ...machine import bytes_requested, format_bytes
+from ...ops.attention.attention import attention
+from ...ops.attention.attention_paged_int8 import attention_paged_int8_forward
+from ...ops.attention.kv_append import kv_append_
+from ...ops.attention.kv_append_int8 import kv_append_int8_
+from ...ops.attention.rope_append import rope_append_
+from ...ops.elements.cast import in_dtype
+from ...ops.position.rope_qk import rope_qk
+from ...parallel.nccl import NcclCommunicator
+from ...placement import on_gpu_of_attribute, to_device_of
+from ...training.captured import Captured, Place
+from ..adapters.adapter import DOWN, UP
+from ..layers.attending import project_of
+from ..layers.block import blocks, embedded
+from ..layers.call import Call
+from ..layers.norms import join
+from ..network import Network
+
+
+@on_gpu_of_attribute("model.table")
+class Step:
+    """One step of a model with its cache, for rows that end in a token that is not padding.
+
+    Attributes
+    ----------
+    chosen : (batch,) int64
+        The most likely next tokens, with which the next step begins; -1 for logits with a NaN.
+        Only of a ``greedy`` step.
+    """
+
+    def __init__(
+        self, model: Network, cache: KVCache, real: Array, most: int, greedy: bool = False
+    ) -> None:
+        """Start after the cached tokens; real (batch, tokens) is False at padding of these.
+
+        ``most`` is the largest number of tokens that a row will have; a ``greedy`` step ends with a
+        choice of tokens.
+        """
+        self.greedy = greedy
+        self.chosen: Any = None
+        self.model, self.cache = model, cache
+        self.parameters = model.entered(model.parameters)
+        used = model.used(model.parameters, None)
+        low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
+        self.of_blocks = {**used, **low}  # adapters are rounded once, not in every step
+        start, sinks = real.shape[1], cache.sinks
+        self.tokens = self._placed(np.zeros((len(real), 1)))
+        self.positions = self._placed(real.sum(axis=1, keepdims=True))
+        self.starts = self._placed(np.full(len(real), start))
+        self.rows = self._placed(np.arange(len(real))[:, None])  # a page table of one page per row
+        self.tables = {kind: tables(most) for kind, tables in model.tables.items()}
+        self.slots = {keys.shape[1]: self._placed(np.arange(keys.shape[1])) for keys in cache.keys}
+        self.seen: dict[int, Array] = {}  # slots without padding, by number of slots
+        for slots in self.slots if not real.all() else ():
+            slot = np.arange(slots)
+            last = start - 1 - (start - 1 - slot) % max(1, slots - sinks)
+            token = np.where(slot < min(sinks, slots), slot, last)
+            not_padding = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
+            self.seen[slots] = to_device_of(np.ascontiguousarray(not_padding), model.table)
+        self.lengths: dict[int, Array] = {}
+        self.captured = Captured(Place())
+
+    @property
+    def graph(self) -> Any:
+        """The captured graph, launched from the third step on; None where nothing was captured."""
+        return self.captured.graph
+
+    def _placed(self, numbers: Any) -> Array:
+        """Return numbers as an int64 array on the device of the model."""
+        array: Array = to_device_of(np.asarray(numbers, np.int64), self.model.table)
+        return array
+
+    def __call__(self, tokens: Array | None) -> Array:
+        """Return the logits after tokens, which are (batch, 1) on the host: (batch, vocab).
+
+        None: the tokens that a greedy step has chosen, which the host need not have read.
+        """
+        self.cache.check_room(1)
+        if tokens is not None:
+            self.tokens[...] = self._placed(tokens)
+        on_host = type(self.tokens) is np.ndarray
+        logits = self.run() if on_host else self._played()
+        self.cache.filled = [filled + 1 for filled in self.cache.filled]
+        return logits
+
+    def run(self) -> Array:
+        """Run the step and advance by one token; no data moves between host and device."""
+        model = self.model
+        branch = embedded(model.config, self.parameters, self.tokens, model.division)
+        for slots, numbers in self.slots.items():
+            self.lengths[slots] = np.minimum(self.starts + 1, slots)
+            if slots in self.seen:
+                ring = max(1, slots - self.cache.sinks)
+                wrapped = (self.starts - self.cache.sinks) % ring + self.cache.sinks
+                slot = np.where(self.starts < slots, self.starts, wrapped)
+                self.seen[slots] |= numbers == slot[:, None]
+        call = Call(
+            model.config,
+            self.of_blocks,
+            self.tables,
+            self.attend,
+            project_of(model.config, model.adapter, None, model.division),
+            self.positions,
+            division=model.division,
+            turn=self.turn,
+            stacks={} if model.adapter is None else model.adapter.stacks,
+        )
+        branch, stream = blocks(call, branch, None)
+        x = join(call, "model.", model.config.norms.last, branch, stream)[0]
+        logits: Array = model.next_logits(self.parameters, x)[:, 0]
+        if self.greedy:
+            wide = logits.astype(np.float32)
+            top = wide.max(axis=-1)  # NaN if there is one
+            self.chosen = np.where(top == top, wide.argmax(axis=-1), -1)  # noqa: PLR0124
+            self.tokens[...] = np.maximum(self.chosen, 0)[:, None]
+        self.positions += 1
+        self.starts += 1
+        return logits
+
+    def arriving(self) -> "Arriving":
+        """Return the chosen tokens on their way to the host."""
+        return Arriving(self.chosen)
+
+    def turn(
+        self, layer: int, q: Array, k: Array, v: Array, *angles: Array
+    ) -> tuple[Array, Array | None]:
+        """Return q and k with rotary embedding; None for k if it is stored already, as is v."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.cache.scales[layer] is not None:
+            return rope_qk(q, k, *angles)
+        (cos, sin, positions), sinks = angles, min(self.cache.sinks, keys.shape[1])
+        stored = keys, values, self.starts
+        return rope_append_(q, k, v, cos, sin, *stored, positions, sinks=sinks)[0], None
+
+    def attend(self, layer: int, q: Array, k: Any, v: Array, **options: Any) -> Array:
+        """Return attention over all slots of the cache that hold a real token, k and v among them.
+
+        k is None if ``turn`` has stored it.
+        Slots of a window may be in any order, because the one query sees them all.
+        """
+        cache = self.cache
+        keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales[layer]
+        slots = keys.shape[1]
+        sinks, lengths, seen = min(cache.sinks, slots), self.lengths[slots], self.seen.get(slots)
+        options |= {"mask": None if seen is None else seen[:, None, None], "window": None}
+        if scales is None:
+            if k is not None:
+                kv_append_(k, v, keys, values, self.starts, sinks=sinks)
+            return attention(q, keys, values, key_lengths=lengths, **options)
+        kv_append_int8_(k, v, keys, values, scales, starts=self.starts, sinks=sinks)
+        stored = keys, values, scales, self.rows
+        return attention_paged_int8_forward(q, *stored, lengths, **options)[0]
+
+    def _played(self) -> Array:
+        """Run the step on a GPU: directly, then captured into a graph, then by the graph."""
+        try:
+            logits: Array = self.captured(self.run)
+        except MemoryError as error:
+            more, (free, whole) = bytes_requested(error), gpu.cupy().cuda.runtime.memGetInfo()
+            raise DeviceMemoryError(
+                f"generate: a step takes {format_bytes(more)} more, and the GPU has"
+                f" {format_bytes(free)}; generate fewer rows or fewer tokens at a time",
+                whole - free + more,
+                whole,
+            ) from error
+        comm = None if self.model.division is None else self.model.division.comm
+        if self.graph is not None and isinstance(comm, NcclCommunicator):
+            comm.launched("generate")
+        return logits
+
+
+class Arriving:
+    """Values that are copied to the host, behind the work of the current stream so far."""
+
+    def __init__(self, array: Any) -> None:
+        self.values, self.end = np.empty(array.shape, array.dtype), None
+        if isinstance(array, np.ndarray):
+            self.values[...] = array
+            return
+        cuda = gpu.cupy().cuda
+        memory = cuda.alloc_pinned_memory(array.nbytes)  # into other memory the host would wait
+        self.values = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+        array.get(out=self.values, blocking=False)
+        self.end = cuda.get_current_stream().record()
+
+    def wait(self) -> Array:
+        """Return the values once they are here."""
+        if self.end is not None:
+            self.end.synchronize()
+        return self.values
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # else the memory could be used again too early
+            self.wait()

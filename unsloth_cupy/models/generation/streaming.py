@@ -1,0 +1,167 @@
+"""The text of tokens that come one by one, up to a stop string."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...placement import to_device_of
+from ..generate import Options, stream
+from ..network import Network
+from ..text.chat import Message, Tools
+from ..text.tokenizer import Tokenizer, check_tokens
+
+LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens at most
+
+
+class TextStream:
+    """Decodes tokens one by one, and returns text as soon as its characters are complete."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = list(before)
+        self.done = len(self.tokens)  # tokens whose text has been returned
+        self.start = self._before(max(0, self.done - LONGEST_CHARACTER))
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that is now complete, perhaps an empty one."""
+        self.tokens.append(token)
+        text = self._new()
+        unfinished = text.endswith("\ufffd")  # a decoder writes this for an incomplete character
+        return "" if unfinished and self._waiting() < LONGEST_CHARACTER else self._take(text)
+
+    def flush(self) -> str:
+        """Return the remaining text after the last token."""
+        return self._take(self._new())
+
+    def _waiting(self) -> int:
+        """Return the number of tokens whose text has not been returned."""
+        return len(self.tokens) - self.done
+
+    def _new(self) -> str:
+        """Return the text of the tokens that wait, decoded with the tokens before them."""
+        known = self.tokenizer.decode(self.tokens[self.start : self.done])
+        return str(self.tokenizer.decode(self.tokens[self.start :])[len(known) :])
+
+    def _take(self, text: str) -> str:
+        """Return the text, and mark all tokens as done."""
+        start, self.done = self.done, len(self.tokens)
+        self.start = self._before(start)
+        return text
+
+    def _before(self, start: int) -> int:
+        """Return the last token, up to ``start``, from which on there is text before ``done``.
+
+        A decoder may drop the space before its first word, and special tokens are no text; nor may
+        it begin inside a character.
+        """
+        while start:
+            text = self.tokenizer.decode(self.tokens[start : self.done])
+            if text and text[0] != "\ufffd":
+                break
+            start = max(0, 2 * start - self.done - 1)
+        return start
+
+
+class StopStrings:
+    """Passes pieces of text on, up to the first stop string that is complete.
+
+    Text that may be the beginning of a stop string is held until the following text decides.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.held, self.found = stops, "", False
+
+    def push(self, text: str) -> str:
+        """Add a piece of text; return the text that is certainly before any stop string."""
+        self.held += text
+        places = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
+        self.found = bool(places)
+        ready = min(places)[1] if places else len(self.held) - self._begun()
+        shown, self.held = self.held[:ready], self.held[ready:]
+        return shown
+
+    def _begun(self) -> int:
+        """Return how many of the last characters may be the beginning of a stop string."""
+        longest = max(map(len, self.stops), default=1) - 1
+        ends = (self.held[-n:] for n in range(min(longest, len(self.held)), 0, -1))
+        return next((len(end) for end in ends if any(s.startswith(end) for s in self.stops)), 0)
+
+    def flush(self) -> str:
+        """Return the held text after the last piece; nothing if a stop string was found."""
+        return "" if self.found else self.held
+
+
+class Continuation:
+    """The text with which a model goes on after a prompt, in pieces as they are computed.
+
+    Attributes
+    ----------
+    count : int
+        Tokens so far.
+    full : bool
+        Whether it ends because the model has no more positions.
+    """
+
+    def __init__(
+        self,
+        model: Network,
+        tokenizer: Tokenizer | None,
+        prompt: "str | Sequence[Message] | Sequence[int]",
+        *,
+        max_new_tokens: int,
+        stop: str | Sequence[str] = (),
+        tools: Tools = None,
+        **options: Any,
+    ) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                "generate_text: the model has no tokenizer, as its folder holds no tokenizer.json;"
+                ' set model.tokenizer = models.Tokenizer("folder")'
+            )
+        self.model, self.tokenizer, self.most = model, tokenizer, max_new_tokens
+        self.stop = [stop] if isinstance(stop, str) else [*stop]
+        if not all(each and isinstance(each, str) for each in self.stop):
+            raise ConfigError(f"generate_text: stop={stop!r} must be a text, or a list of texts")
+        self.tokens = self._tokens(prompt, tools)
+        check_tokens(tokenizer.backend, self.tokens, model.config.vocab)
+        positions = model.config.positions
+        self.room = positions - len(self.tokens)
+        if self.room < 1:
+            raise ConfigError(
+                f"the text is {len(self.tokens)} tokens and the model has {positions} positions,"
+                " which leaves no room to go on; make it shorter"
+            )
+        self.options = Options(min(max_new_tokens, self.room), **options)
+        self.count, self.full = 0, False
+
+    def _tokens(self, prompt: Any, tools: Tools) -> list[int]:
+        """Return the tokens of a text or chat, or those given."""
+        encode = self.tokenizer.encode
+        if not isinstance(prompt, str):
+            listed = [*prompt]
+            if not all(isinstance(each, dict) for each in listed):
+                return [int(token) for token in listed]
+            if not listed:
+                raise ConfigError(
+                    "generate_text: prompt=[] holds no message; pass"
+                    ' [{"role": "user", "content": "..."}]'
+                )
+            text = self.tokenizer.chat(listed, tools=tools)
+            return [*encode(text, special_tokens=False).tolist()]
+        tokens = encode(prompt).tolist() or encode("\n").tolist()
+        if not tokens:
+            raise ConfigError("the tokenizer has no token to start from; give a PROMPT")
+        return [*tokens]
+
+    def __iter__(self) -> Iterator[str]:
+        pieces, stops = TextStream(self.tokenizer.backend, self.tokens), StopStrings(self.stop)
+        prompt = to_device_of(np.array([self.tokens]), self.model.table)
+        for token in stream(self.model, prompt, None, self.options):
+            self.count += 1
+            yield stops.push(pieces.push(int(token[0])))
+            if stops.found:
+                return
+        yield stops.push(pieces.flush()) + stops.flush()
+        self.full = self.count == self.room < self.most

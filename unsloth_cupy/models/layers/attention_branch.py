@@ -1,0 +1,99 @@
+"""The attention branch of a block: projections, norms and rotations of heads, the gate."""
+
+from typing import Any
+
+from ...ops.position.qk_norm_rope import qk_norm_rope
+from ...ops.position.rope import rope
+from ...ops.position.rope_qk import rope_qk
+from .call import Call
+from .delta_layer import delta_layer
+from .elements import clip, gated
+from .latent_attention import latent_heads
+from .norms import divided_norm, head_norm
+
+
+def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
+    """Return the attention branch of normalised x."""
+    config, module = call.config, prefix + "self_attn."
+    batch, tokens, _ = x.shape
+    queries, keys = config.heads * config.dim, config.kv_heads * config.dim
+    if config.delta is not None and not config.attends(layer):
+        return delta_layer(call, config.delta, layer, f"{prefix}linear_attn.", x)
+    if config.latent is not None:
+        return _attended(call, layer, module, *latent_heads(call, config.latent, layer, module, x))
+    if "qkv" in config.fused:
+        (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
+        q, k, v = (
+            fused[..., :queries],
+            fused[..., queries : queries + keys],
+            fused[..., queries + keys :],
+        )
+    else:
+        names = [f"{module}{name}_proj" for name in "qkv"]
+        q, k, v = call.project(call.parameters, names, x)
+    if config.query_key_norm == "projection":
+        q, k = (divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
+    if config.clip is not None:
+        q, k, v = (clip(each, config.clip) for each in (q, k, v))
+    q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
+    if config.gated:
+        q, gate = q[..., : config.dim], q[..., config.dim :]
+    k = k.reshape(batch, tokens, config.kv_heads, config.dim)
+    v = v.reshape(batch, tokens, config.kv_heads, config.dim)
+    q, k = _placed(call, layer, module, q, k, v)
+    return _attended(call, layer, module, q, k, v, gate)
+
+
+def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
+    """Return the output of the attention of heads, times the sigmoid of a gate if there is one."""
+    config = call.config
+    window = config.window_of(layer)  # it counts the query itself
+    options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
+    options["window"] = None if window is None else (window - 1, 0)
+    if config.sinks:
+        options["sinks"] = call.parameters[module + "sinks"]
+    out = call.attend(layer, q, k, v, **options)
+    if config.latent is not None:
+        out = out[..., : config.latent.value]
+    out = out if gate is None else gated(out, gate)
+    out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
+    if config.sub_norms:
+        out = divided_norm(call, module, "attn_sub_norm", out)
+    return call.project(call.parameters, [module + config.names.output], out)[0]
+
+
+def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Return q and k by heads, normalised and rotated; None for a k that is stored already."""
+    config, tables, positions = call.config, call.tables, call.positions
+    cos, sin, *of_queries = tables[config.layer_types[layer]]
+    names, rotates = config.names, config.rotates(layer)
+    by_head = config.query_key_norm not in (None, "projection")
+    if by_head and rotates and config.norms.kind == "rms" and not config.rotated_first:
+        return qk_norm_rope(
+            q,
+            k,
+            call.parameters[f"{module}{names.query_norm}.weight"],
+            call.parameters[f"{module}{names.key_norm}.weight"],
+            cos,
+            sin,
+            positions,
+            eps=config.eps,
+            offset=config.norm_offset,
+            interleaved=config.interleaved,
+        )
+
+    def normalised(q: Any, k: Any) -> tuple[Any, Any]:
+        pairs = (names.query_norm, q), (names.key_norm, k)
+        q, k = (head_norm(call, module + name, x) for name, x in pairs)
+        return q, k
+
+    if by_head and not config.rotated_first:
+        q, k = normalised(q, k)
+    if rotates and of_queries:
+        q_cos, q_sin = of_queries
+        q, k = rope(q, q_cos, q_sin, positions), rope(k, cos, sin, positions)
+    elif rotates and call.turn is not None and not (config.interleaved or config.rotated_first):
+        q, k = call.turn(layer, q, k, v, cos, sin, positions)
+    elif rotates:
+        q, k = rope_qk(q, k, cos, sin, positions, interleaved=config.interleaved)
+    return normalised(q, k) if config.rotated_first else (q, k)

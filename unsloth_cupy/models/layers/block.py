@@ -1,0 +1,133 @@
+"""The transformer block, on arrays or on a tape.
+
+    h = x + norm(attention(norm(x)))
+    y = h + norm(mlp(norm(h)))          the config says which of the four norms exist
+    y = x + attention(norm(x)) + mlp(norm(x))                   in parallel blocks
+
+A residual sum and the norm after it are one op, so a block returns (branch, stream), the terms of
+the sum.  Parameters are looked up by Hugging Face names; a bias only where there is one.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import naming
+from ...ops.elements.arithmetic import add, scale
+from ...ops.position.rope_tables import rope_tables
+from ...parallel.vocabulary import vocab_parallel_embedding
+from ...placement import stream
+from ...training.checkpoint import CheckpointConfig, checkpoint
+from ..adapters.adapter import PREFIX
+from ..adapters.outer_weights import embedding_of
+from ..configs.config import Config, Rope
+from ..ranks.division import Division, entered, joined
+from .attention_branch import attention_branch
+from .call import Call
+from .mlp_branch import mlp_branch
+from .norms import join, norm_of
+
+
+def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
+    """Return a function from a length to cos and sin tables of at least that many positions.
+
+    With ``growth`` those of queries follow, which contain its factors.
+    """
+
+    def scaled(size: int) -> tuple[Array, ...]:
+        cos, sin = rope_tables(size, rope.dim, base=rope.base, scaling=rope.scaling, like=like)
+        if rope.growth is None:
+            return cos, sin
+        beta, length = rope.growth
+        steps = np.floor(np.arange(size, like=cos) / length)
+        factors = (1 + beta * np.log1p(steps)).astype(cos.dtype)[:, None]
+        return cos, sin, cos * factors, sin * factors
+
+    @lru_cache(maxsize=64)
+    def on_stream(stream: Any) -> Callable[[int], tuple[Array, ...]]:
+        return lru_cache(maxsize=8)(scaled)
+
+    def tables(length: int) -> tuple[Array, ...]:
+        size = max(256, 1 << (length - 1).bit_length())  # few sizes while decoding
+        if rope.original is not None:
+            size = min(size, rope.original) if length <= rope.original else length
+        return on_stream(stream(like))(size)
+
+    return tables
+
+
+@naming("Transformer", "embedding", "vocab_parallel_embedding")
+def embedded(
+    config: Config, parameters: Mapping[str, Any], tokens: Array, division: Division | None = None
+) -> Any:
+    """Return the embeddings of tokens, the input of the first block."""
+    table = parameters["model.embed_tokens.weight"]
+    x = (
+        embedding_of(tokens, table)
+        if division is None
+        else vocab_parallel_embedding(tokens, table, config.vocab, comm=division.comm)
+    )
+    if config.embedding_scale != 1:  # the factor is rounded to the dtype of the embedding
+        x = scale(x, factor=float(np.asarray(config.embedding_scale, x.dtype)))
+    return x
+
+
+def blocks(
+    call: Call, branch: Any, checkpoints: CheckpointConfig | None, layers: range | None = None
+) -> tuple[Any, Any]:
+    """Return the output of all blocks as (branch, stream), with activation checkpointing."""
+    layers = range(call.config.layers) if layers is None else layers
+    size, stream = call.config.layers, None
+    run: Callable[..., tuple[Any, Any, Any]] = _part
+    if checkpoints is not None and checkpoints.enabled:
+        size, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
+        if "attention_forward" in keep:
+            keep = (*keep, "attention_varlen_forward")  # attention of packed texts
+        run = partial(checkpoint, _part, keep=keep, offload=offload)
+    for first in range(layers.start, layers.stop, size):
+        group = range(first, min(first + size, layers.stop))
+        prefixes = tuple(f"{a}model.layers.{n}." for n in group for a in ("", PREFIX))
+        needed = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
+        routers = None if call.routers is None else list[Any]()
+        part = call._replace(parameters=needed, routers=routers)
+        branch, stream, found = run(part, group, branch, stream)
+        if call.routers is not None:
+            call.routers.extend(found)
+    return branch, stream
+
+
+def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any, Any]:
+    """Return the output of some blocks as (branch, stream), and the logits of their routers.
+
+    Their parameters are gathered first.
+    """
+    if call.gather is not None:
+        call = call._replace(parameters=call.gather(call.parameters))
+    for layer in layers:
+        branch, stream = block(call, layer, branch, stream)
+    return branch, stream, call.routers
+
+
+def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
+    """Return the output of a block as (branch, stream), which the next op adds."""
+    norms, prefix, config = call.config.norms, f"model.layers.{layer}.", call.config
+    x, stream = join(call, prefix, norms.before_attention, branch, stream)
+    ranks = call.division
+    if config.parallel:
+        x = entered(ranks, x)
+        branch = add(attention_branch(call, layer, prefix, x), mlp_branch(call, layer, prefix, x))
+        return _scaled(joined(ranks, branch), config.residual_scale), stream
+    branch = joined(ranks, attention_branch(call, layer, prefix, entered(ranks, x)))
+    branch = _scaled(norm_of(call, prefix, norms.after_attention, branch), config.residual_scale)
+    x, stream = join(call, prefix, norms.before_mlp, branch, stream)
+    branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x)))
+    branch = _scaled(norm_of(call, prefix, norms.after_mlp, branch), config.residual_scale)
+    return branch, stream
+
+
+def _scaled(branch: Any, factor: float) -> Any:
+    """Return the output of a branch times a factor."""
+    return branch if factor == 1 else scale(branch, factor=factor)

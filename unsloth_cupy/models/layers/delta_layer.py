@@ -1,0 +1,123 @@
+"""A layer with a gated delta rule in place of attention, on arrays or on a tape.
+
+    q, k, v = conv(x A_qkv)        by heads; q and k of length 1
+    y = gated_norm(rule(q, k, v, decay, beta), x A_z) A_out
+    decay = -exp(A_log) softplus(x A_a + dt_bias)      beta = sigmoid(x A_b)
+
+In a cache a layer keeps the last inputs of its convolution, and the state of its rule.  Padding
+leaves both as they are, if it comes before a text.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import rounded
+from ...core.dtypes import FLOAT32
+from ...ops.activations.swiglu import sigmoid
+from ...ops.norms.gated_rms_norm import gated_rms_norm
+from ...ops.norms.rms_norm import rms_norm
+from ...ops.recurrence.causal_conv import causal_conv
+from ...ops.recurrence.gated_delta_rule import gated_delta_rule
+from ...parallel.taped import taped, value_of
+from ..configs.config import Config, Delta
+from .elements import beside
+
+EPS = 1e-6  # of the lengths of queries and keys
+
+
+def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
+    """Return the branch of normalised x."""
+    config: Config = call.config
+    parameters, (batch, tokens, _) = call.parameters, x.shape
+    x = x if call.mask is None else _without_padding(x, call.mask)
+    mixed, z, beta, decay = _projected(call, rule, module, x)
+    taps = parameters[f"{module}conv1d.weight"]
+    inputs, state = call.states(layer)
+    mixed, inputs = causal_conv(
+        mixed, taps.reshape(taps.shape[0], taps.shape[2]), initial=inputs, offsets=call.offsets
+    )
+    keys = rule.key_heads * rule.key_dim
+    q, k = (
+        _of_length_1(part.reshape(batch, tokens, rule.key_heads, rule.key_dim))
+        for part in (mixed[..., :keys], mixed[..., keys : 2 * keys])
+    )
+    v = mixed[..., 2 * keys :].reshape(batch, tokens, rule.value_heads, rule.value_dim)
+    decay = _decays(decay, parameters[f"{module}A_log"], parameters[f"{module}dt_bias"])
+    options: dict[str, Any] = {"initial": state, "offsets": call.offsets}
+    y, state = gated_delta_rule(q, k, v, decay, _shares(beta), **options)
+    call.states(layer, tokens, inputs, state)
+    z = z.reshape(batch, tokens, rule.value_heads, rule.value_dim)
+    y = gated_rms_norm(y, z, parameters[f"{module}norm.weight"], eps=config.eps)
+    y = y.reshape(batch, tokens, rule.value_heads * rule.value_dim)
+    return call.project(parameters, [f"{module}out_proj"], y)[0]
+
+
+def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
+    """Return q, k and v beside each other, z, and what beta and decay are made of."""
+    if not rule.fused:
+        names = [f"{module}in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+        projected: list[Any] = call.project(call.parameters, names, x)
+        return projected
+    names = [f"{module}in_proj_qkvz", f"{module}in_proj_ba"]
+    many, few = call.project(call.parameters, names, x)
+    rows, groups = x.shape[:2], rule.value_heads // rule.key_heads
+    many = many.reshape(*rows, rule.key_heads, many.shape[-1] // rule.key_heads)
+    few = few.reshape(*rows, rule.key_heads, 2 * groups)
+    first, values = 2 * rule.key_dim, groups * rule.value_dim
+    ends = (0, rule.key_dim, first, first + values, first + 2 * values)
+    q, k, v, z = (many[..., a:b] for a, b in pairwise(ends))
+    b, a = few[..., :groups], few[..., groups:]
+    q, k, v, z, b, a = (
+        each.reshape(*rows, rule.key_heads * each.shape[-1]) for each in (q, k, v, z, b, a)
+    )
+    return [beside(q, k, v), z, b, a]
+
+
+def _of_length_1(x: Any) -> Any:
+    """Return x / sqrt(sum(x**2) + eps) of each head."""
+    dim = x.shape[-1]
+    kind = np.promote_types(x.dtype, FLOAT32)
+    unit = np.full_like(value_of(x), dim**-0.5, kind, shape=(dim,))
+    return rms_norm(x, unit, eps=EPS / dim)
+
+
+def _without_padding(x: Any, mask: Any) -> Any:
+    """Return x (batch, tokens, hidden) with zeros at padding."""
+    real = (mask != 0)[..., None]
+
+    def kept(array: Any) -> Any:
+        return np.where(real, array, array.dtype.type(0))
+
+    return taped("delta_layer", kept(value_of(x)), lambda dy, wanted: {"x": kept(dy)}, x=x)
+
+
+def _decays(a: Any, log: Any, bias: Any) -> Any:
+    """Return -exp(log) softplus(a + bias), in float32 or wider."""
+    arrays = tuple(map(value_of, (a, log, bias)))
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    x, rate = arrays[0].astype(wide) + arrays[2].astype(wide), np.exp(arrays[1].astype(wide))
+    y = -rate * np.logaddexp(x, wide.type(0))
+
+    def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
+        dx = -dy * rate * sigmoid(x)
+        axes = tuple(range(dy.ndim - 1))
+        gradients = {"a": dx, "log": (dy * y).sum(axis=axes), "bias": dx.sum(axis=axes)}
+        dtypes = zip(gradients.items(), arrays, strict=True)
+        return {name: rounded(each, array.dtype) for (name, each), array in dtypes}
+
+    return taped("delta_layer", y, back, a=a, log=log, bias=bias)
+
+
+def _shares(b: Any) -> Any:
+    """Return the sigmoid of b."""
+    value = value_of(b)
+    wide = np.promote_types(value.dtype, FLOAT32)
+    y = sigmoid(value.astype(wide))
+
+    def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
+        return {"b": rounded(dy.astype(wide) * y * (1 - y), value.dtype)}
+
+    return taped("delta_layer", rounded(y, value.dtype), back, b=b)

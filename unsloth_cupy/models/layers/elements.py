@@ -1,0 +1,146 @@
+"""Functions that few families need, on arrays or on a tape."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import rounded
+from ...core.dtypes import FLOAT32
+from ...ops.activations.geglu import geglu
+from ...ops.activations.swiglu import sigmoid
+from ...parallel.taped import taped, value_of
+
+
+def gelu(x: Any, *, approximate: bool) -> Any:
+    """Return the Gaussian error linear unit of x: a gate of ones."""
+    value = value_of(x)
+    return geglu(x, np.ones_like(value), approximate=approximate)
+
+
+def clip(x: Any, most: float) -> Any:
+    """Return min(max(x, -most), most); the gradient is 0 where x is beyond."""
+    value = value_of(x)
+    wide = value.astype(np.promote_types(value.dtype, FLOAT32), copy=False)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        inside = np.abs(wide) <= most
+        return {"x": rounded(np.where(inside, dy.astype(wide.dtype, copy=False), 0), dy.dtype)}
+
+    return taped("clip", rounded(wide.clip(-most, most), value.dtype), back, x=x)
+
+
+def stacked(rows: Sequence[Any]) -> Any:
+    """Return vectors as the rows of a matrix."""
+    names = [f"row_{i}" for i in range(len(rows))]
+    return taped(
+        "stacked",
+        np.stack([value_of(row) for row in rows]),
+        lambda dy, wanted: {name: dy[i].copy() for i, name in enumerate(names) if name in wanted},
+        **dict(zip(names, rows, strict=True)),
+    )
+
+
+def scaled_heads(x: Any, weight: Any) -> Any:
+    """Return x (batch, tokens, heads, dim) times weight (heads, dim), rounded once."""
+    arrays = value_of(x), value_of(weight)
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    value, scales = (array.astype(wide, copy=False) for array in arrays)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        gradients = {"x": rounded(dy * scales, arrays[0].dtype)}
+        if "weight" in wanted:
+            gradients["weight"] = rounded((dy * value).sum(axis=(0, 1)), arrays[1].dtype)
+        return gradients
+
+    y = rounded(value * scales, arrays[0].dtype)
+    return taped("scaled_heads", y, back, x=x, weight=weight)
+
+
+def beside(*parts: Any) -> Any:
+    """Return arrays joined along the last axis."""
+    values = [value_of(part) for part in parts]
+    ends = np.cumsum([0, *(value.shape[-1] for value in values)]).tolist()
+    names = [f"part_{i}" for i in range(len(parts))]
+    places = {n: slice(*each) for n, each in zip(names, pairwise(ends), strict=True)}
+    return taped(
+        "beside",
+        np.concatenate(values, axis=-1),
+        lambda dy, wanted: {n: dy[..., places[n]].copy() for n in wanted},
+        **dict(zip(names, parts, strict=True)),
+    )
+
+
+def gated(x: Any, gate: Any) -> Any:
+    """Return x times the sigmoid of gate, of which rows may have one, rounded once."""
+    arrays = value_of(x), value_of(gate)
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    value, factor = arrays[0].astype(wide, copy=False), sigmoid(arrays[1].astype(wide, copy=False))
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        slope = dy * value
+        slope = slope if factor.shape == slope.shape else slope.sum(axis=-1, keepdims=True)
+        slope = slope * factor * (1 - factor)
+        return {"x": rounded(dy * factor, arrays[0].dtype), "gate": rounded(slope, arrays[1].dtype)}
+
+    return taped("gated", rounded(value * factor, arrays[0].dtype), back, x=x, gate=gate)
+
+
+def clamped_swiglu(gate: Any, up: Any, *, limit: float, alpha: float) -> Any:
+    """Return (u + 1) g sigmoid(alpha g), g = min(gate, limit), u = up between -limit and limit."""
+    arrays = value_of(gate), value_of(up)
+    wide = np.promote_types(arrays[0].dtype, FLOAT32)
+    g, u = (array.astype(wide, copy=False) for array in arrays)
+    inside = g <= limit, np.abs(u) <= limit
+    g, u = np.minimum(g, wide.type(limit)), u.clip(-limit, limit) + 1
+    sigma = sigmoid(g * wide.type(alpha))
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        dgate = dy * u * sigma * (1 + alpha * g * (1 - sigma)) * inside[0]
+        dup = dy * g * sigma * inside[1]
+        return {"gate": rounded(dgate, arrays[0].dtype), "up": rounded(dup, arrays[1].dtype)}
+
+    y = rounded(u * g * sigma, arrays[0].dtype)
+    return taped("clamped_swiglu", y, back, gate=gate, up=up)
+
+
+def xielu(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any) -> Any:
+    """Return the expanded integral of the exponential linear unit, element by element.
+
+    y = p x^2 + beta x                                  where x > 0,  p = log(1 + exp(alpha_p))
+    y = n (exp(min(x, eps)) - 1 - x) + beta x           elsewhere,
+                                                        n = beta + log(1 + exp(alpha_n))
+
+    Huang and Schlag, Deriving Activation Functions Using Integration, 2024.
+    """
+    arrays = [value_of(each) for each in (x, alpha_p, alpha_n, beta, eps)]
+    dtype = np.promote_types(arrays[0].dtype, FLOAT32)
+    z, up, down, slope, least = (array.astype(dtype, copy=False) for array in arrays)
+    p, n = np.logaddexp(up, 0), slope + np.logaddexp(down, 0)
+
+    def terms() -> tuple[Any, Any]:
+        """Return what p and n multiply."""
+        positive, below = np.maximum(z, 0), np.minimum(z, 0)
+        bent = np.where(z > 0, 0, np.expm1(np.minimum(below, least)) - below)
+        return np.square(positive), bent
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        wide = dy.astype(dtype, copy=False)
+        squared, bent = terms()
+        curve = np.where(z < least, np.exp(np.minimum(z, least)), 0) - 1
+        slopes = np.where(z > 0, 2 * p * np.maximum(z, 0), n * curve) + slope
+        sums = {
+            "alpha_p": (wide * squared).sum() / (1 + np.exp(-up)),
+            "alpha_n": (wide * bent).sum() / (1 + np.exp(-down)),
+        }
+        kinds = {"alpha_p": arrays[1].dtype, "alpha_n": arrays[2].dtype}
+        dalphas = {name: rounded(sums[name], kinds[name]) for name in sums if name in wanted}
+        return {"x": rounded(wide * slopes, dy.dtype), **dalphas}
+
+    squared, bent = terms()
+    y = rounded(p * squared + n * bent + slope * z, arrays[0].dtype)
+    return taped("xielu", y, back, x=x, alpha_p=alpha_p, alpha_n=alpha_n)

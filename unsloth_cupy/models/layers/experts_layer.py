@@ -1,0 +1,217 @@
+"""A layer of a mixture of experts, on arrays or on a tape: its router, its experts, its loss.
+
+    logits = router(x)        y = sum over k of weights[k] * expert[k](x)
+
+Equal logits: the expert with the lower index comes first, on every device.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import contiguous, rounded
+from ...core.dtypes import FLOAT32, Array
+from ...ops.activations.geglu import geglu
+from ...ops.activations.swiglu import swiglu
+from ...ops.elements.arithmetic import add, scale
+from ...ops.elements.cast import cast
+from ...ops.experts.experts_mlp import experts_mlp
+from ...ops.experts.grouped_linear import grouped_linear
+from ...ops.experts.route import Routes, route
+from ...ops.experts.router_losses import balance_loss
+from ...ops.experts.sort_by_expert import sort_by_expert
+from ...ops.linear.linear import linear
+from ...parallel.taped import taped, value_of
+from ..adapters.adapter_stacks import Adapted
+from ..adapters.outer_weights import made_of
+from ..configs.config import CORRECTION, STACKS, Experts
+from .elements import clamped_swiglu, stacked
+
+
+def experts_of_tokens(
+    parameters: Mapping[str, Any],
+    stacks: Mapping[str, Adapted],
+    routers: list[Any] | None,
+    experts: Experts,
+    module: str,
+    x: Any,
+) -> Any:
+    """Return the weighted sum of what the chosen experts make of each token of normalised x.
+
+    ``stacks`` are those that have an adapter; the router's logits are added to ``routers``.
+    """
+    logits = router_logits(parameters, experts, module, x)
+    if routers is not None:
+        routers.append(logits)
+    correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
+    routes = routes_of(experts, logits, correction)
+    gate_up, down = (f"{module}experts.{name}" for name in STACKS)
+    if gate_up in stacks or down in stacks:
+        return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
+    return experts_mlp(
+        x,
+        parameters[gate_up],
+        parameters[down],
+        routes,
+        parameters.get(f"{gate_up}_bias"),
+        parameters.get(f"{down}_bias"),
+        activation=experts.activation,
+        **experts.clamps,
+    )
+
+
+def adapted_experts(
+    parameters: Mapping[str, Any],
+    stacks: Mapping[str, Adapted],
+    experts: Experts,
+    names: tuple[str, str],
+    x: Any,
+    routes: Routes,
+) -> Any:
+    """Return what ``experts_mlp`` does, with low-rank terms in the products of the stacks."""
+    rows = x.reshape(-1, x.shape[-1])
+    chosen = value_of(routes.experts)
+    order, offsets = sort_by_expert(chosen, experts.count)
+    places = np.zeros_like(order)
+    places[order] = np.arange(len(order), dtype=order.dtype, like=order)
+    sorted_rows = Sorted(order, places, experts.k)
+    product = partial(_product, parameters, stacks, offsets)
+    both = product(names[0], sorted_rows.gathered(rows))
+    gate, up = both[..., : experts.inner], both[..., experts.inner :]
+    match experts.activation:
+        case "swiglu_clamped":
+            act = clamped_swiglu(gate, up, **experts.clamps)
+        case "swiglu":
+            act = swiglu(gate, up)
+        case name:
+            act = geglu(gate, up, approximate=name == "geglu_tanh")
+    out = product(names[1], act)
+    return sorted_rows.summed(out, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+
+
+def _product(
+    parameters: Mapping[str, Any], stacks: Mapping[str, Adapted], offsets: Array, name: str, x: Any
+) -> Any:
+    """Return the grouped product of sorted rows with a stack, and its adapter's term."""
+    adapted = stacks.get(name)
+    y = grouped_linear(x, parameters[name], offsets, parameters.get(f"{name}_bias"))
+    if adapted is None:
+        return y
+    a, b = (made_of([each], x.dtype, contiguous) for each in adapted.pair(parameters))
+    low = grouped_linear(grouped_linear(x, a, offsets), b, offsets)
+    return add(y, scale(low, factor=adapted.scale))
+
+
+class Sorted(NamedTuple):
+    """Rows in the order of their experts: of each row k, one for each expert."""
+
+    order: Array
+    places: Array  # its inverse
+    k: int
+
+    def gathered(self, x: Any) -> Any:
+        """Return a row of x for each assignment."""
+        value = value_of(x)
+
+        def back(dy: Any, wanted: Any) -> dict[str, Any]:
+            wide = np.promote_types(dy.dtype, FLOAT32)
+            parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])
+            return {"x": rounded(parts.sum(axis=1, dtype=wide), dy.dtype)}
+
+        return taped("gathered", value[self.order // self.k], back, x=x)
+
+    def summed(self, out: Any, weights: Any) -> Any:
+        """Return the weighted sum of the k results of each row, in the order of k."""
+        value, factors = value_of(out), value_of(weights)
+        wide = np.promote_types(value.dtype, FLOAT32)
+        shape = *factors.shape, value.shape[-1]
+
+        def back(dy: Any, wanted: Any) -> dict[str, Any]:
+            dy = dy.astype(wide, copy=False)
+            gradients = {}
+            if "out" in wanted:
+                own = factors.reshape(-1)[self.order].astype(wide, copy=False)
+                moved = dy[self.order // self.k] * own[:, None]
+                gradients["out"] = rounded(moved, value.dtype)
+            if "weights" in wanted:
+                results = value[self.places].reshape(shape).astype(wide, copy=False)
+                slopes = (results * dy[:, None]).sum(axis=-1)
+                gradients["weights"] = rounded(slopes, factors.dtype)
+            return gradients
+
+        results = value[self.places].reshape(shape).astype(wide, copy=False)
+        y = (results * factors.astype(wide, copy=False)[..., None]).sum(axis=1)
+        return taped("summed", rounded(y, value.dtype), back, out=out, weights=weights)
+
+
+def router_logits(parameters: Mapping[str, Any], experts: Experts, module: str, x: Any) -> Any:
+    """Return the logits of the router, (batch, tokens, experts)."""
+    name = f"{module}{experts.router}"
+    weight = parameters[f"{name}.weight"]
+    if experts.wide:
+        x, weight = (
+            each if each.dtype.itemsize > 2 else cast(each, FLOAT32) for each in (x, weight)
+        )
+    return linear(x, weight, parameters.get(f"{name}.bias"))
+
+
+def routes_of(experts: Experts, logits: Any, correction: Any) -> Routes:
+    """Return the experts of each token, and their weights."""
+    if experts.jitter is not None:
+        return sparse_mixer(logits, experts.jitter)
+    return route(
+        logits,
+        k=experts.k,
+        scores=experts.scores,
+        bias=correction,
+        normalize=experts.normalize,
+        groups=experts.groups,
+        top_groups=experts.top_groups,
+        scale=experts.scale,
+    )
+
+
+def sparse_mixer(logits: Any, jitter: float) -> Routes:
+    """Return the two experts with the largest logits, without the noise of pretraining.
+
+    The weight of each is its share in the softmax of the logits that are nearly as large as its
+    own: ``(own - logit) / max(abs(logit), own) <= 2 * jitter``, for the second without the first.
+
+    Liu and others, GRIN: GRadient-INformed MoE, 2024.
+    """
+    value = value_of(logits)
+    wide = value.astype(np.promote_types(value.dtype, FLOAT32), copy=False)
+    numbers, rest, parts = np.arange(wide.shape[-1], like=value), wide, []
+    for _ in range(2):
+        first = rest.argmax(axis=-1)[..., None]
+        top = np.take_along_axis(rest, first, axis=-1)
+        near = (top - wide) / np.maximum(np.abs(wide), top) <= 2 * jitter
+        masked = np.where(near, rest, -np.inf)
+        p = np.exp(masked - top)
+        parts.append((numbers == first, p / p.sum(axis=-1, keepdims=True), first))
+        rest = np.where(numbers == first, -np.inf, rest)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dlogits = np.zeros_like(wide)
+        for number, (own, p, first) in enumerate(parts):
+            weight = np.take_along_axis(p, first, axis=-1)
+            dlogits += dy[..., number : number + 1].astype(wide.dtype) * weight * (own - p)
+        return {"logits": rounded(dlogits, value.dtype)}
+
+    weights = np.concatenate([np.take_along_axis(p, first, axis=-1) for _, p, first in parts], -1)
+    experts = np.concatenate([first for _, _, first in parts], axis=-1).astype(np.int32)
+    return Routes(
+        experts, taped("sparse_mixer", rounded(weights, value.dtype), back, logits=logits)
+    )
+
+
+def router_loss(experts: Experts, logits: Sequence[Any], mask: Array | None) -> Any:
+    """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
+
+    As in transformers, the experts that it counts are those with the largest logits, also where
+    a correction has chosen others.
+    """
+    every = stacked(logits)
+    return balance_loss(every, route(value_of(every), k=experts.k).experts, mask=mask)

@@ -1,0 +1,103 @@
+"""The output head: logits of hidden states, scaled or capped in some models."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import contiguous
+from ...core.dtypes import FLOAT32, Array
+from ...ops.elements.arithmetic import scale
+from ...ops.linear.linear import linear
+from ...parallel.taped import taped, value_of
+from ...parallel.tensor import all_gather
+from ...training.tape import Gradients, add_up
+from ...training.variable import Var
+from ..configs.config import Config
+from ..configs.heads import CAUSAL, SEQUENCE, TOKEN, require_head
+from ..configs.names import SCORE, SCORE_BIAS
+from ..ranks.division import Division, entered
+
+BIAS = "lm_head.bias"
+ALIGNED = 8  # 16-bit values of one access
+
+
+def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
+    """Return the weight of the output head, which some models share with the embedding."""
+    return parameters["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
+
+
+def scaled_input(config: Config, x: Any) -> Any:
+    """Return hidden states times the factor of the logits, which are linear in them."""
+    return x if config.logit_scale == 1 else scale(x, factor=config.logit_scale)
+
+
+def inputs_of_losses(config: Config, parameters: Mapping[str, Any], x: Any) -> tuple[Any, Any]:
+    """Return (x, weight): the logits before the cap are x weight^T, of hidden states x.
+
+    A bias becomes a column of the weight, which a column of ones meets in x; columns of zeros
+    follow up to a multiple of ALIGNED.
+    """
+    x, weight = scaled_input(config, x), head_weight(config, parameters)
+    bias = parameters.get(BIAS)
+    if bias is None:
+        return x, weight
+    values = [value_of(each) for each in (x, weight, bias)]
+    hidden, (states, rows, column) = x.shape[-1], values
+    more = -(hidden + 1) % ALIGNED
+    tail, zeros = (np.zeros_like(each, shape=(*each.shape[:-1], more)) for each in (states, rows))
+    ones = np.ones_like(states, shape=(*states.shape[:-1], 1))
+    column = column[:, None].astype(rows.dtype, copy=False)
+    wide_x = np.concatenate((states, ones, tail), axis=-1)
+    wide_weight = np.concatenate((rows, column, zeros), axis=-1)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        parts = {"weight": dy[:, :hidden], "bias": dy[:, hidden].astype(values[2].dtype)}
+        return {name: contiguous(part) for name, part in parts.items() if name in wanted}
+
+    return (
+        taped("loss", wide_x, lambda dy, wanted: {"x": contiguous(dy[..., :hidden])}, x=x),
+        taped("loss", wide_weight, back, weight=weight, bias=bias),
+    )
+
+
+def logits_of(
+    config: Config, parameters: Mapping[str, Any], x: Any, division: Division | None = None
+) -> Any:
+    """Return the logits of normalised hidden states: whole, of words or of labels of tokens."""
+    if config.head != CAUSAL:
+        require_head("logits", config, CAUSAL, TOKEN, SEQUENCE)
+        return linear(x, parameters[SCORE], parameters.get(SCORE_BIAS))
+    x = entered(division, scaled_input(config, x))
+    logits: Any = linear(x, head_weight(config, parameters), parameters.get(BIAS))
+    if division is not None:
+        logits = all_gather(logits, -1, division.comm)
+    cap = config.logit_softcap
+    if cap is None:
+        return logits
+    if type(logits) is not Var:
+        return (_tanh(logits, cap) * cap).astype(logits.dtype, copy=False)
+    value = logits.value
+    capped = Var((_tanh(value, cap) * cap).astype(value.dtype, copy=False), logits.tape)
+    logits.tape.note(CapRecord({"x": value}, {"x": logits.index}, {"y": capped.index}, cap))
+    return capped
+
+
+def _tanh(logits: Array, cap: float) -> Any:
+    """Return tanh(logits / cap), in float32 at least."""
+    return np.tanh((logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)) / cap)
+
+
+class CapRecord(NamedTuple):
+    """A tape entry of logits that are capped: y = cap tanh(x / cap)."""
+
+    values: dict[str, Any]
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    cap: float
+
+    def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
+        """Add dx = dy (1 - tanh(x / cap)**2)."""
+        dy, index = take["y"], self.inputs["x"]
+        dx = dy * (1 - _tanh(self.values["x"], self.cap) ** 2)
+        grads[index] = add_up(grads.get(index), dx.astype(dy.dtype, copy=False))

@@ -1,0 +1,327 @@
+"""Tensor parallelism: which part of each parameter a rank holds.
+
+Projections into heads and into the inner size are column-parallel, those out of them are
+row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Megatron-LM, 2019.)
+
+    q_proj, k_proj, v_proj, gate_proj, up_proj      part of the rows of the weight and of the bias
+    o_proj, down_proj                               part of the columns of the weight
+    embed_tokens, lm_head                           part of the vocabulary
+
+The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
+ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
+inner size, in units of 64 if it is a multiple of that, so that no block of a 4-bit weight is cut.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...ops.elements.arithmetic import scale
+from ...ops.quantized.bit_linear import bit_linear
+from ...ops.quantized.ternary import Ternary
+from ...ops.quantized.weight import Quantized
+from ...parallel.communicator import Communicator, along, part
+from ...parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
+from ...parallel.tensor import all_reduce
+from ...parallel.ulysses import dividing
+from ..adapters.adapter import BIAS, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
+from ..configs.config import Config
+from ..configs.names import role_of
+from ..folders.lazy_parameter import LazyParameter
+from .pipeline_stages import EMBEDDING, Stages, part_of_inner
+
+INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
+Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
+
+
+class Division:
+    """A model divided among the ranks of a communicator, by heads, inner size and vocabulary.
+
+    Attributes
+    ----------
+    whole : Config
+        Config of the whole model.
+    config : Config
+        Config of what this rank computes: its heads, its part of the inner size, and the whole
+        vocabulary.
+    comm : Communicator
+        The ranks that share the model.
+    copies : Communicator or None
+        The ranks that hold the same key/value heads; None if no other rank does.
+    stages : Stages or None
+        The blocks of this rank, with pipeline parallelism.
+    kept : callable
+        Maps a parameter's name and a slice of its rows to where these rows are in the array that
+        the model stores: the same slice, unless a Zero3 keeps only a part of the rows.
+
+    Raises
+    ------
+    ConfigError
+        The number of heads is not a multiple of the ranks, or some rank's part would be empty.
+    """
+
+    def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
+        self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
+        if config.delta is not None and (ranks > 1 or stages is not None):
+            problem = f"ranks do not divide a {config.model_type}, whose layers have states"
+            cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
+            raise ConfigError(f"Division: {problem}; {cure}")
+        if config.latent is not None and ranks > 1:
+            problem = f"ranks do not divide the latent attention of a {config.model_type}"
+            cure = "divide its blocks, the batch (DataParallel), or keep parts of weights (Zero3)"
+            raise ConfigError(f"Division: {problem}; {cure}")
+        if config.experts is not None and (ranks > 1 or stages is not None):
+            problem = f"ranks do not divide the experts of a {config.model_type}, nor its blocks"
+            cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
+            raise ConfigError(f"Division: {problem}; {cure}")
+        check_divides(config, ranks)
+        self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
+        inner = part_of_inner(config.inner, comm, comm.rank)
+        self.config = replace(
+            config,
+            heads=config.heads // ranks,
+            kv_heads=max(1, config.kv_heads // ranks),
+            inner=inner.stop - inner.start,
+        )
+        self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
+        self.shapes = config.shapes()
+        self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has a part of a parameter."""
+        return self.stages is None or bool(self.stages.chunk_of(name.removeprefix(PREFIX)))
+
+    def cut(self, name: str, rank: int | None = None) -> Cut | None:
+        """Return where a rank's part of a parameter is; None if every rank holds all of it."""
+        if self.comm.size == 1:
+            return None
+        module, kind = _split(name)
+        rank = self.comm.rank if rank is None else rank
+        if module in INPUTS:
+            inputs = "q_proj" if module == "o_proj" else "up_proj"
+            return (1, self._ranges(inputs, rank)) if kind in ("weight", DOWN) else None
+        if kind == DOWN or not (ranges := self._ranges(module, rank)):
+            return None
+        return 0, ranges
+
+    def _ranges(self, module: str, rank: int) -> list[slice]:
+        """Return which outputs of a layer, or columns of a norm, a rank holds; [] if all."""
+        whole, ranks = self.whole, self.comm.size
+        queries, keys = whole.heads * whole.dim, whole.kv_heads * whole.dim
+        count = queries // ranks
+        q = slice(rank * count, (rank + 1) * count)
+        kv_start = rank // self.times * (keys * self.times // ranks)
+        k = slice(kv_start, kv_start + keys * self.times // ranks)
+        inner = part_of_inner(whole.inner, self.comm, rank)
+        vocab = part(whole.vocab, self.comm, rank)
+        by_module = {"q_proj": [q], "attn_sub_norm": [q], "k_proj": [k], "v_proj": [k]}
+        by_module |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}
+        by_module |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
+        by_module |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
+        by_module |= {name: [vocab] for name in ("embed_tokens", "lm_head")}
+        if whole.query_key_norm in ("projection", "heads"):  # columns, or rows of one head each
+            size = whole.dim if whole.query_key_norm == "heads" else 1
+            heads = (slice(each.start // size, each.stop // size) for each in (q, k))
+            by_module |= dict(zip(("q_norm", "k_norm"), ([each] for each in heads), strict=True))
+        return by_module.get(module, [])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a parameter."""
+        cut, whole = self.cut(name), self.shapes[name]
+        if cut is None:
+            return whole
+        size = sum(piece.stop - piece.start for piece in cut[1])
+        return (*whole[: cut[0]], size, *whole[cut[0] + 1 :])
+
+    def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
+        """Return the whole shape of a parameter, also of an adapter, whose part has shape own."""
+        cut = self.cut(name, self.comm.size - 1)
+        if cut is None:
+            return tuple(own)
+        axis, ranges = cut
+        return (*own[:axis], max(piece.stop for piece in ranges), *own[axis + 1 :])
+
+    def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
+        """Return this rank's part of a parameter, an array or a quantized weight.
+
+        ``array`` may be a LazyParameter: then only the part is read, or only ``rows`` of the part.
+        """
+        cut = self.cut(name)
+        if cut is None:
+            return array[rows or ...] if rows or isinstance(array, LazyParameter) else array
+        axis, ranges = cut
+        if isinstance(array, LazyParameter) and array.home.kind is not None:
+            return self._cut(name, *array.some(axis, ranges), axis)
+        if isinstance(array, Quantized):
+            return self._cut(name, array, ranges, axis)
+        if rows is not None and axis:
+            parts = [array[rows, piece] for piece in ranges]
+        else:
+            ranges = ranges if rows is None else _within(ranges, rows)
+            parts = [array[along(axis, piece)] for piece in ranges]
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
+
+    def _cut(self, name: str, weight: Quantized, ranges: Sequence[slice], axis: int) -> Quantized:
+        """Return slices of a quantized weight along an axis; errors name the parameter."""
+        if isinstance(weight, Ternary):
+            weight = copy(weight)
+            weight.largest = partial(self.comm.all_reduce, op="max") if axis else None
+        try:
+            return weight.cut(axis, ranges)
+        except ConfigError as error:
+            raise ConfigError(f"Division: {name}: {error}") from None
+
+    def gathered(self, name: str, own: Array) -> Array:
+        """Return a whole parameter from the parts of all ranks; all ranks must call it."""
+        own_cut = self.cut(name)
+        if own_cut is None:
+            return own
+        axis, _ = own_cut
+        cuts = [self.cut(name, rank) for rank in range(self.comm.size)]
+        targets = [target for cut in cuts if cut for target in cut[1]]
+        parts, start = self.comm.all_gather(own, axis), 0
+        size = max(target.stop for target in targets)
+        whole = np.empty_like(own, shape=(*own.shape[:axis], size, *own.shape[axis + 1 :]))
+        for target in targets:
+            stop = start + target.stop - target.start
+            whole[along(axis, target)] = parts[along(axis, slice(start, stop))]
+            start = stop
+        return whole
+
+    def used(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parameters for a forward pass, such that backward sums gradients over ranks."""
+        return {name: self._used(name, value) for name, value in parameters.items()}
+
+    def _used(self, name: str, value: Any) -> Any:
+        """Return one parameter of ``used``: summed in backward over the ranks that share it."""
+        module, kind = _split(name)
+        if module in INPUTS:
+            if kind == "bias":  # each rank adds its share, before the sum over ranks
+                return scale(summed_back(value, self.comm), factor=1 / self.comm.size)
+            return summed_back(value, self.comm) if kind == UP else value
+        per_head = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
+        if per_head or kind == DOWN or ".act_fn." in name:
+            return summed_back(value, self.comm)
+        if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
+            return summed_back(value, self.copies)
+        if self.copies is not None and module == "qkv_proj":
+            rows = self.kept(name, slice(self.config.heads * self.config.dim, None))
+            return summed_back(value, self.copies, rows)
+        return value
+
+    def shares(self, name: str) -> list[tuple[slice, float]]:
+        """Return the weight of each row in sums over ranks: 1 / the ranks that hold the row."""
+        if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
+            return [(slice(None), 0.5)]
+        if self.cut(name) is None:
+            return [(slice(None), 1 / self.comm.size)]
+        if _split(name)[0] == "qkv_proj":
+            queries = self.config.heads * self.config.dim
+            return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]
+        copied = _split(name)[0] in ("k_proj", "v_proj", "k_norm")
+        return [(slice(None), 1 / self.times if copied else 1.0)]
+
+    def norm(self, name: str, x: Any, weight: Any) -> Any:
+        """Return an RMS norm over an axis that is divided among ranks: heads or the inner size."""
+        return divided_rms_norm(
+            x,
+            weight,
+            self.shapes[name][0],
+            comm=self.comm,
+            eps=self.config.eps,
+            offset=self.config.norm_offset,
+            copies=self.times if _split(name)[0] == "k_norm" else 1,
+        )
+
+
+def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -> Any:
+    """Return the output of a ``bit_linear``, rounded by the scale of its whole weight."""
+    if division is None or division.comm.size == 1:
+        return bit_linear(x, weight, bias=bias)
+    return divided_bit_linear(
+        x,
+        weight,
+        bias,
+        comm=division.comm,
+        size=math.prod(division.shapes[name]),
+        shares=division.shares(name),
+        inputs=_split(name)[0] in INPUTS,
+    )
+
+
+def entered(division: Division | None, x: Any) -> Any:
+    """Return the input x of a branch; in backward, its gradient is summed over ranks."""
+    return x if division is None else summed_back(x, division.comm)
+
+
+def joined(division: Division | None, branch: Any) -> Any:
+    """Return the sum over ranks of the outputs of a branch, of which each rank has one term."""
+    return branch if division is None else all_reduce(branch, division.comm)
+
+
+def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
+    """Return this rank's part of an adapter."""
+    if division is None:
+        return adapter
+    if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
+        problem = "DoRA needs the norms of whole rows, which ranks divide"
+        raise ConfigError(f"Division: {problem}; use LoRA")
+    if adapter.initial:
+        problem = "the adapter began with a part of the weights, which ranks divide"
+        raise ConfigError(f"Division: {problem}; save it, and load that")
+    if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
+        raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
+    if adapter.outer:
+        problem = f"the adapter trains {module_of(adapter.outer[0])}, of which ranks keep parts"
+        cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"
+        raise ConfigError(f"Division: {problem}; {cure}")
+    held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
+    own = {name: division.own(name, array) for name, array in held.items()}
+    return adapter.holding(own)
+
+
+def check_divides(config: Config, ranks: int) -> None:
+    """Raise a ConfigError unless a model can be divided among this number of ranks."""
+    heads, kv_heads = config.heads, config.kv_heads
+    fits = dividing(heads, kv_heads)
+    if ranks not in fits:
+        listed = ", ".join(map(str, fits))
+        problem = f"{heads} heads and {kv_heads} key heads do not divide among {ranks} ranks"
+        raise ConfigError(f"Division: {problem}; divide the model among {listed}")
+    if config.query_key_norm == "modules" and ranks > 1:
+        problem = "each head of queries and keys has a norm of its own, which ranks do not divide"
+        raise ConfigError(f"Division: {problem}; use a pipeline, or Zero3")
+    for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
+        if size < ranks:
+            problem = f"the {name} of {size} is not enough for {ranks} ranks"
+            raise ConfigError(f"Division: {problem}; use at most {size}")
+
+
+def _within(ranges: list[slice], rows: slice) -> list[slice]:
+    """Return the slices that remain of concatenated ranges when only some rows are taken."""
+    kept, before = [], 0
+    for piece in ranges:
+        first, stop = (piece.start + max(0, row - before) for row in (rows.start, rows.stop))
+        if first < min(stop, piece.stop):
+            kept.append(slice(first, min(stop, piece.stop)))
+        before += piece.stop - piece.start
+    return kept or [slice(0, 0)]
+
+
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the role of a parameter's layer or norm, and its name in that layer."""
+    for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
+        if name.endswith(f".{kind}"):
+            return role_of(name.removesuffix(f".{kind}").rpartition(".")[2]), kind
+    return name, ""

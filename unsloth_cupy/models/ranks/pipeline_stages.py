@@ -1,0 +1,90 @@
+"""Which blocks of a model each rank of a pipeline holds.
+
+    place = chunk * stages + stage          place p holds the p-th part of all blocks
+
+The first place also has the embedding, the last one the norm, the head and the loss.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...parallel.communicator import Communicator, SingleCommunicator, part
+from ..configs.config import Config
+
+STEP = 64  # the inner size of an MLP is divided in units of it, if it is a multiple
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Stages:
+    """The blocks of each rank of a pipeline.
+
+    Attributes
+    ----------
+    comm : Communicator
+        The ranks of the pipeline.
+    chunks : int
+        Parts of the blocks that each rank holds.
+    layers : list of range
+        The blocks of this rank, by chunk.
+    ends : Communicator or None
+        The first and the last rank, if both hold the embedding because it is also the head.
+    dtype : dtype
+        Of the hidden states that stages pass on; weights of a single stage may have another.
+
+    Raises
+    ------
+    ConfigError
+        There are fewer blocks than parts.
+    """
+
+    def __init__(self, config: Config, comm: Communicator, chunks: int = 1) -> None:
+        parts = comm.size * chunks
+        if config.layers < parts:
+            stages = f"{comm.size} stages" + f" of {chunks} chunks each" * (chunks > 1)
+            problem = f"{config.layers} layers are not enough for {stages}"
+            raise ConfigError(f"Stages: {problem}; use at most {config.layers} in all")
+        self.comm, self.chunks = comm, chunks
+        all_parts = SingleCommunicator()
+        all_parts.size = parts
+        places = range(comm.rank, parts, comm.size)
+        ranges = (part(config.layers, all_parts, place) for place in places)
+        self.layers = [range(blocks.start, blocks.stop) for blocks in ranges]
+        self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
+        outer = comm.split(0 if self.first or self.last else 1)
+        self.ends = outer if config.tied and comm.size > 1 and (self.first or self.last) else None
+        self.tied = config.tied
+        self.dtype: np.dtype[Any] = FLOAT32
+
+    def like(self, array: Array, shape: Sequence[int]) -> Array:
+        """Return a new array for the hidden states that stages pass on, where ``array`` is."""
+        return np.empty_like(array, self.dtype, shape=shape)
+
+    def ends_with(self, chunk: int) -> bool:
+        """Return whether this chunk of this rank has the last block of the model."""
+        return self.last and chunk == self.chunks - 1
+
+    def holds(self, layer: int) -> bool:
+        """Return whether this rank holds a block."""
+        return any(layer in layers for layers in self.layers)
+
+    def chunk_of(self, name: str) -> list[int]:
+        """Return the chunks of this rank that use a parameter."""
+        number = re.search(r"model\.layers\.(\d+)\.", name)
+        if number is not None:
+            return [i for i, layers in enumerate(self.layers) if int(number[1]) in layers]
+        chunks = [0] if self.first and name == EMBEDDING else []
+        if self.last and (name != EMBEDDING or self.tied):  # the head and the norm before it
+            chunks.append(self.chunks - 1)
+        return chunks
+
+
+def part_of_inner(inner: int, comm: Communicator, rank: int) -> slice:
+    """Return which part of the inner size of an MLP a rank holds: even parts, in units of STEP."""
+    step = STEP if inner % STEP == 0 and inner >= STEP * comm.size else 1
+    units = part(inner // step, comm, rank)
+    return slice(units.start * step, units.stop * step)

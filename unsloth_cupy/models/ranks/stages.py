@@ -1,0 +1,189 @@
+"""Pipeline parallelism: forward and backward of the blocks that a rank of a pipeline holds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...ops.elements.arithmetic import add
+from ...ops.elements.cast import accumulate_, cast
+from ...parallel.pipeline import run_pipeline
+from ...parallel.schedule import Schedule, Step, consumer, pipeline_schedule, producer
+from ...training.checkpoint import CheckpointConfig
+from ...training.tape import Tape
+from ...training.variable import Var
+from ..adapters.adapter import PREFIX
+from ..layers.block import blocks, embedded
+from ..layers.call import Call
+from ..layers.context import Context, own_tokens
+from ..layers.norms import join
+from ..objective import Objective, TrainingStep, next_token, start_of_backward
+from .pipeline_stages import EMBEDDING, Stages
+
+if TYPE_CHECKING:
+    from ..network import Network
+
+
+class _Saved(NamedTuple):
+    """What backward needs of a forward step."""
+
+    tape: Tape
+    x: Var | None
+    y: Var
+    watched: Mapping[str, Var]
+    dy: Array | None  # of the loss; None before the last block
+
+
+class ModelStage:
+    """The ``Stage`` of ``run_pipeline``: one training step of the blocks that this rank holds.
+
+    A microbatch holds the arguments of the objective by name, ``tokens`` among them.
+    """
+
+    def __init__(
+        self,
+        model: "Network",
+        trainable: Mapping[str, Array],
+        step: TrainingStep,
+        objective: Objective = next_token,
+    ) -> None:
+        stages = None if model.division is None else model.division.stages
+        if stages is None:
+            cure = "load it with load(folder, pipeline=comm)"
+            raise ConfigError(f"ModelStage: the model is not divided into stages; {cure}")
+        self.model, self.trainable, self.stages = model, trainable, stages
+        self.step, self.objective = step, objective
+        self.saved: dict[tuple[int, int], _Saved] = {}
+        self.sums: dict[str, Array] = {}
+
+    def like(self, microbatch: Mapping[str, Any]) -> Array:
+        """Return a new array for the hidden states of a microbatch."""
+        tokens = microbatch["tokens"]
+        rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
+        if (context := self._context(microbatch)) is not None:
+            rows = (rows[0], len(context.order))
+        return self.stages.like(self.model.table, (*rows, self.model.config.hidden))
+
+    def forward(self, step: Step, microbatch: Mapping[str, Any], x: Any) -> Any:
+        """Return the hidden states after a chunk of blocks, or the loss after the last one."""
+        tape, of = Tape(), self.stages.chunk_of
+        own = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
+        watched = {name: tape.watch(array) for name, array in own.items()}
+        x_var = None if x is None else tape.watch(x)
+        y = self.run(step.chunk, microbatch, x_var, watched)
+        dy, value = None, y.value
+        if self.stages.ends_with(step.chunk):
+            dy, value = start_of_backward(y, self.step.scaler)
+        self.saved[step.microbatch, step.chunk] = _Saved(tape, x_var, y, watched, dy)
+        return value
+
+    def backward(self, step: Step, dy: Any) -> Any:
+        """Add the gradients of the weights to the sums; return that of the chunk's input."""
+        tape, x, y, watched, dloss = self.saved.pop((step.microbatch, step.chunk))
+        wanted = [*watched.values(), *([] if x is None else [x])]
+        gradients = tape.gradients(y, wanted, dy if dloss is None else dloss, release=True)
+        for name, gradient in zip(watched, gradients, strict=False):
+            if name in self.sums:
+                accumulate_(self.sums[name], gradient)
+            else:
+                self.sums[name] = cast(gradient, dtype="float32")
+        return None if x is None else gradients[-1]
+
+    def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
+        """Return this rank's tokens of a microbatch; None if ranks do not divide them."""
+        model, kind = self.model, self.model.context_attention
+        tokens, mask, offsets = (microbatch.get(n) for n in ("tokens", "mask", "offsets"))
+        return Context.of(model.context, tokens, mask, offsets, kind)
+
+    def run(
+        self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]
+    ) -> Any:
+        """Return the output of a chunk; of the last one, the loss."""
+        tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
+        model = self.model.on_tape({**self.model.parameters, **watched}, self.step)
+        context, mask = self._context(microbatch), microbatch.get("mask")
+        call = model.call(model.parameters, tokens, mask, offsets=offsets, context=context)
+        rows = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
+        y = chunk_of_blocks(call, self.stages, chunk, rows, x, self.step.checkpoint)
+        if not self.stages.ends_with(chunk):
+            return y
+        return self.objective(model.on_tape(call.parameters, self.step, y), **microbatch)
+
+
+def pipeline_gradients(
+    stage: ModelStage, schedule: Schedule, microbatches: Sequence[Mapping[str, Any]]
+) -> tuple[float, dict[str, Array]]:
+    """Return the sum of the losses, equal in all ranks, and the sums of this rank's gradients."""
+    stages = stage.stages
+    losses = run_pipeline(stage, schedule, microbatches, stages.comm)
+    total = np.array(sum(map(float, losses)), np.float64)
+    loss = float(stages.comm.broadcast(total, stages.comm.size - 1))
+    if stages.ends is not None and EMBEDDING in stage.sums:
+        stage.sums[EMBEDDING] = stages.ends.all_reduce(stage.sums[EMBEDDING])
+    return loss, stage.sums
+
+
+def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
+    """Return the loss of a microbatch, equal in all ranks, without a backward pass."""
+    stages = stage.stages
+    result = through(
+        stages, lambda: stage.like(microbatch), lambda chunk, x: stage.run(chunk, microbatch, x, {})
+    )
+    loss = np.array(float(result) if stages.last else 0.0)
+    return float(stages.comm.broadcast(loss, stages.comm.size - 1))
+
+
+def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:
+    """Return the logits after the last tokens, (batch, vocab), equal in all ranks."""
+    call = model.call(model.parameters, tokens, **options)
+    rows = (*tokens.shape, model.config.hidden)
+
+    def run(chunk: int, x: Any) -> Any:
+        y = chunk_of_blocks(call, stages, chunk, tokens, x)
+        return (
+            model.next_logits(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
+        )
+
+    result = through(stages, lambda: stages.like(model.table, rows), run)
+    if not stages.last:
+        result = stages.like(model.table, (len(tokens), model.config.vocab))
+    logits: Array = stages.comm.broadcast(result, stages.comm.size - 1)
+    return logits
+
+
+def chunk_of_blocks(
+    call: Call,
+    stages: Stages,
+    chunk: int,
+    tokens: Array,
+    x: Any,
+    checkpoint: CheckpointConfig | None = None,
+) -> Any:
+    """Return hidden states after a chunk, normalised after the last; x is None for the first."""
+    branch = embedded(call.config, call.parameters, tokens, call.division) if x is None else x
+    branch, stream = blocks(call, branch, checkpoint, stages.layers[chunk])
+    if stages.ends_with(chunk):
+        return join(call, "model.", call.config.norms.last, branch, stream)[0]
+    return add(branch, stream)
+
+
+def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], Any]) -> Any:
+    """Pass an array through the chunks of all ranks; return the output of this rank's last one."""
+    comm, x = stages.comm, None
+    for chunk in range(stages.chunks):
+        source = producer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
+        if source is not None and source[0] != comm.rank:
+            x = comm.receive(like(), source[0])
+        x = run(chunk, x)
+        target = consumer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
+        if target is not None and target[0] != comm.rank:
+            comm.send(x, target[0])
+    return x
+
+
+def schedule_of(stages: Stages, microbatches: int, kind: str = "1f1b") -> Schedule:
+    """Return a schedule of this kind, or an interleaved one if a rank holds several chunks."""
+    kind = kind if stages.chunks == 1 else "interleaved"
+    return pipeline_schedule(stages.comm.size, microbatches, kind, chunks=stages.chunks)

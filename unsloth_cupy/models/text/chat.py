@@ -1,0 +1,285 @@
+"""Chats as the text that a model was trained on: formatted by its own template, or as ChatML.
+
+    <|im_start|>user
+    What is the tallest mountain?<|im_end|>
+    <|im_start|>assistant
+    Mount Everest.<|im_end|>
+
+A template is a program from a model's author: it runs in a sandbox, where it cannot change
+anything, read files or import modules, in a process without an environment, for a limited time.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from ...errors import ConfigError
+from ...files import read_json, read_text
+
+FILE, CONFIG, MAP = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+AT_ONCE = 32  # texts in one request to the template process
+# Environment variables without which Python or jinja2 may not start; the process gets no others.
+NEEDED = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+SECONDS = 2  # time limit of a request; a template takes milliseconds
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Message = Mapping[str, Any]
+FIXED = datetime(2024, 7, 26)  # the day of training texts: a resumed run must get the same ones
+Tools = Sequence[Mapping[str, Any]] | None
+PARTS = re.compile(r"[.'\"]type\b")  # of a part
+PRIVATE = range(0xE000, 0xF900)  # characters of no script
+
+
+class Span(NamedTuple):
+    """Characters of a text, from start to before stop."""
+
+    start: int
+    stop: int
+
+
+class Rendered(NamedTuple):
+    """A text of a template, the places that it marks as the assistant's, and what went wrong."""
+
+    text: str
+    marks: list[Span]
+    error: str
+
+
+class Chat:
+    """The template that formats messages as text: of a model's folder, or ChatML for a new model.
+
+    Attributes
+    ----------
+    own : bool
+        Whether the template is the model's own, which writes the end of an answer itself.
+    stored : bool
+        Whether the folder has a template; a model trained with ChatML has that one.
+    files : dict of str to str
+        The files that store the template in a folder: their texts by name.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.where, self.files = "ChatML", dict[str, str]()
+        self.tokens: dict[str, str] = {}
+        self.source = CHATML if folder is None else self._read(folder)
+        self.own = self.source != CHATML
+        self.stored = self.where != "ChatML"
+
+    def _read(self, folder: Path) -> str:
+        """Return the template of a model's folder; store the special tokens that it may use."""
+        path = folder / CONFIG
+        settings = read_json(path) if path.exists() else {}
+        more = read_json(folder / MAP) if (folder / MAP).exists() else {}
+        for name in (CONFIG, FILE, MAP):
+            if (folder / name).exists():
+                self.files[name] = template_text(folder / name)
+        source = default_template(settings)
+        if FILE in self.files:
+            path, source = folder / FILE, self.files[FILE]
+        if source is not None and not isinstance(source, str):
+            raise ConfigError(f"{path}: chat_template is not text; copy the file again")
+        self.where = str(path) if source is not None else self.where
+        newer = "added_tokens_decoder" in settings  # it then names all tokens itself
+        self.tokens = named_tokens(settings if newer else settings | more)
+        return source if source is not None else CHATML
+
+    @functools.cached_property
+    def template(self) -> "Template":
+        """The template process, started at first use: without chats, jinja2 is not needed."""
+        return Template(self.source, self.where)
+
+    def keep(self) -> dict[str, str]:
+        """Return the files that store the template used in training, to save with the weights."""
+        if self.own:
+            return self.files
+        settings = json.loads(self.files.get(CONFIG, "{}")) | {"chat_template": CHATML}
+        return self.files | {CONFIG: settings_text(settings)}
+
+    def text(
+        self, messages: Sequence[Message], *, answer: bool = False, tools: Tools = None
+    ) -> str:
+        """Return messages as text; with ``answer``, with the beginning of an assistant's turn.
+
+        The date is today's with ``answer``, and else one that never changes.
+
+        Raises
+        ------
+        ConfigError
+            The template does not accept these messages.
+        """
+        (result,) = self.rendered([(messages, answer)], tools, datetime.now() if answer else FIXED)
+        if result.error:
+            raise self.refused(result.error)
+        return result.text
+
+    def question(self, messages: Sequence[Message], *, tools: Tools = None) -> str:
+        """Return messages as the text after which the assistant's answer begins.
+
+        It is ``text(messages, answer=True)``, and where a template does not write the beginning of
+        an answer by itself, that beginning too.
+        """
+        mark = placeholder(messages)
+        answered = [*messages, {"role": "assistant", "content": mark}]
+        requests = [(messages, True), (messages, False), (answered, False)]
+        asked, plain, other = self.rendered(requests, tools, datetime.now())
+        if asked.error:
+            raise self.refused(asked.error)
+        begun = other.text.partition(mark)[0].rstrip(" ")
+        alone = plain.text == asked.text and mark in other.text and begun.startswith(asked.text)
+        return begun if alone else asked.text
+
+    def rendered(
+        self,
+        requests: Iterable[tuple[Sequence[Message], bool]],
+        tools: Tools = None,
+        now: datetime = FIXED,
+    ) -> list[Rendered]:
+        """Return the text of each (messages, answer); one call for all is much faster."""
+        form = _in_parts if self.takes_parts else dict
+        return self.template.render([
+            {"messages": [*map(form, messages)], "add_generation_prompt": answer, "tools": tools,
+             "documents": None, "now": now.isoformat(), **self.tokens}
+            for messages, answer in requests
+        ])  # fmt: skip
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes only contents that are lists of parts, as of images."""
+        if not PARTS.search(self.source):
+            return False
+        own = {"now": FIXED.isoformat(), **self.tokens}
+        asked = {"role": "user", "content": (mark := chr(PRIVATE[0]))}
+        plain, parts = self.template.render(
+            [{"messages": [form(asked)], **own} for form in (dict, _in_parts)]
+        )
+        return mark not in plain.text and mark in parts.text
+
+    def refused(self, why: str) -> ConfigError:
+        """Return the error for messages that the template does not take."""
+        return ConfigError(
+            f"the template of {self.where} does not take the messages: {why}; write them as the"
+            " model's page says, or copy the template from there again"
+        )
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    """Return a message whose content, if it is a text, is a list of one part."""
+    content = message.get("content")
+    text = isinstance(content, str)
+    return dict(message) | ({"content": [{"type": "text", "text": content}]} if text else {})
+
+
+def placeholder(messages: Sequence[Message]) -> str:
+    """Return a character that no message holds."""
+    text = json.dumps([*map(dict, messages)], ensure_ascii=False)
+    return next(each for each in map(chr, PRIVATE) if each not in text)
+
+
+class Template:
+    """A chat template that runs in a separate process: see ``template.py``."""
+
+    def __init__(self, source: str, where: str) -> None:
+        import jinja2  # noqa: F401 -- the process needs it: fail here if it is missing
+
+        self.source, self.where = source, where
+        self.process = self._started()
+
+    def _started(self) -> "subprocess.Popen[str]":
+        """Start the process and send it the template; raise a ConfigError if that is broken."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("template.py")), str(SECONDS)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            encoding="ascii", env={key: os.environ[key] for key in NEEDED if key in os.environ},
+        )  # fmt: skip
+        weakref.finalize(self, _end, process)
+        why, ended = _request(process, self.source)
+        if why or ended:
+            why = why or ended
+            raise ConfigError(f"{self.where}: the chat template is broken: {why}; copy it again")
+        return process
+
+    def render(self, calls: list[dict[str, Any]]) -> list[Rendered]:
+        """Return what becomes of each call, a set of arguments; one may be an error of its own."""
+        if self.process.poll() is not None:
+            self.process = self._started()
+        result = []
+        for start in range(0, len(calls), AT_ONCE):
+            answers, ended = _request(self.process, calls[start : start + AT_ONCE])
+            if ended:
+                return [Rendered("", [], ended)] * len(calls)
+            for made, why in answers:
+                text, marks = made or ("", [])
+                result.append(Rendered(text, [Span(*each) for each in marks], why))
+        return result
+
+
+def _request(process: "subprocess.Popen[str]", value: Any) -> tuple[Any, str]:
+    """Send a request to a template process; return its answer, or the reason why there is none.
+
+    Its watchdog reads frames while they change, so it may also end the process by a crash: a
+    crash at the time limit counts as a timeout.
+    """
+    started = time.monotonic()
+    stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    with suppress(OSError):  # the process has ended: then there is no answer to read either
+        stdin.write(json.dumps(value) + "\n")
+        stdin.flush()
+    if line := stdout.readline():
+        return json.loads(line), ""
+    process.wait()
+    late = process.returncode > 0 or time.monotonic() - started >= SECONDS
+    return None, f"it takes more than {SECONDS} s" if late else "it crashes"
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Kill a process, wait for it and close its pipes."""
+    process.kill()
+    with suppress(OSError), process:
+        pass
+
+
+def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a template may name, as transformers passes them."""
+    extra = settings.get("extra_special_tokens")
+    named = {key: value for key, value in settings.items() if key.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+    return {key: value for key, value in tokens.items() if isinstance(value, str)}
+
+
+def settings_text(values: dict[str, Any]) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def default_template(settings: Mapping[str, Any]) -> Any:
+    """Return the template in a tokenizer_config.json, which may hold several by name."""
+    source = settings.get("chat_template")
+    if not isinstance(source, list):
+        return source
+    named = (each for each in source if isinstance(each, dict) and each.get("name") == "default")
+    return next(named, {}).get("template")
+
+
+def template_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, or raise a ConfigError."""
+    try:
+        return read_text(path)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8; copy it again") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; copy it again") from None

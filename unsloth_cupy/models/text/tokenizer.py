@@ -1,0 +1,174 @@
+"""Text as the tokens of a model, and back; chats as the text that it was trained on.
+
+tokenizer = Tokenizer("folder")
+tokens = tokenizer.encode("Once upon a time")
+text = tokenizer.decode(tokens)
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...files import TOKENIZER, of_library, path_of, read_text
+from ...placement import to_numpy
+from ..gguf.opening import folder_of
+from .chat import Chat, Message, Tools
+
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of a model.
+
+    ``model.tokenizer`` is that of a loaded model.
+
+    Parameters
+    ----------
+    folder : path
+        Holds tokenizer.json, and tokenizer_config.json or chat_template.jinja if the model has a
+        chat template; without one, chats are ChatML.
+
+    Raises
+    ------
+    ConfigError
+        tokenizer.json is missing or broken; or the package ``tokenizers`` is.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        path = folder_of(path_of("Tokenizer", folder))
+        self.backend, self.template = load_tokenizer(path), Chat(path)
+
+    @classmethod
+    def of(cls, backend: Any, template: Chat) -> "Tokenizer":
+        """Return the tokenizer of a ``tokenizers.Tokenizer`` and a chat template."""
+        made = cls.__new__(cls)
+        made.backend, made.template = backend, template
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "Tokenizer":
+        return self  # it does not change
+
+    def __len__(self) -> int:
+        """Return the number of tokens, added ones included."""
+        return int(self.backend.get_vocab_size())
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> Array:
+        """Return the tokens of a text.
+
+        Parameters
+        ----------
+        text : str
+            Special tokens that are written in it, as ``<|im_end|>``, become tokens.
+        special_tokens : bool
+            Whether to add the tokens with which the model begins or ends every text.  The text of
+            a chat already has them.
+
+        Returns
+        -------
+        tokens : (tokens,) int64
+        """
+        ids = self.backend.encode(text, add_special_tokens=special_tokens).ids
+        return np.asarray(ids, np.int64)
+
+    def decode(self, tokens: Array | Sequence[int], *, special_tokens: bool = False) -> str:
+        """Return the text of tokens, (tokens,) integers; without special tokens by default."""
+        numbers = np.asarray(to_numpy(tokens) if hasattr(tokens, "shape") else tokens, np.int64)
+        if numbers.ndim != 1:
+            raise ConfigError(
+                f"decode: the tokens have the shape {numbers.shape}; pass one row, as tokens[0]"
+            )
+        return str(self.backend.decode(numbers.tolist(), skip_special_tokens=not special_tokens))
+
+    def chat(self, messages: Sequence[Message], *, answer: bool = True, tools: Tools = None) -> str:
+        """Return messages as the text that the model was trained on, by its chat template.
+
+        Parameters
+        ----------
+        messages : sequence of dict
+            Each with ``role`` (system, user, assistant, tool) and ``content``, and what else the
+            template reads, as ``tool_calls``.
+        answer : bool
+            Whether the text ends with the beginning of the assistant's answer.  The date in it is
+            then today's; else it is one that never changes, as in training.
+        tools : sequence of dict, optional
+            JSON schemas of functions that the model may call.
+
+        Raises
+        ------
+        ConfigError
+            The template does not take the messages.
+        """
+        if answer:
+            return self.template.question(messages, tools=tools)
+        return self.template.text(messages, tools=tools)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a model folder."""
+    from tokenizers import Tokenizer
+
+    path = folder / FILE
+    if not path.exists():
+        raise ConfigError(
+            f"{folder} holds no {FILE}; copy it from the model's page into the folder"
+        )
+    with _whole(path):
+        tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER))
+        tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
+        tokenizer.no_padding()
+    return Guarded(tokenizer, path)
+
+
+class Guarded:
+    """A tokenizer of a file, whose calls raise ConfigError where its package fails or panics.
+
+    Some faults of a file show only when a text is encoded or decoded.
+    """
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer, self._path = tokenizer, path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for before __init__, as copy does
+            raise AttributeError(name)
+        value = getattr(self._tokenizer, name)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _whole(self._path):
+                return value(*arguments, **options)
+
+        return call
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Raise a ConfigError that names a tokenizer's file where the package raises an error."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not of_library(error):
+            raise
+        raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
+
+
+def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:
+    """Raise for a token beyond the model's vocabulary among these tokens of a text.
+
+    Tokens that the text does not use are not checked.
+    """
+    most = max(tokens, default=0)
+    if most >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer's token {most} ({tokenizer.id_to_token(most)!r}) is beyond the model's"
+            f" vocabulary of {vocabulary}; they do not belong together: copy both from one place"
+        )

@@ -16,6 +16,7 @@ from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.graphs import KEPT
 from unsloth_cupy.models.objective import TrainingStep, next_token
 from unsloth_cupy.ops.common import spans
+from unsloth_cupy.placement import to_device_of
 
 from ..machines.stand_in import Machine, gpu
 from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
@@ -113,8 +114,9 @@ def steps(
         {"quantized": "int8", "scaled": True},
         {"lora": {"rank": 2, "dora": True}, "packed": True},
         {"lora": {"rank": 2, "modules": ["embed_tokens"]}, "padded": True},
+        {"lora": {"rank": 2, "tokens": [3, 96]}},
     ],
-    ids=[*KINDS, "all", "checkpoints", "nf4", "int8 scaled", "dora packed", "table padded"],
+    ids=[*KINDS, "all", "checkpoints", "nf4", "int8 scaled", "dora packed", "table padded", "rows"],
 )
 def test_numbers_are_those_without(form: Any) -> None:
     """Tokens, labels, their number, weights and scale are other ones in every step."""
@@ -215,6 +217,12 @@ def test_sums_of_passes_are_those_without() -> None:
         np.testing.assert_equal(other, one)
 
 
+def sending(model: Any, **arrays: Any) -> Any:
+    """A loss that sends an array of the host in each call."""
+    to_device_of(np.ones(3), arrays["tokens"])
+    return model.loss(**arrays)
+
+
 class Watcher:
     """Watches spans, as a profile does."""
 
@@ -239,6 +247,9 @@ def refused(how: str) -> str:
                 run()
         elif how == "closure":
             model.value_and_gradients(lambda model: model.loss(tokens, labels), graph=True)
+        elif how == "unnamed":
+            function = partial(lambda tokens, model: model.loss(tokens, labels), tokens)
+            model.value_and_gradients(function, graph=True)
         elif how == "limit":
             import cupy
 
@@ -257,11 +268,9 @@ def refused(how: str) -> str:
             model.passes = passes
             run()
         elif how == "host":
-            model.add = model.__dict__.pop("adapter")
-            model.adapter = None
-            model.add_adapter(2, tokens=[3, 96])
+            function = partial(sending, tokens=tokens, labels=labels)
             for _ in range(4):
-                run()
+                model.value_and_gradients(function, graph=True)
         else:
             run(seed=3, mask=machine.place(np.ones((2, 24), bool)))
         assert not graphs_of(model)
@@ -275,6 +284,7 @@ def refused(how: str) -> str:
         ("find_nan", "something looks at each call"),
         ("profile", "something looks at each call"),
         ("closure", "what the function reads is not known; functools.partial"),
+        ("unnamed", "the function is called with Array, which has no hash; pass arrays"),
         ("limit", "memory is limited"),
         ("memory", "the GPU has no memory for graphs"),
         ("host", "an array of the host is sent to the GPU"),

@@ -137,9 +137,14 @@ class Graphs:
         self._enter(model, call.step)
         begun = self.begun if sums else None
         self.begun = self.begun if sums else None
+        constants = (*function.args, *fixed.values())
+        if unknown := [type(each).__name__ for each in constants if not _is_constant(each)]:
+            cure = "pass arrays of the GPU by keyword"
+            self.why = f"the function is called with {unknown[0]}, which has no hash; {cure}"
+            return call(function)
         form = (
-            *map(_constant, (function.func, *function.args, call.step.checkpoint, choices.get())),
-            *((name, _constant(each)) for name, each in fixed.items()),
+            *(Itself(function.func), call.step.checkpoint, choices.get(), *fixed),
+            *((type(each), each) for each in constants),
             *((name, each.shape, each.dtype.str) for name, each in arrays.items()),
             *(sink is None, sums is None, first, id(begun)),
         )
@@ -192,10 +197,23 @@ class Graphs:
             self.world, self.alive = world, read
 
 
-def _constant(value: Any) -> Any:
-    """Return what a value has in common with equal ones: those that have no hash with none."""
+def _is_constant(value: Any) -> bool:
+    """Return whether a value can be compared with others."""
     try:
         hash(value)
     except TypeError:
-        return object()
-    return type(value), value
+        return False
+    return True
+
+
+class Itself:
+    """Equal to another if it holds the same object."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)

@@ -127,6 +127,26 @@ def test_numbers_are_those_without(form: Any) -> None:
     assert len({one["loss"] for one in expected}) == STEPS
 
 
+def test_sums_that_no_graph_began_are_added_to_as_they_are() -> None:
+    """A step whose first pass is watched begins new sums, though the step before had a graph."""
+    sums: dict[str, Any]
+    with gpu("80", devices=1) as machine:
+        model = made(machine, LLAMA, "float32", LORA, None)
+        for step in range(STEPS):
+            sums = {}
+            for number in range(3):
+                tokens, labels, _ = batch(machine, number)
+                function = partial(next_token, tokens=tokens, labels=labels)
+                watched = step == STEPS - 1 and number == 0
+                with find_nan(model.parameters) if watched else nullcontext():
+                    _, sums = model.graphs(model, model.passes, function, TrainingStep(), sums)
+            learned = held(0, sums)
+            if step == STEPS - 2:
+                expected = learned
+        assert [each.launched for each in graphs_of(model)] == [2, 2]
+    np.testing.assert_equal(learned, expected)
+
+
 def scaled_loss(factor: Any, model: Any, **arrays: Any) -> Any:
     return model.loss(**arrays) * factor()
 

@@ -135,15 +135,14 @@ class Graphs:
         arrays = {name: each for name, each in given.items() if gpu.is_cupys(each.__class__)}
         fixed = {n: each for n, each in given.items() if n not in arrays and n != SINK}
         self._enter(model, call.step)
-        begun = self.begun if sums else None
-        self.begun = self.begun if sums else None
-        constants = (*function.args, *fixed.values())
+        begun = self.begun = self._beginning(sums)
+        constants = (*function.args, *fixed.values(), call.step.checkpoint, choices.get())
         if unknown := [type(each).__name__ for each in constants if not _is_constant(each)]:
             cure = "pass arrays of the GPU by keyword"
             self.why = f"the function is called with {unknown[0]}, which has no hash; {cure}"
             return call(function)
         form = (
-            *(Itself(function.func), call.step.checkpoint, choices.get(), *fixed),
+            *(Itself(function.func), *fixed),
             *((type(each), each) for each in constants),
             *((name, each.shape, each.dtype.str) for name, each in arrays.items()),
             *(sink is None, sums is None, first, id(begun)),
@@ -166,6 +165,13 @@ class Graphs:
         elif first and graph.captured.graph is not None:
             self.begun = graph
         return value, sums or {**gradients}
+
+    def _beginning(self, sums: Sums) -> Graph | None:
+        """Return the graph whose gradients these sums are; None if they are others."""
+        if not sums or self.begun is None:
+            return None
+        own: dict[str, Any] = self.begun.captured.result[1]
+        return self.begun if all(own[name] is each for name, each in sums.items()) else None
 
     def _graph(self, form: Any, arrays: Mapping[str, Any]) -> Graph | None:
         """Return the graph of a form with these arrays in it, or a new one if the form repeats."""

@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 460,
     "interop": 2200,
     "parallel": 2010,
-    "models": 8900,
+    "models": 9300,
     "memory": 1000,
     "finetune": 5700,
     "bench": 850,

@@ -239,6 +239,16 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "olmo_hybrid": {"model_type": "olmo_hybrid"},
+    "olmo_hybrid without rotation": {
+        "model_type": "olmo_hybrid",
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        "linear_num_key_heads": 2,
+        "linear_value_head_dim": 6,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": True,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    },
     "minicpm3": {
         "model_type": "minicpm3",
         **HEADS,

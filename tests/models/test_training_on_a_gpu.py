@@ -63,6 +63,23 @@ def test_rows_and_tables_of_an_adapter_run_on_arrays_of_cupy(tied: bool, dtype: 
             assert model.table.shape == (104, 32)
 
 
+def test_rows_with_adapters_of_their_own_run_on_arrays_of_cupy() -> None:
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        tokens = machine.place(np.random.default_rng(0).integers(3, 97, (3, 24)))
+        model = create(SIZES | {"model_type": "llama"}, seed=0, device="cuda", dtype="bfloat16")
+        model.add_adapter(2, name="plain")
+        model.add_adapter(4, name="dora", dora=True)
+        model.mix_adapters({"plain": 0.5}, "half")
+        for names in (["plain", None, "half"], ["plain", "dora", "plain"]):
+            rows = model.by_rows(names)
+            for _ in range(2):  # the second replays the first
+                _, gradients = rows.loss_and_gradients(tokens, tokens)
+            expected = {name: array.shape for name, array in rows.trainable.items()}
+            assert {name: array.shape for name, array in gradients.items()} == expected
+            assert rows.generate(tokens, max_new_tokens=3).shape == (3, 27)
+
+
 @pytest.mark.parametrize("way", ["all", "lora", "nf4-double", "int8"])
 @pytest.mark.parametrize(
     "label",

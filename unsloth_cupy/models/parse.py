@@ -147,6 +147,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         logit_scale=base / hidden if base else logit_scale,
         latent=latent,
         delta=None if family.delta is None else delta_of(read),
+        delta_norms=family.delta_norms,
         gated=family.gated,
         gate=family.gate,
         head=head,
@@ -156,6 +157,15 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
 
 def delta_of(read: Reader) -> Delta:
     """Return the sizes of the layers with a gated delta rule."""
+    stored, heads = read.family.delta or "", read.size("num_attention_heads")
+    if stored == "apart":  # sizes that follow from others
+        sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
+        known = {name: read.get(name) or size for name, size in sizes.items()}
+        dim = int(0.75 * read.size("hidden_size") / known["linear_num_key_heads"])
+        known["linear_key_head_dim"] = read.get("linear_key_head_dim") or dim
+        dim = 2 * known["linear_key_head_dim"]
+        known["linear_value_head_dim"] = read.get("linear_value_head_dim") or dim
+        read = Reader({**read.values, **known}, read.family)
     keys, values = (read.size(f"linear_num_{name}_heads") for name in ("key", "value"))
     if values % keys:
         problem = f"linear_num_value_heads={values} is not a multiple"
@@ -170,7 +180,9 @@ def delta_of(read: Reader) -> Delta:
         key_dim=read.size("linear_key_head_dim"),
         value_dim=read.size("linear_value_head_dim"),
         taps=read.size("linear_conv_kernel_dim"),
-        fused=read.family.delta == "fused",
+        stored=stored,
+        most=2.0 if stored == "apart" and read.flag("linear_allow_neg_eigval") else 1.0,
+        eps=1e-5 if stored == "apart" else None,
     )
 
 

@@ -7,7 +7,7 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 import copy
 import functools
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -15,19 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from ..core.call import is_integer
+from ..core.call import is_integer, is_number
 from ..core.dtypes import Array
 from ..errors import ConfigError, naming
+from ..files import path_of
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..ops.losses.linear_log_probs import LogProbs
 from ..ops.quantized.weight import Quantized
+from ..placement import to_device_of
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
-from .adapters.adapter import TABLES, create_adapter
+from .adapters.adapter import TABLES, Adapter, create_adapter
 from .adapters.adapter_base import base_name
+from .adapters.adapter_folder import read_adapter
 from .adapters.kept import Kept
+from .adapters.many import ByRows, mixed
+from .adapters.outer_folder import base_for
 from .adapters.outer_weights import resized
 from .any_library import from_any_library
 from .configs.config import Config
@@ -63,6 +68,8 @@ class Transformer(Network):
         Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
     origin : str or None
         The formats of the file or folder that it was read from, if they are dense here.
+    adapters : dict of str to Adapter
+        Those that are kept by name: see ``load_adapter``.
     grown : bool
         Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
     """
@@ -80,9 +87,12 @@ class Transformer(Network):
     ) -> None:
         super().__init__(config, parameters)
         self.texts, self.layout = texts, layout
+        self.adapters: dict[str, Adapter] = {}
 
-    def add_adapter(self, rank: int, **options: Any) -> None:
+    def add_adapter(self, rank: int, *, name: str | None = None, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
+
+        With a ``name`` it is kept among ``adapters``, beside those that have other names.
 
         Without ``base``, its adapter_config.json names the model by its name on huggingface.co, if
         config.json (``_name_or_path``) or its place in the local cache says that, or else by its
@@ -91,9 +101,13 @@ class Transformer(Network):
         Raises
         ------
         ConfigError
-            There is an adapter already, which a new one would replace; or an option is invalid.
+            There is an adapter without a name, which a new one would replace, or one of this name;
+            or an option is invalid.
         """
-        if self.adapter is not None:
+        named = any(self.adapter is each for each in self.adapters.values())
+        if name is not None:
+            self._check_new("add_adapter", name)
+        if self.adapter is not None and not (named and name is not None):
             raise ConfigError(
                 "add_adapter: the model has an adapter, which a new one would replace; call"
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
@@ -122,6 +136,122 @@ class Transformer(Network):
             read = self.stored("add_adapter").read
             loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
         self.adapter = divided_adapter(adapter, self.division)
+        self.adapters |= {} if name is None else {name: self.adapter}
+
+    @naming("load_adapter", "load")
+    def load_adapter(self, folder: str | PathLike[str], name: str) -> None:
+        """Read an adapter of peft's format and keep it by name among ``adapters``.
+
+        It takes no part until ``set_adapter``, ``mix_adapters`` or ``by_rows`` names it.
+
+        Raises
+        ------
+        ConfigError
+            The name is taken; or a file is missing or broken, or is of another model, also of one
+            whose vocabulary has grown or whose head is no longer tied.
+        """
+        self._check_new("load_adapter", name)
+        path, config = path_of("load_adapter", folder), self.config
+        whole = config if self.division is None else self.division.whole
+        if path.is_dir() and base_for(path, whole, {"config.json": {}}, {}) != whole:
+            problem = f"{path} changes the tables of the model, which other adapters share"
+            raise ConfigError(f"load_adapter: {problem}; use load(base, lora={str(path)!r})")
+        complete = self.division is None and self.parts is None and self.gather is None
+        weights = self.parameters.__getitem__ if complete else None
+        place = partial(to_device_of, like=self.table)
+        adapter = read_adapter(path, whole, self.dtype, place, weights)
+        adapter.base = self.folder
+        self.adapters[name] = divided_adapter(adapter, self.division)
+
+    def _check_new(self, call: str, name: Any) -> None:
+        """Raise a ConfigError unless this is a name that no adapter has."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{call}(name={name!r}): pass a name, as 'chat'")
+        if name in self.adapters:
+            cure = "choose another, or remove that: del model.adapters[name]"
+            raise ConfigError(f"{call}(name={name!r}): an adapter has this name; {cure}")
+
+    def _check_known(self, call: str, names: Iterable[Any]) -> None:
+        """Raise a ConfigError for a name that no adapter has."""
+        for name in names:
+            if name not in self.adapters:
+                known = ", ".join(map(repr, self.adapters)) or "none: load_adapter(folder, name)"
+                raise ConfigError(f"{call}: no adapter is named {name!r}; there is {known}")
+
+    def set_adapter(self, name: str | None) -> None:
+        """Use an adapter by its name, or with None the base alone.
+
+        Raises
+        ------
+        ConfigError
+            No adapter has this name, or one without a name would be lost.
+        """
+        self._check_known("set_adapter", [] if name is None else [name])
+        if self.adapter is not None and self.adapter not in self.adapters.values():
+            problem = "the model's adapter has no name and would be lost"
+            cure = "name it first, model.adapters['name'] = model.adapter, or set adapter = None"
+            raise ConfigError(f"set_adapter({name!r}): {problem}; {cure}")
+        self.adapter = None if name is None else self.adapters[name]
+
+    def mix_adapters(self, weights: Mapping[str, float], name: str) -> None:
+        """Keep the weighted sum of adapters as a new one, with the sum of their ranks.
+
+        Its change of a weight is sum(weight scale B A): peft's ``add_weighted_adapter`` with
+        ``combination_type="cat"``.
+
+        Raises
+        ------
+        ConfigError
+            A name is not known, or the new one taken; a weight is not a number; or an adapter has
+            more than A and B: DoRA, biases, token rows, modules or experts.
+        """
+        self._check_new("mix_adapters", name)
+        self._check_known("mix_adapters", weights)
+        if not weights or not all(map(is_number, weights.values())):
+            raise ConfigError(
+                f"mix_adapters({weights!r}): pass numbers by name, as {{'chat': 0.5}}"
+            )
+        self._require_whole("mix_adapters", "before the model is divided")
+        self.adapters[name] = mixed(self.adapters, weights)
+
+    def by_rows(self, names: Sequence[str | None]) -> "Transformer":
+        """Return this model for batches whose rows have these adapters; None: the base alone.
+
+        Of packed texts there is one name for each.  Rows of one adapter get the bits of a batch of
+        these rows alone.  ``trainable`` has the parameters of all that are named,
+        ``NAME@ADAPTER``, which may be trained at once: the arrays are those of ``adapters``.
+
+        Raises
+        ------
+        ConfigError
+            A name is not known; an adapter changes tables, heads or experts; or ranks divide the
+            model.
+
+        Examples
+        --------
+        >>> from unsloth_cupy.models import create
+        >>> model = create(
+        ...     {
+        ...         "model_type": "llama",
+        ...         "vocab_size": 99,
+        ...         "hidden_size": 32,
+        ...         "intermediate_size": 64,
+        ...         "num_hidden_layers": 1,
+        ...         "num_attention_heads": 2,
+        ...     },
+        ...     seed=0,
+        ... )
+        >>> model.add_adapter(4, name="chat")
+        >>> model.add_adapter(8, name="code")
+        >>> tokens = np.arange(9).reshape(3, 3)
+        >>> model.by_rows(["chat", None, "code"]).generate(tokens, max_new_tokens=2).shape
+        (3, 5)
+        """
+        self._check_known("by_rows", (name for name in names if name is not None))
+        self._require_whole("by_rows", "before the model is divided")
+        model = copy.copy(self)
+        model.adapter = ByRows(self.adapters, names)
+        return model
 
     def _require_whole(self, call: str, when: str) -> None:
         """Raise a ConfigError if ranks divide the parameters."""
@@ -157,6 +287,7 @@ class Transformer(Network):
         if not kinds:
             kinds, cure = {self.table.dtype.name}, "load(folder, dtype='float32') keeps it"
         kept.warn("merge_adapter", " and ".join(sorted(kinds)), cure)
+        self.adapters = {n: each for n, each in self.adapters.items() if each is not self.adapter}
         self.adapter = None
         return kept
 

@@ -174,7 +174,9 @@ class Delta:
     """Layers with a gated delta rule, after a convolution with ``taps`` taps.
 
     Queries and keys have ``key_heads`` of ``key_dim``, values ``value_heads`` of ``value_dim``.
-    ``fused`` checkpoints store the projections head by head in two matrices.
+    The projections are ``stored`` "fused", head by head in two matrices, "split" in four, or
+    "apart", each by itself.  ``beta`` is at most ``most``; ``eps`` is that of the norm behind the
+    rule, None: of all norms.
     """
 
     key_heads: int
@@ -182,21 +184,37 @@ class Delta:
     key_dim: int
     value_dim: int
     taps: int
-    fused: bool
+    stored: str  # fused, split or apart
+    most: float = 1.0
+    eps: float | None = None
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The rows of the projections of a token, by their names."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        few = self.value_heads
+        if self.stored == "apart":
+            sizes = {"q": keys, "k": keys, "v": values, "g": values, "b": few, "a": few}
+            return {f"{name}_proj": size for name, size in sizes.items()}
+        sizes = {"qkv": 2 * keys + values, "z": values, "b": few, "a": few}
+        if self.stored == "fused":
+            sizes = {"qkvz": 2 * (keys + values), "ba": 2 * few}
+        return {f"in_proj_{name}": size for name, size in sizes.items()}
+
+    @property
+    def after(self) -> tuple[str, str]:
+        """The names of the norm and of the projection behind the rule."""
+        return ("o_norm", "o_proj") if self.stored == "apart" else ("norm", "out_proj")
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a layer."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        sizes = {"qkv": 2 * keys + values, "z": values, "b": self.value_heads}
-        sizes |= {"a": self.value_heads}
-        if self.fused:
-            sizes = {"qkvz": 2 * (keys + values), "ba": 2 * self.value_heads}
-        for name, size in sizes.items():
-            yield f"in_proj_{name}.weight", (size, hidden)
-        yield "conv1d.weight", (2 * keys + values, 1, self.taps)
+        values, (norm, output) = self.value_heads * self.value_dim, self.after
+        for name, size in self.projections.items():
+            yield f"{name}.weight", (size, hidden)
+        yield "conv1d.weight", (2 * self.key_heads * self.key_dim + values, 1, self.taps)
         yield from ((name, (self.value_heads,)) for name in ("A_log", "dt_bias"))
-        yield "norm.weight", (self.value_dim,)
-        yield "out_proj.weight", (hidden, values)
+        yield f"{norm}.weight", (self.value_dim,)
+        yield f"{output}.weight", (hidden, values)
 
 
 @dataclass(frozen=True)
@@ -272,6 +290,7 @@ class Config:
     left_out: str = ""  # a pattern of names
     latent: Latent | None = None
     delta: Delta | None = None  # of the layers of type LINEAR
+    delta_norms: Norms | None = None  # of their blocks, where other than ``norms``
     gated: bool = False  # the output of attention, by what its queries' projection has more
 
     def rotates(self, layer: int) -> bool:
@@ -284,6 +303,10 @@ class Config:
     def attends(self, layer: int) -> bool:
         """Return whether this layer has attention."""
         return self.layer_types[layer] != LINEAR
+
+    def norms_of(self, layer: int) -> Norms:
+        """Return the norms of a block."""
+        return self.delta_norms or self.norms if not self.attends(layer) else self.norms
 
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""
@@ -326,7 +349,7 @@ class Config:
         if self.sub_norms:
             yield "self_attn.attn_sub_norm.weight", (self.heads * self.dim,)
             yield "mlp.ffn_sub_norm.weight", (self.inner,)
-        norms = self.norms
+        norms = self.norms_of(layer)
         for norm in (
             norms.before_attention,
             norms.after_attention,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family
+from .family import AFTER, BEFORE, Family
 from .mixtures import DEEPSEEK2, GLM4, KEYS, LISTED, QWEN2, QWEN35, STEPPED
 
 DELTA = {
@@ -88,6 +88,26 @@ HYBRIDS: Mapping[str, Family] = {
         delta="split",
         experts=QWEN35,
         **HYBRID,
+    ),
+    "olmo_hybrid": Family(
+        {
+            "full_attention_interval": 4,
+            "linear_allow_neg_eigval": True,
+            "linear_conv_kernel_dim": 4,
+            **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), None),
+            **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), None),
+            "max_position_embeddings": 65_536,
+        },
+        "linear",
+        AFTER,
+        query_key_norm="projection",
+        rotates="by_theta",
+        facts={
+            **dict.fromkeys(("linear_a_log_min", "linear_a_log_max", "linear_dt_min"), ...),
+            **dict.fromkeys(("linear_dt_max", "linear_dt_init_floor"), ...),
+        },
+        delta="apart",
+        delta_norms=BEFORE,
     ),
     "deepseek_v2": Family(
         {

@@ -43,6 +43,10 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
         case "windowed":
             types, whole = _types(read, layers), read.get("sliding_window") is None
             return tuple(whole or kind == SLIDING for kind in types), types
+        case "by_theta":
+            parameters = read.values.get("rope_parameters")
+            null = isinstance(parameters, dict) and parameters.get("rope_theta", 0) is None
+            return (not null,) * layers, _types(read, layers)
         case _:
             return (True,) * layers, _types(read, layers)
 
@@ -89,7 +93,10 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
     types = read.get("layer_types")
     if types is None:
         period = read.size("full_attention_interval")
-        return tuple(FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers))
+        types = [FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers)]
+        if read.family.delta == "apart" and FULL not in types:
+            types[-1] = FULL  # one at least
+        return tuple(types)
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {FULL, LINEAR}:
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"

@@ -1,13 +1,16 @@
-"""Where the experts of a mixture are in files, and the tensors that they are written as.
+"""Parameters that files have in another form, as experts, and the tensors that they are written as.
 
 model.layers.0.mlp.experts.gate_up_proj                  (experts, 2 inner, hidden) in memory
 model.layers.0.mlp.experts.7.up_proj.weight              (inner, hidden), one for each expert
 model.layers.0.mlp.experts.gate_up_proj                  (experts, hidden, 2 inner) in gpt-oss,
                                                          columns of gate and up in turns
 model.layers.0.mlp.experts.gate_up_proj_blocks, _scales  its rows, (2 inner, hidden), in MXFP4
+model.layers.0.linear_attn.q_conv1d.weight               rows of conv1d.weight, as k_ and v_conv1d
+model.layers.0.attention_layer_norm.weight               input_layernorm.weight in olmo_hybrid
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +20,7 @@ from ...errors import ConfigError
 from ...ops.quantized.mxfp4 import BLOCK, Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
-from ..configs.config import CORRECTION, STACKS, Config, Experts
+from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
 from ..configs.names import is_stack
 
 PACKED = ("_blocks", "_scales")
@@ -38,9 +41,12 @@ class Place(NamedTuple):
     turned: bool = False
     packed: bool = False
     row: bool = False  # of a matrix
+    rows: slice | None = None  # of the parameter; other programs divide them otherwise
 
     def of(self, array: Array) -> Array:
         """Return the tensor, from the whole parameter."""
+        if self.rows is not None:
+            return array[self.rows]
         if self.parts > 1:
             whole: Array = array.reshape(self.parts, *self.shape)
             return whole[self.part]
@@ -76,6 +82,10 @@ class Stack(NamedTuple):
 
         Those in MXFP4 are read whole, by ``packed``.
         """
+        if self.place.rows is not None:
+            whole = np.concatenate([files[file].get_tensor(name) for file, name in self.homes])
+            parameter: Array = whole.astype(dtype)
+            return parameter[some]
         if self.place.row:
             ((file, name),) = self.homes
             row: Array = files[file].get_tensor(name)[0].astype(dtype)
@@ -113,7 +123,27 @@ def places(config: Config) -> dict[str, Place]:
         if experts is not None and experts.sparse[layer]:
             prefix = f"model.layers.{layer}."
             found |= {prefix + name: place for name, place in _of_layer(config, experts, prefix)}
+    if config.delta is not None and config.delta.stored == "apart":
+        found |= dict(_of_olmo(config, config.delta))
     return found
+
+
+def _of_olmo(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of an olmo_hybrid that have other names, or are parts of others."""
+    keys, width = rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim
+    ends = (0, keys, 2 * keys, 2 * keys + width)
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        after = f"{prefix}post_attention_layernorm.weight"
+        yield f"{prefix}feedforward_layer_norm.weight", Place(after, (config.hidden,))
+        if config.attends(layer):
+            continue
+        before = f"{prefix}input_layernorm.weight"
+        yield f"{prefix}attention_layer_norm.weight", Place(before, (config.hidden,))
+        for name, (start, stop) in zip("qkv", pairwise(ends), strict=True):
+            shape = (stop - start, 1, rule.taps)
+            place = Place(f"{prefix}linear_attn.conv1d.weight", shape, rows=slice(start, stop))
+            yield f"{prefix}linear_attn.{name}_conv1d.weight", place
 
 
 def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[str, Place]]:
@@ -155,6 +185,9 @@ def file_tensors(
     for name, place in places(config).items():
         if place.packed == (place.parameter in packed) and place.parameter not in own:
             tensors.setdefault(place.parameter, {})[name] = place
+    if config.delta_norms is not None:  # blocks with attention have the names of others
+        for layer in filter(config.attends, range(config.layers)):
+            tensors.pop(f"model.layers.{layer}.post_attention_layernorm.weight", None)
     return tensors
 
 

@@ -37,6 +37,7 @@ class ExpertHomes:
         for name, place in self.known.items():
             self.forms.setdefault((place.parameter, place.packed), []).append(name)
         self.found: dict[tuple[str, bool], dict[str, tuple[str, str, str]]] = {}
+        self.rows: dict[str, int] = {}  # of the tensors that are beside each other in a parameter
 
     def takes(self, path: Path, stored: str, name: str, shape: tuple[int, ...], code: str) -> bool:
         """Return whether a tensor is one of these; raise for a wrong one."""
@@ -48,13 +49,15 @@ class ExpertHomes:
         problem = None
         if name in found:
             problem = f"is also in {found[name][0]}; keep one"
-        elif shape != expected:
+        elif (shape[1:] != expected[1:]) if place.rows is not None else (shape != expected):
             problem = f"has shape {shape}; config.json asks for {expected}"
         elif (code != CODES) if place.packed else (code not in DTYPES):
             problem = f"is {code}; it must be {CODES if place.packed else ', '.join(DTYPES)}"
         if problem:
             raise ConfigError(f"{path}: tensor {stored!r} {problem}")
         found[name] = path.name, stored, code
+        if place.rows is not None:
+            self.rows[place.parameter] = self.rows.get(place.parameter, 0) + shape[0]
         return True
 
     def enter(self, folder: Path, homes: dict[str, StoredTensor]) -> None:
@@ -74,7 +77,12 @@ class ExpertHomes:
                 raise ConfigError(f"{folder}: {problem}; store it in one")
             file, stored, code = own[0]
             place, shape = self.known[names[0]], self.shapes[parameter]
-            plain = not (place.parts > 1 or place.in_turns or place.turned or place.row or packed)
+            joined = place.rows is not None
+            changed = place.parts > 1 or place.in_turns or place.turned or place.row or joined
+            if joined and (total := self.rows.pop(parameter, 0)) != shape[0]:
+                problem = f"the tensors of {parameter} have {total} rows"
+                raise ConfigError(f"{folder}: {problem}; config.json asks for {shape[0]}")
+            plain = not (changed or packed)
             stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own))
             wide = parameter.endswith(self.wide)
             kind = Mxfp4 if packed else None

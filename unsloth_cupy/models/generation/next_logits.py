@@ -5,6 +5,7 @@ logits = next_logits(tokens, real)              after the prompts, padded on the
 logits = next_logits(tokens, real)              after the prompts and one more token, and so on
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from ...inference.kv_cache import KVCache
 from ...inference.paged_kv_cache import PagedKVCache
 from ...inference.paged_rows import PagedRows
 from ...placement import on_gpu_of_attribute, to_device_of
+from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..network import Network
 from ..ranks.pipeline_stages import Stages
@@ -130,19 +132,29 @@ class PagedLogits:
         """
         if self.begun or real.all():
             new, self.begun = tokens[:, -1:] if self.begun else tokens, True
-            return self._last(new, self.sequences)
+            return self._last(self.model, new, self.sequences)
         self.begun = True
         rows = zip(tokens, real, self.sequences, strict=True)
         logits_by_row = [
-            self._last(row[is_real][None], [sequence]) for row, is_real, sequence in rows
+            self._last(of_row(self.model, index), row[is_real][None], [sequence])
+            for index, (row, is_real, sequence) in enumerate(rows)
         ]
         logits: Array = np.concatenate(logits_by_row)
         return logits
 
-    def _last(self, tokens: Array, sequences: Sequence[int]) -> Array:
+    def _last(self, model: Network, tokens: Array, sequences: Sequence[int]) -> Array:
         """Return the logits after the last of these tokens, which are on the host."""
         new = on_device_of(tokens, self.like)
-        return last_logits(self.model, new, cache=self.cache, sequences=sequences)
+        return last_logits(model, new, cache=self.cache, sequences=sequences)
+
+
+def of_row(model: Network, index: int) -> Network:
+    """Return a model for one row of a batch, whose rows may have adapters of their own."""
+    rows = model.adapter
+    if isinstance(rows, ByRows):
+        model = copy.copy(model)
+        model.adapter = rows.row(index)
+    return model
 
 
 def last_logits(model: Network, tokens: Array, **options: Any) -> Array:

@@ -114,7 +114,7 @@ class Step:
             self.of_blocks,
             self.tables,
             self.attend,
-            project_of(model.config, model.adapter, None, model.division),
+            project_of(model.config, model.adapter, None, model.division, self.tokens),
             self.positions,
             division=model.division,
             turn=self.turn,

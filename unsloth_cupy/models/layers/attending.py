@@ -13,6 +13,7 @@ from ...ops.linear.linear import linear
 from ...ops.linear.linears import linears, rows_of_one
 from ...training.variable import Var
 from ..adapters.adapter import Adapter
+from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..ranks.division import Division, bits
 from .call import Attend, Project
@@ -43,9 +44,16 @@ def _packed(offsets: Array, layer: int, q: Array, k: Array, v: Array, **options:
 
 
 def project_of(
-    config: Config, adapter: Adapter | None, seed: int | None, division: Division | None
+    config: Config,
+    adapter: Adapter | None,
+    seed: int | None,
+    division: Division | None,
+    tokens: Any,
+    offsets: Any = None,
 ) -> Project:
-    """Return the linear layers of a call, as ``(parameters, names, x)``."""
+    """Return the linear layers of a call on some tokens, as ``(parameters, names, x)``."""
+    if isinstance(adapter, ByRows):
+        return adapter.project(tokens, offsets, seed, _plain)
     if adapter is not None:
         return partial(adapter.linears, seed=seed)
     return partial(_rounded, division) if config.bit_layers else _plain

@@ -113,7 +113,7 @@ def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
     """Return the output of a block as (branch, stream), which the next op adds."""
-    norms, prefix, config = call.config.norms, f"model.layers.{layer}.", call.config
+    norms, prefix, config = call.config.norms_of(layer), f"model.layers.{layer}.", call.config
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
     if config.parallel:

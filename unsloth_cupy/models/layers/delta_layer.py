@@ -47,22 +47,25 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     v = mixed[..., 2 * keys :].reshape(batch, tokens, rule.value_heads, rule.value_dim)
     decay = _decays(decay, parameters[f"{module}A_log"], parameters[f"{module}dt_bias"])
     options: dict[str, Any] = {"initial": state, "offsets": call.offsets}
-    y, state = gated_delta_rule(q, k, v, decay, _shares(beta), **options)
+    y, state = gated_delta_rule(q, k, v, decay, _shares(beta, rule.most), **options)
     call.states(layer, tokens, inputs, state)
     z = z.reshape(batch, tokens, rule.value_heads, rule.value_dim)
-    y = gated_rms_norm(y, z, parameters[f"{module}norm.weight"], eps=config.eps)
+    norm, output = rule.after
+    eps = config.eps if rule.eps is None else rule.eps
+    y = gated_rms_norm(y, z, parameters[f"{module}{norm}.weight"], eps=eps)
     y = y.reshape(batch, tokens, rule.value_heads * rule.value_dim)
-    return call.project(parameters, [f"{module}out_proj"], y)[0]
+    return call.project(parameters, [f"{module}{output}"], y)[0]
 
 
 def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
     """Return q, k and v beside each other, z, and what beta and decay are made of."""
-    if not rule.fused:
-        names = [f"{module}in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-        projected: list[Any] = call.project(call.parameters, names, x)
+    names = [f"{module}{name}" for name in rule.projections]
+    projected: list[Any] = call.project(call.parameters, names, x)
+    if rule.stored == "split":
         return projected
-    names = [f"{module}in_proj_qkvz", f"{module}in_proj_ba"]
-    many, few = call.project(call.parameters, names, x)
+    if rule.stored == "apart":
+        return [beside(*projected[:3]), *projected[3:]]
+    many, few = projected
     rows, groups = x.shape[:2], rule.value_heads // rule.key_heads
     many = many.reshape(*rows, rule.key_heads, many.shape[-1] // rule.key_heads)
     few = few.reshape(*rows, rule.key_heads, 2 * groups)
@@ -111,13 +114,13 @@ def _decays(a: Any, log: Any, bias: Any) -> Any:
     return taped("delta_layer", y, back, a=a, log=log, bias=bias)
 
 
-def _shares(b: Any) -> Any:
-    """Return the sigmoid of b."""
+def _shares(b: Any, most: float) -> Any:
+    """Return the sigmoid of b, times what it is at most."""
     value = value_of(b)
     wide = np.promote_types(value.dtype, FLOAT32)
-    y = sigmoid(value.astype(wide))
+    y, factor = sigmoid(value.astype(wide)), wide.type(most)
 
     def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
-        return {"b": rounded(dy.astype(wide) * y * (1 - y), value.dtype)}
+        return {"b": rounded(dy.astype(wide) * factor * y * (1 - y), value.dtype)}
 
-    return taped("delta_layer", rounded(y, value.dtype), back, b=b)
+    return taped("delta_layer", rounded(factor * y, value.dtype), back, b=b)

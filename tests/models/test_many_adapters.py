@@ -1,0 +1,230 @@
+"""Several adapters over one base: by name, mixed by weight, and by the rows of a batch."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import PagedKVCache
+from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.models import Transformer, create, load, quantize
+from unsloth_cupy.training.adamw import AdamW
+
+from .peers import SIZES
+
+NAMES = ["chat", None, "code", "chat", "dora"]
+TOKENS = np.random.default_rng(0).integers(3, 60, (5, 7))
+LABELS = np.where(TOKENS % 5 == 0, -100, TOKENS)
+
+
+def made(kind: str = "dense") -> Transformer:
+    model = create(SIZES | {"model_type": "llama"}, seed=0)
+    if kind != "dense":
+        quantize(model, kind)
+    for number, (name, options) in enumerate(
+        [
+            ("chat", {"rank": 4}),
+            ("code", {"rank": 2, "targets": ["q_proj", "down_proj"], "alpha": 8}),
+            ("dora", {"rank": 3, "dora": True, "dropout": 0.25}),
+        ]
+    ):
+        model.add_adapter(name=name, seed=number, **options)
+        draw = np.random.default_rng(number)
+        for array in model.adapter.parameters.values():
+            array[...] = array + 0.1 * draw.standard_normal(array.shape)
+    model.set_adapter(None)
+    return model
+
+
+def of_one(model: Transformer, name: str | None, rows: list[int], call: Any, labels: Any) -> Any:
+    """Return what a model with one adapter returns for its rows of the batch."""
+    model.set_adapter(name)
+    result = call(model, TOKENS[rows], labels[rows])
+    model.set_adapter(None)
+    return result
+
+
+@pytest.mark.parametrize("others", [["chat", None, "code", "code", "chat"], NAMES], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, tokens, labels: model.logits(tokens),
+        lambda model, tokens, labels: model.log_probs(tokens, labels).log_probs,
+        lambda model, tokens, labels: model.generate(tokens, max_new_tokens=5, stop=()),
+        lambda model, tokens, labels: model.generate(
+            tokens, max_new_tokens=5, stop=(), cache=PagedKVCache(3, 20, 4, 2, 8, dtype="float32")
+        ),
+        lambda model, tokens, labels: model.generate(
+            tokens, max_new_tokens=5, stop=(), mask=labels >= 0,
+            cache=PagedKVCache(3, 20, 4, 2, 8, dtype="float32"),
+        ),
+    ],
+    ids=["logits", "log_probs", "generate", "pages", "padding in pages"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_rows_are_those_of_a_batch_with_their_adapter(
+    call: Any, others: list[str | None], kind: str
+) -> None:
+    model = made(kind)
+    labels = np.where(np.arange(7) < 2, -100, TOKENS)  # where it is a mask: padding on the left
+    actual = call(model.by_rows(others), TOKENS, labels)
+    for name in dict.fromkeys(others):
+        rows = [i for i, own in enumerate(others) if own == name]
+        expected = of_one(model, name, rows, call, labels)
+        np.testing.assert_allclose(actual[rows], expected, atol=2e-5)
+        assert name is None or (expected != of_one(model, None, rows, call, labels)).any()
+
+
+@pytest.mark.parametrize("others", [["chat", None, "code", "code", "chat"], NAMES], ids=str)
+def test_gradients_are_the_sums_over_the_rows_of_each(others: list[str | None]) -> None:
+    """Also of packed texts, of which each has one."""
+    model = made()
+    rows = model.by_rows(others)
+    loss, gradients = rows.loss_and_gradients(TOKENS, LABELS)
+    offsets = np.arange(6) * 7
+    packed_loss, packed = rows.loss_and_gradients(
+        TOKENS.reshape(1, -1), LABELS.reshape(1, -1), offsets=offsets
+    )
+    np.testing.assert_allclose(packed_loss, loss, rtol=1e-5)
+    count = int((LABELS[:, 1:] != -100).sum())
+    total, names = 0.0, set[str]()
+    for name in dict.fromkeys(others):
+        own = [i for i, each in enumerate(others) if each == name]
+        model.set_adapter(name)
+        part, expected = model.loss_and_gradients(TOKENS[own], LABELS[own], count=count)
+        model.set_adapter(None)
+        total += part
+        if name is None:
+            continue
+        for parameter, gradient in expected.items():
+            names.add(f"{parameter}@{name}")
+            largest = np.abs(gradient).max()
+            for actual in (gradients, packed):
+                actual_gradient = actual[f"{parameter}@{name}"]
+                np.testing.assert_allclose(actual_gradient, gradient, atol=1e-5 * largest)
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
+    assert gradients.keys() == rows.trainable.keys() == names
+
+
+def test_several_learn_at_once() -> None:
+    """A step of all is a step of each, with dropout of its own too, and leaves the others alone."""
+    model, alone = made(), made()
+    rows = model.by_rows(["chat", "chat", "dora", "dora"])
+    optimizer = AdamW(rows.trainable, lr=0.01)
+    for step in range(2):
+        optimizer.step(rows.loss_and_gradients(TOKENS[:4], LABELS[:4], seed=step, count=10)[1])
+    for name, own in (("chat", slice(0, 2)), ("dora", slice(2, 4))):
+        alone.set_adapter(name)
+        optimizer = AdamW(alone.trainable, lr=0.01)
+        for step in range(2):
+            _, gradients = alone.loss_and_gradients(TOKENS[own], LABELS[own], seed=step, count=10)
+            optimizer.step(gradients)
+        for parameter, expected in alone.trainable.items():
+            actual = model.adapters[name].parameters[parameter]
+            np.testing.assert_allclose(actual, expected, atol=2e-5)
+    for parameter, array in made().adapters["code"].parameters.items():
+        np.testing.assert_array_equal(model.adapters["code"].parameters[parameter], array)
+
+
+def test_names_folders_and_sums(tmp_path: Path) -> None:
+    model = made()
+    folder = tmp_path / "base"
+    model.save(folder)
+    for name in model.adapters:
+        model.set_adapter(name)
+        model.save_adapter(tmp_path / name)
+    again = load(folder)
+    for name in ("chat", "code"):
+        again.load_adapter(tmp_path / name, name)
+        again.set_adapter(name)
+        model.set_adapter(name)
+        np.testing.assert_array_equal(again.logits(TOKENS), model.logits(TOKENS))
+    again.mix_adapters({"chat": 0.7, "code": -0.3}, "both")
+    again.set_adapter("both")
+    expected = load(folder).parameters
+    for name, weight in (("chat", 0.7), ("code", -0.3)):
+        changed = load(folder, lora=tmp_path / name)
+        changed.merge_adapter()
+        base = load(folder).parameters
+        for parameter, array in changed.parameters.items():
+            expected[parameter] = expected[parameter] + weight * (array - base[parameter])
+    by_hand = load(folder)
+    by_hand.parameters |= expected
+    np.testing.assert_allclose(again.logits(TOKENS), by_hand.logits(TOKENS), atol=2e-5)
+    again.save_adapter(tmp_path / "both")
+    read = load(folder, lora=tmp_path / "both")
+    np.testing.assert_array_equal(read.logits(TOKENS), again.logits(TOKENS))
+    again.merge_adapter()
+    assert [*again.adapters] == ["chat", "code"]
+    np.testing.assert_allclose(again.logits(TOKENS), by_hand.logits(TOKENS), atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_peft_has_the_same_sum(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="whose sum this is")
+    transformers = pytest.importorskip("transformers", reason="whose model this is")
+    import torch
+
+    model = made()
+    model.save(tmp_path / "base")
+    for name in ("chat", "code"):
+        model.set_adapter(name)
+        model.save_adapter(tmp_path / name)
+    model.set_adapter(None)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32
+    )
+    peer = peft.PeftModel.from_pretrained(whole, tmp_path / "chat", adapter_name="chat")
+    peer.load_adapter(tmp_path / "code", adapter_name="code")
+    peer.add_weighted_adapter(["chat", "code"], [0.7, 0.4], "both", combination_type="cat")
+    peer.set_adapter("both")
+    model.mix_adapters({"chat": 0.7, "code": 0.4}, "both")
+    model.set_adapter("both")
+    with torch.no_grad():
+        expected = peer(torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(model.logits(TOKENS), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m, t: m.set_adapter("chta"),
+            r"no adapter is named 'chta'; there is 'chat'",
+        ),
+        (lambda m, t: m.by_rows(["chat", "x"]), r"by_rows: no adapter is named 'x'"),
+        (lambda m, t: m.add_adapter(2, name="chat"), r"an adapter has this name; choose another"),
+        (lambda m, t: m.load_adapter(t, ""), r"load_adapter\(name=''\): pass a name"),
+        (lambda m, t: m.load_adapter(t / "nothing", "new"), r"nothing.* is not a folder"),
+        (lambda m, t: m.mix_adapters({}, "new"), r"mix_adapters\({}\): pass numbers by name"),
+        (lambda m, t: m.mix_adapters({"chat": "a"}, "new"), "pass numbers by name"),
+        (lambda m, t: m.mix_adapters({"dora": 1}, "new"), r"'dora' has more than A and B"),
+        (lambda m, t: m.by_rows(["chat"]).save_adapter(t), r"choose one by set_adapter\(name\)"),
+        (lambda m, t: m.by_rows(["chat"]).merge_adapter(), r"choose one by set_adapter\(name\)"),
+        (lambda m, t: rows_of(m).by_rows(["table"]), r"'table' changes tables, heads or experts"),
+        (lambda m, t: rows_of(m).mix_adapters({"table": 1}, "new"), "'table' has more than A and"),
+        (lambda m, t: unnamed(m).set_adapter("chat"), r"has no name and would be lost; name it"),
+    ],
+)
+def test_what_names_cannot_say(call: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(made(), tmp_path)
+
+
+def rows_of(model: Transformer) -> Transformer:
+    model.add_adapter(2, name="table", tokens=[5])
+    return model
+
+
+def unnamed(model: Transformer) -> Transformer:
+    model.add_adapter(2)
+    return model
+
+
+def test_every_row_needs_a_name() -> None:
+    rows = made().by_rows(["chat", None])
+    with pytest.raises(ShapeError, match="2 adapters are named for 5 rows; name one, or None"):
+        rows.logits(TOKENS)
+    with pytest.raises(ShapeError, match="2 adapters are named for 3 packed texts"):
+        rows.loss(TOKENS[:1], LABELS[:1], offsets=np.array([0, 2, 4, 7]))

@@ -1,0 +1,229 @@
+"""Several adapters over one base: a batch whose rows name theirs, and sums of adapters.
+
+    y = x Wᵀ, then y[rows] += scale (x[rows] Aᵀ) Bᵀ     for the rows of each adapter
+
+One product with the weights serves all rows.  Rows of an adapter with DoRA, biases or dropout pass
+through its layers by themselves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError, ShapeError
+from ...ops.elements.arithmetic import add, scale
+from ...ops.linear.linear import linear
+from ...parallel.taped import taped, value_of
+from ...placement import to_device_of, to_numpy
+from ..layers.call import Project
+from .adapter import BIAS, CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
+from .outer_weights import made_of
+
+MARK = "@"  # between the name of a tensor and that of its adapter
+
+
+class ByRows(Adapter):
+    """Adapters of which every row of a batch, or every packed text, has one or none.
+
+    ``parameters`` are those of all adapters, ``NAME@ADAPTER``.
+    """
+
+    def __init__(self, adapters: Mapping[str, Adapter], rows: Sequence[str | None]) -> None:
+        named = [*dict.fromkeys(name for name in rows if name is not None)]
+        self.rows, self.adapters = tuple(rows), {name: adapters[name] for name in named}
+        for name, adapter in self.adapters.items():
+            if adapter.outer or adapter.stacks:
+                problem = f"{name!r} changes tables, heads or experts, which all rows share"
+                cure = "set_adapter and a batch of its own, or merge_adapter"
+                raise ConfigError(f"by_rows: {problem}; use {cure}")
+        self.dropout = max((each.dropout for each in self.adapters.values()), default=0.0)
+        every = [name for each in self.adapters.values() for name in each.parameters]
+        self.plain = not any(name.endswith((MAGNITUDE, f".{BIAS}")) for name in every)
+        self.settings, self.tokens, self.stacks, self.scales = {}, {}, {}, {}
+        self.others, self.stored, self.initial = {}, {}, MappingProxyType({})
+        self.parameters = {
+            f"{name}{MARK}{key}": array
+            for key, adapter in self.adapters.items()
+            for name, array in adapter.parameters.items()
+        }
+
+    def project(self, tokens: Any, offsets: Any, seed: int | None, plain: Project) -> Project:
+        """Return the linear layers of a call on rows of tokens, or on packed texts."""
+        count = len(tokens) if offsets is None else len(offsets) - 1
+        if count != len(self.rows):
+            what = "rows" if offsets is None else "packed texts"
+            problem = f"by_rows: {len(self.rows)} adapters are named for {count} {what}"
+            raise ShapeError(
+                f"{problem}; name one, or None, for each", expected=len(self.rows), actual=count
+            )
+        lengths = None if offsets is None else np.diff(to_numpy(offsets))
+        names = np.array(self.rows, object)
+        names = names if lengths is None else np.repeat(names, lengths)
+        places = {key: np.flatnonzero(names == key) for key in dict.fromkeys(self.rows)}
+        axis = 0 if offsets is None else 1
+        places = {key: place for key, place in places.items() if place.size}
+        return partial(self._linears, places, axis, seed, plain)
+
+    def _linears(
+        self,
+        places: Mapping[str | None, Array],
+        axis: int,
+        seed: int | None,
+        plain: Project,
+        parameters: Mapping[str, Any],
+        modules: Sequence[str],
+        x: Any,
+    ) -> list[Any]:
+        """Return the outputs of linear layers, each with the adapters of its rows."""
+        if len(places) == 1:
+            return self._of_one(next(iter(places)), seed, plain, parameters, modules, x)
+        own = {key: to_device_of(place, value_of(x)) for key, place in places.items()}
+        rows = {key: taken(x, place, axis) for key, place in own.items()}
+        if not self.plain or (self.dropout and seed is not None):
+            parts = [
+                self._of_one(key, seed, plain, parameters, modules, part)
+                for key, part in rows.items()
+            ]
+        else:
+            whole = plain(parameters, modules, x)
+            parts = [
+                [
+                    self._added(key, parameters, name, taken(y, own[key], axis), part)
+                    for name, y in zip(modules, whole, strict=True)
+                ]
+                for key, part in rows.items()
+            ]
+        return [joined(each, [*own.values()], axis) for each in zip(*parts, strict=True)]
+
+    def _added(
+        self, key: str | None, parameters: Mapping[str, Any], module: str, y: Any, x: Any
+    ) -> Any:
+        """Return the output of a layer for some rows, with what their adapter adds to it."""
+        if key is None or module not in (adapter := self.adapters[key]).scales:
+            return y
+        kind = value_of(x).dtype
+        pair = adapter.pair(Own(parameters, key), module)
+        down, up = (made_of([each], kind, lambda each: each) for each in pair)
+        return add(y, scale(linear(linear(x, down), up), factor=adapter.scales[module]))
+
+    def _of_one(
+        self,
+        key: str | None,
+        seed: int | None,
+        plain: Project,
+        parameters: Mapping[str, Any],
+        modules: Sequence[str],
+        x: Any,
+    ) -> list[Any]:
+        """Return the outputs of linear layers with one adapter, or with none."""
+        if key is None:
+            return plain(parameters, modules, x)
+        return self.adapters[key].linears(Own(parameters, key), modules, x, seed)
+
+    def row(self, index: int) -> "ByRows":
+        """Return the adapter of one row, as of a batch of it alone."""
+        return ByRows(self.adapters, self.rows[index : index + 1])
+
+    def merge(self, *_: Any, **__: Any) -> Any:
+        """Raise a ConfigError: one adapter can be merged or saved, not those of a batch."""
+        problem = "rows of a batch have an adapter each"
+        raise ConfigError(
+            f"by_rows: {problem}; choose one by set_adapter(name), and merge or save it"
+        )
+
+    merged = save = check_merges = merge
+
+    def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return parameters as they are: no adapter changes what is outside of the blocks."""
+        return parameters
+
+
+class Own(Mapping[str, Any]):
+    """Parameters of which those of one adapter have their plain names."""
+
+    def __init__(self, parameters: Mapping[str, Any], key: str) -> None:
+        self.parameters, self.mark = parameters, MARK + key
+
+    def __getitem__(self, name: str) -> Any:
+        return self.parameters[name + self.mark if name.startswith(PREFIX) else name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+
+def taken(x: Any, places: Array, axis: int) -> Any:
+    """Return the rows of x at some places of an axis."""
+    value, before = value_of(x), (slice(None),) * axis
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dx = np.zeros_like(value)
+        dx[(*before, places)] = dy
+        return {"x": dx}
+
+    return taped("by_rows", value[(*before, places)], back, x=x)
+
+
+def joined(parts: Sequence[Any], places: Sequence[Array], axis: int) -> Any:
+    """Return an array with the rows of each part at its places of an axis."""
+    values, before = [value_of(part) for part in parts], (slice(None),) * axis
+    shape = [*values[0].shape]
+    shape[axis] = sum(value.shape[axis] for value in values)
+    y = np.empty_like(values[0], shape=tuple(shape))
+    for value, place in zip(values, places, strict=True):
+        y[(*before, place)] = value
+    names = [f"part_{i}" for i in range(len(parts))]
+    of = dict(zip(names, places, strict=True))
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {name: dy[(*before, of[name])] for name in wanted}
+
+    return taped("by_rows", y, back, **dict(zip(names, parts, strict=True)))
+
+
+def mixed(adapters: Mapping[str, Adapter], weights: Mapping[str, float]) -> Adapter:
+    """Return the sum of adapters by weight: that of their A and B beside each other.
+
+    The change of each weight is sum(weight scale B A), with the sum of the ranks.
+
+    Raises
+    ------
+    ConfigError
+        An adapter has more than products of low rank: DoRA, biases, token rows or modules.
+    """
+    parts: dict[str, list[tuple[Any, Any]]] = {}
+    for name, weight in weights.items():
+        adapter = adapters[name]
+        others = [n for n in adapter.parameters if n.endswith((MAGNITUDE, BIAS))]
+        if others or adapter.outer or adapter.stacks:
+            what = module_of((others or adapter.outer or [*adapter.parameters])[0])
+            problem = f"{name!r} has more than A and B, as at {what}, which have no weighted sum"
+            raise ConfigError(f"mix_adapters: {problem}; merge it into the base instead")
+        for module, own in adapter.scales.items():
+            down, up = adapter.pair(adapter.parameters, module)
+            wide = up.astype(np.promote_types(up.dtype, FLOAT32))
+            parts.setdefault(module, []).append((down, (wide * (weight * own)).astype(up.dtype)))
+    first = adapters[next(iter(weights))]
+    parameters = dict[str, Any]()
+    for module, pairs in parts.items():
+        parameters[f"{PREFIX}{module}.{DOWN}"] = np.concatenate([down for down, _ in pairs])
+        parameters[f"{PREFIX}{module}.{UP}"] = np.concatenate([up for _, up in pairs], axis=1)
+    ranks = {module: sum(len(down) for down, _ in pairs) for module, pairs in parts.items()}
+    stored = {m: s for name in weights for m, s in adapters[name].stored.items() if m in parts}
+    rank = max(ranks.values())
+    patterns = {stored[module]: each for module, each in ranks.items() if each != rank}
+    settings = {
+        **first.settings,
+        "r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0,
+        "rank_pattern": patterns, "alpha_pattern": dict(patterns), "init_lora_weights": True,
+        "target_modules": sorted({name.rpartition(".")[2] for name in stored.values()}),
+    }  # fmt: skip
+    result = Adapter(settings, parameters, stored=stored, path=CONFIG)
+    result.base = first.base
+    return result

@@ -195,6 +195,10 @@ def _texts(draw: Draw, sizes: Sizes) -> None:
         sizes["tokens"] *= sizes["texts"] > 0
 
 
+def _third_layer(draw: Draw, sizes: Sizes) -> None:
+    sizes["given"] = dict.fromkeys(("weight3", "low3", "b3"), draw(st.booleans()))
+
+
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
@@ -215,6 +219,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "contrastive_forward": _no_more_than("rows", "candidates"),
     "grouped_linear": _groups_of_rows,
     "experts_mlp_forward": _halves,
+    "lora_ups": _third_layer,
     "balance_loss_forward": _rows_of_a_layer,
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,
@@ -456,7 +461,7 @@ def _most(axis: str) -> Callable[..., Any]:
 OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "eps": _some(1e-6, 1e-5, 1e-3),
     "offset": _some(0.0, 1.0),
-    "scale": _some(1.0, 0.3, -0.5),
+    **dict.fromkeys(("scale", "scale2", "scale3"), _some(1.0, 0.3, -0.5)),
     "softmax.axis": _some(-1),
     "temperature": _some(1.0, 0.7, 2.0),
     "softcap": _some(None, 0.5, 30.0),

@@ -16,6 +16,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
+from ...errors import ConfigError
 from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
@@ -128,6 +129,17 @@ def _lie_apart(weights: Sequence[Any], dys: Sequence[Any] = ()) -> tuple[bool, .
     )
 
 
+def _check_third(call: str, weight3: Any, low3: Any, b3: Any) -> None:
+    """Raise a ConfigError for a part of a third layer."""
+    given = {"weight3": weight3, "low3": low3, "b3": b3}
+    missing = [name for name, array in given.items() if array is None]
+    if 0 < len(missing) < len(given):
+        problem = f"a third layer lacks {' and '.join(missing)}"
+        raise ConfigError(f"{call}: {problem}; pass weight3, low3 and b3, or none of them")
+
+
+lora_ups.require(_check_third)
+lora_ups_backward.require(_check_third)
 lora_ups.facts["lying"] = lambda arrays: _lie_apart(arrays[1:4])
 lora_ups_backward.facts["lying"] = lambda arrays: _lie_apart(arrays[4:7], arrays[:3])
 lora_ups_backward.facts["products"] = True

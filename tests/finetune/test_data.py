@@ -285,7 +285,7 @@ class TestFolders:
         assert data.place(line) == f"{more}:4"
         assert data.where == f"{some} and 1 more"
         for weight in ("0", "-1", "nan", "1e9"):
-            assert "is no number above 0" in refusal(f"{some}:{weight}")
+            assert "is not a number above 0" in refusal(f"{some}:{weight}")
         (tmp_path / "c.jsonl:2").write_text(some.read_text())
         assert len(read_data(str(tmp_path / "c.jsonl:2")).train) == 36, "it is the name of a file"
 

@@ -397,7 +397,7 @@ def test_errors_of_rewards_name_the_answer(name: str, said: str, tmp_path: Path)
         (["{path}:one:nan"], "names no function of a file"),
         (["{path}:other"], "has no function other; write it, or name another"),
         (["{path}:number"], "has no function number"),
-        (["{path}.txt:one"], "own.py.txt is no file; name a Python file"),
+        (["{path}.txt:one"], "own.py.txt is not a file; name a Python file"),
         (["{path}:one", "{path}:one:2"], "two functions are named one"),
         (
             ["{broken}:one"],

@@ -218,7 +218,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     ("change", "message"),
     [
         ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is no"),
-        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, which is no stack"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, which is not a stack"),
         ({"target_parameters": "mlp"}, "must be a list of names"),
         ({"target_parameters": []}, "does not belong to a linear layer"),
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of stacks have none"),

@@ -336,7 +336,7 @@ HEAD = f"{PREFIX}lm_head.weight"
     [
         ("untied", "rows_untied", {}, {ROWS: lambda rows: None}, "tokens_delta is missing"),
         ("untied", "rows_untied", {}, {ROWS: lambda rows: rows[:3]}, r"it must be floats, \(4"),
-        ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "'norm' is no module"),
+        ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "'norm' is not a module"),
         ("untied", "rows_untied", {"modules_to_save": ["embed_tokens"]}, {}, "some of its rows"),
         ("untied", "rows_untied", {"peft_type": "VERA"}, {}, "'VERA'; it must be LORA: merge the"),
         ("tied", "tied_table_tied", {}, {HEAD: lambda rows: rows * 2}, "lm_head is not equal to"),
@@ -345,7 +345,7 @@ HEAD = f"{PREFIX}lm_head.weight"
             for listed, message in (
                 ([3, 3, 4, 5], "token 3 is listed twice"),
                 ([3, 4, 5, 64], r"token 64 is outside .* resize\(vocab\)"),
-                ({"norm": [3]}, "'norm' is no table of tokens"),
+                ({"norm": [3]}, "'norm' is not a table of tokens"),
             )
         ),
     ],
@@ -368,9 +368,9 @@ def test_files_that_contradict_themselves(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 5}, "5 is no list of token ids"),
-        ({"tokens": [1.5]}, "no list of token ids"),
-        ({"tokens": "ab"}, "no list of token ids"),
+        ({"tokens": 5}, "5 is not a list of token ids"),
+        ({"tokens": [1.5]}, "not a list of token ids"),
+        ({"tokens": "ab"}, "not a list of token ids"),
         ({"tokens": [1, 1]}, "token 1 is listed twice"),
         ({"tokens": [64]}, "token 64 is outside the vocabulary of 64"),
         ({"tokens": [1], "modules": ["embed_tokens"]}, "trained whole, and some of its rows"),

@@ -333,7 +333,7 @@ BROKEN = {
     "no message": b"x" * 64,
     "a huge length": HEAD.pack(2**62, 1, DATA) + bytes(64),
     "half a message, then the end": head_of(99, 1, DATA) + b"kx",
-    "a key that is no text": head_of(1, 1, DATA) + b"\xff\xff",
+    "a key that is not a text": head_of(1, 1, DATA) + b"\xff\xff",
 }
 
 

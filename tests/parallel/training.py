@@ -142,11 +142,14 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
     rng, layers = np.random.default_rng(7), {"model_type": "mistral", "sliding_window": 3}
     texts = np.array([0, 3, 4, 4, 15, 22])
     windows, latent = CONFIG | layers, SIZES | RELATIVES["youtu"]
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    states = SIZES | RELATIVES["qwen3_5_text"] | heads
     for config, kind in (
         *((CONFIG, "ring"), (windows, "ring"), (windows, "ulysses")),
-        *((latent, "ring"), (latent, "ulysses")),
+        *((latent, "ring"), (latent, "ulysses"), (states, "ring"), (states, "ulysses")),
     ):
-        if kind == "ulysses" and config["num_attention_heads"] % comm.size:
+        divided = kind == "ulysses" or config is states
+        if divided and config["num_attention_heads"] % comm.size:
             continue
         whole, model = (models.create(config, seed=1) for _ in range(2))
         model.context, model.context_attention = comm, kind

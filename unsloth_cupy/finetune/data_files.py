@@ -131,7 +131,7 @@ def _weighed(each: Any, call: str) -> tuple[Path, float]:
             each, weight = name, float(number)
     path = path_of(call, each)
     if not (_is_weight(weight) and math.isfinite(weight) and 0 < weight <= 1000):
-        raise ConfigError(f"{path}: its weight {weight!r} is no number above 0, of at most 1000")
+        raise ConfigError(f"{path}: its weight {weight!r} is not a number above 0, of at most 1000")
     return path, float(weight)
 
 
@@ -196,7 +196,7 @@ def _listed(path: Path, key: str) -> list[str]:
         if not (isinstance(name, str) and re.fullmatch(r"[\w. -]*\w[\w. -]*", name)):
             raise ConfigError(f"{path}: its {key} names {name!r}; save the dataset again")
     if not names:
-        raise ConfigError(f"{path}: its {key} is no list of names; save the dataset again")
+        raise ConfigError(f"{path}: its {key} is not a list of names; save the dataset again")
     return names
 
 

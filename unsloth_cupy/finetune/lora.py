@@ -59,7 +59,7 @@ class Lora:
         Raises
         ------
         ConfigError
-            A target is no linear layer of the blocks.
+            A target is not a linear layer of the blocks.
         """
         from ..models.adapters.adapter import linear_layers
         from ..models.adapters.adapter_stacks import targets_of

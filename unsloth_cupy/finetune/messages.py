@@ -68,7 +68,7 @@ def checked_messages(values: Any, name: str, *, answered: bool = True) -> list[d
     Raises
     ------
     ConfigError
-        A message has no role, an unknown one, or a content that is no text.
+        A message has no role, an unknown one, or a content that is not a text.
     """
     if not isinstance(values, list) or not values:
         _wrong(f"{name} is {shown(values)}", 'write [{"role": "user", "content": "..."}, ...]')

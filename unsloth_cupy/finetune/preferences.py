@@ -96,7 +96,7 @@ def scored_of(values: Any, ignore: Collection[str] = ()) -> Content:
     Raises
     ------
     ConfigError
-        As ``pair_of``; or the margin is no number.
+        As ``pair_of``; or the margin is not a number.
     """
     row, known = _columns(values, ignore)
     name = known.get("margin")

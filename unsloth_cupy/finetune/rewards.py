@@ -80,7 +80,7 @@ def rewards_of(words: Sequence[str]) -> tuple[Reward, ...]:
 def _reward(word: str) -> Reward:
     shown_word = named(reward=word)
     parts, weight = str(word).split(":"), 1.0
-    if len(parts) > 2:  # the last one is no function
+    if len(parts) > 2:  # the last one is not a function
         with suppress(ValueError):
             weight = float(parts[-1])
             parts.pop()
@@ -89,7 +89,7 @@ def _reward(word: str) -> Reward:
         raise ConfigError(f"{shown_word} names no function of a file; {cure}")
     path, name = path_of("reward", ":".join(parts[:-1])), parts[-1]
     if not path.is_file():
-        raise ConfigError(f"{shown_word}: {path} is no file; name a Python file")
+        raise ConfigError(f"{shown_word}: {path} is not a file; name a Python file")
     function = _contents(path.resolve(), fingerprint(path)).get(name)
     if not callable(function):
         raise ConfigError(f"{shown_word}: {path} has no function {name}; write it, or name another")

@@ -283,16 +283,19 @@ class Network(Summary):
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
             self.division, gather=self.gather, routers=routers,
-            mask=mask, offsets=where.offsets, states=getattr(rows, "recurrent", unkept),
+            mask=mask, offsets=where.offsets, context=context,
+            states=getattr(rows, "recurrent", unkept),
             stacks={} if self.adapter is None else self.adapter.stacks,
         )  # fmt: skip
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError for a call whose layers without attention have no states."""
         kind = f"layers of a {self.config.model_type} that have no attention"
-        if context is not None:
-            cure = "divide the batch, not its tokens"
-            raise ConfigError(f"Transformer: ranks do not pass on the states of {kind}; {cure}")
+        rule = self.config.delta
+        if context is not None and rule is not None and rule.key_heads % context.comm.size:
+            ranks, cure = context.comm.size, "use fewer, or divide the batch, not its tokens"
+            problem = f"{ranks} ranks do not divide the {rule.key_heads} heads of {kind}"
+            raise ConfigError(f"Transformer: {problem}; {cure}")
         if isinstance(rows, PagedRows):
             problem = f"a PagedKVCache holds no states of {kind}"
             raise ConfigError(f"Transformer: {problem}; use a KVCache")

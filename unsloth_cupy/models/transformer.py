@@ -424,8 +424,8 @@ class Transformer(Network):
         ShapeError, DTypeError, RangeError
             The labels do not fit the head.
         ConfigError
-            ``count`` is no number of labels; the model has no head; or ranks divide the rows of a
-            classifier.
+            ``count`` is not a number of labels; the model has no head; or ranks divide the rows of
+            a classifier.
         """
         return mean_loss(self, tokens, labels, mask, offsets, count)
 

@@ -50,7 +50,7 @@ def ring_order(tokens: int, comm: Communicator, *, causal: bool) -> Any:
     ShapeError
         tokens is not a multiple of the ranks, or of twice the ranks with ``causal``.
     ConfigError
-        comm is no communicator, causal no bool, or tokens no number of tokens.
+        comm is not a communicator, causal not a bool, or tokens not a number of tokens.
     """
     check_communicator("ring_order", comm)
     given: Any = causal

@@ -88,7 +88,7 @@ def listed_stacks(path: Any, config: Config, settings: Mapping[str, Any]) -> dic
     if lost or (other := next((name for name in own if name not in known), None)):
         problem = f"target_parameters names {lost[0] if lost else other}"
         raise ConfigError(
-            f"{path}: {problem}, which is no stack of a {config.model_type}'s experts"
+            f"{path}: {problem}, which is not a stack of a {config.model_type}'s experts"
         )
     if found:
         if (begun := settings.get("init_lora_weights")) in INITIAL:

@@ -20,6 +20,7 @@ from ...ops.linear.linear import linear
 from ...parallel.taped import taped, value_of
 from ...placement import to_device_of, to_numpy
 from ..layers.call import Project
+from ..layers.elements import taken
 from .adapter import BIAS, CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from .outer_weights import made_of
 
@@ -156,18 +157,6 @@ class Own(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.parameters)
-
-
-def taken(x: Any, places: Array, axis: int) -> Any:
-    """Return the rows of x at some places of an axis."""
-    value, before = value_of(x), (slice(None),) * axis
-
-    def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        dx = np.zeros_like(value)
-        dx[(*before, places)] = dy
-        return {"x": dx}
-
-    return taped("by_rows", value[(*before, places)], back, x=x)
 
 
 def joined(parts: Sequence[Any], places: Sequence[Array], axis: int) -> Any:

@@ -50,12 +50,12 @@ def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
     for module, ids in by_module.items():
         own = str(module).rpartition(".")[2]
         if own not in ("embed_tokens", "lm_head"):
-            problem = f"{call}: {module!r} is no table of tokens"
+            problem = f"{call}: {module!r} is not a table of tokens"
             raise ConfigError(f"{problem}; choose embed_tokens or lm_head")
         many = isinstance(ids, Sequence | range | np.ndarray) and not isinstance(ids, str)
         known: list[Any] = [*ids] if many else [None]
         if not all(map(is_integer, known)):
-            raise ConfigError(f"{call}: {str(ids)[:80]} is no list of token ids, 0 or more")
+            raise ConfigError(f"{call}: {str(ids)[:80]} is not a list of token ids, 0 or more")
         if len({*known}) < len(known):
             twice = next(each for each in known if known.count(each) > 1)
             raise ConfigError(f"{call}: token {twice} is listed twice; list each once")
@@ -103,7 +103,7 @@ def check_outer(
             cure = "it is tied to embed_tokens, and follows it: name embed_tokens alone"
         if module == "score":
             cure = "it is of classifiers: load the folder with head= and labels="
-        raise ConfigError(f"{call}: {module!r} is no module of this model; {cure}")
+        raise ConfigError(f"{call}: {module!r} is not a module of this model; {cure}")
     for name, ids in tokens.items():
         if tables[name] in modules:
             problem = f"{call}: {tables[name]} is trained whole, and some of its rows"

@@ -7,6 +7,7 @@ from ...core.dtypes import Array
 from ..adapters.adapter_stacks import Adapted
 from ..configs.config import Config
 from ..ranks.division import Division
+from .context import Context
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
@@ -38,5 +39,6 @@ class Call(NamedTuple):
     stacks: Mapping[str, Adapted] = {}  # those of experts that have an adapter
     mask: Any = None  # of tokens that are not padding
     offsets: Any = None  # of packed texts
+    context: Context | None = None  # of ranks that divide the tokens
     states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
     routers: list[Any] | None = None  # takes the logits of every router; None: nobody reads them

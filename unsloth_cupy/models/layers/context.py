@@ -16,8 +16,10 @@ from ...errors import ConfigError
 from ...parallel.communicator import Communicator, part
 from ...parallel.ring import ring_attention, ring_order
 from ...parallel.taped import taped, value_of
+from ...parallel.tensor import all_to_all
 from ...parallel.ulysses import ulysses_attention
 from ...placement import to_device_of, to_numpy
+from .elements import taken
 from .positions import Places
 
 KINDS: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -90,6 +92,24 @@ class Context(NamedTuple):
             like = next(iter(all_places.tables.values()))[0]
             positions = to_device_of(np.arange(self.length)[None], like)
         return all_places._replace(positions=self.own(positions), offsets=None)
+
+    def by_heads(self, x: Any) -> Any:
+        """Return (rows, tokens, heads, ...) of all tokens in order and of this rank's heads."""
+        x = all_to_all(x, 2, 1, self.comm)
+        return x if self.kind != "ring" else taken(x, to_device_of(self._at(), value_of(x)), 1)
+
+    def by_tokens(self, x: Any) -> Any:
+        """Return what ``by_heads`` was given: this rank's tokens, with all heads."""
+        if self.kind == "ring":
+            x = taken(x, to_device_of(np.argsort(self._at()), value_of(x)), 1)
+        return all_to_all(x, 1, 2, self.comm)
+
+    def _at(self) -> Array:
+        """Return where each token of a row is among those of all ranks, one rank after another."""
+        pieces = np.arange(len(self.order) * self.comm.size).reshape(2 * self.comm.size, -1)
+        both = [each for pair in zip(pieces, pieces[::-1], strict=True) for each in pair]
+        at: Array = np.argsort(np.concatenate(both[: len(pieces)]))
+        return at
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Return the attention of this rank's queries over the keys of all ranks."""

@@ -4,11 +4,14 @@
     y = gated_norm(rule(q, k, v, decay, beta), x A_z) A_out
     decay = -exp(A_log) softplus(x A_a + dt_bias)      beta = sigmoid(x A_b)
 
+Ranks that divide the tokens exchange them for heads: each computes all tokens of some heads.
+
 In a cache a layer keeps the last inputs of its convolution, and the state of its rule.  Padding
 leaves both as they are, if it comes before a text.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +25,10 @@ from ...ops.norms.rms_norm import rms_norm
 from ...ops.recurrence.causal_conv import causal_conv
 from ...ops.recurrence.gated_delta_rule import gated_delta_rule
 from ...parallel.taped import taped, value_of
+from ...placement import to_device_of
 from ..configs.config import Config, Delta
-from .elements import beside
+from .context import Context
+from .elements import beside, taken
 
 EPS = 1e-6  # of the lengths of queries and keys
 
@@ -35,20 +40,24 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     x = x if call.mask is None else _without_padding(x, call.mask)
     mixed, z, beta, decay = _projected(call, rule, module, x)
     taps = parameters[f"{module}conv1d.weight"]
+    taps = taps.reshape(taps.shape[0], taps.shape[2])
+    decay = _decays(decay, parameters[f"{module}A_log"], parameters[f"{module}dt_bias"])
+    beta, offsets, own = _shares(beta, rule.most), call.offsets, rule
+    if call.context is not None:
+        own, offsets = _of_rank(rule, call.context), call.context.offsets
+        offsets = None if offsets is None else to_device_of(offsets, value_of(x))
+        mixed, taps, beta, decay = _by_heads(call.context, rule, mixed, taps, beta, decay)
     inputs, state = call.states(layer)
-    mixed, inputs = causal_conv(
-        mixed, taps.reshape(taps.shape[0], taps.shape[2]), initial=inputs, offsets=call.offsets
-    )
-    keys = rule.key_heads * rule.key_dim
+    mixed, inputs = causal_conv(mixed, taps, initial=inputs, offsets=offsets)
+    keys, every = own.key_heads * own.key_dim, mixed.shape[:2]
     q, k = (
-        _of_length_1(part.reshape(batch, tokens, rule.key_heads, rule.key_dim))
+        _of_length_1(part.reshape(*every, own.key_heads, own.key_dim))
         for part in (mixed[..., :keys], mixed[..., keys : 2 * keys])
     )
-    v = mixed[..., 2 * keys :].reshape(batch, tokens, rule.value_heads, rule.value_dim)
-    decay = _decays(decay, parameters[f"{module}A_log"], parameters[f"{module}dt_bias"])
-    options: dict[str, Any] = {"initial": state, "offsets": call.offsets}
-    y, state = gated_delta_rule(q, k, v, decay, _shares(beta, rule.most), **options)
+    v = mixed[..., 2 * keys :].reshape(*every, own.value_heads, own.value_dim)
+    y, state = gated_delta_rule(q, k, v, decay, beta, initial=state, offsets=offsets)
     call.states(layer, tokens, inputs, state)
+    y = y if call.context is None else call.context.by_tokens(y)
     z = z.reshape(batch, tokens, rule.value_heads, rule.value_dim)
     norm, output = rule.after
     eps = config.eps if rule.eps is None else rule.eps
@@ -77,6 +86,38 @@ def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
         each.reshape(*rows, rule.key_heads * each.shape[-1]) for each in (q, k, v, z, b, a)
     )
     return [beside(q, k, v), z, b, a]
+
+
+def _of_rank(rule: Delta, context: Context) -> Delta:
+    """Return a rule with the heads that one of the ranks computes."""
+    heads = rule.key_heads // context.comm.size, rule.value_heads // context.comm.size
+    return replace(rule, key_heads=heads[0], value_heads=heads[1])
+
+
+def _by_heads(
+    context: Context, rule: Delta, mixed: Any, taps: Any, beta: Any, decay: Any
+) -> list[Any]:
+    """Return the inputs of a convolution, its taps, beta and decay, of this rank's heads alone.
+
+    They are of all tokens.
+    """
+    rows, keys = mixed.shape[:2], rule.key_heads * rule.key_dim
+    parts = (
+        (0, rule.key_heads, rule.key_dim),
+        (keys, rule.key_heads, rule.key_dim),
+        (2 * keys, rule.value_heads, rule.value_dim),
+    )
+    channels, chosen = [], []
+    for start, heads, dim in parts:
+        part = mixed[..., start : start + heads * dim].reshape(*rows, heads, dim)
+        part = context.by_heads(part)
+        channels.append(part.reshape(*part.shape[:2], part.shape[2] * dim))
+        first = start + context.comm.rank * part.shape[2] * dim
+        chosen.append(np.arange(first, first + part.shape[2] * dim))
+    taps = taken(taps, to_device_of(np.concatenate(chosen), value_of(taps)), 0)
+    few = (context.by_heads(each.reshape(*each.shape, 1)) for each in (beta, decay))
+    beta, decay = (each.reshape(*each.shape[:3]) for each in few)
+    return [beside(*channels), taps, beta, decay]
 
 
 def _of_length_1(x: Any) -> Any:

@@ -59,6 +59,18 @@ def scaled_heads(x: Any, weight: Any) -> Any:
     return taped("scaled_heads", y, back, x=x, weight=weight)
 
 
+def taken(x: Any, places: Any, axis: int) -> Any:
+    """Return the rows of x at some places of an axis."""
+    value, before = value_of(x), (slice(None),) * axis
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dx = np.zeros_like(value)
+        dx[(*before, places)] = dy
+        return {"x": dx}
+
+    return taped("taken", value[(*before, places)], back, x=x)
+
+
 def beside(*parts: Any) -> Any:
     """Return arrays joined along the last axis."""
     values = [value_of(part) for part in parts]

@@ -185,14 +185,15 @@ class Exchanges(ABC):
         """Return the reduction of what this rank receives of all, in their order."""
         own = to_send[self.rank]
         rows = empty((self.size, *own.shape), own.dtype, own)
-        self._exchange(call, to_send, [rows[rank, ...] for rank in range(self.size)])
+        parts = [rows[rank, ...] for rank in range(self.size)]
+        self._exchange(call, to_send, parts)
         kernel = op == "sum" and rows.dtype in KERNEL_DTYPES and target_of(rows) is not None
         if kernel and rows.size:
             return sum_in_order(rows)
-        total = rows[0, ...].astype(sum_dtype(rows.dtype))
+        total = parts[0].astype(sum_dtype(rows.dtype))
         reduce = np.add if op == "sum" else np.maximum
         with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as on a GPU
-            for other in rows[1:]:
+            for other in parts[1:]:
                 reduce(total, other, out=total)
             return total.astype(rows.dtype, copy=False)
 

@@ -113,7 +113,7 @@ DEVICE void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy, const Til
 KERNEL(32 * WARPS, RESIDENT)
 lora_gradients(const T *__restrict__ dy, const B *__restrict__ b, const T *__restrict__ low,
                U *__restrict__ up, W *__restrict__ db, long long rows, int outputs, int rank,
-               int low_pitch, int slabs, int tiles, float scale) {
+               int dy_pitch, int low_pitch, int slabs, int tiles, float scale) {
     DYNAMIC_SHARED(T, memory);
     const Low own_b{memory};
     T *const ring = memory + COLUMNS * Low::PITCH;
@@ -133,7 +133,7 @@ lora_gradients(const T *__restrict__ dy, const B *__restrict__ b, const T *__res
         for (int i = threadIdx.x; i < ROWS * COLUMNS / LANES; i += THREADS) {
             const int row = i / (COLUMNS / LANES), column = i % (COLUMNS / LANES) * LANES;
             const bool inside = top + row < rows && first_column + column < outputs;
-            const T *from = dy + (inside ? (top + row) * outputs + first_column + column : 0);
+            const T *from = dy + (inside ? (top + row) * dy_pitch + first_column + column : 0);
             T *const target = to.at(row, column / Slab::CHUNK) + column % Slab::CHUNK;
             if constexpr (LANES > 1) cp_async_16(target, from, inside);
             else *target = inside ? *from : T(0.0f);

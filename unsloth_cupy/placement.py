@@ -19,9 +19,9 @@ import numpy as np
 
 from .core.arrays import framework_of
 from .core.frameworks import DLPACK, FRAMEWORKS, adopt_all
-from .core.gpu import cupy, device_of, is_cupys, several_gpus
+from .core.gpu import capturing, cupy, device_of, is_cupys, several_gpus
 from .core.stand_in import is_planned
-from .errors import ConfigError, FrameworkError
+from .errors import ConfigError, DeviceError, FrameworkError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,13 +145,21 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
 
 
 def to_device_of(array: Any, like: Any) -> Any:
-    """Return a NumPy array as one of like's library and device."""
+    """Return a NumPy array as one of like's library and device.
+
+    Raises
+    ------
+    DeviceError
+        Work is captured into a CUDA graph, which would send the same values again and again.
+    """
     library = framework_of(like, "the model of a new array")
     if is_planned(like):
         return like.placed(array)
     if library in ("torch", "jax"):
         result = FRAMEWORKS[library].give_back(array, like)
         return result.to(like.device) if library == "torch" else result
+    if library == "cupy" and capturing.get():
+        raise DeviceError("an array of the host is sent to the GPU, which a graph cannot repeat")
     with device_of(like):
         return np.asarray(array, like=like) if library == "cupy" else array
 

@@ -58,6 +58,7 @@ from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError
 from unsloth_cupy.models.generation.step import Step
+from unsloth_cupy.training.captured import Captured, Place
 from unsloth_cupy.training.gradients import sum_gradients
 
 from ..machines.stand_in import Array, Machine, gpu
@@ -530,7 +531,7 @@ def test_a_step_that_does_not_fit_leaves_nothing_behind(turn: int) -> None:
             step(token)
         assert caught.value.required > 0
         assert step.graph is None
-        assert not step.side.capturing
+        assert not step.captured.place.stream.capturing
         machine.room = room
         assert cache.length == 3 + turn
         for _ in range(3):
@@ -541,20 +542,31 @@ def test_a_step_that_does_not_fit_leaves_nothing_behind(turn: int) -> None:
 
 def test_a_library_that_is_not_captured_is_called_each_time() -> None:
     with gpu() as machine:
-        machine.strict = False
-        step: Any = Step.__new__(Step)
-        calls = []
+        work, calls = Captured(Place()), []
 
         def run() -> str:
             calls.append(machine.gpus.stream.capturing)
             if calls[-1]:
-                raise NotImplementedError
+                raise NotImplementedError("no capture")
             return "logits"
 
-        step.run, step.graph, step.side, step.captures, step.warm = run, None, None, True, False
-        assert [step._played() for _ in range(3)] == ["logits"] * 3
+        assert [work(run) for _ in range(3)] == ["logits"] * 3
         assert calls == [False, True, False, False]
-        assert not step.side.capturing
+        assert work.why == "no capture"
+        assert not work.place.stream.capturing
+
+
+def test_places_take_the_streams_of_those_that_are_gone() -> None:
+    """CuBLAS keeps memory for each stream."""
+    with gpu() as machine:
+        streams = []
+        for _ in range(3):
+            place = Place()
+            Captured(place)(lambda: streams.append(machine.gpus.stream))
+            other = Place()
+            Captured(other)(lambda: streams.append(machine.gpus.stream))
+            del place, other
+        assert len({id(each) for each in streams}) == 2
 
 
 # ---- devices by name -----------------------------------------------------------------------------

@@ -204,6 +204,10 @@ def _texts(draw: Draw, sizes: Sizes) -> None:
         sizes["tokens"] *= sizes["texts"] > 0
 
 
+def _third_layer(draw: Draw, sizes: Sizes) -> None:
+    sizes["given"] = dict.fromkeys(("weight3", "low3", "b3"), draw(st.booleans()))
+
+
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
@@ -225,6 +229,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "contrastive_forward": _no_more_than("rows", "candidates"),
     "grouped_linear": _groups_of_rows,
     "experts_mlp_forward": _halves,
+    "lora_ups": _third_layer,
     "balance_loss_forward": _rows_of_a_layer,
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,
@@ -466,7 +471,7 @@ def _most(axis: str) -> Callable[..., Any]:
 OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "eps": _some(1e-6, 1e-5, 1e-3),
     "offset": _some(0.0, 1.0),
-    "scale": _some(1.0, 0.3, -0.5),
+    **dict.fromkeys(("scale", "scale2", "scale3"), _some(1.0, 0.3, -0.5)),
     "latent_attention_forward.scale": _some(1.0, 0.3),
     "latent_attention_forward.rank": lambda draw, sizes, arrays: draw(st.integers(1, sizes["dim"])),
     "softmax.axis": _some(-1),

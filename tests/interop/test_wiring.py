@@ -86,6 +86,7 @@ def test_products_share_an_axis_that_they_sum_over():
         "lora_down",
         "lora_linear_forward",
         "lora_up",
+        "lora_ups",
         "matmul",
         "swiglu_mlp",
     }

@@ -17,10 +17,12 @@ import importlib.util
 import inspect
 import math
 import mmap
+import operator
 import os
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +38,10 @@ from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.ops.common import counters, faults, gemm, tensor_map
 from unsloth_cupy.ops.optimizers import gradients
+from unsloth_cupy.training import captured, offload
 
 from ..code import costs_file
+from . import stand_in_runs
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError, cuda_names
 
 # By compute capability: threads, blocks and bytes of shared memory of an SM (every SM has 65,536
@@ -144,6 +148,8 @@ class Machine:
         self.compiler = (12, 9)  # version of NVRTC
         self.maps = Driver()
         self.strict = True  # False: the host may read and send values, as outside of a capture
+        self.runs = False  # True: launches write numbers that depend on all they read
+        self.places: Any = weakref.WeakValueDictionary()  # then: the buffers of arrays
 
     def array(self, shape: Any, dtype: Any, shift: int = 0, device: Any = None) -> "Array":
         """Return a new array of zeros, which starts ``shift`` elements after an aligned address.
@@ -160,6 +166,7 @@ class Machine:
         """Return a new array of zeros, which the current stream creates, as in CuPy."""
         dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
         buffer = _zeros(shift + _count(shape), dtype)
+        self.gpus.does(functools.partial(buffer.fill, 0))
         values = buffer[shift:].reshape(shape)
         return Array(shape, dtype, of=values, memory=Memory(self, shape, dtype))
 
@@ -228,12 +235,19 @@ def _waits(*_: Any, **__: Any) -> NoReturn:
     raise HostReadError("the host waits for the GPU")
 
 
+def _check_wait(machine: Machine, what: str) -> None:
+    """Raise if the host must not wait for the GPU here: not at all, or not in a capture."""
+    if machine.strict:
+        raise HostReadError(what)
+    if machine.gpus.capturing:
+        raise RuntimeError(f"cudaErrorStreamCaptureUnsupported: {what}")
+
+
 def _reads(name: str) -> Callable[..., Any]:
     """Return a method of this name, which reads an array on the host."""
 
     def read(array: "Array", *args: Any, **more: Any) -> Any:
-        if array.memory.machine.strict:
-            raise HostReadError(f"{name} of {array!r} reads its values on the host")
+        _check_wait(array.memory.machine, f"{name} of {array!r} reads its values on the host")
         array.memory.machine.gpus.work(name, [array.memory])
         return getattr(array.values, name)(*args, **more)
 
@@ -262,8 +276,14 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     ) -> None:
         if memptr is not None:
             of, memory = memptr.view(shape, dtype, strides), memptr.memory
-        self.values = np.zeros(shape, dtype) if of is None else of
-        self.memory = memory or Memory(sys.modules["cupy"].machine, shape, dtype)
+        machine: Machine = sys.modules["cupy"].machine if memory is None else memory.machine
+        if of is None:
+            of = np.zeros(shape, dtype)
+            machine.gpus.does(functools.partial(of.fill, 0))
+        self.values, self.memory = of, memory or Memory(machine, shape, dtype)
+        if machine.runs:
+            root = self.data.root
+            machine.places[id(root)] = root
 
     def __repr__(self) -> str:
         return f"<{self.values.dtype} {self.values.shape}>"
@@ -315,16 +335,21 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
         masks = any(isinstance(p, Array) and p.dtype == np.bool_ for p in parts)
-        if masks and self.memory.machine.strict:
-            raise HostReadError("indexing by a mask: the size of the result is a value")
+        if masks:
+            _check_wait(self.memory.machine, "indexing by a mask: its result's size is a value")
+        if any(isinstance(p, list) for p in parts) and self.memory.machine.gpus.capturing:
+            raise HostWriteError("the host sends a list, as an index")
         if any(isinstance(p, Array) for p in parts):
             self._worked("getitem", (self, *parts))
         elif ... not in parts:
             parts = (*parts, ...)  # then NumPy returns a view of one value too, not a scalar
-        selected = self.values[self._inside(parts)]
+        inside = self._inside(parts)
+        selected = self.values[inside]
         if not any(isinstance(p, Array | list) for p in parts):
             return self._view(selected)
-        return self._wrapped(selected, "getitem")
+        result = self._wrapped(selected, "getitem")
+        self._repeats(lambda: self.values[inside], result)
+        return result
 
     def get(self, out: Any = None, *, blocking: bool = True) -> Any:
         """Return the values on the host, which waits for them unless ``blocking`` is False."""
@@ -337,7 +362,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         self.memory.written = self._worked("setitem", (self, value, *parts))
-        self.values[self._inside(index)] = self._inside(value)
+        inside, new = self._inside(index), self._inside(value)
+        self.memory.machine.gpus.does(lambda: operator.setitem(self.values, inside, new))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
         return self._own(getattr(ufunc, method), inputs, more)
@@ -346,19 +372,32 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         if function.__name__.endswith("_like") and not more.get("shape", 1):
             more = {**more, "shape": None}  # CuPy takes () and 0 for the shape of the array
         _check(".".join([*function.__module__.split(".")[1:], function.__name__]), more)
-        if function.__name__ in WAITS and self.memory.machine.strict:
-            raise HostReadError(f"np.{function.__name__}: the size of the result is a value")
+        if function.__name__ in WAITS:
+            what = f"np.{function.__name__}: the size of the result is a value"
+            _check_wait(self.memory.machine, what)
+        sends = function.__name__ == "asarray" and type(args[0]) is not Array
+        if sends and self.memory.machine.gpus.capturing:
+            raise HostWriteError("np.asarray sends what the host has")
         return self._own(function, args, more)
 
     def _own(self, function: Callable[..., Any], args: Any, more: dict[str, Any]) -> Any:
         """Apply a function of CuPy's own to the values."""
-        host = any(isinstance(a, np.ndarray) and a.ndim for a in args)
-        if host and function.__name__ != "asarray" and not self.memory.machine.strict:
+        host, machine = any(isinstance(a, np.ndarray) and a.ndim for a in args), self.memory.machine
+        if host and function.__name__ != "asarray" and not machine.strict:
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")  # as CuPy does
-        with np.errstate(all="ignore"):
-            result = function(*self._inside(args), **self._inside(more))
-        if function.__name__ in WIDENS and getattr(result, "dtype", None) == BFLOAT16:
-            result = result.astype(np.float32)
+        inside, options = self._inside(args), self._inside(more)
+
+        def compute() -> Any:
+            with np.errstate(all="ignore"):
+                result = function(*inside, **options)
+            if function.__name__ in WIDENS and getattr(result, "dtype", None) == BFLOAT16:
+                result = result.astype(np.float32)
+            return result
+
+        if machine.gpus.capturing and (more.get("out") or function.__name__ == "fill"):
+            machine.gpus.does(compute)  # which changes an array
+            return more["out"][0] if more.get("out") else None
+        result = compute()
         operands = [self, *args, *more.values(), *more.get("out", ())]
         if not isinstance(result, np.ndarray) or not np.may_share_memory(result, self.values):
             self._worked(function.__name__, operands)
@@ -367,7 +406,22 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         for old in (*args, *more.get("out", ())):
             if isinstance(old, Array) and result is old.values:
                 return old  # the function changed it in place, or returned it as it was
-        return self._wrapped(result, function.__name__)
+        wrapped = self._wrapped(result, function.__name__)
+        self._repeats(compute, wrapped)
+        return wrapped
+
+    def _repeats(self, compute: Callable[[], Any], wrapped: Any) -> None:
+        """Let a graph write the results of a function to the same arrays again."""
+
+        def again() -> None:
+            several = isinstance(wrapped, list | tuple)
+            results = compute() if several else [compute()]
+            for old, new in zip(wrapped if several else [wrapped], results, strict=True):
+                if isinstance(old, Array):
+                    old.values[...] = new
+
+        if self.memory.machine.gpus.capturing:
+            self.memory.machine.gpus.does(again)
 
     def _worked(self, what: str, operands: Any) -> Any:
         """Record work of the current stream on these operands."""
@@ -379,7 +433,9 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the values of an array, or of all arrays in a container."""
         if isinstance(value, Array):
             return value.values
-        if isinstance(value, np.ndarray) and value.ndim and self.memory.machine.strict:
+        machine = self.memory.machine
+        sends = machine.strict or machine.gpus.capturing
+        if isinstance(value, np.ndarray) and value.ndim and sends:
             raise HostWriteError(f"the host sends an array: {value.dtype} {value.shape}")
         if isinstance(value, list | tuple):
             return type(value)(map(self._inside, value))
@@ -466,6 +522,9 @@ class Function:
             raise WrongDeviceError(f"{self.about[0]}: the kernel was loaded on GPU {self._device}")
         machine.gpus.work(self.about[0], [arg.memory for arg in args if type(arg) is Array])
         machine.launches.append(launch)
+        if machine.runs:
+            again = functools.partial(stand_in_runs.run, launch, args, machine.places)
+            machine.gpus.does(again)
 
 
 def _modules(machine: Machine) -> dict[str, types.ModuleType]:
@@ -511,7 +570,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
 
     def ones(shape: Any, dtype: Any = float) -> Array:
         array = machine.new(shape, dtype)
-        array.values[...] = 1
+        array[...] = 1
         return array
 
     like = lambda array, dtype=None: machine.new(array.shape, dtype or array.dtype)  # noqa: E731
@@ -568,9 +627,12 @@ class Cublas:
         self.machine = machine
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        def record(*_: Any) -> int:
+        def record(*args: Any) -> int:
             if "Gemm" in name:
                 self.machine.products.append(name)
+                if self.machine.runs:
+                    again = functools.partial(stand_in_runs.product, name, args)
+                    self.machine.gpus.does(again)
             return 0
 
         return record
@@ -634,6 +696,7 @@ def gpu(
     counters._kept.clear()
     workspaces = dict(gemm.workspaces)
     gemm.workspaces.clear()
+    _forget_streams()
     core_gpu._several.clear()
     if devices is not None:
         _forget_devices()
@@ -647,6 +710,7 @@ def gpu(
             op.routes.clear()  # of a machine that is gone
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
+        _forget_streams()
         gemm.workspaces.clear()
         gemm.workspaces.update(workspaces)
         counters._kept.clear()
@@ -658,6 +722,12 @@ def gpu(
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+def _forget_streams() -> None:
+    """Forget the streams of another machine."""
+    captured.spare.clear()
+    offload._side.cache_clear()
 
 
 def _forget_devices() -> None:

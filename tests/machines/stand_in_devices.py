@@ -9,6 +9,7 @@ because a real GPU would read other memory, or memory that is not written yet.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 
@@ -62,6 +63,18 @@ class Gpus:
     def stream(self) -> "Stream":
         """The current stream of the current GPU."""
         return self.streams[self.current]
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is captured."""
+        return self.stream.capturing
+
+    def does(self, task: Callable[[], Any]) -> None:
+        """Do a task, or let the graph that is captured do it."""
+        if self.stream.capturing:
+            self.stream.tasks.append(task)
+        else:
+            task()
 
     def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
         """Stand for ``runtime.memcpyAsync``."""
@@ -120,6 +133,7 @@ class Stream:
         self.gpus, self.device_id, self.ptr = gpus, device, address
         self.key, self.time, self.after = (device, address), 0, Clock()
         self.capturing = False
+        self.tasks: list[Callable[[], Any]] = []
 
     def __enter__(self) -> "Stream":
         if self.device_id != self.gpus.current:
@@ -145,13 +159,13 @@ class Stream:
             self.gpus.host[key] = max(time, self.gpus.host.get(key, 0))
 
     def begin_capture(self) -> None:
-        self.capturing = True
+        self.capturing, self.tasks = True, []
 
     def end_capture(self) -> "Graph":
         if not self.capturing:
             raise RuntimeError("nothing was captured")
         self.capturing = False
-        return Graph(self.gpus, self.device_id)
+        return Graph(self.gpus, self.device_id, self.tasks)
 
 
 class Event:
@@ -166,15 +180,17 @@ class Event:
 
 
 class Graph:
-    """A graph captured on a GPU."""
+    """A graph captured on a GPU: its launch repeats what was captured, with the same numbers."""
 
-    def __init__(self, gpus: Gpus, device: int) -> None:
-        self.gpus, self.device, self.launched = gpus, device, 0
+    def __init__(self, gpus: Gpus, device: int, tasks: list[Callable[[], Any]]) -> None:
+        self.gpus, self.device, self.launched, self.tasks = gpus, device, 0, tasks
 
     def launch(self) -> None:
         if self.gpus.current != self.device:
             raise WrongDeviceError("the graph belongs to another GPU")
         self.launched += 1
+        for task in self.tasks:
+            task()
 
 
 def cuda_names(gpus: Gpus) -> dict[str, Any]:
@@ -214,6 +230,8 @@ def cuda_names(gpus: Gpus) -> dict[str, Any]:
 
     class MemoryPool:
         malloc = None
+
+        def __init__(self, allocator: Any = None) -> None: ...
 
     class UsingAllocator:
         def __init__(self, allocator: Any) -> None: ...

@@ -4,10 +4,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW, linear, linear_backward
-from unsloth_cupy.models import create
+from unsloth_cupy import AdamW, int8_weight, linear, linear_backward, nf4_quantize
+from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.folders.joined import Joined
 from unsloth_cupy.ops.linear.linears import columns_of_one, linears, linears_backward, rows_of_one
+from unsloth_cupy.ops.quantized.weight import Quantized, beside
 
 from ..harness.parity import Case, Parity
 from ..machines.stand_in import gpu
@@ -88,8 +89,11 @@ CONFIG = {
 }
 
 
+@pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("kind", [{}, {"model_type": "qwen2"}, {"model_type": "gemma2"}])
-def test_a_model_whose_weights_lie_together(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_weights_lie_together(
+    kind: Any, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loss, gradients and a step of AdamW are those of weights that lie apart."""
     tokens, config = np.arange(24).reshape(2, 12), CONFIG | kind
     apart = create(config, seed=0, dtype="float64")
@@ -99,13 +103,65 @@ def test_a_model_whose_weights_lie_together(kind: Any, monkeypatch: pytest.Monke
     assert [*apart.parameters] == [*together.parameters]
     results = []
     for model in (apart, together):
+        if rank is not None:
+            model.add_adapter(rank)
+            for name, array in model.adapter.parameters.items():
+                array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
         loss, gradients = model.loss_and_gradients(tokens, tokens)
-        AdamW(model.parameters, lr=0.1, eps=1e-3).step(gradients)
+        AdamW(model.trainable, lr=0.1, eps=1e-3).step(gradients)
         results.append([loss, *gradients.values(), model.logits(tokens)])
     assert whole_of(together) is not None, "the step was in place"
     assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(results[1], 2))
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "nf4-double"])
+def test_a_quantized_model_whose_weights_lie_together(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients of adapters, and logits, are those of weights that lie apart."""
+    tokens, models = np.arange(24).reshape(2, 12), []
+    for together in (False, True):
+        monkeypatch.setattr(Joined, "takes", staticmethod(lambda value, on=together: on))
+        model = create(CONFIG | {"hidden_size": 64}, seed=0, dtype="float64")
+        quantize(model, kind, least=0)
+        models.append(model)
+    (apart, together_), results = models, []
+    assert (whole_of(apart), whole_of(together_) is None) == (None, kind == "nf4-double")
+    for name, weight in apart.parameters.items():
+        other = together_.parameters[name]
+        assert type(weight) is type(other)
+        if isinstance(weight, Quantized):
+            np.testing.assert_array_equal(other.dequantize(), weight.dequantize())
+            assert other.state().keys() == weight.state().keys()
+    for model in models:
+        plain = model.logits(tokens)
+        model.add_adapter(2)
+        loss, gradients = model.loss_and_gradients(tokens, tokens)
+        results.append([plain, loss, *gradients.values()])
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_quantized_matrices_that_do_not_stack_stay_apart() -> None:
+    rng = np.random.default_rng(0)
+    first, second, short = (rng.standard_normal((n, 32)) for n in (4, 6, 5))
+    for group in (
+        [nf4_quantize(first), nf4_quantize(short)],  # whose last block is short
+        [nf4_quantize(first), nf4_quantize(second, block=32)],
+        [nf4_quantize(first), nf4_quantize(second, kind="fp4")],
+        [nf4_quantize(first), int8_weight(second)],
+        [int8_weight(first), int8_weight(second[:, :16])],
+        [int8_weight(first), int8_weight(second.astype(np.float32))],
+    ):
+        assert beside(group) is group
+        assert rows_of_one(group) is None
+    parts = beside([nf4_quantize(first), nf4_quantize(second), nf4_quantize(first)])
+    assert rows_of_one(parts).shape == (14, 32)
+    assert rows_of_one(parts[:2]) is None
+    assert rows_of_one(parts[::-1]) is None
+    assert rows_of_one([parts[0], parts[1], nf4_quantize(first)]) is None
 
 
 def whole_of(model: Any) -> Any:

@@ -121,13 +121,18 @@ def test_nothing_to_read(shape: tuple[int, int, int]) -> None:
     assert not any(array.any() for array in actual.values())
 
 
-def test_a_gap_between_rows() -> None:
-    dy, low, b = drawn(12, 24, 3, np.float32)
+@pytest.mark.parametrize(("whole", "part"), [(24, 17), (24, 16), (26, 16)])
+def test_a_gap_between_rows(whole: int, part: int) -> None:
+    """Columns of a wider array, as gradients of gate and up are, are read where they lie."""
+    dy, low, b = drawn(12, whole, 3, np.float32)
+    copied = mock.patch.object(_lora_gradients, "contiguous", wraps=_lora_gradients.contiguous)
     with emulator():
-        expected = gradients(dy[:, :17].copy(), low, b[:17])
-        actual = gradients(dy[:, :17], low, b[:17])
+        expected = gradients(dy[:, :part].copy(), low, b[:part].copy())
+        with copied as copies:
+            actual = gradients(dy[:, :part], low, b[:part].copy())
     for name, array in actual.items():
         np.testing.assert_array_equal(array, expected[name])
+    assert [call.args[0].shape for call in copies.mock_calls] == [(part, 3)], "b alone"
 
 
 def test_one_launch_takes_the_place_of_two_products() -> None:

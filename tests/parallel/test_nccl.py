@@ -7,10 +7,13 @@ import re
 import types
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from unsloth_cupy.core.target import using
 from unsloth_cupy.errors import CommunicationError, DeviceError, FrameworkError
+from unsloth_cupy.ops.common.columns import sum_in_order
 from unsloth_cupy.parallel import (
     DataParallel,
     NcclCommunicator,
@@ -23,6 +26,7 @@ from unsloth_cupy.parallel import (
 from unsloth_cupy.parallel._prefetch import Prefetch
 from unsloth_cupy.parallel._shards import Cut
 
+from ..machines.cuda_on_cpu import Emulator, missing
 from .collectives import CHECKS
 from .nccl import CAPTURE, Array, array, in_threads, stand_in
 from .ranks import free_port
@@ -143,6 +147,21 @@ def test_a_graph_captures_exchanges(monkeypatch) -> None:
             assert [call for _, call in comm._watchdog.waiting] == ["generate"]
 
         in_threads(2, work)
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_a_kernel_sums_in_the_order_of_the_ranks(dtype) -> None:
+    """In float32, rounded once: where the order decides about the last bits."""
+    rows = (8 * np.random.default_rng(0).standard_normal((7, 3, 45))).astype(dtype)
+    expected = rows[0].astype(np.float32)
+    for row in rows[1:]:
+        expected = expected + row.astype(np.float32)
+    with using(Emulator()):
+        actual = sum_in_order(rows)
+    np.testing.assert_array_equal(actual, expected.astype(dtype), strict=True)
+    if dtype is np.float32:
+        assert (actual != rows[::-1].cumsum(axis=0)[-1]).any(), "no order shows"
 
 
 def test_a_stand_in_knows_who_waits() -> None:

@@ -77,7 +77,7 @@ def test_an_adapter_that_is_broken_is_named() -> None:
     assert error.op.startswith("lora")
     assert error.parameter is not None
     assert ".layers.1.mlp." in error.parameter
-    assert f"b ({name})" in str(error)
+    assert f"b2 ({name})" in str(error)  # of the second layer of one input
 
 
 def test_a_value_that_grows_too_large_is_found_where_it_does() -> None:

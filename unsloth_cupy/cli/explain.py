@@ -102,13 +102,14 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
 
     def step(tokens: Any) -> None:
         nonlocal moved
-        _, gradients = model.loss_and_gradients(tokens, tokens)
+        _, gradients = model.loss_and_gradients(tokens, tokens, graph=True)
         if steps is not None:
             moved = steps.traffic(gradients)
             measure_gradients(gradients, 1.0)
             steps.step(gradients, finite=True, factor=CLIPPED)
 
     explanation = explained(step, shape(sizes, "int64"), device=device)
+    explanation = replace(explanation, graph=model.graphs.told)
     if steps is None:
         return explanation
     bandwidth = None if explanation.card is None else explanation.card.bandwidth

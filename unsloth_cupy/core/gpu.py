@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .source import source_root
 from .target import Limits
 
 NO_SWITCH: AbstractContextManager[Any] = nullcontext()
+capturing: ContextVar[bool] = ContextVar("capturing", default=False)  # launches into a graph
 
 
 def cupy() -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.stand_in import is_planned
+from ..models.graphs import Sums
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.ranks.gather import whole_parameters
 from ..models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
@@ -37,13 +38,19 @@ class Engine:
 
     Attributes
     ----------
+    graph : bool
+        Whether a GPU may repeat passes as CUDA graphs: see ``models.graphs``.
     parts : Zero3 or None
         With ZeRO-3: divides the parameters, of which the model then holds parts, among the ranks
         that would otherwise hold the same weights (``Ranks.alike``).
     """
 
     def __init__(
-        self, ranks: "Ranks", model: "Transformer", objective: Objective = next_token
+        self,
+        ranks: "Ranks",
+        model: "Transformer",
+        objective: Objective = next_token,
+        graph: bool = False,
     ) -> None:
         size = ranks.groups.context.size
         if size > 1 and getattr(objective, "divided", False):
@@ -60,6 +67,7 @@ class Engine:
         self.many = None if alone else DataParallel(trained, self.alike)
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
+        self.graph = graph and self.stages is None and self.parts is None
 
     @property
     def has_all(self) -> bool:
@@ -103,6 +111,7 @@ class Engine:
         """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
+            sums: Sums = {} if len(passes) > 1 else None
             for place, batch in enumerate(passes):
                 function, seed = partial(self.objective, **batch), None
                 if numbers is not None and (self.drops or noise):
@@ -112,7 +121,14 @@ class Engine:
                     seed = int(random.integers(2**63)) if self.drops else None
                     if noise:
                         function = partial(noisy, function, noise, batch.get("offsets"), random)
-                yield trained.value_and_gradients(function, **step._replace(seed=seed)._asdict())
+                own = step._replace(seed=seed)
+                if not self.graph:
+                    yield trained.value_and_gradients(function, **own._asdict())
+                    continue
+                model = self.model
+                value, gradients = model.graphs(model, model.passes, function, own, sums)
+                sums = None if sums is None else gradients
+                yield value, gradients
             return
         step = step._replace(seed=None)
         stage = ModelStage(self.model, self.model.trainable, step, self.objective)
@@ -123,7 +139,8 @@ class Engine:
         self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
     ) -> tuple[float, dict[str, Any]]:
         """Return loss and gradients summed over passes, and over ranks with different rows."""
-        loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
+        count = 1 if self.stages is not None else count
+        loss, sums = sum_gradients(passes, count, added=self.graph)
         if self.many is None:  # one rank, or both are summed over ranks already
             return loss, sums
         sum_ranks = self.many.sums if self.states is None else self.states.sums

@@ -91,7 +91,8 @@ class Loop:
         self.memory, self.ranks, self.chat = memory, ranks, chat
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
-        self.engine = Engine(ranks, model, objective)
+        graph = objective is next_token if plan.graph is None else plan.graph
+        self.engine = Engine(ranks, model, objective, graph and not plan.neftune)
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
@@ -348,6 +349,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Log the loss on the held-out text, and what the method measures there."""
+        self.model.graphs.clear()  # what follows may need their memory
         with self._drawing(after=True):
             own = self.method.evaluated(self) if self.method.draws else self._held_out()
         line = {"step": self.step, **own}

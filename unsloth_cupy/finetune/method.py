@@ -17,7 +17,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..models.loss import IGNORE
 from ..models.objective import next_token
 from ..ops.linear.embedding import embedding
-from ..placement import to_device_of
+from ..placement import full_like, to_device_of
 from ..training.variable import Var
 from .text import Batch
 
@@ -238,7 +238,13 @@ def halves(count: int) -> tuple[slice, slice]:
 
 def stacked(sums: Sequence[Any], like: Array) -> Array:
     """Return numbers and scalars as one array."""
-    return np.stack([np.asarray(value_of(each), like.dtype, like=like) for each in sums])
+    values: list[Any] = [value_of(each) for each in sums]
+    return np.stack(
+        [
+            each.astype(like.dtype) if hasattr(each, "shape") else full_like(like, each, ())
+            for each in values
+        ]
+    )
 
 
 def placed(arrays: Mapping[str, Any], like: Any) -> dict[str, Any]:

@@ -233,6 +233,9 @@ class Settings:
     neftune: float = setting(
         "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0
     )
+    graph: bool | None = setting(
+        "training", "On a GPU, repeat steps of equal shapes as CUDA graphs.  [default: of sft]"
+    )
     find_nan: bool = setting("training", "Name the first layer with a NaN; slower.", False)
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True

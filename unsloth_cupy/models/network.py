@@ -1,7 +1,7 @@
 """The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
 from .folders.quantized_weights import trainable
+from .graphs import Graphs
 from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, rope_rows
@@ -106,8 +107,8 @@ class Network(Summary):
             tables(1)  # raises for an invalid rope_scaling now, not in the first call
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the tables, which unpickling creates again."""
-        return {name: value for name, value in self.__dict__.items() if name != "tables"}
+        """Return the state without tables and graphs, which are created again."""
+        return {n: value for n, value in self.__dict__.items() if n not in ("tables", "graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -162,6 +163,7 @@ class Network(Summary):
         checkpoint: CheckpointConfig | None = None,
         scaler: LossScaler | None = None,
         seed: int | None = None,
+        graph: bool = False,
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``function(model)`` and its gradient with respect to every ``trainable`` array.
 
@@ -177,6 +179,12 @@ class Network(Summary):
             Scales the gradients, not the value; overflow becomes infinite without a warning.
         seed : int, optional
             Turns the adapter's dropout on; each step should pass a new one.
+        graph : bool
+            On a GPU, capture the call into a CUDA graph, and launch that from the third call of a
+            form on: the same bits, one launch.  The results are then overwritten by the next call.
+            function must be a ``functools.partial`` of a function that reads nothing else that
+            changes: calls are of one form if its keywords are arrays of equal shapes, and equal
+            otherwise.  What cannot be captured runs as without: ``explain`` says why.
 
         Returns
         -------
@@ -218,7 +226,19 @@ class Network(Summary):
             raise ConfigError(f"value_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
         if not callable(function):
             raise ConfigError(f"value_and_gradients({function!r}): pass a function of a model")
-        tape, step = Tape(), TrainingStep(checkpoint, scaler, seed)
+        step = TrainingStep(checkpoint, scaler, seed)
+        if graph:
+            return self.graphs(self, self.passes, function, step)
+        return self.passes(function, step)
+
+    @cached_property
+    def graphs(self) -> Graphs:
+        """The CUDA graphs of calls with ``graph=True``; ``graphs.clear()`` frees their memory."""
+        return Graphs()
+
+    def passes(self, function: Any, step: TrainingStep) -> tuple[Any, dict[str, Array]]:
+        """Run a step forward and backward; return what ``value_and_gradients`` does."""
+        tape, scaler = Tape(), step.scaler
         watched = {name: tape.watch(array) for name, array in self.trainable.items()}
         quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
         with np.errstate(**quiet):

@@ -14,7 +14,8 @@ from ..core.dtypes import FLOAT32, Array, Stored
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import format_bytes
-from ..ops.quantized.weight import Quantized
+from ..ops.quantized.weight import Quantized, in_blocks
+from .folders.joined import join_quantized
 from .quantizer import LEAST, SKIP, Quantizer, check_stacks, left_dense, maker_of, named
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def quantize(
         report.rows.append(Row(name, array.nbytes, result.nbytes, *error_and_zeros, ""))
         model.parameters[name] = result
         del array
+    join_quantized(model.parameters)
     return report
 
 

@@ -625,6 +625,7 @@ class Transformer(Network):
         seed: int | None = None,
         count: int | None = None,
         routes: Array | None = None,
+        graph: bool = False,
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
@@ -633,7 +634,9 @@ class Transformer(Network):
         """
         batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
         function = partial(next_token, **batch, count=count, routes=routes)
-        return self.value_and_gradients(function, checkpoint=checkpoint, scaler=scaler, seed=seed)
+        return self.value_and_gradients(
+            function, checkpoint=checkpoint, scaler=scaler, seed=seed, graph=graph
+        )
 
     @from_any_library
     def generate(

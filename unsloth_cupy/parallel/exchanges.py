@@ -1,6 +1,7 @@
 """Collectives built from messages between two ranks, shared by the MPI, socket and NCCL classes.
 
     all_reduce = each rank sums its part of all arrays, in the order of the ranks; then all gather
+    of small arrays: each rank gets all of them, and sums them in this order
 
 A subclass defines ``_exchange``, which moves bytes between ranks, and ``_gather_rows``, which
 gathers a few numbers of all ranks on the hosts.
@@ -14,7 +15,10 @@ import numpy as np
 
 from ..core.arrays import contiguous, empty, framework_of
 from ..core.call import is_number
+from ..core.dtypes import KERNEL_DTYPES
+from ..core.target import target_of
 from ..errors import CommunicationError, ConfigError, FrameworkError
+from ..ops.common.columns import sum_in_order
 from ..placement import to_numpy
 from .communicator import (
     Communicator,
@@ -29,6 +33,7 @@ from .communicator import (
 )
 
 MIXED = "pass checked=True on all ranks, or on none"  # the cure if only some compare calls
+AT_ONCE = 2**20  # bytes from all ranks that are summed whole by each: latency outweighs their way
 CALL_BYTES = 512  # size of the text of a call, which a checked communicator sends first
 
 
@@ -70,6 +75,8 @@ class Exchanges(ABC):
         check_reduction(op)
         x = self._own("all_reduce", x)
         self._agree(f"all_reduce(x{x.shape} {x.dtype}, op={op!r})")
+        if x.nbytes * self.size <= AT_ONCE:
+            return self._summed("all_reduce", [x] * self.size, op)
         whole = empty((x.size,), x.dtype, x)
         own_part = self._reduced("all_reduce", x.reshape(-1), 0, op)
         parts = [whole[part(x.size, self, rank)] for rank in range(self.size)]
@@ -172,15 +179,23 @@ class Exchanges(ABC):
         """Return this rank's part of a reduction, computed in the order of the ranks."""
         length = x.shape[axis]
         to_send = [contiguous(x[along(axis, part(length, self, to))]) for to in range(self.size)]
+        return self._summed(call, to_send, op)
+
+    def _summed(self, call: str, to_send: list[Any], op: Reduction) -> Any:
+        """Return the reduction of what this rank receives of all, in their order."""
         own = to_send[self.rank]
-        parts = [empty(own.shape, own.dtype, own) for _ in range(self.size)]
+        rows = empty((self.size, *own.shape), own.dtype, own)
+        parts = [rows[rank, ...] for rank in range(self.size)]
         self._exchange(call, to_send, parts)
-        total = parts[0].astype(sum_dtype(x.dtype))
+        kernel = op == "sum" and rows.dtype in KERNEL_DTYPES and target_of(rows) is not None
+        if kernel and rows.size:
+            return sum_in_order(rows)
+        total = parts[0].astype(sum_dtype(rows.dtype))
         reduce = np.add if op == "sum" else np.maximum
         with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as on a GPU
             for other in parts[1:]:
                 reduce(total, other, out=total)
-            return total.astype(x.dtype, copy=False)
+            return total.astype(rows.dtype, copy=False)
 
     def _agree(self, call: str) -> None:
         """Raise unless all ranks make this call; does nothing if not ``checked``."""

@@ -75,11 +75,14 @@ def explain(
     recorder = Recorder(card)
     machine = None if card is None else Described(card.limits)
     with recording(recorder), watching(recorder, machine), recording_in(recorder):
-        if owner is not None:
-            function = getattr(twin_of(owner, kind), function.__name__)
+        twin: Any = None if owner is None else twin_of(owner, kind)
+        if twin is not None:
+            function = getattr(twin, function.__name__)
         recorder.begin()
         function(*placed(args, kind), **placed(options, kind))
-    return Explanation(card, tuple(recorder.steps), (*recorder.outside, *recorder.launches))
+    graph = twin.graphs.told if options.get("graph") and hasattr(twin, "graphs") else ""
+    outside = (*recorder.outside, *recorder.launches)
+    return Explanation(card, tuple(recorder.steps), outside, graph)
 
 
 class HasLaunches(Protocol):

@@ -121,11 +121,14 @@ class Explanation:
         One for every call of an op, in order.
     outside : tuple of Launch
         Launches that belong to no op, such as an optimizer's.
+    graph : str
+        Of a call with ``graph=True``: whether it becomes a CUDA graph, or why not.
     """
 
     card: Card | None
     steps: tuple[Step, ...]
     outside: tuple[Launch, ...] = ()
+    graph: str = ""
 
     @property
     def floor(self) -> float | None:
@@ -155,7 +158,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return one call in full, or a table of several calls by op."""
-        lines = [self._head()]
+        lines = [self._head(), *[self.graph] * bool(self.graph)]
         if len(self.steps) == 1:
             return "\n".join([*lines, str(self.steps[0])])
         whole, rows = self.floor, []

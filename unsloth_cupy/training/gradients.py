@@ -70,12 +70,13 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
 
 
 def sum_gradients(
-    passes: Iterable[tuple[Any, dict[str, Array]]], count: int
+    passes: Iterable[tuple[Any, dict[str, Array]]], count: int, *, added: bool = False
 ) -> tuple[float, dict[str, Array]]:
     """Return the sum of the losses of count passes, and the sums of their gradients in float32.
 
     The gradients of a single pass keep their dtypes.  Those of one pass are freed before the next
-    one begins: memory never holds more than one set and the sums.
+    one begins: memory never holds more than one set and the sums.  With ``added`` each pass has
+    added its gradients to those before, and returns the sums.
     """
     total, sums = 0.0, dict[str, Array]()
     for loss, gradients in passes:
@@ -83,12 +84,18 @@ def sum_gradients(
             total += float(loss)
         if count == 1:
             return total, gradients
-        for name in [*gradients]:
-            if name in sums:
-                accumulate_(sums[name], gradients.pop(name))
-            else:
-                sums[name] = cast(gradients.pop(name), dtype="float32")
+        sums = gradients if added else add_gradients(sums, gradients)
     return total, sums
+
+
+def add_gradients(sums: dict[str, Array], gradients: dict[str, Array]) -> dict[str, Array]:
+    """Add gradients, each of which is freed, to sums in float32; return the sums."""
+    for name in [*gradients]:
+        if name in sums:
+            accumulate_(sums[name], gradients.pop(name))
+        else:
+            sums[name] = cast(gradients.pop(name), dtype="float32")
+    return sums
 
 
 @on_gpu_of_first

@@ -34,7 +34,7 @@ from ...ops.linear.lora import lora_linear
 from ...ops.linear.lora_linears import LoraLayer, lora_linears
 from ...ops.linear.lora_merge import lora_merge, row_norms
 from ...ops.quantized.weight import Quantized, held_arrays
-from ...placement import to_device_of
+from ...placement import stream, to_device_of
 from ..configs.config import Config
 from ..configs.heads import CAUSAL, NONE, SEQUENCE, TOKEN
 from ..configs.names import ADAPTED, HEAD, TABLE, TEXT, is_norm, is_router, stored_name
@@ -118,6 +118,7 @@ class Adapter:
         self.settings, self.parameters = dict(settings), parameters
         self.dropout = float(settings.get("lora_dropout") or 0.0)
         self.tokens = listed_tokens(f"{path}: {TOKENS}", settings.get(TOKENS) or ())
+        self.sent: dict[tuple[Any, ...], Any] = {}  # tokens on GPUs
         downs = {
             module_of(name): name for name in parameters if name.endswith((DOWN, EMBEDDING_DOWN))
         }
@@ -269,7 +270,16 @@ class Adapter:
         """Return parameters with the tables, rows and heads of the adapter in their places."""
         if not self.outer:
             return parameters
-        return replaced(parameters, self.parameters, self.tokens, self.scales)
+        return replaced(parameters, self.parameters, self.tokens, self.scales, self._places)
+
+    def _places(self, name: str, table: Any) -> Any:
+        """Return the tokens of a table as an array beside it; a GPU gets it once for a stream."""
+        key, ids = stream(table), np.asarray(self.tokens[name], np.int64)
+        if not key:
+            return to_device_of(ids, table)
+        if (name, *key) not in self.sent:
+            self.sent[name, *key] = to_device_of(ids, table)
+        return self.sent[name, *key]
 
     def merged(
         self, parameters: Mapping[str, Any], requantize: bool = False

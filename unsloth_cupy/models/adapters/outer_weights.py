@@ -150,12 +150,14 @@ def new_low_rank(
 def replaced(
     parameters: Mapping[str, Any],
     own: Mapping[str, Any],
-    tokens: Mapping[str, Sequence[int]],
+    tokens: Collection[str],
     scales: Mapping[str, float],
+    places: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
     """Return parameters in which an adapter's rows, modules and low-rank sums are in their places.
 
     ``own`` are the adapter's; those that ``parameters`` holds too, as on a tape, come from there.
+    ``places(name, table)`` returns where the rows of ``tokens`` are in a table.
     """
     result = dict(parameters)
     for name, kept in parameters.items():
@@ -168,8 +170,7 @@ def replaced(
             plain = value.dtype == array.dtype
             result[name] = value if plain else made_of([value], array.dtype, lambda each: each)
         elif name in tokens:
-            places = to_device_of(np.asarray(tokens[name], np.int64), array)
-            make = partial(ReplacedRows, array, places)
+            make = partial(ReplacedRows, array, places(name, array))
             result[name] = made_of([parameters.get(rows, own[rows])], array.dtype, make)
         elif name in LOW_RANK and LOW_RANK[name][0] in own:
             pair = [parameters.get(each, own[each]) for each in LOW_RANK[name]]

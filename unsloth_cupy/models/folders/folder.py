@@ -37,7 +37,7 @@ from ..text.tokenizer import FILE as TOKENIZER
 from ..transformer import Transformer
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .expert_homes import plain_names
-from .joined import Joined
+from .joined import Joined, join_quantized
 from .lazy_parameter import LazyParameter, StoredTensor, formats_of
 from .stored import stored_model
 
@@ -175,7 +175,9 @@ def load(
                     next(reversed(layout.values())).append(name)
             if division is not None and division.stages is not None:
                 division.stages.dtype = kind
-            model = Transformer(division.config if division else config, parameters, texts, layout)
+            model = Transformer(
+                division.config if division else config, join_quantized(parameters), texts, layout
+            )
             model.folder, model.division, model.parts = path, division, rank_parts
             model.stored = partial(stored_model, folder=path)
             model.plain, model.origin = plain_names(stored_in), formats_of(stored_in)

@@ -9,6 +9,7 @@ from typing import Any
 from ...core.arrays import empty
 from ...core.dtypes import Stored
 from ...core.gpu import is_cupys
+from ...ops.quantized.weight import Quantized, beside
 from ..configs.config import Config
 from ..ranks.division import Division
 
@@ -53,3 +54,15 @@ class Joined:
     def takes(value: Any) -> bool:
         """Return whether a value is an array of a GPU: NumPy's products are as fast apart."""
         return is_cupys(value.__class__)
+
+
+def join_quantized(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Move the quantized weights of each group on a GPU into the arrays of one matrix."""
+    for first, *others in GROUPS:
+        for name in [name for name in parameters if name.endswith(first)]:
+            names = [name, *(name.removesuffix(first) + other for other in others)]
+            group: list[Any] = [parameters.get(each) for each in names]
+            quantized = all(isinstance(each, Quantized) for each in group)
+            if quantized and Joined.takes(group[0].home):
+                parameters.update(zip(names, beside(group), strict=True))
+    return parameters

@@ -25,6 +25,7 @@ from ...ops.elements.cast import in_dtype
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.nccl import NcclCommunicator
 from ...placement import on_gpu_of_attribute, to_device_of
+from ...training.captured import Captured, Place
 from ..adapters.adapter import DOWN, UP
 from ..layers.attending import project_of, whole_of
 from ..layers.block import blocks, embedded
@@ -39,8 +40,6 @@ class Step:
 
     Attributes
     ----------
-    graph : cupy.cuda.Graph or None
-        The captured graph, launched from the third step on; None where nothing was captured.
     chosen : (batch,) int64
         The most likely next tokens, with which the next step begins; -1 for logits with a NaN.
         Only of a ``greedy`` step.
@@ -91,11 +90,12 @@ class Step:
             not_padding = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
             self.seen[slots] = to_device_of(np.ascontiguousarray(not_padding), model.table)
         self.lengths: dict[int, Array] = {}
-        self.graph: Any = None
-        self.logits: Any = None
-        self.side: Any = None  # the captured stream, which has its own memory pool
-        self.pool: Any = None
-        self.captures, self.warm = True, False
+        self.captured = Captured(Place())
+
+    @property
+    def graph(self) -> Any:
+        """The captured graph, launched from the third step on; None where nothing was captured."""
+        return self.captured.graph
 
     def _placed(self, numbers: Any) -> Array:
         """Return numbers as an int64 array on the device of the model."""
@@ -197,52 +197,20 @@ class Step:
 
     def _played(self) -> Array:
         """Run the step on a GPU: directly, then captured into a graph, then by the graph."""
-        if self.graph is not None:
-            self.graph.launch()
-            division = self.model.division
-            if division is not None and isinstance(division.comm, NcclCommunicator):
-                division.comm.launched("generate")
-            return self.logits
-        if not self.captures:
-            return self.run()
-        cuda = gpu.cupy().cuda
-        current = cuda.get_current_stream()
-        if self.side is None:
-            self.side, self.pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
-        # the graph stores addresses, so its arrays need memory that nothing else can reuse
         try:
-            with self.side, cuda.using_allocator(self.pool.malloc):
-                self.side.wait_event(current.record())
-                if self.warm:
-                    self._capture()
-                else:  # compilation and one-time allocations cannot be part of a graph
-                    logits = self.run()
-                    self.warm = True
-                    return logits
+            logits: Array = self.captured(self.run)
         except MemoryError as error:
-            more, (free, whole) = bytes_requested(error), cuda.runtime.memGetInfo()
+            more, (free, whole) = bytes_requested(error), gpu.cupy().cuda.runtime.memGetInfo()
             raise DeviceMemoryError(
                 f"generate: a step takes {format_bytes(more)} more, and the GPU has"
                 f" {format_bytes(free)}; generate fewer rows or fewer tokens at a time",
                 whole - free + more,
                 whole,
             ) from error
-        finally:
-            current.wait_event(self.side.record())
-        return self._played()
-
-    def _capture(self) -> None:
-        """Capture the step into a graph, unless a library that it calls cannot be captured."""
-        self.side.begin_capture()
-        try:
-            self.logits = self.run()
-            self.graph = self.side.end_capture()
-        except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # the stream must accept work again
-                self.side.end_capture()
-            self.captures = not isinstance(error, RuntimeError)
-            if self.captures:
-                raise
+        comm = None if self.model.division is None else self.model.division.comm
+        if self.graph is not None and isinstance(comm, NcclCommunicator):
+            comm.launched("generate")
+        return logits
 
 
 class Arriving:

@@ -22,12 +22,22 @@ def row_sum(rows: Array, dtype: Any) -> Array:
     return total
 
 
-def column_sums(rows: Array, first: Array, second: Array | None) -> None:
-    """Write the column sums of rows[0] to first and, unless it is None, of rows[1] to second."""
+def sum_in_order(rows: Array) -> Array:
+    """Return ((rows[0] + rows[1]) + rows[2]) + ..., by a kernel, rounded once to their dtype."""
+    total = empty(rows.shape[1:], rows.dtype, like=rows)
+    column_sums(rows.reshape(1, len(rows), -1), total, None, warps=1)
+    return total
+
+
+def column_sums(rows: Array, first: Array, second: Array | None, warps: int | None = None) -> None:
+    """Write the column sums of rows[0] to first and, unless it is None, of rows[1] to second.
+
+    The rows are divided among warps; a single one adds them in their order.
+    """
     matrices, count, columns = rows.shape
     chosen = _constants(rows.dtype, first.dtype, (first if second is None else second).dtype)
     kernel = load("column_sum.cu", "column_sum", rows, chosen)
-    warps = min(32, -(-count // 2))  # a warp adds at least 2 rows
+    warps = warps or min(32, -(-count // 2))  # a warp adds at least 2 rows
     kernel[(-(-columns // 32), matrices), 32 * warps](rows, first, second, count, columns)
 
 

@@ -44,8 +44,8 @@ def rank_gradients(
         if dtype is None:
             return up, None
         return up, gemm(flat(dy).T, flat(low), dtype=dtype, factor=scale)
-    low = low if pitch_of(low) else contiguous(low)
-    return _one_pass(contiguous(dy), contiguous(b), low, slabs, dtype, scale)
+    dy, low = (each if pitch_of(each) else contiguous(each) for each in (dy, low))
+    return _one_pass(dy, contiguous(b), low, slabs, dtype, scale)
 
 
 def pitch_of(array: Array) -> int:
@@ -70,12 +70,12 @@ def _one_pass(
     db = empty((outputs, rank), dtype, like=dy)
     ups = up if slabs == 1 else empty((1, slabs, rows * rank), FLOAT32, like=dy)
     dbs = db if groups == 1 else empty((1, groups, outputs * rank), FLOAT32, like=dy)
-    vectors = lanes(outputs, dy) * dy.itemsize == 16
+    vectors = lanes(outputs, dy) * dy.itemsize == 16 and pitch_of(dy) * dy.itemsize % 16 == 0
     chosen, shared = _constants(dy.dtype, b.dtype, ups.dtype, dbs.dtype, rank, vectors)
     kernel = load("lora_gradients.cu", "lora_gradients", dy, chosen)
     kernel[slabs * groups, THREADS, shared](
-        *(dy, b, spanned(low), ups, dbs),
-        *(rows, outputs, rank, pitch_of(low), slabs, group_tiles, scale),
+        *(spanned(dy), b, spanned(low), ups, dbs),
+        *(rows, outputs, rank, pitch_of(dy), pitch_of(low), slabs, group_tiles, scale),
     )
     for sums, total in ((ups, up), (dbs, db)):
         if sums is not total:

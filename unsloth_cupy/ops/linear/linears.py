@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import KERNEL_DTYPES, Array
+from ...core.dtypes import KERNEL_DTYPES, Array, Stored
 from ...core.op import op
 from ...core.replay import Recorded
 from ..common.checks import requested_gradients
@@ -28,6 +28,11 @@ WEIGHTS = ("weight", "weight2", "weight3")
 
 def rows_of_one(weights: Sequence[Any]) -> Any:
     """Return the matrix of which these are the rows, one after another; None if there is none."""
+    if isinstance(weights[0], Stored):
+        parts = [getattr(each, "part", None) or (None, 0, 0) for each in weights]
+        whole, wanted = parts[0][0], range(parts[0][2])
+        lie = [(each[0] is whole, each[1]) for each in parts] == [(True, n) for n in wanted]
+        return whole if lie else None
     base = getattr(weights[0], "base", None)
     return _lying(weights[0], base) if _parts_of(base, weights, axis=0) else None
 
@@ -84,7 +89,7 @@ def linears(
     for y, each in zip(ys, matrices, strict=True):
         gemm(flat(x), each.T, out=flat(y))
     if whole is not None:
-        ys = [ys[0][..., part] for part in _spans(weights)]
+        ys = [ys[0][..., part] for part in spans(weights)]
     return *ys, *[None] * (len(WEIGHTS) - len(ys))
 
 
@@ -109,11 +114,11 @@ def linears_backward(
         for given, each in zip((dy, dy2, dy3), weights, strict=False)
     ]
     dx, dweights = None, dict.fromkeys(WEIGHTS)
-    spans, rows = _spans(weights), flat(x)
+    parts_of, rows = spans(weights), flat(x)
     matrix, joined = rows_of_one(weights), columns_of_one(dys)
-    moved, spared = 2 * spans[-1].stop, 3 * (len(weights) - 1) * x.shape[-1]  # values of a row
+    moved, spared = 2 * parts_of[-1].stop, 3 * (len(weights) - 1) * x.shape[-1]  # values of a row
     if joined is None and matrix is not None and moved <= spared:
-        joined = empty((*x.shape[:-1], spans[-1].stop), x.dtype, like=x)
+        joined = empty((*x.shape[:-1], parts_of[-1].stop), x.dtype, like=x)
         concatenate(dys, joined)
     if "x" in needed:
         dx = empty(x.shape, x.dtype, like=x)
@@ -122,8 +127,8 @@ def linears_backward(
         for number, (each, weight_of) in enumerate(pairs):
             gemm(flat(each), weight_of, out=flat(dx), add=number > 0)
     if needed.intersection(WEIGHTS):
-        whole = empty((spans[-1].stop, x.shape[-1]), weight.dtype, like=x)
-        parts = {n: whole[span] for n, span in zip(WEIGHTS, spans, strict=False)}
+        whole = empty((parts_of[-1].stop, x.shape[-1]), weight.dtype, like=x)
+        parts = {n: whole[span] for n, span in zip(WEIGHTS, parts_of, strict=False)}
         pairs = zip(dys, parts.values(), strict=True) if joined is None else [(joined, whole)]
         for each, part in pairs:
             gemm(flat(each).T, rows, out=part)
@@ -143,21 +148,22 @@ def concatenate(arrays: Sequence[Any], out: Any) -> None:
             launch_rows("arithmetic.cu", "scale", (array,), (part,), 1.0)
 
 
-def _spans(weights: Sequence[Any]) -> list[slice]:
+def spans(weights: Sequence[Any]) -> list[slice]:
     """Return where the columns of each weight's results are."""
     sizes = [weight.shape[0] for weight in weights]
     stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
 
 
-def _present(arrays: Sequence[Any]) -> list[Any]:
+def present(arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays that are not None."""
     return [array for array in arrays if array is not None]
 
 
-linears.facts["lying"] = lambda arrays: rows_of_one(_present(arrays[1:])) is None
+linears.facts["lying"] = lambda arrays: rows_of_one(present(arrays[1:])) is None
 linears_backward.facts["lying"] = lambda arrays: (
-    rows_of_one(_present(arrays[4:])) is None,
-    columns_of_one(_present(arrays[:3]) or [None]) is None,
+    rows_of_one(present(arrays[4:])) is None,
+    columns_of_one(present(arrays[:3]) or [None]) is None,
 )
 linears_backward.facts["products"] = True
 linears_backward.facts["operations"] = lambda a: (

@@ -105,6 +105,11 @@ class Int8(Quantized):
         """Return the arguments of the constructor other than the arrays of ``held``."""
         return {"dtype": self.dtype}
 
+    @property
+    def stacks(self) -> bool:
+        """Whether it is a matrix: each row has its absmax."""
+        return self.ndim == 2
+
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns; a part of a row keeps the absmax of the whole row."""
         if self.ndim != 2:

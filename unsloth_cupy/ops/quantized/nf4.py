@@ -176,6 +176,11 @@ class Nf4(Quantized):
         known = {"shape": self.shape, "block": self.block, "kind": self.kind, "dtype": self.dtype}
         return known | {"absmax_offset": self.absmax_offset}
 
+    @property
+    def stacks(self) -> bool:
+        """Whether no block is short; with double quantization each has an offset of its own."""
+        return self.ndim == 2 and not self.double and self.size % self.block == 0
+
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns; absmax in float32 if a cut splits 256 blocks with one scale."""
         shape, block = self.shape, self.block

@@ -45,6 +45,7 @@ class Quantized(Stored, ABC):
     """
 
     KIND: ClassVar[str]  # its name in errors and in files
+    part: tuple["Quantized", int, int] | None = None  # of a whole: its number among so many
 
     shape: tuple[int, ...]
     ndim = property(lambda self: len(self.shape))
@@ -102,6 +103,11 @@ class Quantized(Stored, ABC):
     @abstractmethod
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         """Return a part of the dense weight as a new array; both slices have start and stop."""
+
+    @property
+    def stacks(self) -> bool:
+        """Whether the arrays of such matrices, one behind another, are those of all their rows."""
+        return False
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         """Write or add ``x @ W.T`` directly from the codes; return False if no kernel can."""
@@ -189,6 +195,29 @@ class Quantized(Stored, ABC):
             step -= step % CHUNK_STEP
         starts = representative_steps(like, range(0, length, step))
         return (slice(start, min(start + step, length)) for start in starts)
+
+
+def beside(weights: Sequence[Quantized]) -> Sequence[Quantized]:
+    """Return matrices of equal inputs with their arrays in those of one matrix, if these stack.
+
+    Then ``rows_of_one`` returns the matrix of all rows.
+    """
+    first, count = weights[0], sum(map(len, weights))
+    facts = [each.facts() | {"shape": None} for each in weights]
+    same = all(type(each) is type(first) and each.shape[1:] == first.shape[1:] for each in weights)
+    if not same or not all(each.stacks for each in weights) or facts != [facts[0]] * len(facts):
+        return weights
+    every = [each.held() for each in weights]
+    arrays = {name: np.concatenate([held[name] for held in every]) for name in every[0]}
+    shape = {"shape": (count, first.shape[1])} if "shape" in first.facts() else {}
+    whole = type(first)(**arrays, **first.facts() | shape)
+    parts, start = list[Quantized](), dict.fromkeys(arrays, 0)
+    for number, (each, held) in enumerate(zip(weights, every, strict=True)):
+        own = {n: array[start[n] : start[n] + len(held[n])] for n, array in arrays.items()}
+        start = {name: at + len(held[name]) for name, at in start.items()}
+        parts.append(type(first)(**own, **each.facts()))
+        parts[-1].part = whole, number, len(weights)
+    return parts
 
 
 class Transposed(Stored):

@@ -60,6 +60,11 @@ class TestLatentAttention(KernelParity):
             arrays={"lengths": [1030, 513]},
         ),
         Case(
+            "columns of no warp",
+            **ORDERED | {"page": 9, "dim": 80, "rank": 72},
+            arrays={"lengths": [9, 5]},
+        ),
+        Case(
             "MiniCPM's rows",
             **ORDERED | {"page": 40, "heads": 40, "dim": 288, "rank": 256},
             arrays={"lengths": [40, 40]},

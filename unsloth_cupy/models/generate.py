@@ -181,6 +181,7 @@ def sample(
     go on until all have.  ``routes`` takes the experts of all tokens but the last.
     """
     like, kind = on_device_of(prompt, model.table), options.cache_dtype
+    prompt, real = (np.repeat(array, samples, axis=0) for array in (prompt, real))
     drawn: list[Array] = []
     cached: CachedLogits | None = None
     softcap = model.config.logit_softcap if model.invariant else None  # others are capped already

@@ -14,7 +14,7 @@ from ..core.dtypes import FLOAT32, Array, Stored
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import format_bytes
-from ..ops.quantized.weight import Quantized, in_blocks
+from ..ops.quantized.weight import Quantized
 from .folders.joined import join_quantized
 from .quantizer import LEAST, SKIP, Quantizer, check_stacks, left_dense, maker_of, named
 

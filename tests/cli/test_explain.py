@@ -30,7 +30,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.finetune.run_folder import config_file
-from unsloth_cupy.ops.experts import _grouped
+from unsloth_cupy.ops.common import grouped
 from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.binary import occupancy
 from unsloth_cupy.profiling.cards import CARDS, PROCESSORS, SHARED, card_here, card_of
@@ -399,7 +399,7 @@ def test_grouped_products_show_their_tiles_and_read_experts_that_may_have_rows(r
     routes = shape((rows, 4), "int32"), shape((rows, 4), "bfloat16")
     (step,) = explain(experts_mlp_forward, x, gate_up, down, *routes, device="h200").steps
     said = [launch.tiles for launch in step.launches if launch.file.startswith("grouped")]
-    height = _grouped.tile_height(np.dtype("float16"), rows * 4, 128)
+    height = grouped.tile_height(np.dtype("float16"), rows * 4, 128)
     for text, across in zip(said, (1, 1), strict=True):  # 96 and 64 columns are one tile
         blocks = (rows * 4 // height + 129) * across
         assert text.startswith(f"tiles of {height} x 128, one a block: {blocks} at most")

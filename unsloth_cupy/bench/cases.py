@@ -287,8 +287,8 @@ def draw(
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
         known["shape"] = (2, *known["axes"])
-    if op.__name__ == "latent_attention_forward":  # only here it has no default
-        known["scale"] = scale.dim**-0.5
+    if op.__name__ == "latent_attention_forward":  # a scale has no default only here
+        known |= {"scale": scale.dim**-0.5, "rank": max(1, scale.dim // 2)}
     creators = meaning(scale, rng)
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     for operand in op.contract.inputs:

@@ -54,7 +54,7 @@ def test_kernels_whose_blocks_wait_are_repeated() -> None:
     assert kinds == {
         *("attention_backward_hopper", "attention_decode", "attention_hopper"),
         *("attention_paged_int8", "bit_linear", "int8_quantize"),
-        *("gated_rms_norm", "layer_norm", "rms_norm", "softmax"),
+        *("gated_rms_norm", "latent_attention", "layer_norm", "rms_norm", "softmax"),
     }
 
 

@@ -29,17 +29,20 @@ class Unread:
 
 def probed(model: StoredModel, tokens: Array) -> Array:
     """Return what a stored model computes for tokens in float32, (rows, numbers)."""
-    parameters: dict[str, Any] = dict.fromkeys(model.homes, Unread())
-    parameters[TABLE] = model.read(TABLE, FLOAT32)
-    whole = Transformer(model.config, parameters, model.texts)
-    whole.adapter = model.adapter
-    whole.step = TrainingStep(CheckpointConfig())  # blocks are gathered one by one
-    own = {} if model.adapter is None else model.adapter.parameters
+    adapter, parameters = model.adapter, dict[str, Any](dict.fromkeys(model.homes, Unread()))
+    own = {} if adapter is None else adapter.parameters
+    rounds = adapter is not None and adapter.into is not None  # as a file has the weights
 
     def read(name: str) -> Any:
+        if rounds:
+            return model.merged(name, FLOAT32, exact=False)
         head = own.get(ADAPTED + name)  # which the base may lack
         return model.read(name, FLOAT32) if head is None else head
 
+    parameters[TABLE] = read(TABLE)
+    whole = Transformer(model.config, parameters, model.texts)
+    whole.step = TrainingStep(CheckpointConfig())  # blocks are gathered one by one
+    whole.adapter = None if rounds else adapter
     whole.gather = lambda named: {
         name: read(name) if isinstance(value, Unread) else value for name, value in named.items()
     }

@@ -204,7 +204,6 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
                                                   : (unsigned)number * call.page + key % call.page;
     };
     auto load = [&](int first, int stage, unsigned token) {
-        if (first >= end) return;
         const LatentTile to{ring + stage * STAGE};
 #pragma unroll 4
         for (int i = threadIdx.x; i < TILE_KEYS * LatentTile::CHUNKS; i += THREADS) {
@@ -219,7 +218,8 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
-        load(begin + stage * TILE_KEYS, stage, find(begin + stage * TILE_KEYS));
+        const int first = begin + stage * TILE_KEYS;
+        if (first < end) load(first, stage, find(first));
         cp_async_commit();
     }
 
@@ -286,7 +286,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
 
         if (warp * SHARE < PAIRS) add_values(o, chances, tile);
         __syncthreads();  // all warps are done with this tile
-        load(here + STAGES * TILE_KEYS, stage, later);
+        if (here + STAGES * TILE_KEYS < end) load(here + STAGES * TILE_KEYS, stage, later);
         cp_async_commit();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

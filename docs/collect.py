@@ -3,6 +3,7 @@
 An op's page shows the signature string that checks its calls, so a new op documents itself.
 """
 
+import ast
 import functools
 import importlib
 import inspect
@@ -131,10 +132,25 @@ def page(title: str, module: str, names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def listed(text: str) -> str:
-    """Return the last names of what a page documents, without the parts of ops."""
-    names = re.findall(r"^\.\. (?:auto|py:)(?:function|class):: [\w.]*?(\w+)$", text, re.M)
-    return ", ".join(f"`{name}`" for name in names if not name.endswith(PARTS))
+def listed(text: str) -> list[str]:
+    """Return a row for all that a page documents but the parts of ops: its name and summary."""
+    names = re.findall(r"^\.\. (?:auto|py:)(?:function|class):: ([\w.]+)$", text, re.M)
+    links = {n: f"{{py:obj}}`{n.rpartition('.')[2]} <{n}>`" for n in names if not n.endswith(PARTS)}
+    return [f"| {link} | {summary(name)} |" for name, link in links.items()]
+
+
+def summary(name: str) -> str:
+    """Return the first sentence of a docstring, which may be read from the text of its module."""
+    module, _, last = name.rpartition(".")
+    if module not in ELSEWHERE:
+        value = getattr(importlib.import_module(module), last)
+        return _first_sentence(inspect.getdoc(value) or "")
+    folder = Path(unsloth_cupy.__file__).parents[1] / module.replace(".", "/")
+    texts = (file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py")))
+    nodes = (node for text in texts for node in ast.parse(text).body)
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    own = (node for node in nodes if isinstance(node, kinds) and node.name == last)
+    return _first_sentence(next(filter(None, map(ast.get_docstring, own)), ""))
 
 
 def directives(module: str, names: list[str], members: bool = True) -> list[str]:
@@ -206,7 +222,9 @@ def _first_sentence(text: str) -> str:
     """Return what the first paragraph of a header comment says, up to a full stop or a colon."""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=\w\w)[.:;] ", f"{paragraph} ", maxsplit=1)[0].strip().rstrip(".")
-    return re.sub(r"([*_|<>`])", r"\\\1", sentence)
+    parts = re.split(r"(``.*?``)", sentence)  # words and code, in turns
+    parts[::2] = (re.sub(r"([*_|<>`])", r"\\\1", words) for words in parts[::2])
+    return "".join([part.replace("|", r"\|") if i % 2 else part for i, part in enumerate(parts)])
 
 
 def _head(first: str) -> str:
@@ -251,8 +269,9 @@ def write_pages(app: Sphinx) -> None:
         pages[title] = "\n".join([f"# {title}", "", *directives(module, exported(module))])
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
-    index += ["", "| page | names |", "|---|---|"]
-    index += [f"| [{title}]({files[title]}.md) | {listed(pages[title])} |" for title in pages]
+    for title, text in pages.items():
+        index += ["", f"## [{title}]({files[title]}.md)", ""]
+        index += ["| name | what it does |", "|---|---|", *listed(text)]
     index += ["", "```{toctree}", ":hidden:", "", *files.values(), "```", ""]
     texts = {files[title]: text for title, text in pages.items()}
     _write(Path(app.srcdir) / "api", texts | {"index": "\n".join(index)})

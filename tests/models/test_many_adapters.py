@@ -77,6 +77,32 @@ def test_rows_are_those_of_a_batch_with_their_adapter(
 
 
 @pytest.mark.parametrize("others", [["chat", None, "code", "code", "chat"], NAMES], ids=str)
+def test_rows_of_an_invariant_model_have_the_bits_of_their_own_batch(
+    others: list[str | None],
+) -> None:
+    """Padded, packed, and one token at a time in pages."""
+    model = made()
+    model.invariant = True
+    mask = np.arange(7) >= np.array([0, 3, 1, 0, 2])[:, None]
+    lengths = mask.sum(axis=1)
+    rows = model.by_rows(others)
+    padded = rows.logits(TOKENS, mask=mask)
+    packed = rows.logits(TOKENS[mask][None], offsets=np.append(0, lengths.cumsum()))[0]
+    drawn = rows.generate(TOKENS, mask=mask, max_new_tokens=4, stop=(), temperature=1.0, seed=0)
+    np.testing.assert_array_equal(packed, padded[mask])
+    wide = np.pad(mask, ((0, 0), (0, 4)), constant_values=True)
+    together = rows.log_probs(drawn, drawn, mask=wide).log_probs
+    for row, name in enumerate(others):
+        model.set_adapter(name)
+        alone = model.logits(TOKENS[row, mask[row]][None])[0]
+        np.testing.assert_array_equal(padded[row, mask[row]], alone)
+        text = drawn[row, 7 - lengths[row] :]
+        likely = model.log_probs(text[None], text[None]).log_probs[0]
+        np.testing.assert_array_equal(together[row, 7 - lengths[row] :], likely)
+        model.set_adapter(None)
+
+
+@pytest.mark.parametrize("others", [["chat", None, "code", "code", "chat"], NAMES], ids=str)
 def test_gradients_are_the_sums_over_the_rows_of_each(others: list[str | None]) -> None:
     """Also of packed texts, of which each has one."""
     model = made()

@@ -15,7 +15,6 @@ from ..inference.paged_rows import PagedRows
 from ..ops.common.fixed_order import refuse
 from ..ops.linear.embedding import embedding
 from ..placement import to_device_of, to_numpy
-from .adapters.many import ByRows
 from .configs.config import Config
 
 
@@ -31,11 +30,9 @@ def without_padding(hidden: Callable[..., Any], tokens: Array, mask: Any, **argu
     return embedding(to_device_of(place, tokens), x.reshape(*x.shape[1:]))
 
 
-def check_invariant(config: Config, adapter: Any, divided: bool, rows: Any, mask: Any) -> None:
+def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None:
     """Raise a ConfigError for a call whose bits would not depend on its texts alone."""
     kind = config.model_type
-    if isinstance(adapter, ByRows):
-        refuse("rows with adapters of their own add in another order than a row alone")
     if divided:
         refuse("ranks that divide a model or its rows add in another order")
     if config.delta is not None:

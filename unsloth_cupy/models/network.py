@@ -312,7 +312,7 @@ class Network(Summary):
             check_chunked(self.config, self.adapter)
         if self.invariant:
             divided = self.division is not None or context is not None
-            check_invariant(self.config, self.adapter, divided, rows, mask)
+            check_invariant(self.config, divided, rows, mask)
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
         if routes is not None:
             routes = self._checked(routes, tokens, where.offsets, context)

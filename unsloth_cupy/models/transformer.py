@@ -285,9 +285,10 @@ class Transformer(Network):
     def by_rows(self, names: Sequence[str | None]) -> "Transformer":
         """Return this model for batches whose rows have these adapters; None: the base alone.
 
-        Of packed texts there is one name for each.  Rows of one adapter get the bits of a batch of
-        these rows alone.  ``trainable`` has the parameters of all that are named,
-        ``NAME@ADAPTER``, which may be trained at once: the arrays are those of ``adapters``.
+        Of packed texts there is one name for each.  Rows of an adapter get the numbers of a batch
+        of these rows alone, up to the order of sums, and in an invariant model its bits.
+        ``trainable`` has the parameters of all that are named, ``NAME@ADAPTER``, which may be
+        trained at once: the arrays are those of ``adapters``.
 
         Raises
         ------

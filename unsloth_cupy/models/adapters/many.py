@@ -3,7 +3,8 @@
     y = x Wᵀ, then y[rows] += scale (x[rows] Aᵀ) Bᵀ     for the rows of each adapter
 
 One product with the weights serves all rows.  Rows of an adapter with DoRA, biases or dropout pass
-through its layers by themselves.
+through its layers by themselves, and all do in an invariant model: they have the bits of a batch
+of their own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
+from ...core.replay import is_fixed
 from ...errors import ConfigError, ShapeError
 from ...ops.elements.arithmetic import add, scale
 from ...ops.linear.linear import linear
@@ -88,7 +90,7 @@ class ByRows(Adapter):
             return self._of_one(next(iter(places)), seed, plain, parameters, modules, x)
         own = {key: to_device_of(place, value_of(x)) for key, place in places.items()}
         rows = {key: taken(x, place, axis) for key, place in own.items()}
-        if not self.plain or (self.dropout and seed is not None):
+        if not self.plain or (self.dropout and seed is not None) or is_fixed():
             parts = [
                 self._of_one(key, seed, plain, parameters, modules, part)
                 for key, part in rows.items()

@@ -55,17 +55,18 @@ constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // i
 constexpr int QUADS = VALUE_DIM / 4;
 
 // The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
+// The first group that is read together lacks `missing` parts.
 struct Merged { float value[4], top, sum; };
 template <int AT_ONCE>  // parts that are read together
-DEVICE Merged merged(const float *row, int column, int parts, int stride) {
+DEVICE Merged merged(const float *row, int column, int parts, int stride, int missing = 0) {
     Merged m = {{}, NO_SCORE, 0};
-    for (int first = 0; first < parts; first += AT_ONCE) {
+    for (int first = -missing; first < parts; first += AT_ONCE) {
         float value[AT_ONCE][4] = {};
         float2 of[AT_ONCE];  // top and sum
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             of[i] = make_float2(NO_SCORE, 0);
-            if (first + i >= parts) continue;
+            if ((unsigned)(first + i) >= (unsigned)parts) continue;
             const float *const from = row + (first + i) * stride;
             load(value[i], from + column);
             of[i] = *reinterpret_cast<const float2 *>(from + TOP);
@@ -438,10 +439,12 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
         from = parts + sequence * chunks * part;
         stride = part;
     }
+    // in a fixed order, parts are read together that lie between the same keys
+    const int missing = fixed && several > 1 ? from_key / unit % 16 : 0;
     for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
         const int row = first_row + i / QUADS, column = i % QUADS * 4;
         Merged m = merged<16>(from + (row - first_row) * PITCH, column,
-                              several > 1 ? several : WARPS, stride);
+                              several > 1 ? several : WARPS, stride, missing);
         const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
             const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);

@@ -15,7 +15,6 @@ from ...core.replay import is_fixed
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
-from ..common.fixed_order import refuse
 from ..common.no_kernel import no_kernel
 from ..common.strides import batch_stride, in_chunks
 from ._forward import launch_forward
@@ -26,7 +25,6 @@ FEW = 16  # up to so many queries, reading the keys bounds a call
 ROWS = 16  # rows of a product: query heads of a group, times queries
 KEYS = 256  # keys of a chunk, see ``chunks_of``
 STATIC = 128  # bytes of static shared memory that a block takes besides
-AT_ONCE = 16  # parts that are merged together
 MERGED = 512  # rows of parts that the last block of a sequence merges: 270 KB of 128 columns
 
 
@@ -165,9 +163,6 @@ def launch_decode(
         fewest, chunks = 0, max(1, -(-span // length))
     else:
         chunks = blocks_of(span, block_keys, fewest, most)
-    if left is not None and fixed and keys > AT_ONCE * length < left + ROWS + length:
-        # more parts are merged in an order that depends on the first key of the window
-        refuse(f"the kernel has no such order for {keys} keys and a window of {left + 1}")
     sequences = batch * kv_heads * row_blocks
     out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)

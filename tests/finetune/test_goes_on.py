@@ -85,7 +85,7 @@ def test_a_step_is_left_where_it_stands(
     """The last whole step is saved; the run ends with the bits of one that never stopped."""
     command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL, "--steps", 6)
     for at, step in ((1, 1), (5, 5)):  # before the first step, and between evaluations
-        with asked_to_stop(monkeypatch, "value_and_gradients", at, number) as heard:
+        with asked_to_stop(monkeypatch, "passes", at, number) as heard:
             result = run(*command)
         assert time.monotonic() - heard[0] < 5
         assert result.exit_code == 128 + number, result.output
@@ -204,7 +204,7 @@ def test_more_steps_that_are_stopped_go_on(
     whole = shutil.copytree(copied, tmp_path / "whole")
     command = ("finetune", "--text", text, *SMALL, "--steps", 9, "--out")
     assert run(*command, whole).exit_code == 0
-    with asked_to_stop(monkeypatch, "value_and_gradients", 2, signal.SIGINT):
+    with asked_to_stop(monkeypatch, "passes", 2, signal.SIGINT):
         assert run(*command, copied).exit_code == 130
     assert run("generate", copied, "1 and", "--max-new-tokens", 2).exit_code == 0
     assert run(*command, copied).exit_code == 0
@@ -261,7 +261,7 @@ def test_adapters_go_on_with_the_base_that_they_began_with(
 ) -> None:
     base = shutil.copytree(finished / "model", tmp_path / "base")
     command = ("finetune", base, "--text", text, "--out", tmp_path / "run", *ADAPTED)
-    with asked_to_stop(monkeypatch, "value_and_gradients", 3, signal.SIGINT):
+    with asked_to_stop(monkeypatch, "passes", 3, signal.SIGINT):
         assert run(*command).exit_code == 130
     if name == "config.json":
         (base / name).write_text((base / name).read_text() + "\n")
@@ -397,7 +397,7 @@ def test_a_run_that_stops_keeps_its_profile(
 ) -> None:
     out = tmp_path / "run"
     command = ("finetune", "--text", text, "--out", out, *SMALL, "--steps", 6, "--profile", 6)
-    with asked_to_stop(monkeypatch, "value_and_gradients", 3, signal.SIGINT):
+    with asked_to_stop(monkeypatch, "passes", 3, signal.SIGINT):
         assert run(*command).exit_code == 130
     assert (out / "profile.txt").read_text().startswith("steps 1 to 3\n")
     assert run(*command).exit_code == 0

@@ -233,9 +233,6 @@ def test_caches_that_hold_other_keys():
         model.logits(tokens, cache=paged, sequences=[paged.allocate(4)])
     with pytest.raises(ConfigError, match="int8 codes"):
         model.rollouts(PROMPTS, **OPTIONS, cache_dtype="int8")
-    model.add_adapter(2, name="own")
-    with pytest.raises(ConfigError, match="adapters of their own"):
-        model.by_rows(["own"]).log_probs(tokens, tokens)
     with pytest.raises(ConfigError, match="invariant=1: pass True or False"):
         model.log_probs(tokens, tokens, invariant=1)
 

@@ -12,6 +12,7 @@ from ..common.columns import column_sums
 from ..common.gemm import gemm
 from ..common.strides import spanned
 from ..elements.cast import in_dtype
+from ._lora_expand import pitch_of
 from .linear import flat
 
 RANKS = 16, 32, 64  # at more, the float32 sums of up have more bytes than a second pass over dy
@@ -46,14 +47,6 @@ def rank_gradients(
         return up, gemm(flat(dy).T, flat(low), dtype=dtype, factor=scale)
     dy, low = (each if pitch_of(each) else contiguous(each) for each in (dy, low))
     return _one_pass(dy, contiguous(b), low, slabs, dtype, scale)
-
-
-def pitch_of(array: Array) -> int:
-    """Return how many elements the rows of an array are apart; 0 if they have no one distance."""
-    *lead, right = array.strides
-    size, step = array.itemsize, lead[-1] if lead else array.shape[-1] * array.itemsize
-    uniform = all(lead[i] == array.shape[i + 1] * lead[i + 1] for i in range(len(lead) - 1))
-    return step // size if uniform and right == size and step % size == 0 else 0
 
 
 def _one_pass(

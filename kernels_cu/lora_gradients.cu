@@ -1,14 +1,15 @@
-// The two products of a gradient dy with the low-rank matrices of an adapter, in one pass over dy.
+// The two products of gradients dy with the low-rank matrices of up to three adapters of one x, in
+// one pass over each dy.
 //
 //   up = scale * dy @ b      db = scale * dy.T @ low
 //
 //   traffic     dy once; low once per slab of columns, b once per group of rows, both from L2; with
-//               several slabs or groups, float32 sums that are written here and read by column_sum:
+//               several slabs or groups, float32 sums that lora_gradient_sums adds:
 //               slabs * rows * rank and groups * outputs * rank of them
 //   constants   T       dtype of dy and low
-//               B       dtype of b, which is rounded to T
+//               B       dtype of b, which is rounded to T, and of the final db
 //               U, W    dtypes of up and db: float where they are sums of one slab, of one group
-//               RANK    16, 32 or 64: the rank, rounded up
+//               RANK    16, 32 or 64: the largest rank, rounded up
 //               LANES   values of dy that are copied at a time: 16 bytes of them, or 1
 //
 //   The trick: a block owns a slab of columns and a group of rows, and loads the tiles of these
@@ -28,6 +29,14 @@ constexpr int RESIDENT = RANK == 64 && sizeof(T) == 4 ? 1 : 2;
 using Slab = Tile<T, COLUMNS>;
 using Low = Tile<T, RANK>;
 constexpr int STAGE = ROWS * (Slab::PITCH + Low::PITCH);
+
+// The adapters: one has the slabs first_slab .. and those up to the next, and its results start at
+// up_start and db_start.  Slabs of up are up_slab apart, groups of db db_group; rows of up up_pitch.
+struct Parts {
+    long long up_start[3], up_slab[3], db_start[3], db_group;
+    int outputs[3], ranks[3], dy_pitch[3], low_pitch[3], up_pitch[3], first_slab[3];
+    float scale[3];
+};
 
 // Copy rows first .. first + COUNT - 1 of a matrix of `rank` columns, with 0 past either end; its
 // rows are `pitch` elements apart.
@@ -111,20 +120,32 @@ DEVICE void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy, const Til
 }
 
 KERNEL(32 * WARPS, RESIDENT)
-lora_gradients(const T *__restrict__ dy, const B *__restrict__ b, const T *__restrict__ low,
-               U *__restrict__ up, W *__restrict__ db, long long rows, int outputs, int rank,
-               int dy_pitch, int low_pitch, int slabs, int tiles, float scale) {
+lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__restrict__ dy3,
+               const B *__restrict__ b, const B *__restrict__ b2, const B *__restrict__ b3,
+               const T *__restrict__ low, const T *__restrict__ low2, const T *__restrict__ low3,
+               U *__restrict__ up, W *__restrict__ db, W *__restrict__ db2, W *__restrict__ db3,
+               long long rows, int slabs, int tiles, const __grid_constant__ Parts parts) {
     DYNAMIC_SHARED(T, memory);
     const Low own_b{memory};
     T *const ring = memory + COLUMNS * Low::PITCH;
     float *const sums = reinterpret_cast<float *>(ring + 2 * STAGE);
 
-    const int first_column = blockIdx.x % slabs * COLUMNS, group = blockIdx.x / slabs;
+    const int all_slab = blockIdx.x % slabs, group = blockIdx.x / slabs;
+    const int own = (all_slab >= parts.first_slab[1]) + (all_slab >= parts.first_slab[2]);
+    const int slab = all_slab - parts.first_slab[own], first_column = slab * COLUMNS;
+    const int outputs = parts.outputs[own], rank = parts.ranks[own];
+    const int dy_pitch = parts.dy_pitch[own], low_pitch = parts.low_pitch[own];
+    const int up_pitch = parts.up_pitch[own];
+    const float scale = parts.scale[own];
+    if (own > 0) {
+        dy = own == 1 ? dy2 : dy3, b = own == 1 ? b2 : b3;
+        low = own == 1 ? low2 : low3, db = own == 1 ? db2 : db3;
+    }
     const long long first = (long long)group * tiles * ROWS;
     const long long left = (rows - first + ROWS - 1) / ROWS;
     const int steps = left < tiles ? (int)left : tiles;
-    up += blockIdx.x % slabs * rows * rank;
-    db += (long long)group * outputs * rank;
+    up += parts.up_start[own] + slab * parts.up_slab[own];
+    db += parts.db_start[own] + group * parts.db_group;
 
     auto load = [&](int step) {  // few accesses at a time: addresses take registers
         const Slab to{ring + step % 2 * STAGE};
@@ -179,7 +200,8 @@ lora_gradients(const T *__restrict__ dy, const B *__restrict__ b, const T *__res
             float sum = sums[here * PITCH + column];
 #pragma unroll
             for (int s = 1; s < SPLITS; s++) sum += sums[(s * ROWS + here) * PITCH + column];
-            if (top + here < rows && column < rank) up[(top + here) * rank + column] = (U)(scale * sum);
+            if (top + here < rows && column < rank)
+                up[(top + here) * up_pitch + column] = (U)(scale * sum);
         }
     }
 
@@ -196,4 +218,37 @@ lora_gradients(const T *__restrict__ dy, const B *__restrict__ b, const T *__res
                 if (column < outputs && at < rank)
                     db[(long long)column * rank + at] = (W)(scale * held[m][n][i]);
             }
+}
+
+// Adds the sums of slabs to up, and those of groups to db, of all adapters; either may be absent.
+// The results are counted in order: the rows of up, as wide as all ranks, then each db.
+KERNEL(256)
+lora_gradient_sums(const float *__restrict__ ups, const float *__restrict__ dbs,
+                   T *__restrict__ up, B *__restrict__ db, B *__restrict__ db2,
+                   B *__restrict__ db3, long long rows, int width, int pitch, int slabs, int groups,
+                   const __grid_constant__ Parts parts) {
+    long long at = (long long)blockIdx.x * 256 + threadIdx.x;
+    const long long of_up = ups == nullptr ? 0 : rows * width;
+    float sum = 0;
+    if (at < of_up) {
+        const long long row = at / width;
+        int own = 0, column = (int)(at - row * width);
+        const int whole = column;
+        while (own < 2 && column >= parts.ranks[own]) column -= parts.ranks[own++];
+        const int stop = own < 2 ? parts.first_slab[own + 1] : slabs;
+        const float *from = ups + parts.up_start[own] + row * parts.ranks[own] + column;
+#pragma unroll 8
+        for (int slab = parts.first_slab[own]; slab < stop; slab++) {
+            sum += *from;
+            from += parts.up_slab[own];
+        }
+        up[row * pitch + whole] = (T)sum;
+        return;
+    }
+    at -= of_up;
+    if (dbs == nullptr || at >= parts.db_group) return;
+    const int own = (at >= parts.db_start[1]) + (at >= parts.db_start[2]);
+#pragma unroll 8
+    for (int group = 0; group < groups; group++) sum += dbs[group * parts.db_group + at];
+    (own == 0 ? db : own == 1 ? db2 : db3)[at - parts.db_start[own]] = (B)sum;
 }

@@ -370,11 +370,11 @@ def test_a_step_of_adapters_and_of_fewer_bits() -> None:
         for more in (("--lora", 4), ("--lora", 4, "--quantize", "nf4"))
     )
     for calls in (dense, packed):
-        assert {"AdamW.step", "lora_ups_backward", "lora_down"} <= calls.keys()
+        assert {"AdamW.step", "lora_group_backward", "lora_group"} <= calls.keys()
         assert "linear_backward" not in calls
     size = lambda row: float(row[4]) * {"KiB": 1, "MiB": 1024}[row[5]]  # noqa: E731
-    assert size(packed["lora_ups_backward"]) < size(dense["lora_ups_backward"])
-    assert int(packed["lora_ups_backward"][3]) > int(dense["lora_ups_backward"][3])
+    assert size(packed["lora_group_backward"]) < size(dense["lora_group_backward"])
+    assert int(packed["lora_group_backward"][3]) > int(dense["lora_group_backward"][3])
     frozen = run(LLAMA, "--quantize", "nf4")
     assert frozen.exit_code == 1
     assert "add --lora" in frozen.output

@@ -205,7 +205,7 @@ def _texts(draw: Draw, sizes: Sizes) -> None:
 
 
 def _third_layer(draw: Draw, sizes: Sizes) -> None:
-    sizes["given"] = dict.fromkeys(("weight3", "low3", "b3"), draw(st.booleans()))
+    sizes["given"] = dict.fromkeys(("weight3", "a3", "b3"), draw(st.booleans()))
 
 
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
@@ -229,7 +229,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "contrastive_forward": _no_more_than("rows", "candidates"),
     "grouped_linear": _groups_of_rows,
     "experts_mlp_forward": _halves,
-    "lora_ups": _third_layer,
+    "lora_group": _third_layer,
     "balance_loss_forward": _rows_of_a_layer,
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,

@@ -84,9 +84,9 @@ def test_products_share_an_axis_that_they_sum_over():
         "linear_top_k_divergence_forward",
         "linears",
         "lora_down",
+        "lora_group",
         "lora_linear_forward",
         "lora_up",
-        "lora_ups",
         "matmul",
         "swiglu_mlp",
     }

@@ -5,9 +5,9 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
+from unsloth_cupy.ops.linear.lora_group import lora_group
 from unsloth_cupy.ops.linear.lora_linears import lora_down
 from unsloth_cupy.ops.linear.lora_merge import row_norms
-from unsloth_cupy.ops.linear.lora_ups import lora_ups
 
 from ..harness.parity import Case, Parity, within_rule
 from ..machines.stand_in import gpu
@@ -62,12 +62,12 @@ class TestLoraUp(Parity):
     )
 
 
-class TestLoraUps(Parity):
-    op = "lora_ups"
+class TestLoraGroup(Parity):
+    op = "lora_group"
     cases = (
         Case(
             "three", rows=[2, 3], inputs=13, outputs=7, outputs2=3, outputs3=2, rank=3, rank2=1,
-            rank3=2, scale=2.0, scale3=0.5, given=["weight3", "low3", "b3"],
+            rank3=2, scale=2.0, scale3=0.5, given=["weight3", "a3", "b3"],
         ),
         Case("two", rows=[5], inputs=4, outputs=6, outputs2=6, rank=2, rank2=2, scale2=0.5),
         Case("no rows", rows=[0], inputs=4, outputs=2, outputs2=3, rank=2, rank2=2),
@@ -76,9 +76,9 @@ class TestLoraUps(Parity):
 
 
 def test_a_third_layer_is_whole() -> None:
-    x, weight, low, b = (np.ones(shape) for shape in ((2, 4), (3, 4), (2, 1), (3, 1)))
-    with pytest.raises(ConfigError, match="lora_ups: a third layer lacks low3 and b3; pass"):
-        lora_ups(x, weight, weight, weight, low, low, None, b, b)
+    x, weight, a, b = (np.ones(shape) for shape in ((2, 4), (3, 4), (1, 4), (3, 1)))
+    with pytest.raises(ConfigError, match="lora_group: a third layer lacks a3 and b3; pass"):
+        lora_group(x, weight, weight, weight, a, a, None, b, b)
 
 
 class TestDoraFactor(Parity):

@@ -83,10 +83,40 @@ class TestLoraGradients(KernelAlone):
         load = mock.patch.object(_lora_gradients, "load", wraps=_lora_gradients.load)
         with running(), load as loaded:
             first, second = gradients(*there, scale), gradients(*there, scale)
-        assert loaded.call_count == 2 * launches
+        kernels = [call.args[1] for call in loaded.call_args_list]
+        assert kernels.count("lora_gradients") == 2 * launches
         within_rule(plain, exact, first)
         for name, array in first.items():
             assert array.tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+@pytest.mark.parametrize("gap", [0, 5], ids=["beside each other", "apart"])
+def test_layers_of_one_x_are_one_launch(gap: int, processors: int) -> None:
+    """Each has its columns of one up, from its own columns of dy, and a db."""
+    outputs, ranks, scales = (264, 24, 70), (8, 3, 20), [0.5, 1.0, 2.0]
+    rng = np.random.default_rng(0)
+    whole = rng.standard_normal((2, 40, sum(outputs) + gap)).astype(np.float16)
+    stops, lows_at = np.cumsum(outputs), np.cumsum(ranks)
+    dys = [whole[..., stop - n : stop] for stop, n in zip(stops, outputs, strict=True)]
+    low = rng.standard_normal((2, 40, sum(ranks))).astype(np.float16)
+    lows = [low[..., stop - n : stop] for stop, n in zip(lows_at, ranks, strict=True)]
+    bs = [rng.standard_normal(n).astype(np.float32) for n in zip(outputs, ranks, strict=True)]
+    asked = [True] * 3
+
+    def alike(arrays: list[np.ndarray]) -> Any:
+        up, dbs = _lora_gradients.rank_gradients(arrays[:3], arrays[3:6], arrays[6:], scales, asked)
+        return {"up": up} | {f"db{i}": db for i, db in enumerate(dbs)}
+
+    inputs = [*dys, *bs, *lows]
+    plain, exact = alike(inputs), alike([array.astype(np.float64) for array in inputs])
+    load = mock.patch.object(_lora_gradients, "load", wraps=_lora_gradients.load)
+    with emulator(processors=processors), load as loaded:
+        actual = alike(inputs)
+    kernels = [call.args[1] for call in loaded.call_args_list]
+    assert kernels == ["lora_gradients", "lora_gradient_sums"]
+    within_rule(plain, exact, actual)
+    assert [actual[f"db{i}"].dtype for i in range(3)] == [np.dtype("float32")] * 3
 
 
 @pytest.mark.slow
@@ -158,7 +188,6 @@ def test_sums_fit_into_l2() -> None:
         for rows, products in ((8192, 0), (16384, 2)):
             machine.products.clear()
             shapes = (rows, 4096), (4096, 64), (rows, 64)
-            _lora_gradients.rank_gradients(
-                *(machine.array(shape, np.float16) for shape in shapes), np.dtype("float16"), 1.0
-            )
+            arrays = ([machine.array(shape, np.float16)] for shape in shapes)
+            _lora_gradients.rank_gradients(*arrays, [1.0], [True])
             assert len(machine.products) == products

@@ -44,7 +44,7 @@ COMPOSED = {
     "attention_layer": ["linear", "rope_qk", "attention_forward"],
     "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
     "int8_weight": ["int8_quantize_forward"],
-    "lora_linears": ["lora_down", "lora_up", "lora_ups"],
+    "lora_linears": ["lora_down", "lora_up", "lora_group"],
     "nf4_linear": ["linear"],
 }
 NOTHING = {

@@ -87,7 +87,7 @@ class Recorded(StandIn):
         return _refuse() if copied else self.lying(other)
 
     def lying(self, form: Any) -> Any:
-        """Return another form of this array, from the same address on, for a product alone."""
+        """Return another form of this array, from the same address on, for a product or kernel."""
         return Recorded(form, self.recording, self.first)
 
     def __getitem__(self, key: Any) -> Any:
@@ -134,7 +134,14 @@ class Recording:
         """Return a function that records a launch of a kernel instead of starting it."""
 
         def start(grid: Any, block: Any, values: Any, shared: int) -> None:
-            ready = [kernel.ready(v) if isinstance(v, np.generic) else v for v in values]
+            ready = [
+                v.first  # a kernel gets only its address
+                if type(v) is Recorded
+                else kernel.ready(v)
+                if isinstance(v, np.generic)
+                else v
+                for v in values
+            ]
             self.starts.append((kernel.launch, grid, block, ready, shared))
 
         return start

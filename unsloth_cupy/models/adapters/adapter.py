@@ -43,6 +43,7 @@ from ..folders.initial_weights import INITIAL, beside, initial_pairs, plain_sett
 from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
 from .adapter_stacks import Adapted, Stack, stacks_of, target_parameters, targets_of
+from .joined import DOWN, join_downs
 from .kept import Kept
 from .outer_weights import (
     LOW_RANK,
@@ -65,7 +66,7 @@ from .through import file_weight, through_linear
 
 CONFIG = ADAPTER
 PREFIX = ADAPTED
-DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+UP, MAGNITUDE = "lora_B.weight", "lora_magnitude_vector"
 EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
 BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
 PARTS = (  # after the name of a module
@@ -115,7 +116,7 @@ class Adapter:
         path: str | PathLike[str] = CONFIG,
         stacks: Mapping[str, Stack] | None = None,
     ) -> None:
-        self.settings, self.parameters = dict(settings), parameters
+        self.settings, self.parameters = dict(settings), join_downs(parameters)
         self.dropout = float(settings.get("lora_dropout") or 0.0)
         self.tokens = listed_tokens(f"{path}: {TOKENS}", settings.get(TOKENS) or ())
         self.sent: dict[tuple[Any, ...], Any] = {}  # tokens on GPUs

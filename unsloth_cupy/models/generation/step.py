@@ -26,7 +26,8 @@ from ...ops.position.rope_qk import rope_qk
 from ...parallel.nccl import NcclCommunicator
 from ...placement import on_gpu_of_attribute, to_device_of
 from ...training.captured import Captured, Place
-from ..adapters.adapter import DOWN, UP
+from ..adapters.adapter import UP
+from ..adapters.joined import DOWN, join_downs
 from ..layers.attending import project_of, whole_of
 from ..layers.block import blocks, embedded
 from ..layers.call import Call, Latents
@@ -68,7 +69,7 @@ class Step:
         self.parameters = model.entered(model.parameters)
         used = model.used(model.parameters, None)
         low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
-        self.of_blocks = {**used, **low}  # adapters are rounded once, not in every step
+        self.of_blocks = {**used, **join_downs(low)}  # rounded once, not in every step
         self.latents: Latents | None = None
         self.whole: dict[str, Any] = {}  # weights that are not read as layers, dense and merged
         if cache.latent is not None:

@@ -1,18 +1,19 @@
-"""The products of dy with an adapter's low rank: up = scale dy b and db = scale dy^T low."""
+"""The products of dy with adapters' low ranks: up = scale dy b and db = scale dy^T low."""
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits, target_of
-from ..common.columns import column_sums
 from ..common.gemm import gemm
 from ..common.strides import spanned
 from ..elements.cast import in_dtype
-from ._lora_expand import pitch_of
+from ._lora_expand import PARTS, pitch_of
 from .linear import flat
 
 RANKS = 16, 32, 64  # at more, the float32 sums of up have more bytes than a second pass over dy
@@ -24,65 +25,149 @@ GROUPS = 32  # groups of rows at most, so that the sums of db stay a fraction of
 SHARED_PITCH = 8  # floats of padding per row of sums: no two rows of a warp share a bank
 
 
+class Part(NamedTuple):
+    """The products of one layer: up (*rows, rank) is written; without ``wanted`` db is not."""
+
+    dy: Any
+    b: Any
+    low: Any
+    scale: float
+    wanted: bool
+    up: Any
+
+    @property
+    def slabs(self) -> int:
+        """How many slabs of columns dy has."""
+        return -(-int(self.b.shape[0]) * int(self.dy.itemsize) // SLAB)
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the sums of up."""
+        rows = self.dy.size // self.b.shape[0]
+        slabs = self.slabs
+        return slabs * rows * int(self.b.shape[1]) * FLOAT32.itemsize * (slabs > 1)
+
+    @property
+    def fits(self) -> bool:
+        """Whether one launch computes both products."""
+        dy, b, low = self.dy, self.b, self.low
+        outputs, rank = b.shape
+        if not self.wanted or not 0 < rank <= RANKS[-1] or not dy.size or target_of(dy) is None:
+            return False
+        known = {dy.dtype, b.dtype, low.dtype} <= {*KERNEL_DTYPES} and dy.dtype == low.dtype
+        few = max(dy.size // outputs, outputs) * rank < 2**30  # kernels count elements by int
+        return known and few and self.sums <= SUMS
+
+
 def rank_gradients(
-    dy: Array, b: Array, low: Array, dtype: Any, scale: float
-) -> tuple[Array, Array | None]:
-    """Return ``scale * dy @ b``, and ``scale * dy.T @ low`` in ``dtype``, or None for None.
+    dys: Sequence[Array],
+    bs: Sequence[Array],
+    lows: Sequence[Array],
+    scales: Sequence[float],
+    wanted: Sequence[bool],
+) -> tuple[Array, list[Array | None]]:
+    """Return ``scale * dy @ b`` of all layers side by side, and ``scale * dy.T @ low`` of each.
 
-    dy and low may have several leading axes, and up has those of dy.
+    dy and low may have several leading axes, and up has those of dy.  The latter has the dtype of
+    b, and is None where it is not ``wanted``.
     """
-    outputs, rank = b.shape
-    rows = dy.size // outputs if outputs else 0
-    slabs = -(-outputs * dy.itemsize // SLAB)
-    separate = dtype is None or not 0 < rank <= RANKS[-1] or not dy.size
-    separate = separate or not {dy.dtype, b.dtype, low.dtype} <= {*KERNEL_DTYPES}
-    separate = separate or dy.dtype != low.dtype
-    separate = separate or max(rows, outputs) * rank >= 2**30  # kernels count elements by int
-    separate = separate or (slabs > 1 and slabs * rows * rank * FLOAT32.itemsize > SUMS)
-    if separate or target_of(dy) is None:
-        up = empty((*dy.shape[:-1], rank), dy.dtype, like=dy)
-        gemm(flat(dy), in_dtype(b, dy.dtype), out=flat(up), factor=scale)
-        if dtype is None:
-            return up, None
-        return up, gemm(flat(dy).T, flat(low), dtype=dtype, factor=scale)
-    dy, low = (each if pitch_of(each) else contiguous(each) for each in (dy, low))
-    return _one_pass(dy, contiguous(b), low, slabs, dtype, scale)
+    ranks = [b.shape[1] for b in bs]
+    stops = [*itertools.accumulate(ranks)]
+    whole = empty((*dys[0].shape[:-1], stops[-1]), dys[0].dtype, like=dys[0])
+    ups = [whole]
+    if len(bs) > 1:
+        ups = [whole[..., stop - rank : stop] for rank, stop in zip(ranks, stops, strict=True)]
+    parts = [*map(Part, dys, bs, lows, scales, wanted, ups)]
+    together = 1 < len(parts) <= PARTS and all(each.fits for each in parts)
+    together = together and len({(each.dy.dtype, each.b.dtype) for each in parts}) == 1
+    if together and sum(each.sums for each in parts) <= SUMS:
+        return whole, [*_one_pass(parts, whole)]
+    return whole, [
+        _one_pass([each], each.up)[0] if each.fits else _products(each) for each in parts
+    ]
 
 
-def _one_pass(
-    dy: Array, b: Array, low: Array, slabs: int, dtype: Any, scale: float
-) -> tuple[Array, Array]:
-    """Return both products from one launch, which reads dy once; then add its blocks' sums."""
-    outputs, rank = b.shape
-    rows = dy.size // outputs
+def _products(part: Part) -> Array | None:
+    """Write up by a product, and return db by another."""
+    dy, b, low, scale, wanted, up = part
+    gemm(flat(dy), in_dtype(b, dy.dtype), out=flat(up), factor=scale)
+    return gemm(flat(dy).T, flat(low), dtype=b.dtype, factor=scale) if wanted else None
+
+
+def _one_pass(parts: Sequence[Part], up: Any) -> Sequence[Array]:
+    """Write each up and return each db, by a launch that reads each dy once, then add its sums.
+
+    ``up`` holds those of all parts side by side.
+    """
+    dys, lows = (
+        [each if pitch_of(each) else contiguous(each) for each in arrays]
+        for arrays in ([part.dy for part in parts], [part.low for part in parts])
+    )
+    bs, lead = [contiguous(part.b) for part in parts], dys[0]
+    outputs, ranks = ([b.shape[axis] for b in bs] for axis in (0, 1))
+    of_parts = [part.slabs for part in parts]
+    slabs, rows, width = sum(of_parts), lead.size // outputs[0], sum(ranks)
     tiles = -(-rows // ROWS)
-    groups = min(tiles, GROUPS, -(-BLOCKS * limits(dy).processors // slabs))
+    groups = min(tiles, GROUPS, -(-BLOCKS * limits(lead).processors // slabs))
     group_tiles = -(-tiles // groups)
     groups = -(-tiles // group_tiles)
-    up = empty((*dy.shape[:-1], rank), dy.dtype, like=dy)
-    db = empty((outputs, rank), dtype, like=dy)
-    ups = up if slabs == 1 else empty((1, slabs, rows * rank), FLOAT32, like=dy)
-    dbs = db if groups == 1 else empty((1, groups, outputs * rank), FLOAT32, like=dy)
-    vectors = lanes(outputs, dy) * dy.itemsize == 16 and pitch_of(dy) * dy.itemsize % 16 == 0
-    chosen, shared = _constants(dy.dtype, b.dtype, ups.dtype, dbs.dtype, rank, vectors)
-    kernel = load("lora_gradients.cu", "lora_gradients", dy, chosen)
-    kernel[slabs * groups, THREADS, shared](
-        *(spanned(dy), b, spanned(low), ups, dbs),
-        *(rows, outputs, rank, pitch_of(dy), pitch_of(low), slabs, group_tiles, scale),
+    dbs = [empty(b.shape, b.dtype, like=lead) for b in bs]
+    pitch, to = pitch_of(up), spanned(up)
+    sizes = [o * r for o, r in zip(outputs, ranks, strict=True)]
+    of_up = [s * rows * r for s, r in zip(of_parts, ranks, strict=True)]
+    up_sums = None if max(of_parts) == 1 else empty((sum(of_up),), FLOAT32, like=lead)
+    db_sums = None if groups == 1 else empty((groups * sum(sizes),), FLOAT32, like=lead)
+    absent = PARTS - len(parts)
+    added, summed = up_sums is not None, db_sums is not None
+    many = {
+        "up_start": _starts(of_up if added else ranks),
+        "up_slab": [rows * rank for rank in ranks],
+        "db_start": _starts(sizes) if summed else [0] * len(parts),
+        "outputs": outputs,
+        "ranks": ranks,
+        "dy_pitch": [*map(pitch_of, dys)],
+        "low_pitch": [*map(pitch_of, lows)],
+        "up_pitch": ranks if added else [pitch] * len(parts),
+        "scale": [float(part.scale) for part in parts],
+    }
+    struct: dict[str, Any] = {name: [*each, *[0] * absent] for name, each in many.items()}
+    struct["db_start"][len(parts) :] = [sum(sizes)] * absent
+    struct["first_slab"] = [*_starts(of_parts), *[slabs] * absent]
+    struct["db_group"] = sum(sizes) * summed
+    vectors = all(
+        lanes(n, dy) * dy.itemsize == 16 and pitch_of(dy) * dy.itemsize % 16 == 0
+        for n, dy in zip(outputs, dys, strict=True)
     )
-    for sums, total in ((ups, up), (dbs, db)):
-        if sums is not total:
-            column_sums(sums, total, None)
-    return up, db
+    chosen, shared = _constants(lead.dtype, bs[0].dtype, added, summed, max(ranks), vectors)
+    kernel = load("lora_gradients.cu", "lora_gradients", lead, chosen)
+    none = [None] * absent
+    kernel[slabs * groups, THREADS, shared](
+        *(*map(spanned, dys), *none, *bs, *none, *map(spanned, lows), *none),
+        *(up_sums if added else to, *([db_sums] * PARTS if summed else (*dbs, *none))),
+        *(rows, slabs, group_tiles, struct),
+    )
+    if added or summed:
+        kernel = load("lora_gradients.cu", "lora_gradient_sums", lead, chosen)
+        count = rows * width * added + sum(sizes) * summed
+        kernel[-(-count // THREADS), THREADS](
+            *(up_sums, db_sums, to, *dbs, *none, rows, width, pitch, slabs, groups, struct)
+        )
+    return dbs
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return where each of several things begins that follow one another."""
+    return [stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
 
 
 @cache
 def _constants(
-    dtype: Any, b: Any, up: Any, db: Any, rank: int, vectors: bool
+    dtype: Any, b: Any, added: bool, summed: bool, rank: int, vectors: bool
 ) -> tuple[Constants, int]:
     """Return the constants, and the bytes of shared memory: b, a ring of two tiles, sums of up.
 
-    ``vectors``: rows of dy can be copied 16 bytes at a time.
+    ``added``, ``summed``: up, db are sums of several blocks.  ``vectors``: rows of dy can be copied
+    16 bytes at a time.
     """
     padded, size = next(most for most in RANKS if rank <= most), dtype.itemsize
     pitch = padded * size  # of a row of low, in the layout of Tile of common/tile.cuh
@@ -91,5 +176,6 @@ def _constants(
     splits = 4 * 16 // padded
     sums = splits * ROWS * (padded + SHARED_PITCH) * 4
     shared = SLAB // size * pitch + 2 * stage + sums
+    up, db = FLOAT32 if added else dtype, FLOAT32 if summed else b
     chosen = Constants(T=dtype, B=b, U=up, W=db, RANK=padded, LANES=16 // size if vectors else 1)
     return chosen, shared

@@ -20,6 +20,7 @@ from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
+from ._lora_expand import add_low_rank_rows, add_low_ranks
 from ._lora_gradients import rank_gradients
 from .linear import flat
 from .lora_merge import FACTOR, factor_of, sum_dtype, times
@@ -164,12 +165,14 @@ def lora_linear_backward(
     if "x" in needed:
         dx = empty(x.shape, x.dtype, like=x)
         to = flat(dx)
-        gemm(up, in_dtype(a, x.dtype), out=to)
-        if not whole:
-            gemm(dproduct - dy_rows, weight, out=to, add=True)
         if dropout:
+            gemm(up, in_dtype(a, x.dtype), out=to)
+            if not whole:
+                gemm(dproduct - dy_rows, weight, out=to, add=True)
             to[...] = dropped_rows(to, dropout, seed)
-        gemm(dproduct if whole else dy_rows, weight, out=to, add=True)
+        gemm(dproduct if whole else dy_rows, weight, out=to, add=dropout > 0)
+        if not dropout:
+            add_low_rank_rows(to, up, a)
     if "weight" in needed:
         dweight = gemm(dproduct.T, rows if whole else dropped)
         if not whole:
@@ -196,7 +199,7 @@ def adapted(
     if first:
         y[...] = bias  # the products are added to it, in float32
     gemm(rows if factor is None else dropped, weight.T, out=to, add=first)
-    gemm(low, in_dtype(b, x.dtype).T, out=to, add=True, factor=scale)
+    add_low_ranks([to], [low], [b], [scale])
     if factor is not None:
         to[...] = times(to, factor)
         if dropped is not rows:
@@ -225,7 +228,7 @@ def adapted_gradients(
     dbias = dfactor = None
     if factor is not None:
         dy = times(dy, factor)
-    up, db = rank_gradients(dy, b, low, b.dtype if "b" in needed else None, scale)
+    up, (db,) = rank_gradients([dy], [b], [low], [scale], ["b" in needed])
     if bias is not None and "bias" in needed:
         dbias = row_sum(dy_rows, bias.dtype)
     if factor is not None and "factor" in needed:

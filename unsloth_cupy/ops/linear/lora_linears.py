@@ -22,8 +22,8 @@ from ..elements.cast import in_dtype, stacked
 from .linear import flat
 from .linears import concatenate
 from .lora import adapted, adapted_gradients
+from .lora_group import lora_group
 from .lora_merge import FACTOR, factor_of, sum_dtype
-from .lora_ups import lora_ups
 
 TOGETHER = 3  # most layers of one call of lora_down
 
@@ -39,7 +39,7 @@ class LoraLayer(NamedTuple):
     magnitude: Array | None = None
 
 
-@naming("lora_linears", "lora_down", "lora_up", "lora_ups", *FACTOR, factor="magnitude")
+@naming("lora_linears", "lora_down", "lora_up", "lora_group", *FACTOR, factor="magnitude")
 def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     """Return ``lora_linear`` of x for each layer; the adapters share one pass over x.
 
@@ -85,10 +85,10 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     ys = []
     for first in range(0, len(layers), TOGETHER):
         group = [LoraLayer(*layer) for layer in layers[first : first + TOGETHER]]
-        lows: Any = lora_down(x, *(layer.a for layer in group))
         if len(group) > 1 and all(n.bias is None and n.magnitude is None for n in group):
-            ys += _together(x, group, lows)
+            ys += _together(x, group)
             continue
+        lows: Any = lora_down(x, *(layer.a for layer in group))
         for layer, low in zip(group, lows, strict=False):
             weight, a, b, scale, bias, magnitude = layer
             factor = factor_of("lora_linears", weight, a, b, scale, magnitude)
@@ -96,13 +96,18 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     return ys
 
 
-def _together(x: Array, group: Sequence[LoraLayer], lows: Sequence[Any]) -> list[Any]:
+def _together(x: Array, group: Sequence[LoraLayer]) -> list[Any]:
     """Return the outputs of two or three layers of one call."""
     absent = [None] * (TOGETHER - len(group))
-    weights, ups = ([getattr(n, name) for n in group] + absent for name in ("weight", "b"))
+    arrays = (each for name in ("weight", "a", "b") for each in (*_all(group, name), *absent))
     scales = {f"scale{n or ''}": each.scale for n, each in zip((0, 2, 3), group, strict=False)}
-    call: Any = lora_ups
-    return [*call(x, *weights, *lows, *ups, **scales)[: len(group)]]
+    call: Any = lora_group
+    return [*call(x, *arrays, **scales)[: len(group)]]
+
+
+def _all(group: Sequence[LoraLayer], name: str) -> list[Any]:
+    """Return one array of each layer."""
+    return [getattr(each, name) for each in group]
 
 
 @op(

@@ -1,0 +1,44 @@
+"""The A of adapters of one input, q, k and v or gate and up, as the rows of one matrix on a GPU.
+
+Then one cast rounds them for the product that reads the input once.  Their names stay, and each may
+be changed in place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.arrays import empty
+from ...core.gpu import is_cupys
+from ...ops.linear.linears import rows_of_one
+
+DOWN = "lora_A.weight"
+GROUPS = (
+    [f"self_attn.{n}_proj.{DOWN}" for n in "qkv"],
+    [f"mlp.{n}_proj.{DOWN}" for n in ("gate", "up")],
+)
+
+
+def join_downs(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Move the A of each group that are arrays of a GPU into one matrix."""
+    for group in GROUPS:
+        last = [name for name in parameters if name.endswith(tuple(group))]
+        for layer in dict.fromkeys(name.rpartition(".layers.")[2].split(".")[0] for name in last):
+            names = [n for part in group for n in last if n.endswith(f".layers.{layer}.{part}")]
+            arrays = [parameters[name] for name in names]
+            if len(arrays) > 1 and all(is_cupys(each.__class__) for each in arrays):
+                parameters |= zip(names, _rows_of_one(arrays), strict=True)
+    return parameters
+
+
+def _rows_of_one(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Return matrices as the rows of one, in copies; unchanged where they cannot be, or are."""
+    lead = arrays[0]
+    if rows_of_one(arrays) is not None or len({(a.dtype, a.shape[1]) for a in arrays}) > 1:
+        return arrays
+    whole = empty((sum(len(each) for each in arrays), lead.shape[1]), lead.dtype, like=lead)
+    rows, start = list[Any](), 0
+    for each in arrays:
+        rows.append(whole[start : start + len(each)])
+        rows[-1][...] = each
+        start += len(each)
+    return rows

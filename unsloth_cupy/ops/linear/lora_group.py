@@ -1,0 +1,182 @@
+"""The layers of lora_linears without bias and magnitude: q, k and v, or gate and up.
+
+low = x [a; a2; a3]^T                                one product, which reads x once for all layers
+[y, y2, y3] = x [weight; weight2; weight3]^T         as linears; then for each layer, in one launch
+
+y += scale * low b^T                                 of its own columns of low
+
+In the backward pass dlow is one array, too: one product of it gives the gradients of every a, and
+another is added to dx.
+"""
+
+import math
+from collections.abc import Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...core.op import op
+from ...errors import ConfigError
+from ..common.checks import requested_gradients
+from ..common.gemm import gemm
+from ..elements.cast import in_dtype, stacked
+from ._lora_expand import add_low_rank_rows, add_low_ranks
+from ._lora_gradients import rank_gradients
+from .linear import flat
+from .linears import WEIGHTS, columns_of_one, present, rows_of_one, spans
+from .lora_merge import sum_dtype
+
+DOWNS, UPS = ("a", "a2", "a3"), ("b", "b2", "b3")
+
+
+@op(
+    "x(*rows, inputs), weight(outputs, inputs): weight, weight2(outputs2, inputs): weight,"
+    " weight3?(outputs3, inputs): weight, a(rank, inputs): param, a2(rank2, inputs): param,"
+    " a3?(rank3, inputs): param, b(outputs, rank): param, b2(outputs2, rank2): param,"
+    " b3?(outputs3, rank3): param"
+    " -> y(*rows, outputs), y2(*rows, outputs2), y3(*rows, outputs3),"
+    " low(*rows, ranks)",
+    widen=False,  # products take 16-bit operands as they are
+    products=True,
+    bound=lambda sizes: {"ranks": sizes["rank"] + sizes["rank2"] + sizes.get("rank3", 0)},
+    operations=lambda a: (  # without those of the low rank
+        2 * a["x"].size * sum(a[n].shape[0] for n in WEIGHTS if a.get(n) is not None)
+    ),
+)
+def lora_group(
+    x: Array,
+    weight: Array,
+    weight2: Array,
+    weight3: Array | None,
+    a: Array,
+    a2: Array,
+    a3: Array | None,
+    b: Array,
+    b2: Array,
+    b3: Array | None = None,
+    *,
+    scale: float = 1.0,
+    scale2: float = 1.0,
+    scale3: float = 1.0,
+) -> tuple[Array | None, ...]:
+    """Return y of each layer of lora_linears, None for an absent one; and low of all layers."""
+    weights, downs, ups = map(present, ((weight, weight2, weight3), (a, a2, a3), (b, b2, b3)))
+    down = whole_of(downs, x.dtype)
+    low = empty((*x.shape[:-1], down.shape[0]), x.dtype, like=x)
+    gemm(flat(x), down.T, out=flat(low))
+    lows = [low[..., part] for part in spans(downs)]
+    whole = rows_of_one(weights)
+    matrices = weights if whole is None else [whole]
+    ys = [empty((*x.shape[:-1], each.shape[0]), x.dtype, like=x) for each in matrices]
+    for y, each in zip(ys, matrices, strict=True):
+        gemm(flat(x), each.T, out=flat(y))
+    if whole is not None:
+        ys = [ys[0][..., part] for part in spans(weights)]
+    add_low_ranks(ys, lows, ups, (scale, scale2, scale3)[: len(ys)])
+    return *ys, *[None] * (len(WEIGHTS) - len(ys)), low
+
+
+@lora_group.gradient(widen=False)
+def lora_group_backward(
+    dy: Array | None,
+    dy2: Array | None,
+    dy3: Array | None,
+    dlow: Array | None,
+    x: Array,
+    weight: Array,
+    weight2: Array,
+    weight3: Array | None,
+    a: Array,
+    a2: Array,
+    a3: Array | None,
+    b: Array,
+    b2: Array,
+    b3: Array | None,
+    low: Array,
+    *,
+    scale: float = 1.0,
+    scale2: float = 1.0,
+    scale3: float = 1.0,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, ...]:
+    """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
+    by_name: dict[str, Any] = dict(zip(WEIGHTS, (weight, weight2, weight3), strict=True))
+    by_name |= dict(zip((*DOWNS, *UPS), (a, a2, a3, b, b2, b3), strict=True))
+    needed = requested_gradients("lora_group_backward", wanted, x=x, **by_name)
+    weights, downs, ups = (present([by_name[n] for n in names]) for names in (WEIGHTS, DOWNS, UPS))
+    dys = [
+        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if given is None else given
+        for given, each in zip((dy, dy2, dy3), weights, strict=False)
+    ]
+    grads: dict[str, Any] = dict.fromkeys(("x", *by_name))
+    if needed & {"x", *DOWNS, *UPS}:
+        scales = (scale, scale2, scale3)[: len(ups)]
+        asked = [name in needed for name in UPS[: len(ups)]]
+        lows = [low[..., part] for part in spans(downs)]
+        dlows, dbs = rank_gradients(dys, ups, lows, scales, asked)
+        grads |= dict(zip(UPS, dbs, strict=False))
+        if dlow is not None:
+            dlows += dlow
+    if needed & {*DOWNS}:
+        das = empty((dlows.shape[-1], x.shape[-1]), sum_dtype(x), like=x)
+        gemm(flat(dlows).T, flat(x), out=das)
+        for name, part, each in zip(DOWNS, spans(downs), downs, strict=False):
+            grads[name] = in_dtype(das[part], each.dtype) if name in needed else None
+    for name, each in zip(WEIGHTS, dys, strict=False):
+        if name in needed:
+            grads[name] = gemm(flat(each).T, flat(x))
+    if "x" in needed:
+        matrix, joined = rows_of_one(weights), columns_of_one(dys)
+        one = matrix is not None and joined is not None
+        dx = grads["x"] = empty(x.shape, x.dtype, like=x)
+        pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
+        for number, (each, of_each) in enumerate(pairs):
+            gemm(flat(each), of_each, out=flat(dx), add=number > 0)
+        down = rows_of_one(downs)
+        add_low_rank_rows(dx, dlows, stacked(downs, x.dtype) if down is None else down)
+    return tuple(grads.values())
+
+
+def whole_of(factors: Sequence[Any], dtype: Any) -> Array:
+    """Return the rows of all factors as one matrix of a dtype, of which they may be parts."""
+    whole = rows_of_one(factors)
+    return stacked(factors, dtype) if whole is None else in_dtype(whole, dtype)
+
+
+def _lie_apart(
+    weights: Sequence[Any], downs: Sequence[Any], dys: Sequence[Any] = ()
+) -> tuple[bool, ...]:
+    """Return what a replay must know of the places of arrays."""
+    together = present(dys)
+    return (
+        rows_of_one(present(weights)) is None,
+        rows_of_one(present(downs)) is None,
+        not together or columns_of_one(together) is None,
+    )
+
+
+def _check_third(call: str, weight3: Any, a3: Any, b3: Any) -> None:
+    """Raise a ConfigError for a part of a third layer."""
+    given = {"weight3": weight3, "a3": a3, "b3": b3}
+    missing = [name for name, array in given.items() if array is None]
+    if 0 < len(missing) < len(given):
+        problem = f"a third layer lacks {' and '.join(missing)}"
+        raise ConfigError(f"{call}: {problem}; pass weight3, a3 and b3, or none of them")
+
+
+lora_group.require(_check_third)
+lora_group_backward.require(_check_third)
+lora_group.facts["lying"] = lambda arrays: _lie_apart(arrays[1:4], arrays[4:7])
+lora_group_backward.facts["lying"] = lambda arrays: _lie_apart(
+    arrays[5:8], arrays[8:11], arrays[:3]
+)
+lora_group_backward.facts["products"] = True
+lora_group_backward.facts["operations"] = lambda a: (  # without those of the low rank
+    2
+    * math.prod(a["x"].shape)
+    * sum(
+        a[name].shape[0] * (a.get("dx") is not None) for name in WEIGHTS if a.get(name) is not None
+    )
+)

@@ -4,6 +4,7 @@ Launches of the stand-in write what depends on all that they read (``machine.run
 the host that a graph repeats, though the next step has another one, leads to other gradients.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.graphs import KEPT
 from unsloth_cupy.models.objective import TrainingStep, next_token
 from unsloth_cupy.ops.common import spans
+from unsloth_cupy.ops.linear import _dropout
+from unsloth_cupy.ops.linear import lora as lora_layer
 from unsloth_cupy.placement import to_device_of
 
 from ..machines.stand_in import Machine, gpu
@@ -62,6 +65,21 @@ def held(loss: Any, gradients: dict[str, Any]) -> dict[str, Any]:
     return {"loss": float(loss), **{name: g.values.copy() for name, g in gradients.items()}}
 
 
+def on_device(machine: Machine) -> Callable[..., Any]:
+    """Return ``dropped_rows`` that gets each seed in an array of the GPU.
+
+    A launch of the stand-in writes other numbers for a number of the host than for an array of it;
+    that the kernel drops the same elements is what ``tests/ops/test_dropout.py`` shows.
+    """
+
+    def dropped_rows(rows: Any, dropout: float, seed: Any, key: Any = None, out: Any = None) -> Any:
+        if dropout and key is None:
+            key = machine.place(np.array(seed, np.uint64).view(np.int64))
+        return _dropout.dropped_rows(rows, dropout, None, key, out)
+
+    return dropped_rows
+
+
 def graphs_of(model: Any) -> list[Any]:
     return [each.captured.graph for each in model.graphs.made.values() if each.captured.graph]
 
@@ -78,9 +96,13 @@ def steps(
     scaled: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Return the numbers of some steps, from the third of which on a graph is one launch."""
+    """Return the numbers of some steps, from the third of which on a graph is one launch.
+
+    Dropout has another seed in each.
+    """
     scaler, numbers = LossScaler(1024.0) if scaled else None, []
-    with gpu("80", devices=1) as machine:
+    with gpu("80", devices=1) as machine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_layer, "dropped_rows", on_device(machine))
         model = made(machine, config, dtype, lora, quantized)
         for step in range(STEPS):
             tokens, labels, count = batch(machine, step)
@@ -91,7 +113,7 @@ def steps(
                 more["mask"] = machine.place(np.arange(24) < np.array([[20 - step], [24]]))
             machine.launches.clear(), machine.products.clear()
             loss, gradients = model.loss_and_gradients(
-                tokens, labels, count=count, graph=graph, scaler=scaler, **more
+                tokens, labels, count=count, graph=graph, scaler=scaler, seed=90 + step, **more
             )
             numbers.append(held(loss, gradients))
             learn(model, step)
@@ -115,8 +137,22 @@ def steps(
         {"lora": {"rank": 2, "dora": True}, "packed": True},
         {"lora": {"rank": 2, "modules": ["embed_tokens"]}, "padded": True},
         {"lora": {"rank": 2, "tokens": [3, 96]}},
+        {"lora": {"rank": 2, "dropout": 0.4}},
+        {"lora": {"rank": 2, "dropout": 0.4, "dora": True}, "checkpoint": CheckpointConfig()},
     ],
-    ids=[*KINDS, "all", "checkpoints", "nf4", "int8 scaled", "dora packed", "table padded", "rows"],
+    ids=[
+        *(
+            *KINDS,
+            "all",
+            "checkpoints",
+            "nf4",
+            "int8 scaled",
+            "dora packed",
+            "table padded",
+            "rows",
+        ),
+        *("dropout", "dropout dora checkpoints"),
+    ],
 )
 def test_numbers_are_those_without(form: Any) -> None:
     """Tokens, labels, their number, weights and scale are other ones in every step."""
@@ -253,9 +289,8 @@ class Watcher:
 def refused(how: str) -> str:
     """Return why steps of a kind run as without graphs."""
     with gpu("80", devices=1) as machine:
-        lora = {"rank": 2, "dropout": 0.1 * (how == "dropout")}
         config = LLAMA if how != "lengths" else SIZES | CONFIGS["llama dynamic"]
-        model = made(machine, config, "float32", lora, None)
+        model = made(machine, config, "float32", LORA, None)
         tokens, labels, _ = batch(machine, 0)
         run = partial(model.loss_and_gradients, tokens, labels, graph=True)
         if how == "find_nan":
@@ -300,7 +335,6 @@ def refused(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("dropout", "dropout draws by a seed of the host"),
         ("find_nan", "something looks at each call"),
         ("profile", "something looks at each call"),
         ("closure", "what the function reads is not known; functools.partial"),

@@ -4,6 +4,7 @@ A graph repeats its launches with the same addresses and numbers.  So it belongs
 
     the arrays of the model and of the loss scaler       by identity; they may change in place
     arrays that are keywords of the function             by shape and dtype; the graph copies them
+    the seeds of dropout                                 as such an array, which each call fills
     everything else that the function is called with     by value
 
 The optimizer is no part of it: that takes a few launches a step, with numbers of the host.
@@ -24,11 +25,13 @@ from ..placement import to_device_of
 from ..training import tape
 from ..training.captured import Captured, Place
 from ..training.gradients import add_gradients
+from .adapters.adapter import Seeds
 from .adapters.many import ByRows
 from .objective import TrainingStep, next_token
 
 KEPT, MET = 4, 256  # graphs of a model; forms of calls that it remembers
 COUNT, SINK = "count", "sink"  # keywords: a number of labels; a list that takes a method's sums
+SEEDS = "seeds of dropout"  # beside the keywords: no function has one of this name
 Passes = Callable[[Any, TrainingStep], tuple[Any, dict[str, Any]]]
 Sums = dict[str, Any] | None  # of the gradients of earlier passes of a step; None: only one pass
 
@@ -113,8 +116,6 @@ class Graphs:
         if not isinstance(function, functools.partial):
             cure = "functools.partial(function, tokens=tokens) names them"
             yield f"what the function reads is not known; {cure}"
-        if step.seed is not None:
-            yield "dropout draws by a seed of the host, which is another one in every step"
         if step.checkpoint is not None and step.checkpoint.offload:
             yield "a checkpoint with offload sends activations to the host and back"
         if (model.division, model.context, model.gather, model.parts) != (None,) * 4:
@@ -140,6 +141,9 @@ class Graphs:
         if function.func is next_token and is_integer(given.get(COUNT)):  # another in every batch
             given[COUNT] = to_device_of(np.asarray(given[COUNT]), model.table)
         arrays = {name: each for name, each in given.items() if gpu.is_cupys(each.__class__)}
+        seed = call.step.seed
+        if seed is not None:
+            arrays[SEEDS] = to_device_of(model.adapter.seeds(seed), model.table)
         fixed = {n: each for n, each in given.items() if n not in arrays and n != SINK}
         self._enter(model, call.step)
         begun = self.begun = self._beginning(sums)
@@ -161,7 +165,10 @@ class Graphs:
         def work() -> tuple[Any, dict[str, Any], list[Any]]:
             own: list[Any] = []
             keywords = {**fixed, **graph.arrays} | ({} if sink is None else {SINK: own})
-            return *call(functools.partial(function.func, *function.args, **keywords)), own
+            seeds = keywords.pop(SEEDS, None)
+            held = seeds if seeds is None else Seeds([*model.adapter.scales], seeds)
+            run = call._replace(step=call.step._replace(seed=held))
+            return *run(functools.partial(function.func, *function.args, **keywords)), own
 
         value, gradients, own = graph.captured(work)
         if sink is not None:

@@ -22,7 +22,7 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
-from .adapters.adapter import Adapter
+from .adapters.adapter import Adapter, Seeds
 from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
@@ -306,7 +306,7 @@ class Network(Summary):
         if cache is not None and cache.latent not in (None, self.cache_sizes["latent"]):
             cure = f"make it with {self.cache_sizes}"
             raise ConfigError(f"Transformer: the cache has latent={cache.latent}; {cure}")
-        if seed is not None and not is_integer(seed):
+        if not isinstance(seed, Seeds | None) and not is_integer(seed):
             raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)

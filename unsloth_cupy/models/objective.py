@@ -34,7 +34,7 @@ class TrainingStep(NamedTuple):
 
     checkpoint: CheckpointConfig | None = None
     scaler: LossScaler | None = None
-    seed: int | None = None  # of an adapter's dropout; None: no dropout
+    seed: Any = None  # of an adapter's dropout, an int or its Seeds; None: no dropout
 
 
 class LossRecord(NamedTuple):

@@ -19,7 +19,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,13 @@ PARTS = (  # after the name of a module
 )
 TABLES = ("embed_tokens", "lm_head")
 TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
+
+
+class Seeds(NamedTuple):
+    """The seeds of the layers of a step, in an array of a GPU: see ``Adapter.seeds``."""
+
+    modules: Sequence[str]
+    array: Any
 
 
 class Adapter:
@@ -152,8 +159,16 @@ class Adapter:
         adapter.parameters = parameters
         return adapter
 
+    def seeds(self, seed: int) -> Array:
+        """Return the 64 bits of the seed of each layer in a step, in the order of ``scales``."""
+        return np.array([_seed(seed, module) for module in self.scales], np.uint64).view(np.int64)
+
     def linears(
-        self, parameters: Mapping[str, Any], modules: Sequence[str], x: Any, seed: int | None
+        self,
+        parameters: Mapping[str, Any],
+        modules: Sequence[str],
+        x: Any,
+        seed: int | Seeds | None,
     ) -> list[Any]:
         """Return the outputs of the linear layers ``modules`` for the input x, with their adapters.
 
@@ -189,7 +204,12 @@ class Adapter:
         return self.into is not None and self.into.active
 
     def _through(
-        self, parameters: Mapping[str, Any], module: str, x: Any, dropout: float, seed: int | None
+        self,
+        parameters: Mapping[str, Any],
+        module: str,
+        x: Any,
+        dropout: float,
+        seed: int | Seeds | None,
     ) -> Any:
         """Return the output of a layer whose weight is that of the file."""
         name = f"{module}.weight"
@@ -568,6 +588,8 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
     }
 
 
-def _seed(seed: int, module: str) -> int:
+def _seed(seed: int | Seeds, module: str) -> Any:
     """Return a seed for one layer, so that the layers of a step have different dropout masks."""
+    if isinstance(seed, Seeds):
+        return seed.array[seed.modules.index(module)]
     return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little")

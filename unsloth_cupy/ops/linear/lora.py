@@ -8,6 +8,7 @@ As in section 4.3 of the DoRA paper, the norm is a constant in the backward pass
 """
 
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,14 @@ from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
+from ._dropout import dropped_rows
 from ._lora_expand import add_low_rank_rows, add_low_ranks
 from ._lora_gradients import rank_gradients
 from .linear import flat
 from .lora_merge import FACTOR, factor_of, sum_dtype, times
 
 
-@naming("lora_linear", "lora_linear", *FACTOR, factor="magnitude")
+@naming("lora_linear", "lora_linear", *FACTOR, factor="magnitude", key="seed")
 def lora_linear(
     x: Array,
     weight: Array,
@@ -37,7 +39,7 @@ def lora_linear(
     bias: Array | None = None,
     magnitude: Array | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: int | Array | None = None,
 ) -> Array:
     """Multiply rows by a weight and its low-rank update, whose product is never formed.
 
@@ -67,8 +69,9 @@ def lora_linear(
     dropout : float
         Probability that dropout zeroes an element of the adapter's x; the other elements are
         multiplied by ``1 / (1 - dropout)``.
-    seed : int
-        The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
+    seed : int or () int64
+        The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).  An array holds its
+        64 bits, and is read where it lies: a CUDA graph draws by what it holds at each launch.
 
     Returns
     -------
@@ -95,15 +98,22 @@ def lora_linear(
     >>> back = lora_linear_backward(y, None, x, weight, a, b, None, None, low, scale=0.5)
     """
     factor = factor_of("lora_linear", weight, a, b, scale, magnitude)
+    held: Any = None if isinstance(seed, int | np.integer | None) else seed
+    number: Any = seed if held is None else None
     return lora_linear_forward(
-        x, weight, a, b, bias, factor, scale=scale, dropout=dropout, seed=seed
+        x, weight, a, b, bias, factor, key=held, scale=scale, dropout=dropout, seed=number
     )[0]
+
+
+def _check_draw(call: str, key: Any, dropout: float, seed: int | None) -> None:
+    """Raise ConfigError unless dropout is below 1 and, if not 0, has a seed or a key."""
+    philox.check(call, dropout, seed if key is None else 0)
 
 
 @op(
     "x(*rows, inputs), weight(outputs, inputs): weight, a(rank, inputs): param,"
-    " b(outputs, rank): param, bias?(outputs): param,"
-    " factor?(outputs): param -> y(*rows, outputs), low(*rows, rank)",
+    " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param, key?: int"
+    " -> y(*rows, outputs), low(*rows, rank)",
     widen=False,  # products take 16-bit operands as they are
     operations=lambda a: (
         2 * a["x"].size // a["x"].shape[-1] * (a["weight"].size + a["a"].size + a["b"].size)
@@ -117,19 +127,23 @@ def lora_linear_forward(
     bias: Array | None = None,
     factor: Array | None = None,
     *,
+    key: Array | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op."""
+    """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op.
+
+    ``key`` is the seed where an array holds it.
+    """
     rows = flat(x)
-    dropped = dropped_rows(rows, dropout, seed)
+    dropped = dropped_rows(rows, dropout, seed, key)
     low = empty((*x.shape[:-1], a.shape[0]), x.dtype, like=x)
     gemm(dropped, in_dtype(a, x.dtype).T, out=flat(low))
     return adapted(x, rows, dropped, weight, flat(low), b, bias, factor, scale), low
 
 
-lora_linear_forward.require(philox.check)
+lora_linear_forward.require(_check_draw)
 
 
 @lora_linear_forward.gradient(widen=False)
@@ -144,6 +158,7 @@ def lora_linear_backward(
     factor: Array | None,
     low: Array,
     *,
+    key: Array | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -151,7 +166,7 @@ def lora_linear_backward(
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
-    dropped = dropped_rows(rows, dropout, seed)
+    dropped = dropped_rows(rows, dropout, seed, key)
     operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_linear_backward", wanted, **operands)
     dproduct, dlows, db, dbias, dfactor = adapted_gradients(
@@ -169,7 +184,7 @@ def lora_linear_backward(
             gemm(up, in_dtype(a, x.dtype), out=to)
             if not whole:
                 gemm(dproduct - dy_rows, weight, out=to, add=True)
-            to[...] = dropped_rows(to, dropout, seed)
+            dropped_rows(to, dropout, seed, key, out=to)
         gemm(dproduct if whole else dy_rows, weight, out=to, add=dropout > 0)
         if not dropout:
             add_low_rank_rows(to, up, a)
@@ -239,18 +254,7 @@ def adapted_gradients(
     return flat(dy), up, db, dbias, dfactor
 
 
-def dropped_rows(rows: Array, dropout: float, seed: int | None) -> Array:
-    """Return the rows after dropout; the same array if dropout is 0."""
-    if not dropout:
-        return rows
-    number = np.arange(len(rows), like=rows)
-    kept = philox.keep_mask(
-        int(seed or 0), dropout, (0 * number, 0 * number, number), 0, rows.shape[1]
-    )
-    return times(rows * kept, 1 / (1 - dropout))
-
-
-lora_linear_backward.require(philox.check)
+lora_linear_backward.require(_check_draw)
 lora_linear_backward.require(check_wanted)
 lora_linear_forward.facts["products"] = lora_linear_backward.facts["products"] = True
 lora_linear_backward.facts["operations"] = lambda a: (  # without those of the low rank

@@ -1,0 +1,91 @@
+"""The kernel that drops elements of rows, by a seed of the host or of the device."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.errors import ConfigError, DTypeError
+from unsloth_cupy.ops.linear._dropout import dropped_rows
+
+from ..harness.parity import Case, KernelAlone, _shifted, emulator, on_gpu
+
+SEED = 2**64 - 3
+
+
+class TestDropout(KernelAlone):
+    """The bits of the definition."""
+
+    op = "lora_linear_forward"
+    cases = (
+        Case("odd columns", shape=(5, 7)),
+        Case("accesses of 16 bytes", shape=(3, 264)),
+        Case("two values of an access", shape=(3, 10), key="int64"),
+        Case("off alignment", shape=(2, 64), shift=1, key="int64"),
+        Case("a key of 32 bits", shape=(2, 36), key="int32"),
+        Case("in place", shape=(4, 16), over=True),
+    )
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        """Equal to the definition."""
+        self.compare(case, dtype, np.asarray, emulator)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
+        self.compare(case, dtype, on_gpu, contextlib.nullcontext)
+
+    def compare(
+        self,
+        case: Case,
+        dtype: Any,
+        place: Callable[[Any], Any],
+        running: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        rows = np.random.default_rng(0).standard_normal(case.both["shape"]).astype(dtype)
+        kind = case.both.get("key")
+        bits = np.array(-3, kind or "int64")
+        expected = dropped_rows(rows, 0.4, SEED)
+        there = place(_shifted(rows) if case.both.get("shift") else rows.copy())
+        key = None if kind is None else place(bits)
+        with running():
+            out = there if case.both.get("over") else None
+            actual = dropped_rows(there, 0.4, None if kind else SEED, key, out)
+        assert (actual is there) == case.both.get("over", False)
+        got = actual if isinstance(actual, np.ndarray) else actual.get()
+        np.testing.assert_array_equal(
+            got.view(f"u{rows.itemsize}"), expected.view(f"u{rows.itemsize}")
+        )
+        assert 0 < np.count_nonzero(expected) < expected.size
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_an_array_is_the_seed_of_its_bits(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x, weight, a, b = (
+        rng.standard_normal(s).astype(dtype) for s in ((6, 8), (5, 8), (2, 8), (5, 2))
+    )
+    key = np.array(SEED, np.uint64).view(np.int64)
+
+    def run(seed: Any) -> list[np.ndarray]:
+        tape = uc.Tape()
+        watched = [tape.watch(array) for array in (x, a, b)]
+        y = uc.lora_linear(watched[0], weight, *watched[1:], dropout=0.5, seed=seed)
+        return [y.value, *tape.gradients(y, watched, np.ones_like(y.value))]
+
+    for actual, expected in zip(run(key), run(SEED), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert not np.array_equal(run(key)[0], run(np.array(key + 1))[0])
+
+
+def test_a_seed_that_is_none() -> None:
+    x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
+    with pytest.raises(DTypeError, match=r"lora_linear: seed is float64; it must be int"):
+        uc.lora_linear(x, weight, a, b, dropout=0.5, seed=np.array(1.0))
+    with pytest.raises(ConfigError, match=r"lora_linear: seed=-1 must be in"):
+        uc.lora_linear(x, weight, a, b, dropout=0.5, seed=-1)

@@ -10,6 +10,7 @@ from unsloth_cupy.finetune import Settings, Trainer
 from unsloth_cupy.models import graphs
 
 from ..machines.stand_in import gpu
+from ..models.test_graphs import lora_layer, on_device
 
 pytest.importorskip("tokenizers", reason="needs the extra `cli`")
 TEXT = "\n\n".join(
@@ -33,6 +34,7 @@ def run(
         text.write_text(TEXT)
     settings = {"steps": 7, "evaluate_every": 7} | settings
     with gpu("80", devices=1) as machine:
+        patch.setattr(lora_layer, "dropped_rows", on_device(machine))
         machine.strict, machine.runs = False, True
         chosen = Settings(device="cuda", out=folder / "run", **settings)
         Trainer(model, text, chosen).train()
@@ -85,3 +87,24 @@ def test_a_run_of_preferences_may_be_asked_for(
         logs.append(log)
     assert logs[1] == logs[0]
     assert {"accuracy", "margin"} <= logs[0][1].keys()
+
+
+def test_a_run_with_dropout_goes_on_with_the_draws_of_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step draws by its number, before and after the run was left."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    new = Settings(steps=1, out=tmp_path / "model", **NEW)
+    Trainer(text=tmp_path / "text.txt", settings=new).train()
+    logs = []
+    for graph in (False, True):
+        folder = tmp_path / str(graph)
+        folder.mkdir()
+        more: dict[str, Any] = {"model": tmp_path / "model" / "model", "graph": graph}
+        more |= {"lora": 2, "lora_dropout": 0.4, "batch": 2, "tokens": 24, "evaluate_every": 8}
+        _, first = run(folder, monkeypatch, **more, steps=4)
+        log, times = run(folder, monkeypatch, **more, steps=8)
+        assert ((first, times) == (2, 2)) == graph, (first, times)
+        logs.append(log)
+    assert logs[1] == logs[0]
+    assert len({line["loss"] for line in logs[0] if "loss" in line}) == 8

@@ -42,7 +42,8 @@ from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
-from unsloth_cupy.ops.linear.lora import lora_linear_backward
+from unsloth_cupy.ops.linear.lora import lora_linear_backward, lora_linear_forward
+from unsloth_cupy.ops.linear.lora_group import lora_group, lora_group_backward
 
 from ..harness.parity import general_attention, proofs
 from ..harness.sampling import Sample
@@ -208,6 +209,26 @@ def adapter_gradients(machine: Machine, dtype: Any, rank: int, shift: int, small
     lora_linear_backward(dy, None, x, weight, a, b, None, None, low, wanted={"b"})
 
 
+def adapters_of_one_x(machine: Machine, dtype: Any, rank: int, shift: int) -> None:
+    """Compute results and gradients of two adapted layers, and of one with dropout.
+
+    The adapters are in float32, and in the dtype of x where that is off alignment.
+    """
+    own = dtype if shift else np.float32
+    x, weight, a, b = (
+        machine.array(shape, kind, shift)
+        for shape, kind in (
+            *(((64, 256), dtype), ((512, 256), dtype)),
+            *(((rank, 256), own), ((512, rank), own)),
+        )
+    )
+    *ys, low = lora_group(x, weight, weight, None, a, a, None, b, b)
+    arrays = (weight, weight, None, a, a, None, b, b, None)
+    lora_group_backward(*ys, None, x, *arrays, low, wanted={"x"})
+    key = machine.array((), "int64") if shift else None
+    lora_linear_forward(x, weight, a, b, key=key, dropout=0.5, seed=None if shift else 3)
+
+
 def exponents(machine: Machine, dtype: Any, rows: int) -> None:
     """Multiply by a weight in MXFP4: by its codes if rows are few, by the dense stack if none."""
     shape = (2, 64) if rows == 0 else (2048,)
@@ -233,6 +254,10 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
                 adapter_gradients, dtype=dtype, rank=rank, shift=shift, small=bool(small)
             )
             yield "lora_linear_backward", words, run
+        for rank, shift in ((8, 0), (64, 0), (96, 0), (8, 1)):
+            words = f"{dtype} rank={rank}{' shift=1' * shift}"
+            run = functools.partial(adapters_of_one_x, dtype=dtype, rank=rank, shift=shift)
+            yield "lora_group", words, run
         for rows in (0, 4, 8, 16, 17):
             run = functools.partial(exponents, dtype=dtype, rows=rows)
             yield "linear", f"{dtype} mxfp4 rows={rows}", run

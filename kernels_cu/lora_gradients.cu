@@ -24,8 +24,8 @@ constexpr int COLUMNS = 512 / sizeof(T), WARP_COLUMNS = COLUMNS / WARPS;
 constexpr int PARTS = RANK / 16, SPLITS = WARPS / (ROWS / 16 * PARTS);
 constexpr int PITCH = RANK + 8, DEPTH = COLUMNS / SPLITS;
 constexpr int M = WARP_COLUMNS / 16, N = RANK / 8;
-// blocks that an SM must hold, which the shared memory of most has room for
-constexpr int RESIDENT = RANK == 64 && sizeof(T) == 4 ? 1 : 2;
+// blocks that an SM must hold, which the shared memory of most has room for; of few sums, more
+constexpr int RESIDENT = RANK == 64 && sizeof(T) == 4 ? 1 : RANK == 16 && sizeof(T) == 2 ? 3 : 2;
 using Slab = Tile<T, COLUMNS>;
 using Low = Tile<T, RANK>;
 constexpr int STAGE = ROWS * (Slab::PITCH + Low::PITCH);
@@ -138,14 +138,12 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__r
     const int up_pitch = parts.up_pitch[own];
     const float scale = parts.scale[own];
     if (own > 0) {
-        dy = own == 1 ? dy2 : dy3, b = own == 1 ? b2 : b3;
-        low = own == 1 ? low2 : low3, db = own == 1 ? db2 : db3;
+        dy = own == 1 ? dy2 : dy3, b = own == 1 ? b2 : b3, low = own == 1 ? low2 : low3;
     }
     const long long first = (long long)group * tiles * ROWS;
     const long long left = (rows - first + ROWS - 1) / ROWS;
     const int steps = left < tiles ? (int)left : tiles;
     up += parts.up_start[own] + slab * parts.up_slab[own];
-    db += parts.db_start[own] + group * parts.db_group;
 
     auto load = [&](int step) {  // few accesses at a time: addresses take registers
         const Slab to{ring + step % 2 * STAGE};
@@ -205,6 +203,8 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__r
         }
     }
 
+    W *const to = (own == 0 ? db : own == 1 ? db2 : db3) + parts.db_start[own] +
+                  group * parts.db_group;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -216,7 +216,7 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__r
                 const int column = first_column + warp * WARP_COLUMNS + beside;
                 const int at = n * 8 + (narrow ? lane % 4 * 2 + i % 2 : lane % 2 * 4 + i);
                 if (column < outputs && at < rank)
-                    db[(long long)column * rank + at] = (W)(scale * held[m][n][i]);
+                    to[(long long)column * rank + at] = (W)(scale * held[m][n][i]);
             }
 }
 

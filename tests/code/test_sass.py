@@ -67,6 +67,8 @@ OTHERS = {
     "attention_delta": (READ,),  # a row gives two numbers
     "attention_sum": (),  # a thread adds what neighbours of it read
     "lora_gradients": (COPY, PRODUCT),
+    "lora_gradient_sums": (),  # a warp reads 32 neighbouring sums
+    "lora_expand_": (READ, WRITE, PRODUCT),
     "loss_scaler": (),  # three numbers
     "bit_scale": (READ,),  # a sum is one number
     "bit_codes": (READ,),  # codes take a half or a quarter of the bytes

@@ -17,7 +17,7 @@ from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.graphs import KEPT
 from unsloth_cupy.models.objective import TrainingStep, next_token
 from unsloth_cupy.ops.common import spans
-from unsloth_cupy.ops.linear import _dropout
+from unsloth_cupy.ops.linear import dropout as plain
 from unsloth_cupy.ops.linear import lora as lora_layer
 from unsloth_cupy.placement import to_device_of
 
@@ -75,7 +75,7 @@ def on_device(machine: Machine) -> Callable[..., Any]:
     def dropped_rows(rows: Any, dropout: float, seed: Any, key: Any = None, out: Any = None) -> Any:
         if dropout and key is None:
             key = machine.place(np.array(seed, np.uint64).view(np.int64))
-        return _dropout.dropped_rows(rows, dropout, None, key, out)
+        return plain.dropped_rows(rows, dropout, None, key, out)
 
     return dropped_rows
 

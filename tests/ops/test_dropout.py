@@ -11,7 +11,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError
-from unsloth_cupy.ops.linear._dropout import dropped_rows
+from unsloth_cupy.ops.linear.dropout import dropped_rows
 
 from ..harness.parity import Case, KernelAlone, _shifted, emulator, on_gpu
 

@@ -43,7 +43,7 @@ from ..folders.initial_weights import INITIAL, beside, initial_pairs, plain_sett
 from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
 from .adapter_stacks import Adapted, Stack, stacks_of, target_parameters, targets_of
-from .joined import DOWN, join_downs
+from .joined import join_downs
 from .kept import Kept
 from .outer_weights import (
     LOW_RANK,
@@ -66,7 +66,7 @@ from .through import file_weight, through_linear
 
 CONFIG = ADAPTER
 PREFIX = ADAPTED
-UP, MAGNITUDE = "lora_B.weight", "lora_magnitude_vector"
+DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
 BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
 PARTS = (  # after the name of a module

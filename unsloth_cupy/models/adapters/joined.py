@@ -11,10 +11,9 @@ from ...core.arrays import empty
 from ...core.gpu import is_cupys
 from ...ops.linear.linears import rows_of_one
 
-DOWN = "lora_A.weight"
 GROUPS = (
-    [f"self_attn.{n}_proj.{DOWN}" for n in "qkv"],
-    [f"mlp.{n}_proj.{DOWN}" for n in ("gate", "up")],
+    [f"self_attn.{n}_proj.lora_A.weight" for n in "qkv"],
+    [f"mlp.{n}_proj.lora_A.weight" for n in ("gate", "up")],
 )
 
 

@@ -23,8 +23,7 @@ from ...parallel.taped import taped, value_of
 from ...placement import to_device_of, to_numpy
 from ..layers.call import Project
 from ..layers.elements import taken
-from .adapter import BIAS, CONFIG, MAGNITUDE, PREFIX, UP, Adapter, module_of
-from .joined import DOWN
+from .adapter import BIAS, CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from .outer_weights import made_of
 
 MARK = "@"  # between the name of a tensor and that of its adapter

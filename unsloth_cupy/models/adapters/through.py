@@ -16,8 +16,8 @@ from ...core.dtypes import FLOAT32, Array
 from ...ops.common.gemm import gemm
 from ...ops.elements.cast import in_dtype
 from ...ops.experts.grouped_linear import grouped_linear
+from ...ops.linear.dropout import dropped_rows
 from ...ops.linear.linear import linear
-from ...ops.linear.lora import dropped_rows
 from ...ops.linear.lora_merge import lora_sum
 from ...ops.linear.lora_straight import straight_gradients
 from ...ops.quantized.weight import Quantized

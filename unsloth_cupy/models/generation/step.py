@@ -26,8 +26,8 @@ from ...ops.position.rope_qk import rope_qk
 from ...parallel.nccl import NcclCommunicator
 from ...placement import on_gpu_of_attribute, to_device_of
 from ...training.captured import Captured, Place
-from ..adapters.adapter import UP
-from ..adapters.joined import DOWN, join_downs
+from ..adapters.adapter import DOWN, UP
+from ..adapters.joined import join_downs
 from ..layers.attending import project_of, whole_of
 from ..layers.block import blocks, embedded
 from ..layers.call import Call, Latents

@@ -21,9 +21,9 @@ from ..common.checks import check_wanted, requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
-from ._dropout import dropped_rows
 from ._lora_expand import add_low_rank_rows, add_low_ranks
 from ._lora_gradients import rank_gradients
+from .dropout import dropped_rows
 from .linear import flat
 from .lora_merge import FACTOR, factor_of, sum_dtype, times
 

@@ -20,5 +20,5 @@ def straight_gradients(
 ) -> tuple[Array, Array | None, Array]:
     """Return da, db and ``scale dy b``; ``rows`` is what the adapter read, as a matrix."""
     low = gemm(rows, in_dtype(a, rows.dtype).T)
-    up, db = rank_gradients(flat(dy), b, low, b.dtype, scale)
+    up, (db,) = rank_gradients([flat(dy)], [b], [low], [scale], [True])
     return gemm(up.T, rows, dtype=a.dtype), db, up

@@ -44,9 +44,8 @@ def judged(op, optional):
 
     def weighed(some):
         results = op.call([*({**call.arrays, **some}).values()], call.options)
-        made = dict(
-            zip(outputs, results if isinstance(results, tuple) else [results], strict=False)
-        )
+        results = results if isinstance(results, tuple) else [results]
+        made = dict(zip(outputs, [each for each in results if each is not None], strict=False))
         return sum((made[seed[1:]] * weights).sum() for seed, weights in seeds.items())
 
     arrays = {name: array for name, array in call.arrays.items() if array is not None}

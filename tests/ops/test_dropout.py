@@ -75,7 +75,8 @@ def test_an_array_is_the_seed_of_its_bits(dtype: str) -> None:
     def run(seed: Any) -> list[np.ndarray]:
         tape = uc.Tape()
         watched = [tape.watch(array) for array in (x, a, b)]
-        y = uc.lora_linear(watched[0], weight, *watched[1:], dropout=0.5, seed=seed)
+        draw = {"seed" if isinstance(seed, int) else "key": seed}
+        y = uc.lora_linear(watched[0], weight, *watched[1:], dropout=0.5, **draw)
         return [y.value, *tape.gradients(y, watched, np.ones_like(y.value))]
 
     for actual, expected in zip(run(key), run(SEED), strict=True):
@@ -83,9 +84,9 @@ def test_an_array_is_the_seed_of_its_bits(dtype: str) -> None:
     assert not np.array_equal(run(key)[0], run(np.array(key + 1))[0])
 
 
-def test_a_seed_that_is_none() -> None:
+def test_a_key_that_is_none() -> None:
     x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
-    with pytest.raises(DTypeError, match=r"lora_linear: seed is float64; it must be int"):
-        uc.lora_linear(x, weight, a, b, dropout=0.5, seed=np.array(1.0))
+    with pytest.raises(DTypeError, match=r"lora_linear: key is float64; it must be int"):
+        uc.lora_linear(x, weight, a, b, dropout=0.5, key=np.array(1.0))
     with pytest.raises(ConfigError, match=r"lora_linear: seed=-1 must be in"):
         uc.lora_linear(x, weight, a, b, dropout=0.5, seed=-1)

@@ -134,14 +134,8 @@ class Recording:
         """Return a function that records a launch of a kernel instead of starting it."""
 
         def start(grid: Any, block: Any, values: Any, shared: int) -> None:
-            ready = [
-                v.first  # a kernel gets only its address
-                if type(v) is Recorded
-                else kernel.ready(v)
-                if isinstance(v, np.generic)
-                else v
-                for v in values
-            ]
+            firsts = (v.first if type(v) is Recorded else v for v in values)  # only addresses
+            ready = [kernel.ready(v) if isinstance(v, np.generic) else v for v in firsts]
             self.starts.append((kernel.launch, grid, block, ready, shared))
 
         return start

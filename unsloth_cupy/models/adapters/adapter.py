@@ -187,7 +187,7 @@ class Adapter:
                     x,
                     **layer._asdict(),
                     dropout=dropout,
-                    seed=_seed(seed, name) if dropout and seed is not None else None,
+                    **_draw(seed, name) if dropout else {},
                 )
                 for name, layer in adapted.items()
             }
@@ -223,7 +223,7 @@ class Adapter:
             scale=layer.scale,
             make=partial(self.into, name),
             dropout=dropout,
-            seed=_seed(seed, module) if dropout and seed is not None else None,
+            seed=None if not dropout or isinstance(seed, Seeds | None) else _seed(seed, module),
         )
 
     def file_weights(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -588,8 +588,13 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
     }
 
 
-def _seed(seed: int | Seeds, module: str) -> Any:
-    """Return a seed for one layer, so that the layers of a step have different dropout masks."""
+def _draw(seed: Any, module: str) -> dict[str, Any]:
+    """Return by what the dropout of a layer is drawn: a keyword of lora_linear."""
     if isinstance(seed, Seeds):
-        return seed.array[seed.modules.index(module)]
+        return {"key": seed.array[seed.modules.index(module)]}
+    return {"seed": _seed(seed, module)}
+
+
+def _seed(seed: int, module: str) -> int:
+    """Return a seed for one layer, so that the layers of a step have different dropout masks."""
     return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little")

@@ -20,9 +20,11 @@ GROUPS = (
 def join_downs(parameters: dict[str, Any]) -> dict[str, Any]:
     """Move the A of each group that are arrays of a GPU into one matrix."""
     for group in GROUPS:
-        last = [name for name in parameters if name.endswith(tuple(group))]
-        for layer in dict.fromkeys(name.rpartition(".layers.")[2].split(".")[0] for name in last):
-            names = [n for part in group for n in last if n.endswith(f".layers.{layer}.{part}")]
+        layers = {
+            name[: -len(part)]: 0 for part in group for name in parameters if name.endswith(part)
+        }
+        for layer in layers:
+            names = [layer + part for part in group if layer + part in parameters]
             arrays = [parameters[name] for name in names]
             if len(arrays) > 1 and all(is_cupys(each.__class__) for each in arrays):
                 parameters |= zip(names, _rows_of_one(arrays), strict=True)

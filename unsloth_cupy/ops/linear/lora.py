@@ -10,8 +10,6 @@ As in section 4.3 of the DoRA paper, the norm is a constant in the backward pass
 from collections.abc import Set
 from typing import Any
 
-import numpy as np
-
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
@@ -28,7 +26,7 @@ from .linear import flat
 from .lora_merge import FACTOR, factor_of, sum_dtype, times
 
 
-@naming("lora_linear", "lora_linear", *FACTOR, factor="magnitude", key="seed")
+@naming("lora_linear", "lora_linear", *FACTOR, factor="magnitude")
 def lora_linear(
     x: Array,
     weight: Array,
@@ -39,7 +37,8 @@ def lora_linear(
     bias: Array | None = None,
     magnitude: Array | None = None,
     dropout: float = 0.0,
-    seed: int | Array | None = None,
+    seed: int | None = None,
+    key: Array | None = None,
 ) -> Array:
     """Multiply rows by a weight and its low-rank update, whose product is never formed.
 
@@ -69,9 +68,11 @@ def lora_linear(
     dropout : float
         Probability that dropout zeroes an element of the adapter's x; the other elements are
         multiplied by ``1 / (1 - dropout)``.
-    seed : int or () int64
-        The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).  An array holds its
-        64 bits, and is read where it lies: a CUDA graph draws by what it holds at each launch.
+    seed : int
+        The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
+    key : () int64, optional
+        The 64 bits of a seed, in place of ``seed``.  They are read where they lie: a CUDA graph
+        draws by what key holds at each launch.
 
     Returns
     -------
@@ -98,10 +99,8 @@ def lora_linear(
     >>> back = lora_linear_backward(y, None, x, weight, a, b, None, None, low, scale=0.5)
     """
     factor = factor_of("lora_linear", weight, a, b, scale, magnitude)
-    held: Any = None if isinstance(seed, int | np.integer | None) else seed
-    number: Any = seed if held is None else None
     return lora_linear_forward(
-        x, weight, a, b, bias, factor, key=held, scale=scale, dropout=dropout, seed=number
+        x, weight, a, b, bias, factor, key=key, scale=scale, dropout=dropout, seed=seed
     )[0]
 
 

@@ -36,8 +36,7 @@ DOWNS, UPS = ("a", "a2", "a3"), ("b", "b2", "b3")
     " weight3?(outputs3, inputs): weight, a(rank, inputs): param, a2(rank2, inputs): param,"
     " a3?(rank3, inputs): param, b(outputs, rank): param, b2(outputs2, rank2): param,"
     " b3?(outputs3, rank3): param"
-    " -> y(*rows, outputs), y2(*rows, outputs2), y3(*rows, outputs3),"
-    " low(*rows, ranks)",
+    " -> y(*rows, outputs), y2(*rows, outputs2), y3(*rows, outputs3), low(*rows, ranks)",
     widen=False,  # products take 16-bit operands as they are
     products=True,
     bound=lambda sizes: {"ranks": sizes["rank"] + sizes["rank2"] + sizes.get("rank3", 0)},
@@ -63,7 +62,7 @@ def lora_group(
 ) -> tuple[Array | None, ...]:
     """Return y of each layer of lora_linears, None for an absent one; and low of all layers."""
     weights, downs, ups = map(present, ((weight, weight2, weight3), (a, a2, a3), (b, b2, b3)))
-    down = whole_of(downs, x.dtype)
+    down = _down(downs, x.dtype)
     low = empty((*x.shape[:-1], down.shape[0]), x.dtype, like=x)
     gemm(flat(x), down.T, out=flat(low))
     lows = [low[..., part] for part in spans(downs)]
@@ -134,15 +133,15 @@ def lora_group_backward(
         pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
         for number, (each, of_each) in enumerate(pairs):
             gemm(flat(each), of_each, out=flat(dx), add=number > 0)
-        down = rows_of_one(downs)
-        add_low_rank_rows(dx, dlows, stacked(downs, x.dtype) if down is None else down)
+        whole = rows_of_one(downs)  # in its own dtype: the kernel rounds it
+        add_low_rank_rows(dx, dlows, stacked(downs, x.dtype) if whole is None else whole)
     return tuple(grads.values())
 
 
-def whole_of(factors: Sequence[Any], dtype: Any) -> Array:
-    """Return the rows of all factors as one matrix of a dtype, of which they may be parts."""
-    whole = rows_of_one(factors)
-    return stacked(factors, dtype) if whole is None else in_dtype(whole, dtype)
+def _down(downs: Sequence[Any], dtype: Any) -> Array:
+    """Return the rows of each a as one matrix of a dtype, of which they may be parts."""
+    whole = rows_of_one(downs)
+    return stacked(downs, dtype) if whole is None else in_dtype(whole, dtype)
 
 
 def _lie_apart(

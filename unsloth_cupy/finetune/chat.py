@@ -269,7 +269,9 @@ class Chat(Template):
         own, content = text[start:end], said.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
             own = content.strip()  # reasoning may be left out once a question follows
-        before, asks, _ = next((each for each in after if mark in each.text), after[0]).text.partition(mark)
+        before, asks, _ = next(
+            (each for each in after if mark in each.text), after[0]
+        ).text.partition(mark)
         if own not in before:  # a call may be written in another way: its last tag is not
             own = next(reversed([tag for tag in TAGS.findall(own) if own.endswith(tag)]), own)
         behind = before.rfind(own) + len(own)

@@ -362,7 +362,7 @@ class TestChat:
         process.send_signal(signal.SIGSTOP)
         threading.Timer(0.6, process.send_signal, [signal.SIGCONT]).start()
         assert not chat.text(CHAT[:1])
-        with pytest.raises(ConfigError, match="takes more than 0.3 s; write"):
+        with pytest.raises(ConfigError, match=r"takes more than 0\.3 s; write"):
             chat.text(CHAT[:2])
 
     @pytest.mark.slow

@@ -59,7 +59,8 @@ class Chat(Template):
     Attributes
     ----------
     left_out : Counter of str
-        Of how many answers the template does not write the reasoning, or words beside a call.
+        Of how many answers the template does not write the reasoning, or words beside a call; and,
+        by their role, how many other messages it does not write.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -123,8 +124,8 @@ class Chat(Template):
         ]
         results = self.rendered([(form, False) for form in forms], tools)
         whole = [pair for pair in zip(forms, results, strict=True) if not pair[1].error]
-        if not whole:
-            raise self.refused(results[0].error)
+        if not whole:  # that of an empty text: of null, some errors are Python's alone
+            raise self.refused(results[1].error)
         calls = [call for each in forms[0] for call in _calls(each)]
         written = [repr(each["arguments"]) for each in calls if each.get("arguments")]
 
@@ -178,6 +179,10 @@ class Chat(Template):
             answers.append(answer if self.marked else self._closed(answer, messages, without.text))
         if tools and self.rendered([(messages, False)])[0].text.split() == whole.text.split():
             raise self._left_out("tools")
+        for message in messages if not whole.error else ():
+            words = re.findall(r"\w+", str(message.get("content") or ""))
+            left_out = max(words, key=len, default="") not in whole.text
+            self.left_out[message["role"]] += left_out and message["role"] != "assistant"
         return answers
 
     def _placed(
@@ -198,6 +203,7 @@ class Chat(Template):
         header = common(text, other.text)
         tail = min(common(text[::-1], other.text[::-1]), len(text) - header)
         start, end, stop = header, len(text) - tail, len(text)
+        end = _outside(text, header, end, after=True)  # of the last tag of a call
         if self.marked:
             marks = [each for each in whole.marks if each.stop > max(header, each.start)]
             return Answer(turn, text, marks, end)
@@ -228,8 +234,7 @@ class Chat(Template):
                 again = common(text[::-1], asked.text[::-1])
                 first = TAG.match(text, end)
                 stop -= again if again < tail else tail - (first.end() - end if first else tail)
-                inside = TAG.match(text, _outside(text, end, stop))
-                stop = max(stop, inside.end() if inside else 0)
+                stop = _outside(text, end, stop, after=True)
         return Answer(turn, text, [Span(start, max(stop, end))], end)
 
     def _within(self, turn: int, messages: list[dict[str, Any]], tools: Tools, why: str) -> Answer:
@@ -293,7 +298,7 @@ class Chat(Template):
     def _closed(self, answer: Answer, messages: list[dict[str, Any]], other: str) -> Answer:
         """Return an answer without the tags behind it that begin the next message.
 
-        Texts begin with these, and in ``other``, which has a placeholder instead of the answer, they
+        Texts begin with these; in ``other``, which has a placeholder instead of the answer, they
         never stand directly behind the words of a message.
         """
         words = [message.get("content") for message in messages[: answer.turn]]
@@ -333,10 +338,11 @@ def _leading(text: str) -> set[str]:
     return set(TAGS.findall(begun[0]) if begun else [])
 
 
-def _outside(text: str, start: int, stop: int) -> int:
-    """Return the last place up to ``stop``, from ``start`` on, that is not within a tag."""
+def _outside(text: str, start: int, stop: int, *, after: bool = False) -> int:
+    """Return ``stop``, or where the tag begins, or ends, that it is within; from ``start`` on."""
     opened = OPEN.search(text[start:stop])
-    return start + opened.start() if opened and TAG.match(text, start + opened.start()) else stop
+    tag = TAG.match(text, start + opened.start()) if opened else None
+    return (tag.end() if after else tag.start()) if tag else stop
 
 
 def _added(lesson: Lesson, answer: Answer) -> bool:

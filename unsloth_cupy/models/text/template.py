@@ -6,8 +6,8 @@ arguments.  It answers the first line with an error or "", and each other one wi
 
 A template runs in jinja2's sandbox, where it cannot change anything, read files or import modules.
 The time limit counts the processor's time, so that a busy machine breaks no template, and is
-enforced by the system's timer, which also stops a single long operation.  Where there is none, as on
-Windows, a C thread of faulthandler does it by the clock.
+enforced by the system's timer, which also stops a single long operation.  Where there is none, as
+on Windows, a C thread of faulthandler does it by the clock.
 
 A process is needed whatever renders: of 10,000 random hostile templates, minijinja 3.1.0 with two
 million units of fuel ended its process for 46 (lists nested 99,999 deep, 20,000 signs in a row),

@@ -181,8 +181,8 @@ class Chat(Template):
             raise self._left_out("tools")
         for message in messages if not whole.error else ():
             words = re.findall(r"\w+", str(message.get("content") or ""))
-            left_out = max(words, key=len, default="") not in whole.text
-            self.left_out[message["role"]] += left_out and message["role"] != "assistant"
+            if message["role"] != "assistant" and max(words, key=len, default="") not in whole.text:
+                self.left_out[message["role"]] += 1
         return answers
 
     def _placed(
@@ -202,8 +202,9 @@ class Chat(Template):
         text = whole.text
         header = common(text, other.text)
         tail = min(common(text[::-1], other.text[::-1]), len(text) - header)
-        start, end, stop = header, len(text) - tail, len(text)
-        end = _outside(text, header, end, after=True)  # of the last tag of a call
+        start, stop = header, len(text)
+        end = _outside(text, header, stop - tail, after=True)  # of the last tag of a call
+        tail = stop - end
         if self.marked:
             marks = [each for each in whole.marks if each.stop > max(header, each.start)]
             return Answer(turn, text, marks, end)

@@ -19,8 +19,8 @@ from ..errors import ConfigError
 from ..models.text.tokenizer import check_tokens
 from .chat import Chat
 from .listener import reading
-from .method import Method
 from .messages import ROLES
+from .method import Method
 from .methods import METHODS
 from .naming import named
 from .prompts import prompt_tokens
@@ -383,7 +383,7 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
     if endless := counts["endless"]:
         text += f"; {endless:,} answers end without a token that stops generation"
     for key, count in counts.items():
-        if key.startswith(LEFT_OUT) and count:
+        if key.startswith(LEFT_OUT):
             what = key.removeprefix(LEFT_OUT)
             few = f"{count:,} messages of the role {what}"
             few = few if what in ROLES else f"the {what} of {count:,} answers"

@@ -262,24 +262,23 @@ class Chat(Template):
         follows, as a request to the model, are not the answer's.
         """
         mark, said = placeholder(messages), messages[answer.turn]
-        asked = [{"role": "user", "content": mark}]
+        asked: list[dict[str, Any]] = [{"role": "user", "content": mark}]
         results = [
             {"role": "tool", "content": mark, "name": call.get("function", call).get("name")}
             | ({"tool_call_id": call["id"]} if "id" in call else {})
             for call in said.get("tool_calls") or []
         ]
-        begun = messages[: answer.turn + 1]
-        nexts = [results, asked] if results else [asked]
+        begun, nexts = messages[: answer.turn + 1], [each for each in (results, asked) if each]
         after = self.rendered([([*begun, *each], False) for each in nexts], tools)
         (start, stop), text, end = answer.spans[0], answer.text, answer.end
         own, content = text[start:end], said.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
             own = content.strip()  # reasoning may be left out once a question follows
-        before, asks, _ = next(
-            (each for each in after if mark in each.text), after[0]
-        ).text.partition(mark)
-        if own not in before:  # a call may be written in another way: its last tag is not
-            own = next(reversed([tag for tag in TAGS.findall(own) if own.endswith(tag)]), own)
+        told = next((each.text for each in after if mark in each.text), "")
+        before, asks, _ = told.partition(mark)
+        tags = TAGS.findall(own)
+        if own not in before and tags and own.endswith(tags[-1]):
+            own = tags[-1]  # the call is written in another way once its result follows
         behind = before.rfind(own) + len(own)
         if not asks or behind < len(own):
             return answer
@@ -287,9 +286,9 @@ class Chat(Template):
             shared = _outside(text, end, end + common(text[end:stop], before[behind:]))
             if not TAG.sub("", text[shared:stop]).strip():
                 return answer
-            tags = [*TAGS.finditer(text, end, shared)]
+            stops = [tag.end() for tag in TAGS.finditer(text, end, shared)]
             line = text.rfind("\n", end, shared) + 1
-            return answer._replace(spans=[Span(start, tags[-1].end() if tags else line or shared)])
+            return answer._replace(spans=[Span(start, stops[-1] if stops else line or shared)])
         tag = TAG.match(before, behind)
         if tag is None or not tag[1].strip():
             return answer

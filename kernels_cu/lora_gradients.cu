@@ -144,6 +144,7 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__r
     const long long left = (rows - first + ROWS - 1) / ROWS;
     const int steps = left < tiles ? (int)left : tiles;
     up += parts.up_start[own] + slab * parts.up_slab[own];
+    db = (own == 0 ? db : own == 1 ? db2 : db3) + parts.db_start[own] + group * parts.db_group;
 
     auto load = [&](int step) {  // few accesses at a time: addresses take registers
         const Slab to{ring + step % 2 * STAGE};
@@ -203,8 +204,6 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__r
         }
     }
 
-    W *const to = (own == 0 ? db : own == 1 ? db2 : db3) + parts.db_start[own] +
-                  group * parts.db_group;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -216,7 +215,7 @@ lora_gradients(const T *__restrict__ dy, const T *__restrict__ dy2, const T *__r
                 const int column = first_column + warp * WARP_COLUMNS + beside;
                 const int at = n * 8 + (narrow ? lane % 4 * 2 + i % 2 : lane % 2 * 4 + i);
                 if (column < outputs && at < rank)
-                    to[(long long)column * rank + at] = (W)(scale * held[m][n][i]);
+                    db[(long long)column * rank + at] = (W)(scale * held[m][n][i]);
             }
 }
 

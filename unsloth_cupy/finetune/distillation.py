@@ -90,7 +90,8 @@ class Distill(Method):
             known = each.entered(each.parameters)
             x = each.hidden(known, tokens, offsets=offsets, context=context)
             x, head = inputs_of_losses(each.config, known, x)
-            return x, head if each.division is None else all_gather(head, 0, each.division.comm)
+            whole = each.division is None or each.division.comm.size == 1
+            return x, head if whole else all_gather(head, 0, each.division.comm)
 
         x, head = head_inputs(model)
         options: dict[str, Any] = {"mask": learned, "softcap": model.config.logit_softcap}

@@ -162,13 +162,16 @@ class Engine:
 
     def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
         """Return the loss of a batch, without a backward pass, and its counts or sums."""
-        if sums:
-            sink: list[Any] = []
-            loss = float(self.objective(self.model, **batch, sink=sink))
-            return loss, *to_numpy(sink[0]).tolist()
+        sink: list[Any] = []
+        given = {**batch, "sink": sink} if sums else batch
         if self.stages is not None:
             stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
-            return pipeline_loss(stage, batch), *Counts()
+            loss = pipeline_loss(stage, given)
+            own = to_numpy(sink[0]).astype(np.float64) if sink else np.zeros(sums)
+            return loss, *(self.stages.shared(own) if sums else Counts())
+        if sums:
+            loss = float(self.objective(self.model, **given))
+            return loss, *to_numpy(sink[0]).tolist()
         watch = Watch(self.model)
         loss = float(self.objective(watch.view, **batch))
         # with a context, this rank has some of the tokens

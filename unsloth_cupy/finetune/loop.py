@@ -325,6 +325,8 @@ class Loop:
         with self.routing.counting():
             loss, sums = self.engine.summed(passes(), len(batches))
         measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.alike)
+        if self.engine.stages is not None:
+            measured = self.engine.stages.shared(measured)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
 

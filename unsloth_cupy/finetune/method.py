@@ -282,7 +282,7 @@ def every(batch: Batch, start: int) -> Batch:
 def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str, Array]:
     """Return where the log-probabilities of answers are, a row for each of these texts.
 
-    ``places`` counts entries row after row; where ``mask`` is False it has the last, which is of no
+    ``places`` counts entries row after row; where ``said`` is False it has the last, which is of no
     token.  ``reference`` holds the log-probabilities of the batch at these places.
     """
     starts, labels = starts_of(batch), batch.labels.reshape(-1)
@@ -292,11 +292,11 @@ def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str,
     ]
     longest = max(map(len, found), default=0)
     places = np.full((len(found), longest), max(0, labels.size - 1))
-    mask = np.zeros(places.shape, bool)
-    for row, shown, each in zip(places, mask, found, strict=True):
-        row[: len(each)], shown[: len(each)] = each, True
-    arrays = {"places": places, "mask": mask}
+    said = np.zeros(places.shape, bool)
+    for row, own, each in zip(places, said, found, strict=True):
+        row[: len(each)], own[: len(each)] = each, True
+    arrays = {"places": places, "said": said}
     if reference:  # of a token, which is predicted at the place before it
         known = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
-        arrays["reference"] = known[places] * mask
+        arrays["reference"] = known[places] * said
     return arrays

@@ -75,7 +75,7 @@ class Preference(Method):
         if not batch["places"].size:  # a rank without texts
             return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
         found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["mask"], None
+        rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["said"], None
         loss = preference(rows, mask, batch.get("reference"), count=batch["count"], **self.given)
         if self.nll:
             count = batch.get("likely_count", 1)
@@ -87,7 +87,7 @@ class Preference(Method):
 
     def _sums(self, rows: Array, batch: Mapping[str, Any], likely: Any) -> Array:
         """Return pairs, right ones, rewards and log-probabilities of both answers, and the nll."""
-        mask, half, beta = batch["mask"], len(rows) // 2, self.given.get("beta", BETA)
+        mask, half, beta = batch["said"], len(rows) // 2, self.given.get("beta", BETA)
         rewards = implicit_rewards(rows, mask, batch.get("reference"), beta=beta)
         if self.given["kind"] in ("simpo", "orpo"):  # their scores are means
             rewards = rewards / np.maximum(mask.sum(axis=1), 1)
@@ -161,7 +161,7 @@ class Kto(Method):
         given = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
         given |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
         given |= {"weights": self._weights(good, rows), "count": batch["count"]}
-        texts = batch["mask"], batch["reference"]
+        texts = batch["said"], batch["reference"]
         loss = kto(rows, *texts, good, **given)
         if (sink := batch.get("sink")) is not None:
             beta = self.given.get("beta", BETA)
@@ -200,7 +200,7 @@ class Kto(Method):
             rows = model.log_probs(**own).log_probs.reshape(-1)
             known = answers(other, range(len(starts_of(other)) - 1), reference=True)
             ratios = to_numpy(rows)[known["places"]] - known["reference"]
-            total += ratios.sum(where=known["mask"], dtype=np.float64), len(ratios)
+            total += ratios.sum(where=known["said"], dtype=np.float64), len(ratios)
         divergence, texts = summed(total)
         return {"k": max(0.0, float(divergence / max(texts, 1)))}
 

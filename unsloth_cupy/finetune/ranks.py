@@ -111,21 +111,17 @@ class Ranks:
 
     def _check_method(self, method: str) -> None:
         """Raise a ConfigError for ranks that divide what a method computes with."""
-        sizes = {"pipeline_parallel": self.groups.pipeline.size}
+        groups, draws, sizes = self.groups, METHODS[method].draws, dict[str, int]()
         if not METHODS[method].divided:
-            sizes["tensor_parallel"] = self.groups.tensor.size
-            sizes["context_parallel"] = self.groups.context.size
+            sizes["tensor_parallel"] = groups.tensor.size
+            sizes["context_parallel"] = groups.context.size
+            sizes |= {"pipeline_parallel": groups.pipeline.size} if draws else {}
         divided = {name: size for name, size in sizes.items() if size > 1}
-        draws = METHODS[method].draws
         divided |= {"zero": 3} if self.zero == 3 and draws else {}
         if divided:
             problem = f"is not for {named(method=method)}, which needs a model that is whole"
             cure = f"use {named('data_parallel')}, and {named(zero=1 if draws else 3)}"
-            if METHODS[method].divided:
-                problem = f"is not for {named(method=method)}, which needs all blocks in a rank"
-                cure = f"use {named('tensor_parallel')}, {named('context_parallel')} or {cure[4:]}"
-            cure += " to save memory"
-            raise ConfigError(f"{named(**divided)} {problem}; {cure}")
+            raise ConfigError(f"{named(**divided)} {problem}; {cure} to save memory")
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0, a number or a text, on all ranks."""

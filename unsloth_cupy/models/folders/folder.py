@@ -155,6 +155,7 @@ def load(
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
         rank_parts = None if parts is None else Parts(parts)
         holds = bool if division is None else division.holds
+        own_of: Any = (lambda _, array: array) if division is None else division.own
         with on_device("load", device) as place:
             keep = partial(
                 _kept,

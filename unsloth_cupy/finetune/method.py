@@ -59,7 +59,7 @@ class Method:
     plain : bool
         Whether it learns from all of a text, as the tokenizer writes it.
     divided : bool
-        Whether ranks may divide weights or tokens: it computes with the log-probabilities of all.
+        Whether ranks may divide tokens: it computes with the log-probabilities of all.
     draws : bool
         Whether it learns from answers that the model draws to prompts.
     new : int

@@ -112,10 +112,11 @@ class Ranks:
     def _check_method(self, method: str) -> None:
         """Raise a ConfigError for ranks that divide what a method computes with."""
         groups, draws, sizes = self.groups, METHODS[method].draws, dict[str, int]()
-        if not METHODS[method].divided:
+        if draws:
             sizes["tensor_parallel"] = groups.tensor.size
+            sizes["pipeline_parallel"] = groups.pipeline.size
+        if not METHODS[method].divided:
             sizes["context_parallel"] = groups.context.size
-            sizes |= {"pipeline_parallel": groups.pipeline.size} if draws else {}
         divided = {name: size for name, size in sizes.items() if size > 1}
         divided |= {"zero": 3} if self.zero == 3 and draws else {}
         if divided:

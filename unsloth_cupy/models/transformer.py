@@ -124,6 +124,8 @@ class Transformer(Network):
             )
         kind = options.pop("merge_into", None)
         outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
+        if [*options.get("modules", ())] == ["score"] and self.parts is None:
+            outer.remove("modules")  # which ranks do not cut
         targets = options.get("targets")
         listed = targets if isinstance(targets, Collection) else ()
         outer += ["targets"] * any(name in listed for name in TABLES)

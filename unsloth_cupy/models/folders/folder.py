@@ -26,7 +26,6 @@ from ..adapters.into import quantize_of
 from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
-from ..configs.heads import CAUSAL
 from ..configs.text_configs import text_config
 from ..gguf.opening import folder_of
 from ..parse import parse
@@ -170,8 +169,8 @@ def load(
             next(iter(layout.values())).extend(others)
             kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
             for index, (name, shape) in enumerate(config.shapes().items()):
-                if name not in stored_in:  # of a new head
-                    new = place(_drawn(config, name, shape, kind, [seed, index]))
+                if name not in stored_in and holds(name):  # of a new head
+                    new = place(own_of(name, _drawn(config, name, shape, kind, [seed, index])))
                     parameters[name] = new if rank_parts is None else rank_parts.keep(name, new)
                     next(reversed(layout.values())).append(name)
             if division is not None and division.stages is not None:
@@ -361,11 +360,6 @@ def _division(
     """Return the division that says which part this rank holds; None if it holds the model."""
     if communicator is None and pipeline is None:
         return None
-    if config.head != CAUSAL:
-        which = "communicator" if pipeline is None else "pipeline"
-        problem = f"ranks divide language models, and the head of this one is {config.head!r}"
-        cure = "load it whole, and divide the batch (DataParallel) or its parts (Zero3)"
-        raise ConfigError(f"load({which}=): {problem}; {cure}")
     for name, comm in (("communicator", communicator), ("pipeline", pipeline)):
         if comm is not None:
             check_communicator(f"load({name}=)", comm)

@@ -31,7 +31,6 @@ class Distill(Method):
         Its stored predictions, in its place.
     """
 
-    divided: bool = True
     teacher: Any = None
     taught: Any = None
 

@@ -58,8 +58,6 @@ class Method:
         An expression with the model for what it is for, if that is not to write.
     plain : bool
         Whether it learns from all of a text, as the tokenizer writes it.
-    divided : bool
-        Whether ranks may divide tokens: it computes with the log-probabilities of all.
     draws : bool
         Whether it learns from answers that the model draws to prompts.
     new : int
@@ -80,7 +78,6 @@ class Method:
     names: tuple[str, ...] = ()
     used: str = ""
     plain: bool = False
-    divided: bool = False
     draws: bool = False
     new: int = 0
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)

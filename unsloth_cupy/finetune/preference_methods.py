@@ -50,7 +50,6 @@ class Preference(Method):
     group: int = 2
     unit: str = "pairs"
     rates: tuple[float, float] | None = RATES
-    divided: bool = True
     sums: int = 7
     nll: float = 0.0
     whole: bool = False
@@ -138,7 +137,6 @@ class Kto(Method):
     group: int = 2
     unit: str = "answers"
     rates: tuple[float, float] | None = RATES
-    divided: bool = True
     sums: int = 4
 
     def bound(self, settings: Any) -> Self:

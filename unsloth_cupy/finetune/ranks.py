@@ -115,7 +115,6 @@ class Ranks:
         if draws:
             sizes["tensor_parallel"] = groups.tensor.size
             sizes["pipeline_parallel"] = groups.pipeline.size
-        if not METHODS[method].divided:
             sizes["context_parallel"] = groups.context.size
         divided = {name: size for name, size in sizes.items() if size > 1}
         divided |= {"zero": 3} if self.zero == 3 and draws else {}

@@ -123,9 +123,9 @@ class Policy(Method):
             problem = f"{named(*limits)} is of functions, and {named('reward')} names models alone"
             raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
-        if ranks:
+        if ranks and self.invariant:
             cure = f"use {named('data_parallel')} in place of {named(*ranks)}"
-            raise ConfigError(f"{method} draws its answers with a whole model; {cure}")
+            raise ConfigError(f"{named('invariant')} is for a model that is whole; {cure}")
         for name in ("neftune", "lora_dropout"):
             if getattr(settings, name):
                 problem = f"{method} draws its answers without {named(name)}"
@@ -225,13 +225,17 @@ class Policy(Method):
         where = [self.text.place(record.line) for record in records]
         late = list[int]()
         more = {"group": samples, "tools": [record.tools for record in records], "late": late}
-        rewards = scores(self.rewards, columns, where.__getitem__, **more)
-        return prompts, drawn, rewards, len(late)
+        rewards = np.zeros((len(records), len(self.rewards)))
+        if loop.ranks.judges:
+            rewards = scores(self.rewards, columns, where.__getitem__, **more)
+        rewards = loop.ranks.judged(rewards)
+        return prompts, drawn, rewards, int(loop.ranks.judged(np.array(float(len(late)))))
 
     def drawn(self, loop: Any, batches: Sequence[Batch], numbers: Sequence[int]) -> list[Batch]:
         """Return the answers that the model draws to the prompts of batches, with their gains.
 
-        Each data rank answers some of the prompts, and gets the answers of all.
+        Ranks that hold the same weights answer some of the prompts each, and get the answers of
+        all; those that divide a model draw the same tokens, and one of them gets the rewards.
         """
         made = [self._drawn(loop, *each) for each in zip(batches, numbers, strict=True)]
         tokens = sum(int((batch.labels != IGNORE).sum()) for batch in made) / len(made)
@@ -239,7 +243,7 @@ class Policy(Method):
 
     def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
         """Return the answers to the prompts of a batch."""
-        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.groups.data
+        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.alike
         seed, share = int(draw.integers(2**63)), part(len(batch.tokens), data)
         beside = {name: each[share] for name, each in batch.beside.items()}
         own = batch._replace(tokens=batch.tokens[share], beside=beside)
@@ -278,7 +282,9 @@ class Policy(Method):
             packed = shape.batch_of(texts)
             arrays = placed(super().inputs(packed), loop.model.table)
             options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
-            before = loop.model.base.log_probs(**arrays, **options).log_probs
+            base = loop.model.base
+            base.context = None  # the texts are of this rank alone
+            before = base.log_probs(**arrays, **options).log_probs
             rows = np.append(FLOAT32.type(0), to_numpy(before).reshape(-1)[:-1])
             starts = starts_of(packed)  # of a token, not of the place before
             texts = [
@@ -292,7 +298,7 @@ class Policy(Method):
 
         The loss is minus their mean, of which the loss of a step estimates the slope.
         """
-        rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.engine.data
+        rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.ranks.alike
         for batch in loop.training_data.held_out[data.rank :: data.size]:
             _, drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
             rewards.append(each)

@@ -110,11 +110,8 @@ def prepare(
     has_reference = method.compares and reference_known(
         run, plan, training_data.examples, compared, shape, ranks, goes_on=checkpoint is not None
     )
-    objective = (
-        objective
-        if plan.method == "sft"
-        else with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
-    )
+    if plan.method != "sft" and (ranks.judges if method.draws else ranks.losses):
+        objective = with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
     model = (
         in_place(given, checkpoint)
         if given

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .. import machine
+from ..machine import format_bytes
 from ..errors import ConfigError
 from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.methods import METHODS
@@ -17,7 +18,7 @@ from ..finetune.reference import folder_of, with_teacher
 from ..finetune.run_folder import config_file, model_folder, model_without_weights
 from ..finetune.settings import Settings, check_optimizer
 from ..memory.ledger import MemoryPlan
-from ..memory.plan import OPTIMIZERS, plan_memory
+from ..memory.plan import OPTIMIZERS, ROLLOUTS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
 from ..models.adapters.into import CHOICES
@@ -53,6 +54,8 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--method", click.Choice([*METHODS]), "What is learned; of pairs, a row is two.", "sft")
 @option("--teacher", FILE, "Folder of the model that distill learns from.")
 @option("--samples", click.IntRange(2), "Of grpo and rloo: answers to a prompt, each a row.")
+@option("--max-new-tokens", click.IntRange(1), "Tokens of these at most, of --tokens.")
+@click.option("--reward", multiple=True, help="What rewards them: the folder of a model counts.")
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 @option("--merge-into", click.Choice(CHOICES), "Train through the quantizer of this file.")
@@ -83,6 +86,8 @@ def plan(
     method: str,
     teacher: Path | None,
     samples: int | None,
+    max_new_tokens: int | None,
+    reward: tuple[str, ...],
     lora: int | None,
     quantize: str | None,
     merge_into: str | None,
@@ -114,7 +119,8 @@ def plan(
     path = config_file(config)
     own = source_of(path.parent) == path.parent
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
-    given = {"teacher": teacher, "samples": samples}
+    given: dict[str, Any] = {"teacher": teacher, "samples": samples, "reward": reward}
+    given["max_new_tokens"] = max_new_tokens
     learning = learning_of(method, given, alone=not any(sizes))
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
@@ -137,6 +143,11 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
+        if learning is not None and learning.draws:
+            learning = learning.sized(values)
+            if max_new_tokens is not None and max_new_tokens >= length:
+                problem = f"--max-new-tokens {max_new_tokens} leaves no prompt in --tokens {length}"
+                raise ConfigError(f"{problem}; give fewer, or more --tokens")
     check_optimizer(optimizer, int(state_bits), tensor_parallel or 1, int(zero))
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
@@ -181,6 +192,11 @@ def plan(
     title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
+    drawing = next((each for each in memory_plan.moments if each.op == ROLLOUTS), None)
+    if learning is not None and drawing is not None:
+        few = f"{batch * learning.samples:,} answers of {length - learning.asked(length):,} tokens"
+        held = format_bytes(drawing.total)
+        console.print(f"rollouts: {few} to {batch:,} prompts: {held} at the peak", markup=False)
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
     adapts = adapter is None and stored is None and not parse(values).bit_layers

@@ -15,6 +15,8 @@ from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..losses import advantages, policy
 from ..machine import format_bytes
+from ..memory.planned import as_input
+from ..models.generation.rollouts import planned_rollouts
 from ..models.loss import IGNORE
 from ..models.objective import next_token
 from ..models.parse import parse
@@ -144,8 +146,12 @@ class Policy(Method):
         columns = dict.fromkeys((*GIVEN, *(name for record in every for name in record.value)))
         for reward in self.rewards:
             reward.check(columns)
+        return dataclasses.replace(self.sized(config), text=text)
+
+    def sized(self, config: Mapping[str, Any]) -> Self:
+        """Return this method with the most tokens of an answer, by the config.json of a model."""
         new = self.given.get("max_new_tokens") or max(1, min(NEW, parse(config).positions // 2))
-        return dataclasses.replace(self, text=text, new=new)
+        return dataclasses.replace(self, new=new)
 
     @property
     def said(self) -> str:
@@ -399,7 +405,18 @@ class Policy(Method):
 
     def asked(self, tokens: int) -> int:
         """Return how many of the tokens of a full row are a question at least."""
-        return 0 if self.text is None else max(0, tokens - self.new)
+        return max(1, tokens - self.new)
+
+    def rehearse(self, model: Any, rows: int, tokens: int) -> None:
+        """Do with planned arrays what holds memory while answers that fill these rows are drawn."""
+        asked, like = self.asked(tokens), model.table
+        planned_rollouts(model, rows // self.samples, self.samples, asked, tokens - asked)
+        for reward in self.rewards:
+            if hasattr(reward, "rehearse"):
+                reward.rehearse(rows, tokens)
+        if self.loss["beta"]:
+            texts = as_input(np.zeros((rows, tokens), np.int64), like)
+            model.base.log_probs(texts, texts)
 
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
         """Return the inputs of answers that fill their rows."""

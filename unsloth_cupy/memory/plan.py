@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree", "none")
 ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
+ROLLOUTS = "rollouts"  # the moment of them
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
 
@@ -96,7 +97,8 @@ def plan_memory(
     objective : callable, optional
         The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
         that of the next tokens.  If it has ``planned(create)``, that returns the same loss with
-        what ``create(config)`` makes: another model, whose weights are counted.
+        what ``create(config)`` makes: another model, whose weights are counted.  If it has
+        ``rehearse(model, rows, tokens)``, that is what a step does before its passes.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
@@ -162,6 +164,10 @@ def plan_memory(
             objective = other(partial(frozen_model, ledger, arrays=arrays, kind=kind))
         ledger.begin()
         alike = len(inputs) or min(accumulate, ALIKE)
+        rehearse = getattr(objective, "rehearse", None)
+        if rehearse is not None:  # what a step does before its passes
+            rehearse(model, *next(_batches(arrays, (batch, tokens), alike, inputs))["tokens"].shape)
+            ledger.note(ROLLOUTS)
         batches = _batches(arrays, (batch, tokens), alike, inputs)
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:

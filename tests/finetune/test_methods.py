@@ -208,11 +208,10 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
             if method == "distill":  # ranks that divide tokens or blocks count no right ones
                 same = {name: value for name, value in line.items() if name in other}
             assert other == pytest.approx(same, rel=1e-4, abs=2e-6), (method, grid)
-        weights = (
+        expected, actual = (
             load_file(*(tmp_path / f"{method}-{grid}-{n}" / "model").glob("*model.safetensors"))
             for n in (1, 2)
         )
-        actual, expected = weights
         assert actual.keys() == expected.keys()
         for name, weight in expected.items():  # steps of small gradients may differ
             assert np.abs(actual[name] - weight).mean() < 1e-6, (method, grid, name)

@@ -1,5 +1,6 @@
 """Runs that learn from rewards of their own answers: grpo and rloo."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,8 +16,13 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.policy_methods import Policy
+from unsloth_cupy.finetune.reward_models import RewardModel
 from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.memory.planned_model import new_adapter
+from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import Transformer, create, load
+from unsloth_cupy.models.parse import parse
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
@@ -368,6 +374,52 @@ def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
         assert line["length"] > 11  # the first step imports modules, whose objects count
         planned, peak = line["planned_bytes"], line["peak_bytes"]
         assert planned == pytest.approx(peak, rel=0.03), more  # objects of Python count too
+
+
+DEEP = {
+    "model_type": "llama", "vocab_size": 200, "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 256, "eos_token_id": 2,
+}  # fmt: skip
+SCORES = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+JUDGE = DEEP | SCORES | {"num_hidden_layers": 1, "intermediate_size": 2048, "vocab_size": 5000}
+
+
+@pytest.mark.parametrize("case", ["caches", "logits", "judge"])
+def test_rollouts_hold_what_is_planned(case: str) -> None:
+    """Keys and values, logits of a large vocabulary, or a reward model's pass."""
+    prompts, samples, asked, new, held = 8, 4, 60, 8, list[Any]()
+    config = DEEP | ({"vocab_size": 6000, "num_hidden_layers": 1} if case == "logits" else {})
+    model = create(config, seed=0)
+    method: Any = Settings(method="grpo", samples=samples, max_new_tokens=new).learning.sized(
+        config
+    )
+    if case == "judge":
+        reward = RewardModel("judge", 1.0, Path(), parse(JUDGE))
+        method, judge = dataclasses.replace(method, rewards=(reward,)), create(JUDGE, seed=0)
+        held += judge.parameters.values()
+    rows = prompts, asked + new
+    plan = plan_memory(
+        config, batch=rows[0], tokens=rows[1], dtype="float32", rank=2, optimizer="none",
+        device="cpu", objective=method, inputs=[method.full(*rows)],
+    )  # fmt: skip
+    (planned,) = (each.total for each in plan.moments if each.op == "rollouts")
+
+    def drawn() -> None:
+        if case == "judge":
+            whole = [np.zeros(asked + new, np.int64)] * (prompts * samples)
+            dataclasses.replace(reward, model=judge)._scores(whole)
+        else:
+            each = [np.full(asked, 5)] * prompts
+            model.rollouts(each, samples=samples, max_new_tokens=new, seed=0, stop=())
+
+    drawn()  # what is imported, and kept by shapes, does not count
+    adapter = new_adapter(parse(config), 2).parameters.values()
+    more = sum(array.nbytes for array in adapter)
+    with memory_pool(None, None, held=[*model.parameters.values(), *held]) as pool:
+        pool.reset_peak()
+        drawn()
+        assert planned == pytest.approx(pool.peak + more, rel=0.02)
 
 
 @pytest.mark.parametrize(

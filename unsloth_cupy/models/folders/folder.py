@@ -169,10 +169,12 @@ def load(
             next(iter(layout.values())).extend(others)
             kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
             for index, (name, shape) in enumerate(config.shapes().items()):
-                if name not in stored_in and holds(name):  # of a new head
+                if name in stored_in:
+                    continue
+                next(reversed(layout.values())).append(name)  # a new head
+                if holds(name):
                     new = place(own_of(name, _drawn(config, name, shape, kind, [seed, index])))
                     parameters[name] = new if rank_parts is None else rank_parts.keep(name, new)
-                    next(reversed(layout.values())).append(name)
             if division is not None and division.stages is not None:
                 division.stages.dtype = kind
             model = Transformer(

@@ -168,6 +168,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     """A pair stays in one rank, k is that of all ranks, and the reference is shared."""
     many, adapted = "--batch 2 --accumulate 2", "--lora 2 --checkpoint-every 1"
     wanted = [("dpo", "data", ""), ("orpo", "data", "--no-pack"), ("kto", "zero-1", "")]
+    wanted += [("orpo", "zero-3", "--batch 1")]  # of which some steps leave a rank without texts
     wanted += [(name, "data", "") for name in ("distill", "reward", "classify")]
     wanted += [("kto", "chunks", many), ("reward", "pipeline", adapted)]
     wanted += [("distill", "pipeline", many), ("dpo", "pipeline", adapted)]
@@ -199,9 +200,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     for method, grid, more in wanted:
         done = run(*asked(method, grid, more, 1)[:-1])
         assert done.exit_code == 0, done.output
-        logs = [
-            log(Run("", RunFolder(tmp_path / f"{method}-{grid}-{n}"), None)) for n in (1, 2)
-        ]
+        logs = [log(Run("", RunFolder(tmp_path / f"{method}-{grid}-{n}"), None)) for n in (1, 2)]
         assert len(logs[0]) == 5
         for line, other in zip(*logs, strict=True):
             same = line
@@ -419,7 +418,11 @@ def test_a_plan_of_a_method(home: Path) -> None:
     assert "orpo of pairs" in pairs[""]
     assert pairs["weights"] == plain["weights"]
     assert taught["weights"] != plain["weights"]
+    draws = ("plan", home / "model-1.0", "--method", "grpo", "--samples", 3, "--tokens", 32)
+    done = run(*draws, "--batch", 2, "--max-new-tokens", 8, "--reward", home / "model-scored")
+    assert "rollouts: 6 answers of 8 tokens to 2 prompts: " in done.output
     for words, said in (
+        ((*draws[2:], "--max-new-tokens", 32), "--max-new-tokens 32 leaves no prompt in --tokens"),
         (("--method", "distill"), "distill has nobody to learn from; give --teacher"),
         (("--teacher", LLAMA), "--method sft does not use --teacher; leave it out, or choose dis"),
         (("--method", "dpo", "--data-parallel", 2), "plan --method dpo is of one rank; leave the"),

@@ -1,15 +1,14 @@
 """``unsloth-cupy plan``: the memory that a training step will need, without allocating it."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .. import machine
-from ..machine import format_bytes
 from ..errors import ConfigError
 from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.methods import METHODS
@@ -18,7 +17,7 @@ from ..finetune.reference import folder_of, with_teacher
 from ..finetune.run_folder import config_file, model_folder, model_without_weights
 from ..finetune.settings import Settings, check_optimizer
 from ..memory.ledger import MemoryPlan
-from ..memory.plan import OPTIMIZERS, ROLLOUTS, plan_memory
+from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
 from ..models.adapters.into import CHOICES
@@ -36,7 +35,7 @@ from .options import (
     option,
 )
 from .plan_ranks import Interconnect, rate_of, show
-from .plan_tables import cards, ledger, options_text, training_methods
+from .plan_tables import cards, ledger, options_text, rollouts_text, training_methods
 from .timeline import draw_timeline
 
 RANK = 16  # of the adapters in the comparison table, unless --lora sets one
@@ -119,8 +118,12 @@ def plan(
     path = config_file(config)
     own = source_of(path.parent) == path.parent
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
-    given: dict[str, Any] = {"teacher": teacher, "samples": samples, "reward": reward}
-    given["max_new_tokens"] = max_new_tokens
+    given = {
+        "teacher": teacher,
+        "samples": samples,
+        "max_new_tokens": max_new_tokens,
+        "reward": reward,
+    }
     learning = learning_of(method, given, alone=not any(sizes))
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
@@ -143,11 +146,7 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
-        if learning is not None and learning.draws:
-            learning = learning.sized(values)
-            if max_new_tokens is not None and max_new_tokens >= length:
-                problem = f"--max-new-tokens {max_new_tokens} leaves no prompt in --tokens {length}"
-                raise ConfigError(f"{problem}; give fewer, or more --tokens")
+        learning = sized(learning, values, max_new_tokens, length)
     check_optimizer(optimizer, int(state_bits), tensor_parallel or 1, int(zero))
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
@@ -176,32 +175,27 @@ def plan(
         show(scale_plan, str(path if own else config), settings, rate_source, batch * length, plot)
         return
 
-    @functools.cache
+    @cache
     def planned(rows: int, length: int, **changes: Any) -> MemoryPlan:
         passes = [] if learning is None else [learning.full(rows, length)] * min(2, accumulate)
         more = {**options, **changes, "objective": learning, "inputs": passes}
         return plan_memory(values, batch=rows, tokens=length, **more)
 
-    def planned_with(**changes: Any) -> MemoryPlan:
-        return planned(batch, length, **changes)
-
     with _named(path):
         memory_plan = planned(batch, length)
     extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
-    extra += f", {method} of {learning.unit}" if learning is not None else ""
-    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}"
+    learned = f", {method} of {METHODS[method].unit}" * (learning is not None)
+    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{learned}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
-    drawing = next((each for each in memory_plan.moments if each.op == ROLLOUTS), None)
-    if learning is not None and drawing is not None:
-        few = f"{batch * learning.samples:,} answers of {length - learning.asked(length):,} tokens"
-        held = format_bytes(drawing.total)
-        console.print(f"rollouts: {few} to {batch:,} prompts: {held} at the peak", markup=False)
+    console.print(*rollouts_text(memory_plan, learning, batch, length), markup=False, end="")
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
     adapts = adapter is None and stored is None and not parse(values).bit_layers
     if adapts and optimizer != "none":
-        console.print(training_methods(planned_with, lora or RANK, quantize or "nf4", here))
+        console.print(
+            training_methods(partial(planned, batch, length), lora or RANK, quantize or "nf4", here)
+        )
     if plot is not None:
         draw_timeline(plot, memory_plan, title)
         console.print(f"timeline: {plot}", markup=False)
@@ -228,6 +222,16 @@ def learning_of(name: str, given: dict[str, Any], *, alone: bool) -> Any:
     settings.check_method(whole=not METHODS[name].draws)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)
+
+
+def sized(learning: Any, values: Any, new: int | None, length: int) -> Any:
+    """Return a method with the tokens of the answers that it draws, by a config.json."""
+    if learning is None or not learning.draws:
+        return learning
+    if new is not None and new >= length:
+        problem = f"--max-new-tokens {new} leaves no prompt in --tokens {length}"
+        raise ConfigError(f"{problem}; give fewer, or more --tokens")
+    return learning.sized(values)
 
 
 def _check_alone(merge_into: str | None) -> None:

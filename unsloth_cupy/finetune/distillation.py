@@ -11,10 +11,9 @@ from ..errors import ConfigError
 from ..models.layers.context import Context, own_tokens
 from ..models.layers.head import inputs_of_losses
 from ..models.loss import IGNORE, next_labels
-from ..models.objective import next_token
 from ..ops.losses.linear_divergence import linear_divergence, linear_top_k_divergence
 from ..parallel.tensor import all_gather
-from .method import BATCH, Method
+from .method import Method, loss_of_none
 from .naming import named
 from .text import Batch
 
@@ -80,7 +79,7 @@ class Distill(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the mean divergence at the tokens that are learned."""
         if not batch["tokens"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & (BATCH | {"count"})})
+            return loss_of_none(model, batch)
         tokens, offsets = batch["tokens"], batch.get("offsets")
         context = Context.of(model.context, tokens, None, offsets, model.context_attention)
         learned = own_tokens(context, next_labels(tokens, batch["labels"], offsets) != IGNORE)

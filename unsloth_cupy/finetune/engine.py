@@ -305,7 +305,7 @@ def share_of(
     given: dict[str, Any] = {} if sink is None else {"sink": own}
     loss = method(model, **batch, **given)
     for each in own:
-        cut = len(each) - method.largest
-        each[:cut] /= size
-        sink.append(each)
+        each[: len(each) - method.largest] /= size
+    if sink is not None:
+        sink += own
     return loss * (1 / size)

@@ -18,11 +18,20 @@ from ..machine import format_bytes
 from ..memory.planned import as_input
 from ..models.generation.rollouts import planned_rollouts
 from ..models.loss import IGNORE
-from ..models.objective import next_token
 from ..models.parse import parse
 from ..parallel.communicator import part
 from ..placement import to_numpy
-from .method import BATCH, PROMPTS, Method, answers, gathered, placed, stacked, starts_of, value_of
+from .method import (
+    PROMPTS,
+    Method,
+    answers,
+    gathered,
+    loss_of_none,
+    placed,
+    stacked,
+    starts_of,
+    value_of,
+)
 from .naming import named
 from .preference_methods import RATES
 from .rewards import GIVEN, Reward, rewards_of, scores
@@ -365,7 +374,7 @@ class Policy(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
         if not batch["places"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
+            return loss_of_none(model, batch)
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
         found = model.log_probs(**texts, **options)

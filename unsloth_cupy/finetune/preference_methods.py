@@ -11,10 +11,8 @@ from ..errors import ConfigError
 from ..losses import implicit_rewards, kto, nll, preference
 from ..losses.preferences import SORTED
 from ..models.loss import IGNORE, next_labels
-from ..models.objective import next_token
 from ..placement import to_numpy
 from .method import (
-    BATCH,
     PAIRS,
     RATED,
     Method,
@@ -22,6 +20,7 @@ from .method import (
     every,
     gathered,
     halves,
+    loss_of_none,
     placed,
     stacked,
     starts_of,
@@ -72,7 +71,7 @@ class Preference(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of pairs."""
         if not batch["places"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
+            return loss_of_none(model, batch)
         found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
         rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["said"], None
         loss = preference(rows, mask, batch.get("reference"), count=batch["count"], **self.given)
@@ -153,7 +152,7 @@ class Kto(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
         if not batch["places"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
+            return loss_of_none(model, batch)
         found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
         rows, good = gathered(found.log_probs, batch["places"]), batch["desirable"]
         given = {n: v for n, v in self.given.items() if n in ("kind", "beta")}

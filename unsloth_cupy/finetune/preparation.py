@@ -110,8 +110,11 @@ def prepare(
     has_reference = method.compares and reference_known(
         run, plan, training_data.examples, compared, shape, ranks, goes_on=checkpoint is not None
     )
-    if plan.method != "sft" and (ranks.judges if method.draws else ranks.losses):
-        objective = with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
+    objective = (
+        with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
+        if plan.method != "sft" and (ranks.judges if method.draws else ranks.losses)
+        else objective
+    )
     model = (
         in_place(given, checkpoint)
         if given

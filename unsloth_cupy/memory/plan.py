@@ -159,15 +159,11 @@ def plan_memory(
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
-        other = getattr(objective, "planned", None)
-        if other is not None:  # the loss computes with another model, which is frozen
+        if (other := getattr(objective, "planned", None)) is not None:  # it has a frozen model
             objective = other(partial(frozen_model, ledger, arrays=arrays, kind=kind))
         ledger.begin()
         alike = len(inputs) or min(accumulate, ALIKE)
-        rehearse = getattr(objective, "rehearse", None)
-        if rehearse is not None:  # what a step does before its passes
-            rehearse(model, *next(_batches(arrays, (batch, tokens), alike, inputs))["tokens"].shape)
-            ledger.note(ROLLOUTS)
+        _rehearse(ledger, objective, model, inputs[0] if inputs else None, (batch, tokens))
         batches = _batches(arrays, (batch, tokens), alike, inputs)
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -191,6 +187,14 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
+
+
+def _rehearse(ledger: Ledger, objective: Any, model: Any, first: Any, sizes: Any) -> None:
+    """Do what a step does before its passes, of the rows of the first or of these sizes."""
+    rehearse = getattr(objective, "rehearse", None)
+    if rehearse is not None:
+        rehearse(model, *(sizes if first is None else first["tokens"].shape))
+        ledger.note(ROLLOUTS)
 
 
 def _adapter_of(

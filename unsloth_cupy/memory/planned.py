@@ -275,7 +275,7 @@ class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
         return super().__new__(cls, ())
 
 
-def as_input(array: Any, like: Planned) -> Any:
+def as_input(array: Any, like: Any) -> Any:
     """Return an array for a planned model: on a host, where ops read values, the array itself."""
     return array if isinstance(like, np.ndarray) else like.placed(array)
 

@@ -154,7 +154,6 @@ def load(
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
         rank_parts = None if parts is None else Parts(parts)
         holds = bool if division is None else division.holds
-        own_of: Any = (lambda _, array: array) if division is None else division.own
         with on_device("load", device) as place:
             keep = partial(
                 _kept,
@@ -168,13 +167,11 @@ def load(
             others = layout.pop(str(Path(lora, WEIGHTS).resolve()), []) if lora else []
             next(iter(layout.values())).extend(others)
             kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
-            for index, (name, shape) in enumerate(config.shapes().items()):
-                if name in stored_in:
-                    continue
-                next(reversed(layout.values())).append(name)  # a new head
-                if holds(name):
-                    new = place(own_of(name, _drawn(config, name, shape, kind, [seed, index])))
-                    parameters[name] = new if rank_parts is None else rank_parts.keep(name, new)
+            new = {n: i for i, n in enumerate(config.shapes()) if n not in stored_in}  # of a head
+            next(reversed(layout.values())).extend(new)
+            for name in filter(holds, new):
+                own = place(_own_new(config, name, kind, [seed, new[name]], division))
+                parameters[name] = own if rank_parts is None else rank_parts.keep(name, own)
             if division is not None and division.stages is not None:
                 division.stages.dtype = kind
             model = Transformer(
@@ -354,6 +351,15 @@ def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) ->
         return np.full(shape, XIELU[name.rpartition(".")[2]], kind)
     array = np.random.default_rng(seed).standard_normal(shape, FLOAT32)
     return (array * FLOAT32.type(config.initializer_range)).astype(kind)
+
+
+def _own_new(
+    config: Config, name: str, kind: Any, seed: list[int], division: Division | None
+) -> Array:
+    """Return this rank's part of a new parameter."""
+    array = _drawn(config, name, config.shapes()[name], kind, seed)
+    own: Array = array if division is None else division.own(name, array)
+    return own
 
 
 def _division(

@@ -45,16 +45,15 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
 
 def planned_draw(found: Any) -> tuple[Any, ...]:
     """Hold with planned logits what a draw of all rows holds; return what the next step meets."""
-    rows, vocab = found.shape
-    logits = wide(found)
+    logits, (rows, vocab), of = wide(found), found.shape, found.of
     np.isnan(logits).any(axis=-1)
     if isinstance(found, np.ndarray):  # row by row: tokens, their logits, weights and sums
-        held = [found.of((vocab,), np.float64) for _ in range(4)]
+        held = [of((vocab,), np.float64) for _ in range(4)]
         del held
-        chosen = found.of((rows,), np.int64)
+        chosen = of((rows,), np.int64)
     else:
         options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
-        chosen = draw_all(logits, options, found.of((rows, 1), np.float64))
+        chosen = draw_all(logits, options, of((rows, 1), np.float64))
     floats = found.astype(np.promote_types(found.dtype, FLOAT32), copy=False)
     of_logits(floats, chosen, 1.0)
     return found, logits

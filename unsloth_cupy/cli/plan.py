@@ -35,7 +35,7 @@ from .options import (
     option,
 )
 from .plan_ranks import Interconnect, rate_of, show
-from .plan_tables import cards, ledger, options_text, rollouts_text, training_methods
+from .plan_tables import cards, ledger, options_text, show_rollouts, training_methods
 from .timeline import draw_timeline
 
 RANK = 16  # of the adapters in the comparison table, unless --lora sets one
@@ -188,11 +188,10 @@ def plan(
     title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{learned}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
-    console.print(*rollouts_text(memory_plan, learning, batch, length), markup=False, end="")
+    show_rollouts(console, memory_plan, learning, batch, length)
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
-    adapts = adapter is None and stored is None and not parse(values).bit_layers
-    if adapts and optimizer != "none":
+    if (adapter, stored) == (None, None) and optimizer != "none" and not parse(values).bit_layers:
         console.print(
             training_methods(partial(planned, batch, length), lora or RANK, quantize or "nf4", here)
         )

@@ -1,6 +1,6 @@
 """Output of ``unsloth-cupy plan`` for one device: the memory of a step, and cards that fit it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..machine import format_bytes
@@ -65,13 +65,13 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     return table
 
 
-def rollouts_text(plan: MemoryPlan, method: Any, batch: int, tokens: int) -> Iterator[str]:
-    """Yield a line about the answers that a method draws, if it does."""
+def show_rollouts(console: Any, plan: MemoryPlan, method: Any, batch: int, tokens: int) -> None:
+    """Print a line about the answers that a method draws, if it does."""
     for moment in plan.moments:
         if moment.op == ROLLOUTS:
             few = f"{batch * method.samples:,} answers of {tokens - method.asked(tokens):,} tokens"
             held = f"{format_bytes(moment.total)} at the peak"
-            yield f"rollouts: {few} to {batch:,} prompts: {held}\n"
+            console.print(f"rollouts: {few} to {batch:,} prompts: {held}", markup=False)
 
 
 def training_methods(

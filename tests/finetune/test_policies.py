@@ -1,5 +1,6 @@
 """Runs that learn from rewards of their own answers: grpo and rloo."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,11 +16,17 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, read_data
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.policy_methods import Policy
+from unsloth_cupy.finetune.reward_models import RewardModel
 from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.memory.planned_model import new_adapter
+from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import Transformer, create, load
+from unsloth_cupy.models.parse import parse
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
+from ..harness.sampling import Sample
 from ..parallel.ranks import by_sockets
 from .test_methods import Halts, log, model_times, write
 
@@ -223,14 +230,24 @@ def test_epochs_count_the_updates(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_data_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
-    """Each answers its own prompts, as many as there are, and judges the answers."""
-    wanted: dict[str, list[str]] = {
-        "plain": [],
-        "repeated": ["--num-iterations", "2", "--steps-per-generation", "2", "--loss", "grpo"],
-        "adapted": ["--lora", "2", "--beta", "0.1", "--no-pack", "--accumulate", "2"],
-        "rloo": ["--method", "rloo", "--zero", "1"],
+def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
+    """Those with the same weights answer their own prompts; of those that divide it, one judges."""
+    judged, adapted = f"--reward {home}/rewards.py:right", "--lora 2 --beta 0.1"
+    wanted = {  # grid, and all else
+        "plain": ("--data-parallel 2", ""),
+        "repeated": (
+            "--data-parallel 2",
+            "--num-iterations 2 --steps-per-generation 2 --loss grpo",
+        ),
+        "adapted": ("--data-parallel 2", f"{adapted} --no-pack --accumulate 2"),
+        "rloo": ("--data-parallel 2 --zero 1", "--method rloo"),
+        "tensor": ("--tensor-parallel 2", judged),
+        "tensor-adapted": ("--tensor-parallel 2", f"{adapted} --no-pack"),
+        "pipeline": ("--pipeline-parallel 2", f"--method rloo --accumulate 2 {judged}"),
+        "pipeline-adapted": ("--pipeline-parallel 2", adapted),
+        "context": ("--context-parallel 2", adapted),
     }
+    wanted = {name: wanted[name] for name in Sample.one_in(2, wanted)}
 
     def asked(name: str, ranks: int) -> list[str]:
         given = {
@@ -239,14 +256,17 @@ def test_data_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
             "--batch": 3, "--samples": 4, "--max-new-tokens": 6, "--lr": 1e-3, "--steps": 4,
             "--evaluate-every": 2,
         }  # fmt: skip
-        more = [*wanted[name]]
-        if ranks == 1 and "--zero" in more:
-            more = more[: more.index("--zero")]
-        return ["finetune", str(home / "model"), *map(str, chain(*given.items())), *more, "--"]
+        grid, more = (each.split() for each in wanted[name])
+        words = [*map(str, chain(*given.items())), *more, *(grid if ranks > 1 else ())]
+        return ["finetune", str(home / "model"), *words, "--"]
 
-    both = chain.from_iterable(asked(name, 2) for name in wanted)
-    for ended in by_sockets(2, "tests.parallel.commands", *both, limit=240):
+    calls = home / "calls.jsonl"
+    calls.write_text("")
+    both = [word for name in wanted for word in asked(name, 2)]
+    for ended in by_sockets(2, "tests.parallel.commands", *both[:-1], limit=240):
         assert ended.code == 0, ended.said
+    of_ranks = calls.read_text()
+    calls.write_text("")
     for name in wanted:
         done = run(*asked(name, 1)[:-1])
         assert done.exit_code == 0, done.output
@@ -254,6 +274,7 @@ def test_data_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         assert len(logs[0]) == 4 + 3
         for line, other in zip(*logs, strict=True):
             assert other == pytest.approx(line, rel=1e-4, abs=1e-5), name
+    assert of_ranks == calls.read_text()
 
 
 def test_each_step_draws_other_answers(home: Path, tmp_path: Path) -> None:
@@ -353,6 +374,52 @@ def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
         assert line["length"] > 11  # the first step imports modules, whose objects count
         planned, peak = line["planned_bytes"], line["peak_bytes"]
         assert planned == pytest.approx(peak, rel=0.03), more  # objects of Python count too
+
+
+DEEP = {
+    "model_type": "llama", "vocab_size": 200, "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 256, "eos_token_id": 2,
+}  # fmt: skip
+SCORES = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+JUDGE = DEEP | SCORES | {"num_hidden_layers": 1, "intermediate_size": 2048, "vocab_size": 5000}
+
+
+@pytest.mark.parametrize("case", ["caches", "logits", "judge"])
+def test_rollouts_hold_what_is_planned(case: str) -> None:
+    """Keys and values, logits of a large vocabulary, or a reward model's pass."""
+    prompts, samples, asked, new, held = 8, 4, 60, 8, list[Any]()
+    config = DEEP | ({"vocab_size": 6000, "num_hidden_layers": 1} if case == "logits" else {})
+    model = create(config, seed=0)
+    method: Any = Settings(method="grpo", samples=samples, max_new_tokens=new).learning.sized(
+        config
+    )
+    if case == "judge":
+        reward = RewardModel("judge", 1.0, Path(), parse(JUDGE))
+        method, judge = dataclasses.replace(method, rewards=(reward,)), create(JUDGE, seed=0)
+        held += judge.parameters.values()
+    rows = prompts, asked + new
+    plan = plan_memory(
+        config, batch=rows[0], tokens=rows[1], dtype="float32", rank=2, optimizer="none",
+        device="cpu", objective=method, inputs=[method.full(*rows)],
+    )  # fmt: skip
+    (planned,) = (each.total for each in plan.moments if each.op == "rollouts")
+
+    def drawn() -> None:
+        if case == "judge":
+            whole = [np.zeros(asked + new, np.int64)] * (prompts * samples)
+            dataclasses.replace(reward, model=judge)._scores(whole)
+        else:
+            each = [np.full(asked, 5)] * prompts
+            model.rollouts(each, samples=samples, max_new_tokens=new, seed=0, stop=())
+
+    drawn()  # what is imported, and kept by shapes, does not count
+    adapter = new_adapter(parse(config), 2).parameters.values()
+    more = sum(array.nbytes for array in adapter)
+    with memory_pool(None, None, held=[*model.parameters.values(), *held]) as pool:
+        pool.reset_peak()
+        drawn()
+        assert planned == pytest.approx(pool.peak + more, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -498,7 +565,10 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
         ({"neftune": 5.0}, "draws its answers without neftune"),
         ({"lora": 2, "lora_dropout": 0.1}, "draws its answers without lora_dropout"),
-        ({"tensor_parallel": 2}, "a whole model; use data_parallel in place of tensor_parallel"),
+        (
+            {"tensor_parallel": 2, "invariant": True},
+            "invariant is for a model that is whole; use data_parallel in place of tensor_parall",
+        ),
         ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
         ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
         (

@@ -1,8 +1,8 @@
 """``unsloth-cupy plan``: the memory that a training step will need, without allocating it."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from .options import (
     option,
 )
 from .plan_ranks import Interconnect, rate_of, show
-from .plan_tables import cards, ledger, options_text, training_methods
+from .plan_tables import cards, ledger, options_text, show_rollouts, training_methods
 from .timeline import draw_timeline
 
 RANK = 16  # of the adapters in the comparison table, unless --lora sets one
@@ -53,6 +53,8 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--method", click.Choice([*METHODS]), "What is learned; of pairs, a row is two.", "sft")
 @option("--teacher", FILE, "Folder of the model that distill learns from.")
 @option("--samples", click.IntRange(2), "Of grpo and rloo: answers to a prompt, each a row.")
+@option("--max-new-tokens", click.IntRange(1), "Tokens of these at most, of --tokens.")
+@click.option("--reward", multiple=True, help="What rewards them: the folder of a model counts.")
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 @option("--merge-into", click.Choice(CHOICES), "Train through the quantizer of this file.")
@@ -83,6 +85,8 @@ def plan(
     method: str,
     teacher: Path | None,
     samples: int | None,
+    max_new_tokens: int | None,
+    reward: tuple[str, ...],
     lora: int | None,
     quantize: str | None,
     merge_into: str | None,
@@ -114,7 +118,12 @@ def plan(
     path = config_file(config)
     own = source_of(path.parent) == path.parent
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
-    given = {"teacher": teacher, "samples": samples}
+    given = {
+        "teacher": teacher,
+        "samples": samples,
+        "max_new_tokens": max_new_tokens,
+        "reward": reward,
+    }
     learning = learning_of(method, given, alone=not any(sizes))
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
@@ -137,6 +146,7 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
+        learning = sized(learning, values, max_new_tokens, length)
     check_optimizer(optimizer, int(state_bits), tensor_parallel or 1, int(zero))
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
@@ -165,27 +175,26 @@ def plan(
         show(scale_plan, str(path if own else config), settings, rate_source, batch * length, plot)
         return
 
-    @functools.cache
+    @cache
     def planned(rows: int, length: int, **changes: Any) -> MemoryPlan:
         passes = [] if learning is None else [learning.full(rows, length)] * min(2, accumulate)
         more = {**options, **changes, "objective": learning, "inputs": passes}
         return plan_memory(values, batch=rows, tokens=length, **more)
 
-    def planned_with(**changes: Any) -> MemoryPlan:
-        return planned(batch, length, **changes)
-
     with _named(path):
         memory_plan = planned(batch, length)
     extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
-    extra += f", {method} of {learning.unit}" if learning is not None else ""
-    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}"
+    learned = f", {method} of {METHODS[method].unit}" * (learning is not None)
+    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{learned}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
+    show_rollouts(console, memory_plan, learning, batch, length)
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
-    adapts = adapter is None and stored is None and not parse(values).bit_layers
-    if adapts and optimizer != "none":
-        console.print(training_methods(planned_with, lora or RANK, quantize or "nf4", here))
+    if (adapter, stored) == (None, None) and optimizer != "none" and not parse(values).bit_layers:
+        console.print(
+            training_methods(partial(planned, batch, length), lora or RANK, quantize or "nf4", here)
+        )
     if plot is not None:
         draw_timeline(plot, memory_plan, title)
         console.print(f"timeline: {plot}", markup=False)
@@ -212,6 +221,16 @@ def learning_of(name: str, given: dict[str, Any], *, alone: bool) -> Any:
     settings.check_method(whole=not METHODS[name].draws)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)
+
+
+def sized(learning: Any, values: Any, new: int | None, length: int) -> Any:
+    """Return a method with the tokens of the answers that it draws, by a config.json."""
+    if learning is None or not learning.draws:
+        return learning
+    if new is not None and new >= length:
+        problem = f"--max-new-tokens {new} leaves no prompt in --tokens {length}"
+        raise ConfigError(f"{problem}; give fewer, or more --tokens")
+    return learning.sized(values)
 
 
 def _check_alone(merge_into: str | None) -> None:

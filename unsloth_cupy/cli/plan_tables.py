@@ -5,6 +5,7 @@ from typing import Any
 
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
+from ..memory.plan import ROLLOUTS
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, the memory sizes that cards are sold with
 GB = 2**30
@@ -62,6 +63,15 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
     table.add_row("total", "", format_bytes(plan.total), where)
     return table
+
+
+def show_rollouts(console: Any, plan: MemoryPlan, method: Any, batch: int, tokens: int) -> None:
+    """Print a line about the answers that a method draws, if it does."""
+    for moment in plan.moments:
+        if moment.op == ROLLOUTS:
+            few = f"{batch * method.samples:,} answers of {tokens - method.asked(tokens):,} tokens"
+            held = f"{format_bytes(moment.total)} at the peak"
+            console.print(f"rollouts: {few} to {batch:,} prompts: {held}", markup=False)
 
 
 def training_methods(

@@ -11,10 +11,9 @@ from ..errors import ConfigError
 from ..models.layers.context import Context, own_tokens
 from ..models.layers.head import inputs_of_losses
 from ..models.loss import IGNORE, next_labels
-from ..models.objective import next_token
 from ..ops.losses.linear_divergence import linear_divergence, linear_top_k_divergence
 from ..parallel.tensor import all_gather
-from .method import BATCH, Method
+from .method import Method, loss_of_none
 from .naming import named
 from .text import Batch
 
@@ -31,7 +30,6 @@ class Distill(Method):
         Its stored predictions, in its place.
     """
 
-    divided: bool = True
     teacher: Any = None
     taught: Any = None
 
@@ -81,7 +79,7 @@ class Distill(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the mean divergence at the tokens that are learned."""
         if not batch["tokens"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & (BATCH | {"count"})})
+            return loss_of_none(model, batch)
         tokens, offsets = batch["tokens"], batch.get("offsets")
         context = Context.of(model.context, tokens, None, offsets, model.context_attention)
         learned = own_tokens(context, next_labels(tokens, batch["labels"], offsets) != IGNORE)
@@ -90,7 +88,8 @@ class Distill(Method):
             known = each.entered(each.parameters)
             x = each.hidden(known, tokens, offsets=offsets, context=context)
             x, head = inputs_of_losses(each.config, known, x)
-            return x, head if each.division is None else all_gather(head, 0, each.division.comm)
+            whole = each.division is None or each.division.comm.size == 1
+            return x, head if whole else all_gather(head, 0, each.division.comm)
 
         x, head = head_inputs(model)
         options: dict[str, Any] = {"mask": learned, "softcap": model.config.logit_softcap}

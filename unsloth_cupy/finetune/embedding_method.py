@@ -19,7 +19,7 @@ from ..models.configs.heads import NONE, POOLINGS
 from ..ops.linear.embedding import embedding
 from .method import RELATED, stacked, starts_of, value_of
 from .naming import named
-from .scoring_methods import Scoring
+from .scoring_methods import Scoring, texts_of
 from .text import Batch
 
 TEMPERATURE = 0.05
@@ -81,8 +81,7 @@ class Embed(Scoring):
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of queries."""
-        of_texts = {name: batch.get(name) for name in ("tokens", "mask", "offsets")}
-        vectors = model.embeddings(**of_texts, pooling=self.pooling)
+        vectors = model.embeddings(**texts_of(batch), pooling=self.pooling)
         queries, documents = (embedding(batch[n], vectors) for n in ("queries", "documents"))
         scale = 1 / self.given.get("temperature", TEMPERATURE)
         loss = contrastive(queries, documents, scale=scale, count=batch["count"])

@@ -25,6 +25,7 @@ from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
 from .averages import scale_per_code, stored_form
+from .method import Method
 from .metrics import Counts, Watch
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ class Engine:
         graph: bool = False,
     ) -> None:
         size = ranks.groups.context.size
-        if size > 1 and getattr(objective, "divided", False):
-            objective = partial(share_of, objective, size)
+        self.largest = 0
+        if size > 1 and isinstance(objective, Method):
+            self.largest, objective = objective.largest, partial(share_of, objective, size)
         self.ranks, self.model, self.objective = ranks, model, objective
         self.data, self.alike = ranks.groups.data, ranks.alike
         trained: Any = model
@@ -158,17 +160,22 @@ class Engine:
                 results[number] = self._held_out(batches[number], sums)
             elif self.parts is not None:  # take part when others gather weights from this rank
                 self._held_out(batches[first], sums)
+        if self.largest:  # what is no sum is equal in all ranks of a context
+            results[:, -self.largest :] /= self.ranks.groups.context.size
         return self.alike.all_reduce(results)
 
     def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
         """Return the loss of a batch, without a backward pass, and its counts or sums."""
-        if sums:
-            sink: list[Any] = []
-            loss = float(self.objective(self.model, **batch, sink=sink))
-            return loss, *to_numpy(sink[0]).tolist()
+        sink: list[Any] = []
+        given = {**batch, "sink": sink} if sums else batch
         if self.stages is not None:
             stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
-            return pipeline_loss(stage, batch), *Counts()
+            loss = pipeline_loss(stage, given)
+            own = to_numpy(sink[0]).astype(np.float64) if sink else np.zeros(sums)
+            return loss, *(self.stages.shared(own) if sums else Counts())
+        if sums:
+            loss = float(self.objective(self.model, **given))
+            return loss, *to_numpy(sink[0]).tolist()
         watch = Watch(self.model)
         loss = float(self.objective(watch.view, **batch))
         # with a context, this rank has some of the tokens
@@ -291,12 +298,14 @@ def squares(
 
 
 def share_of(
-    method: Objective, size: int, model: Any, sink: list[Any] | None = None, **batch: Any
+    method: Method, size: int, model: Any, sink: list[Any] | None = None, **batch: Any
 ) -> Any:
     """Return a rank's share of a loss of all tokens, which ``size`` ranks compute, and add sums."""
     own: list[Any] = []
     given: dict[str, Any] = {} if sink is None else {"sink": own}
     loss = method(model, **batch, **given)
+    for each in own:
+        each[: len(each) - method.largest] /= size
     if sink is not None:
-        sink.extend(each / size for each in own)
+        sink += own
     return loss * (1 / size)

@@ -170,7 +170,7 @@ class Loop:
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
-        arrays += tuple(each.parameters for each in self.method.others)
+        arrays += tuple(getattr(each, "parameters", {}) for each in self.method.others)
         if self.model.adapter is not None:
             arrays += (self.model.adapter.file_weights(self.model.parameters),)
         held = [array for each in arrays for _, array in held_arrays(each)]
@@ -325,6 +325,8 @@ class Loop:
         with self.routing.counting():
             loss, sums = self.engine.summed(passes(), len(batches))
         measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.alike)
+        if self.engine.stages is not None:
+            measured = self.engine.stages.shared(measured)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
 

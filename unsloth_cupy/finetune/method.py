@@ -58,8 +58,6 @@ class Method:
         An expression with the model for what it is for, if that is not to write.
     plain : bool
         Whether it learns from all of a text, as the tokenizer writes it.
-    divided : bool
-        Whether ranks may divide weights or tokens: it computes with the log-probabilities of all.
     draws : bool
         Whether it learns from answers that the model draws to prompts.
     new : int
@@ -80,7 +78,6 @@ class Method:
     names: tuple[str, ...] = ()
     used: str = ""
     plain: bool = False
-    divided: bool = False
     draws: bool = False
     new: int = 0
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -221,6 +218,12 @@ class Method:
         }
 
 
+def loss_of_none(model: Any, batch: Mapping[str, Any]) -> Any:
+    """Return 0 on the tape of a rank without texts, which takes part in what others gather."""
+    loss = next_token(model, **{name: batch[name] for name in batch.keys() & BATCH})
+    return loss * 1.0  # in the dtype of the other ranks' losses
+
+
 def value_of(array: Any) -> Any:
     """Return the array of a Var."""
     return array.value if type(array) is Var else array
@@ -282,7 +285,7 @@ def every(batch: Batch, start: int) -> Batch:
 def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str, Array]:
     """Return where the log-probabilities of answers are, a row for each of these texts.
 
-    ``places`` counts entries row after row; where ``mask`` is False it has the last, which is of no
+    ``places`` counts entries row after row; where ``said`` is False it has the last, which is of no
     token.  ``reference`` holds the log-probabilities of the batch at these places.
     """
     starts, labels = starts_of(batch), batch.labels.reshape(-1)
@@ -292,11 +295,11 @@ def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str,
     ]
     longest = max(map(len, found), default=0)
     places = np.full((len(found), longest), max(0, labels.size - 1))
-    mask = np.zeros(places.shape, bool)
-    for row, shown, each in zip(places, mask, found, strict=True):
-        row[: len(each)], shown[: len(each)] = each, True
-    arrays = {"places": places, "mask": mask}
+    said = np.zeros(places.shape, bool)
+    for row, own, each in zip(places, said, found, strict=True):
+        row[: len(each)], own[: len(each)] = each, True
+    arrays = {"places": places, "said": said}
     if reference:  # of a token, which is predicted at the place before it
         known = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
-        arrays["reference"] = known[places] * mask
+        arrays["reference"] = known[places] * said
     return arrays

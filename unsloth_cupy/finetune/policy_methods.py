@@ -15,12 +15,23 @@ from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..losses import advantages, policy
 from ..machine import format_bytes
+from ..memory.planned import as_input
+from ..models.generation.rollouts import planned_rollouts
 from ..models.loss import IGNORE
-from ..models.objective import next_token
 from ..models.parse import parse
 from ..parallel.communicator import part
 from ..placement import to_numpy
-from .method import BATCH, PROMPTS, Method, answers, gathered, placed, stacked, starts_of, value_of
+from .method import (
+    PROMPTS,
+    Method,
+    answers,
+    gathered,
+    loss_of_none,
+    placed,
+    stacked,
+    starts_of,
+    value_of,
+)
 from .naming import named
 from .preference_methods import RATES
 from .rewards import GIVEN, Reward, rewards_of, scores
@@ -123,9 +134,9 @@ class Policy(Method):
             problem = f"{named(*limits)} is of functions, and {named('reward')} names models alone"
             raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
-        if ranks:
+        if ranks and self.invariant:
             cure = f"use {named('data_parallel')} in place of {named(*ranks)}"
-            raise ConfigError(f"{method} draws its answers with a whole model; {cure}")
+            raise ConfigError(f"{named('invariant')} is for a model that is whole; {cure}")
         for name in ("neftune", "lora_dropout"):
             if getattr(settings, name):
                 problem = f"{method} draws its answers without {named(name)}"
@@ -144,8 +155,12 @@ class Policy(Method):
         columns = dict.fromkeys((*GIVEN, *(name for record in every for name in record.value)))
         for reward in self.rewards:
             reward.check(columns)
+        return dataclasses.replace(self.sized(config), text=text)
+
+    def sized(self, config: Mapping[str, Any]) -> Self:
+        """Return this method with the most tokens of an answer, by the config.json of a model."""
         new = self.given.get("max_new_tokens") or max(1, min(NEW, parse(config).positions // 2))
-        return dataclasses.replace(self, text=text, new=new)
+        return dataclasses.replace(self, new=new)
 
     @property
     def said(self) -> str:
@@ -225,13 +240,17 @@ class Policy(Method):
         where = [self.text.place(record.line) for record in records]
         late = list[int]()
         more = {"group": samples, "tools": [record.tools for record in records], "late": late}
-        rewards = scores(self.rewards, columns, where.__getitem__, **more)
-        return prompts, drawn, rewards, len(late)
+        rewards = np.zeros((len(records), len(self.rewards)))
+        if loop.ranks.judges:
+            rewards = scores(self.rewards, columns, where.__getitem__, **more)
+        rewards = loop.ranks.judged(rewards)
+        return prompts, drawn, rewards, int(loop.ranks.judged(np.array(float(len(late)))))
 
     def drawn(self, loop: Any, batches: Sequence[Batch], numbers: Sequence[int]) -> list[Batch]:
         """Return the answers that the model draws to the prompts of batches, with their gains.
 
-        Each data rank answers some of the prompts, and gets the answers of all.
+        Ranks that hold the same weights answer some of the prompts each, and get the answers of
+        all; those that divide a model draw the same tokens, and one of them gets the rewards.
         """
         made = [self._drawn(loop, *each) for each in zip(batches, numbers, strict=True)]
         tokens = sum(int((batch.labels != IGNORE).sum()) for batch in made) / len(made)
@@ -239,7 +258,7 @@ class Policy(Method):
 
     def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
         """Return the answers to the prompts of a batch."""
-        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.groups.data
+        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.alike
         seed, share = int(draw.integers(2**63)), part(len(batch.tokens), data)
         beside = {name: each[share] for name, each in batch.beside.items()}
         own = batch._replace(tokens=batch.tokens[share], beside=beside)
@@ -278,7 +297,9 @@ class Policy(Method):
             packed = shape.batch_of(texts)
             arrays = placed(super().inputs(packed), loop.model.table)
             options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
-            before = loop.model.base.log_probs(**arrays, **options).log_probs
+            base = loop.model.base
+            base.context = None  # the texts are of this rank alone
+            before = base.log_probs(**arrays, **options).log_probs
             rows = np.append(FLOAT32.type(0), to_numpy(before).reshape(-1)[:-1])
             starts = starts_of(packed)  # of a token, not of the place before
             texts = [
@@ -292,7 +313,7 @@ class Policy(Method):
 
         The loss is minus their mean, of which the loss of a step estimates the slope.
         """
-        rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.engine.data
+        rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.ranks.alike
         for batch in loop.training_data.held_out[data.rank :: data.size]:
             _, drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
             rewards.append(each)
@@ -353,11 +374,11 @@ class Policy(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
         if not batch["places"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
+            return loss_of_none(model, batch)
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
         found = model.log_probs(**texts, **options)
-        rows, mask = gathered(found.log_probs, batch["places"]), batch["mask"]
+        rows, mask = gathered(found.log_probs, batch["places"]), batch["said"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
         loss = policy(
             rows, mask, gains, old=old, reference=reference, count=batch["count"], **self.loss
@@ -393,7 +414,18 @@ class Policy(Method):
 
     def asked(self, tokens: int) -> int:
         """Return how many of the tokens of a full row are a question at least."""
-        return 0 if self.text is None else max(0, tokens - self.new)
+        return max(1, tokens - self.new)
+
+    def rehearse(self, model: Any, rows: int, tokens: int) -> None:
+        """Do with planned arrays what holds memory while answers that fill these rows are drawn."""
+        asked, like = self.asked(tokens), model.table
+        planned_rollouts(model, rows // self.samples, self.samples, asked, tokens - asked)
+        for reward in self.rewards:
+            if hasattr(reward, "rehearse"):
+                reward.rehearse(rows, tokens)
+        if self.loss["beta"]:
+            texts = as_input(np.zeros((rows, tokens), np.int64), like)
+            model.base.log_probs(texts, texts)
 
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
         """Return the inputs of answers that fill their rows."""

@@ -11,10 +11,8 @@ from ..errors import ConfigError
 from ..losses import implicit_rewards, kto, nll, preference
 from ..losses.preferences import SORTED
 from ..models.loss import IGNORE, next_labels
-from ..models.objective import next_token
 from ..placement import to_numpy
 from .method import (
-    BATCH,
     PAIRS,
     RATED,
     Method,
@@ -22,6 +20,7 @@ from .method import (
     every,
     gathered,
     halves,
+    loss_of_none,
     placed,
     stacked,
     starts_of,
@@ -50,7 +49,6 @@ class Preference(Method):
     group: int = 2
     unit: str = "pairs"
     rates: tuple[float, float] | None = RATES
-    divided: bool = True
     sums: int = 7
     nll: float = 0.0
     whole: bool = False
@@ -73,9 +71,9 @@ class Preference(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of pairs."""
         if not batch["places"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
+            return loss_of_none(model, batch)
         found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["mask"], None
+        rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["said"], None
         loss = preference(rows, mask, batch.get("reference"), count=batch["count"], **self.given)
         if self.nll:
             count = batch.get("likely_count", 1)
@@ -87,7 +85,7 @@ class Preference(Method):
 
     def _sums(self, rows: Array, batch: Mapping[str, Any], likely: Any) -> Array:
         """Return pairs, right ones, rewards and log-probabilities of both answers, and the nll."""
-        mask, half, beta = batch["mask"], len(rows) // 2, self.given.get("beta", BETA)
+        mask, half, beta = batch["said"], len(rows) // 2, self.given.get("beta", BETA)
         rewards = implicit_rewards(rows, mask, batch.get("reference"), beta=beta)
         if self.given["kind"] in ("simpo", "orpo"):  # their scores are means
             rewards = rewards / np.maximum(mask.sum(axis=1), 1)
@@ -138,7 +136,6 @@ class Kto(Method):
     group: int = 2
     unit: str = "answers"
     rates: tuple[float, float] | None = RATES
-    divided: bool = True
     sums: int = 4
 
     def bound(self, settings: Any) -> Self:
@@ -155,13 +152,13 @@ class Kto(Method):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""
         if not batch["places"].size:  # a rank without texts
-            return next_token(model, **{n: batch[n] for n in batch.keys() & BATCH})
+            return loss_of_none(model, batch)
         found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
         rows, good = gathered(found.log_probs, batch["places"]), batch["desirable"]
         given = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
         given |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
         given |= {"weights": self._weights(good, rows), "count": batch["count"]}
-        texts = batch["mask"], batch["reference"]
+        texts = batch["said"], batch["reference"]
         loss = kto(rows, *texts, good, **given)
         if (sink := batch.get("sink")) is not None:
             beta = self.given.get("beta", BETA)
@@ -200,7 +197,7 @@ class Kto(Method):
             rows = model.log_probs(**own).log_probs.reshape(-1)
             known = answers(other, range(len(starts_of(other)) - 1), reference=True)
             ratios = to_numpy(rows)[known["places"]] - known["reference"]
-            total += ratios.sum(where=known["mask"], dtype=np.float64), len(ratios)
+            total += ratios.sum(where=known["said"], dtype=np.float64), len(ratios)
         divergence, texts = summed(total)
         return {"k": max(0.0, float(divergence / max(texts, 1)))}
 

@@ -111,9 +111,9 @@ def prepare(
         run, plan, training_data.examples, compared, shape, ranks, goes_on=checkpoint is not None
     )
     objective = (
-        objective
-        if plan.method == "sft"
-        else with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
+        with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
+        if plan.method != "sft" and (ranks.judges if method.draws else ranks.losses)
+        else objective
     )
     model = (
         in_place(given, checkpoint)

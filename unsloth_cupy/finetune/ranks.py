@@ -45,6 +45,9 @@ class Ranks:
         The ranks that hold the same part of the weights, and process other tokens.
     whole : bool
         Whether each rank holds all weights.
+    losses, judges : bool
+        Of the ranks that divide a model, whether this one computes the loss; whether it gets the
+        rewards of answers, of which there is one.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Ranks:
         self.alike = groups.data
         if groups.context.size > 1:
             self.alike = comm.split(groups.pipeline.rank * groups.tensor.size + groups.tensor.rank)
+        self.losses = groups.pipeline.rank == groups.pipeline.size - 1
+        self.judges = groups.tensor.rank == groups.pipeline.rank == 0
         divided = groups.tensor.size * groups.pipeline.size > 1
         self.whole = not divided and zero < 3
         self.failing: Any = None if self.alone else getattr(comm, "host", comm).split(0)
@@ -99,8 +104,10 @@ class Ranks:
             groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
             self.context_attention, accumulate,
         )  # fmt: skip
-        if method != "sft":
-            self._check_method(method)
+        if self.zero == 3 and METHODS[method].draws:
+            problem = f"is not for {named(method=method)}, whose ranks draw answers on their own"
+            cure = f"use {named(zero=1)}, or {named('tensor_parallel')}"
+            raise ConfigError(f"{named(zero=3)} {problem}; {cure} to save memory")
         if self.zero == 3 and find_nan:
             cure = f"use {named(zero=1)}, which computes the same numbers"
             problem = "the whole weights of a block exist only briefly, and have no names"
@@ -109,23 +116,11 @@ class Ranks:
             name = named("limit_memory") if limited else "offload"
             raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
 
-    def _check_method(self, method: str) -> None:
-        """Raise a ConfigError for ranks that divide what a method computes with."""
-        sizes = {"pipeline_parallel": self.groups.pipeline.size}
-        if not METHODS[method].divided:
-            sizes["tensor_parallel"] = self.groups.tensor.size
-            sizes["context_parallel"] = self.groups.context.size
-        divided = {name: size for name, size in sizes.items() if size > 1}
-        draws = METHODS[method].draws
-        divided |= {"zero": 3} if self.zero == 3 and draws else {}
-        if divided:
-            problem = f"is not for {named(method=method)}, which needs a model that is whole"
-            cure = f"use {named('data_parallel')}, and {named(zero=1 if draws else 3)}"
-            if METHODS[method].divided:
-                problem = f"is not for {named(method=method)}, which needs all blocks in a rank"
-                cure = f"use {named('tensor_parallel')}, {named('context_parallel')} or {cure[4:]}"
-            cure += " to save memory"
-            raise ConfigError(f"{named(**divided)} {problem}; {cure}")
+    def judged(self, array: Any) -> Any:
+        """Return the array of the one that judges, in all ranks that divide a model."""
+        for group in (self.groups.tensor, self.groups.pipeline):
+            array = group.broadcast(array) if group.size > 1 else array
+        return array
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0, a number or a text, on all ranks."""

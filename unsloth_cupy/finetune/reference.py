@@ -74,11 +74,11 @@ def other_models(plan: "Plan", tokenizer: Any, vocab: int) -> dict[str, Path]:
     return folders
 
 
-def frozen(folder: Path, dtype: str | None, device: str | None) -> "Transformer":
+def frozen(folder: Path, dtype: str | None, device: str | None, **placing: Any) -> "Transformer":
     """Return the model in a folder, with its adapter if it is one, in a dtype."""
     home = base_of(folder)
     lora = None if home is None else folder
-    return models.load(home or folder, lora=lora, dtype=dtype, device=device)
+    return models.load(home or folder, lora=lora, dtype=dtype, device=device, **placing)
 
 
 def with_teacher(
@@ -161,14 +161,15 @@ def reference_known(
 ) -> bool:
     """Set log-probabilities from the folder of a run that goes on, or by another model.
 
-    That model is freed before the model itself is loaded.  False: a new run compares with the model
-    itself, as it is before the first step.
+    Ranks divide that model as they do the one that is trained, before which it is freed.  False: a
+    new run compares with the model itself, as it is before the first step.
     """
     if goes_on and take_stored(run, parts, origin):
         return True
     if origin is None or not (goes_on or plan.reference):
         return False
-    compute(frozen(origin, plan.dtype, ranks.device), parts, shape, ranks)
+    placing = ranks.placing | {"parts": None}
+    compute(frozen(origin, plan.dtype, ranks.device, **placing), parts, shape, ranks)
     return True
 
 

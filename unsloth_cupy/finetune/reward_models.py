@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
+from ..memory.planned import as_input
 from ..models.configs.heads import SEQUENCE
 from ..models.text.chat import Span
 from ..models.text.tokenizer import check_tokens
@@ -114,6 +115,13 @@ class RewardModel:
             raise ConfigError(f"the text {shown(text)} {has}; {cure}")
         check_tokens(tokenizer, [int(tokens.max())], self.model.config.vocab)
         return tokens
+
+    def rehearse(self, texts: int, length: int) -> None:
+        """Hold with planned arrays what the outputs for so many texts of this length hold."""
+        ends = length * np.arange(min(texts, AT_ONCE) + 1)
+        whole = np.zeros((1, ends[-1]), np.int64)
+        tokens, offsets = (as_input(each, self.model.table) for each in (whole, ends))
+        self.model.logits(tokens, offsets=offsets)
 
     def _scores(self, texts: Sequence[Array]) -> Array:
         """Return the output for each text; texts of about a length share rows."""

@@ -18,6 +18,11 @@ from .method import LABELLED, PAIRS, SCORED, Method, gathered, stacked, starts_o
 from .text import Batch
 
 
+def texts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts of a batch, as a model takes them."""
+    return {"tokens": batch["tokens"], "mask": batch["real"], "offsets": batch.get("offsets")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Scoring(Method):
     """Learns outputs at the last token of each text."""
@@ -26,14 +31,13 @@ class Scoring(Method):
     used: str = 'model.predict(["a text"])'
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch, of which rows that are padded have a mask."""
-        mask = batch.beside["real"] if batch.offsets is None else None
-        return super().inputs(batch) | {"mask": mask}
+        """Return a batch, and which tokens of padded rows are real."""
+        real = batch.beside["real"] if batch.offsets is None else None
+        return super().inputs(batch) | {"real": real}
 
     def outputs(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """Return the outputs of the head, (texts, labels), in float32 or wider."""
-        of_texts = {name: batch.get(name) for name in ("tokens", "mask", "offsets")}
-        scores = model.logits(**of_texts)
+        scores = model.logits(**texts_of(batch))
         return cast(scores, "float32") if scores.dtype.itemsize < FLOAT32.itemsize else scores
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree", "none")
 ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
+ROLLOUTS = "rollouts"  # the moment of them
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
 
@@ -96,7 +97,8 @@ def plan_memory(
     objective : callable, optional
         The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
         that of the next tokens.  If it has ``planned(create)``, that returns the same loss with
-        what ``create(config)`` makes: another model, whose weights are counted.
+        what ``create(config)`` makes: another model, whose weights are counted.  If it has
+        ``rehearse(model, rows, tokens)``, that is what a step does before its passes.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
@@ -157,11 +159,11 @@ def plan_memory(
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
-        other = getattr(objective, "planned", None)
-        if other is not None:  # the loss computes with another model, which is frozen
+        if (other := getattr(objective, "planned", None)) is not None:  # it has a frozen model
             objective = other(partial(frozen_model, ledger, arrays=arrays, kind=kind))
         ledger.begin()
         alike = len(inputs) or min(accumulate, ALIKE)
+        _rehearse(ledger, objective, model, inputs[0] if inputs else None, (batch, tokens))
         batches = _batches(arrays, (batch, tokens), alike, inputs)
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -185,6 +187,14 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
+
+
+def _rehearse(ledger: Ledger, objective: Any, model: Any, first: Any, sizes: Any) -> None:
+    """Do what a step does before its passes, of the rows of the first or of these sizes."""
+    rehearse = getattr(objective, "rehearse", None)
+    if rehearse is not None:
+        rehearse(model, *(sizes if first is None else first["tokens"].shape))
+        ledger.note(ROLLOUTS)
 
 
 def _adapter_of(

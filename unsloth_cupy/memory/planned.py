@@ -275,6 +275,11 @@ class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
         return super().__new__(cls, ())
 
 
+def as_input(array: Any, like: Any) -> Any:
+    """Return an array for a planned model: on a host, where ops read values, the array itself."""
+    return array if isinstance(like, np.ndarray) else like.placed(array)
+
+
 class Shapes:
     """The target of planned arrays of a GPU: it runs nothing, and has the limits of an H200."""
 

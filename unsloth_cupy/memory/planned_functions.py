@@ -80,6 +80,12 @@ def _each_broadcast(_: New, *arrays: Any) -> Any:
     return [array._view(np.broadcast_to(array.form, shape)) for array in arrays]
 
 
+def _repeated(new: New, x: Any, times: int, axis: int | None = None) -> Any:
+    if axis is None:
+        return new(x.size * times, x.dtype)
+    return new([n * (times if i == axis else 1) for i, n in enumerate(x.shape)], x.dtype)
+
+
 def _stacked(new: New, arrays: Sequence[Any], axis: int = 0) -> Any:
     sizes = list(arrays[0].shape)
     sizes.insert(axis % (len(sizes) + 1), len(arrays))
@@ -115,7 +121,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "full": _full,
     "moveaxis": lambda new, x, source, to: x._view(np.moveaxis(x.form, source, to)),
     "put_along_axis": lambda new, *_, **__: None,
-    "repeat": lambda new, x, times: new(x.size * times, x.dtype),
+    "repeat": _repeated,
     "searchsorted": lambda new, x, values, **_: new(values.shape, np.int64),
     "shape": lambda new, x: x.shape,
     "shares_memory": lambda new, a, b: False,  # there are no elements

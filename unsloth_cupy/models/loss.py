@@ -1,5 +1,6 @@
 """The next-token loss: labels shifted by one, their mean loss, and its gradient on a tape."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from .layers.head import inputs_of_losses
 from .network import Network
 from .objective import LossRecord, as_array
 from .ranks.division import Division
+from .ranks.stages import pipeline_results
 
 IGNORE = -100  # the label of a token that does not count
 LOSSES = (  # functions that check labels
@@ -137,6 +139,14 @@ def label_log_probs(
 ) -> LogProbs:
     """Return the log-probabilities of the next labels, and what else the head's pass tells."""
     require_head("log_probs", model.config, CAUSAL)
+    stages = None if model.division is None else model.division.stages
+    if stages is not None and model.reached is None:
+        function = partial(label_log_probs, temperature=temperature, routes=routes)
+        batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
+        shape = tokens.shape if offsets is None else (1, tokens.size)
+        floats = shape, np.promote_types(stages.dtype, FLOAT32)
+        forms = [floats] * (len(LogProbs._fields) - 1) + [(shape, np.dtype(bool))]
+        return LogProbs(*pipeline_results(model, function, batch, forms))
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
     given = {"mask": mask, "offsets": offsets, "routes": routes}

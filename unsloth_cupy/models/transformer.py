@@ -46,6 +46,7 @@ from .folders.quantized_weights import saved_config, stored_kind
 from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
+from .layers.context import Context, is_left_aligned
 from .loss import label_log_probs, mean_loss
 from .network import Network
 from .objective import next_token
@@ -124,6 +125,8 @@ class Transformer(Network):
             )
         kind = options.pop("merge_into", None)
         outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
+        if [*options.get("modules", ())] == ["score"] and self.parts is None:
+            outer.remove("modules")  # which ranks do not cut
         targets = options.get("targets")
         listed = targets if isinstance(targets, Collection) else ()
         outer += ["targets"] * any(name in listed for name in TABLES)
@@ -448,11 +451,11 @@ class Transformer(Network):
             There are offsets together with a mask or a cache; or the model has no head.
         """
         parameters, config = self.entered(self.parameters), self.config
-        options: Any = {"mask": mask, "cache": cache, "offsets": offsets, "sequences": sequences}
-        options["routes"] = routes
-        x = self.hidden(parameters, tokens, **options)
+        options: Any = {"cache": cache, "sequences": sequences, "routes": routes}
         if config.head == SEQUENCE:
+            x = self._whole_rows(parameters, tokens, mask, offsets, **options)
             return sequence_scores(parameters, x, mask, offsets)
+        x = self.hidden(parameters, tokens, mask=mask, offsets=offsets, **options)
         logits = self.next_logits(parameters, x)
         return logits.reshape(*tokens.shape, logits.shape[-1])
 
@@ -580,8 +583,20 @@ class Transformer(Network):
         ConfigError
             pooling is unknown, or a row has no real token.
         """
-        x = self.hidden(self.entered(self.parameters), tokens, mask=mask, offsets=offsets)
+        x = self._whole_rows(self.entered(self.parameters), tokens, mask, offsets)
         return pooled(x, mask, offsets, pooling)
+
+    def _whole_rows(
+        self, parameters: Any, tokens: Array, mask: Any, offsets: Any, **options: Any
+    ) -> Any:
+        """Return the normalised output of the last block, also of tokens that ranks divide."""
+        ranks, kind = self.context, self.context_attention
+        if ranks is not None and mask is not None and is_left_aligned(mask):
+            mask = None  # no real token sees what comes after it
+        context = Context.of(ranks, tokens, mask, offsets, kind)
+        options |= {"mask": mask, "offsets": offsets, "context": context}
+        x = self.hidden(parameters, tokens, **options)
+        return x if context is None else context.whole(x)
 
     def predict(self, texts: Sequence[str | Sequence[Message]]) -> list[dict[str, float]]:
         """Return what a sequence classifier says of each text: a number by the name of the label.

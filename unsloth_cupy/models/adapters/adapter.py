@@ -493,7 +493,9 @@ def create_adapter(
     parameters = new_outer(weights, rows, modules)
     for index, table in enumerate(tables):
         parameters |= new_low_rank(weights, OUTER[table][0], rank, [seed, len(known) + index])
-    outer = {module_of(name): stored_name(module_of(name), config.body) for name in parameters}
+    whole = (PREFIX + name for each in modules for name in OUTER[each])  # also of other ranks
+    names = {module_of(name) for name in (*parameters, *whole)}
+    outer = {name: stored_name(name, config.body) for name in names}
     outer |= {module: module for module in stacks}
     layers = {module: (*sizes, 1) for module, sizes in known.items()}
     layers |= {module: (*each.sizes, each.shape[0]) for module, each in stacks.items()}

@@ -26,7 +26,6 @@ from ..adapters.into import quantize_of
 from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
-from ..configs.heads import CAUSAL
 from ..configs.text_configs import text_config
 from ..gguf.opening import folder_of
 from ..parse import parse
@@ -168,11 +167,11 @@ def load(
             others = layout.pop(str(Path(lora, WEIGHTS).resolve()), []) if lora else []
             next(iter(layout.values())).extend(others)
             kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
-            for index, (name, shape) in enumerate(config.shapes().items()):
-                if name not in stored_in:  # of a new head
-                    new = place(_drawn(config, name, shape, kind, [seed, index]))
-                    parameters[name] = new if rank_parts is None else rank_parts.keep(name, new)
-                    next(reversed(layout.values())).append(name)
+            new = {n: i for i, n in enumerate(config.shapes()) if n not in stored_in}  # of a head
+            next(reversed(layout.values())).extend(new)
+            for name in filter(holds, new):
+                own = place(_own_new(config, name, kind, [seed, new[name]], division))
+                parameters[name] = own if rank_parts is None else rank_parts.keep(name, own)
             if division is not None and division.stages is not None:
                 division.stages.dtype = kind
             model = Transformer(
@@ -354,17 +353,21 @@ def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) ->
     return (array * FLOAT32.type(config.initializer_range)).astype(kind)
 
 
+def _own_new(
+    config: Config, name: str, kind: Any, seed: list[int], division: Division | None
+) -> Array:
+    """Return this rank's part of a new parameter."""
+    array = _drawn(config, name, config.shapes()[name], kind, seed)
+    own: Array = array if division is None else division.own(name, array)
+    return own
+
+
 def _division(
     config: Config, communicator: Communicator | None, pipeline: Communicator | None, chunks: int
 ) -> Division | None:
     """Return the division that says which part this rank holds; None if it holds the model."""
     if communicator is None and pipeline is None:
         return None
-    if config.head != CAUSAL:
-        which = "communicator" if pipeline is None else "pipeline"
-        problem = f"ranks divide language models, and the head of this one is {config.head!r}"
-        cure = "load it whole, and divide the batch (DataParallel) or its parts (Zero3)"
-        raise ConfigError(f"load({which}=): {problem}; {cure}")
     for name, comm in (("communicator", communicator), ("pipeline", pipeline)):
         if comm is not None:
             check_communicator(f"load({name}=)", comm)

@@ -1,10 +1,12 @@
 """Parts of the choice of the next token: penalties, probabilities, draws of all rows at once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
+from ...ops.losses.linear_log_probs import of_logits
 
 
 def wide(logits: Array) -> Array:
@@ -39,6 +41,22 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
     index = (cumulative <= uniform * whole).sum(axis=-1, keepdims=True)
     index = np.minimum(index, (cumulative < whole).sum(axis=-1, keepdims=True))
     return (index if order is None else np.take_along_axis(order, index, axis=-1))[:, 0]
+
+
+def planned_draw(found: Any) -> tuple[Any, ...]:
+    """Hold with planned logits what a draw of all rows holds; return what the next step meets."""
+    logits, (rows, vocab), of = wide(found), found.shape, found.of
+    np.isnan(logits).any(axis=-1)
+    if isinstance(found, np.ndarray):  # row by row: tokens, their logits, weights and sums
+        held = [of((vocab,), np.float64) for _ in range(4)]
+        del held
+        chosen = of((rows,), np.int64)
+    else:
+        options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
+        chosen = draw_all(logits, options, of((rows, 1), np.float64))
+    floats = found.astype(np.promote_types(found.dtype, FLOAT32), copy=False)
+    of_logits(floats, chosen, 1.0)
+    return found, logits
 
 
 def likeliest(logits: Array, count: int) -> Array:

@@ -10,7 +10,8 @@ from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
 from ..generate import Options, sample
 from ..network import Network
-from .next_logits import check_pages
+from .drawing import planned_draw
+from .next_logits import CachedLogits, check_pages, on_device_of
 
 
 class Rollouts(NamedTuple):
@@ -85,6 +86,22 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
         chosen[~results[1]] = -1
         results.append(chosen)
     return Rollouts(*(to_device_of(each, model.table) for each in results))
+
+
+def planned_rollouts(model: Network, prompts: int, samples: int, asked: int, new: int) -> None:
+    """Hold with planned arrays what rollouts hold whose rows are full.
+
+    These are the prompts, of ``asked`` tokens each, and the last of ``new`` tokens.
+    """
+    rows, place = prompts * samples, model.table
+    tokens = np.zeros((rows, asked), np.int64)
+    like = on_device_of(tokens, place)
+    logits = CachedLogits(model, like, rows, asked + new, samples=samples, notes=True)
+    held = planned_draw(logits(tokens, tokens == 0))
+    if new > 1:
+        found = logits.of_last()
+        del held  # what the step before has left
+        planned_draw(found)
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:

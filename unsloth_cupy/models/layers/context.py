@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from ...core.arrays import zeroed
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...parallel.communicator import Communicator, part
@@ -68,17 +69,18 @@ class Context(NamedTuple):
         return x[:, to_device_of(self.order.clip(max=max(self.length - 1, 0)), x)]
 
     def whole(self, own: Any) -> Any:
-        """Return (rows, tokens) of all ranks; its gradient is the sum of those of all ranks."""
+        """Return (rows, tokens, ...) of all ranks; its gradient is the sum of those of all."""
         columns = to_device_of(self.order, value_of(own))
         kept = columns < self.length
 
         def spread(x: Any) -> Any:
-            full = np.zeros_like(x, shape=(len(x), self.length))
+            full = np.zeros_like(x, shape=(len(x), self.length, *x.shape[2:]))
             full[:, columns[kept]] = x[:, kept]
             return self.comm.all_reduce(full)
 
         def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            return {"own": np.where(kept, self.own(self.comm.all_reduce(dy)), dy.dtype.type(0))}
+            dx = self.own(self.comm.all_reduce(dy))
+            return {"own": zeroed(dx, np.broadcast_to(kept, dx.shape[:2]))}
 
         value = value_of(own)
         flags = value.dtype.kind == "b"
@@ -114,6 +116,12 @@ class Context(NamedTuple):
     def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Return the attention of this rank's queries over the keys of all ranks."""
         return KINDS[self.kind](q, k, v, self.comm, offsets=self.offsets, **options)
+
+
+def is_left_aligned(mask: Any) -> bool:
+    """Return whether all padding of rows is on the right."""
+    real = to_numpy(mask) != 0
+    return not (real[:, 1:] & ~real[:, :-1]).any()
 
 
 def own_tokens(context: Context | None, tokens: Array) -> Array:

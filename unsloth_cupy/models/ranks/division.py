@@ -289,8 +289,9 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         raise ConfigError(f"Division: {problem}; save it, and load that")
     if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
         raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
-    if adapter.outer:
-        problem = f"the adapter trains {module_of(adapter.outer[0])}, of which ranks keep parts"
+    tables = [name for name in adapter.outer if _split(name)[0] != "score"]
+    if tables:
+        problem = f"the adapter trains {module_of(tables[0])}, of which ranks keep parts"
         cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"
         raise ConfigError(f"Division: {problem}; {cure}")
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}

@@ -64,6 +64,11 @@ class Stages:
         """Return a new array for the hidden states that stages pass on, where ``array`` is."""
         return np.empty_like(array, self.dtype, shape=shape)
 
+    def shared(self, array: Array) -> Array:
+        """Return the last stage's array in all ranks; those of the others have its form."""
+        last: Array = self.comm.broadcast(array, self.comm.size - 1)
+        return last
+
     def ends_with(self, chunk: int) -> bool:
         """Return whether this chunk of this rank has the last block of the model."""
         return self.last and chunk == self.chunks - 1

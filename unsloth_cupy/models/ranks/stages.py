@@ -91,6 +91,14 @@ class ModelStage:
                 self.sums[name] = cast(gradient, dtype="float32")
         return None if x is None else gradients[-1]
 
+    def passed(self, microbatch: Mapping[str, Any]) -> Any:
+        """Return what the objective is of a microbatch in the last stage, without backward."""
+        return through(
+            self.stages,
+            lambda: self.like(microbatch),
+            lambda chunk, x: self.run(chunk, microbatch, x, {}),
+        )
+
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
         """Return this rank's tokens of a microbatch; None if ranks do not divide them."""
         model, kind = self.model, self.model.context_attention
@@ -119,7 +127,7 @@ def pipeline_gradients(
     stages = stage.stages
     losses = run_pipeline(stage, schedule, microbatches, stages.comm)
     total = np.array(sum(map(float, losses)), np.float64)
-    loss = float(stages.comm.broadcast(total, stages.comm.size - 1))
+    loss = float(stages.shared(total))
     if stages.ends is not None and EMBEDDING in stage.sums:
         stage.sums[EMBEDDING] = stages.ends.all_reduce(stage.sums[EMBEDDING])
     return loss, stage.sums
@@ -127,12 +135,22 @@ def pipeline_gradients(
 
 def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
     """Return the loss of a microbatch, equal in all ranks, without a backward pass."""
-    stages = stage.stages
-    result = through(
-        stages, lambda: stage.like(microbatch), lambda chunk, x: stage.run(chunk, microbatch, x, {})
-    )
-    loss = np.array(float(result) if stages.last else 0.0)
-    return float(stages.comm.broadcast(loss, stages.comm.size - 1))
+    result = stage.passed(microbatch)
+    return float(stage.stages.shared(np.array(float(result) if stage.stages.last else 0.0)))
+
+
+def pipeline_results(
+    model: "Network", function: Objective, batch: Mapping[str, Any], forms: Sequence[Any]
+) -> list[Array]:
+    """Return the arrays of ``function(model, **batch)``, equal in all ranks.
+
+    ``forms`` are the shape and the dtype of each, which only the last stage computes.
+    """
+    stage = ModelStage(model, {}, model.step, function)
+    found = stage.passed(batch)
+    if not stage.stages.last:
+        found = [np.empty_like(model.table, dtype, shape=shape) for shape, dtype in forms]
+    return [stage.stages.shared(each) for each in found]
 
 
 def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:
@@ -149,8 +167,7 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
     result = through(stages, lambda: stages.like(model.table, rows), run)
     if not stages.last:
         result = stages.like(model.table, (len(tokens), model.config.vocab))
-    logits: Array = stages.comm.broadcast(result, stages.comm.size - 1)
-    return logits
+    return stages.shared(result)
 
 
 def chunk_of_blocks(

@@ -64,7 +64,7 @@ class Blocks:
         read.  On a device, reading them would wait for it: keys that do not exist become zeros.
         """
         self.length: Any = self.keys
-        if key_lengths is not None:
+        if key_lengths is not None and not (self.on_host and is_planned(key_lengths)):
             self.length = key_lengths.astype(np.int64)
             if not self.on_host:
                 exists = (np.arange(self.keys, like=self.k) < self.length[:, None])[..., None, None]

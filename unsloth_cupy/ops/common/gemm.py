@@ -71,7 +71,8 @@ def gemm(
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = a.shape[:-2] or b.shape[:-2]
     if out is None:
-        out = empty((*batch, m, n), a.dtype if dtype is None else dtype, like=a)
+        like: Any = b if is_planned(b) else a
+        out = empty((*batch, m, n), a.dtype if dtype is None else dtype, like=like)
     if b.shape[-2] != k or out.shape != (*batch, m, n):
         expected = (*batch, m, n)
         problem = f"gemm: {a.shape} @ {b.shape} does not make {out.shape}"
@@ -92,8 +93,8 @@ def gemm(
         scaled = min(a, b, key=lambda each: each.size).astype(wide) * wide.type(factor)
         return gemm(*((scaled, b) if a.size <= b.size else (a, scaled)), out=out, add=add)
     elif batch:
-        for i, part in enumerate(out):
-            _by_numpy(a[i] if a.ndim == 3 else a, b[i] if b.ndim == 3 else b, part, add)
+        for i in representative_steps(out, range(len(out))):
+            _by_numpy(a[i] if a.ndim == 3 else a, b[i] if b.ndim == 3 else b, out[i], add)
     else:
         _by_numpy(a, b, out, add)
     return out

@@ -588,10 +588,10 @@ class Loop:
             tables = {name: whole.pop(name) for name in tables}
             model.adapter.holding(whole).save(folder, tables)
         else:
-            own = model.parameters, model.division
-            model.parameters, model.division = whole, None
-            model.save(folder)
-            model.parameters, model.division = own
+            every = model.on_tape(whole, model.step)
+            if model.division is not None:
+                every.config, every.division = model.division.whole, None
+            every.save(folder)
         files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
         if model.adapter is not None and self.method.names:  # an adapter's own files name no labels
             files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"

@@ -193,7 +193,8 @@ def _on_tape(
     root = Var(as_array(loss.astype(losses.dtype)), tape)
     one = full_like(root.value, 1)
     if balance is not None and type(balance[0]) is Var:
-        share = as_array((one * balance[1]).astype(balance[0].dtype))
+        ranks = 1 if division is None else division.comm.size  # whose gradients are added up
+        share = as_array((one * balance[1] / ranks).astype(balance[0].dtype))
         inputs["balance"], values["balance"] = balance[0].index, balance[0].value
         gradients["balance"] = share if scaler is None else scaler.scale(share)
     tape.note(LossRecord(values, inputs, {"loss": root.index}, gradients, one, scaler, loss))

@@ -80,7 +80,7 @@ class LazyParameter:
             return self.whole()
         if self.home.stack is not None:
             first, *rest = key if isinstance(key, tuple) else (key,)
-            return self._stacked(self.home.stack, first)[(slice(None), *rest)]
+            return self._stacked(self.home.stack, first, *rest)
         if self.home.dense is not None:
             return owned(self.whole()[key])
         return self._cast(self.files[self.home.file].get_slice(self.home.stored)[key])
@@ -101,7 +101,8 @@ class LazyParameter:
     def some(self, axis: int, places: Sequence[slice]) -> tuple[Quantized, Sequence[slice]]:
         """Return a quantized weight with at least these rows or columns, and where they are."""
         home, kind = self.home, cast(type[Quantized], self.home.kind)
-        part = narrow(kind, self.tensors(), home.shape, axis, places)
+        stack = len(home.shape) > 2
+        part = None if stack else narrow(kind, self.tensors(), home.shape, axis, places)
         if part is None:
             return self.whole(), places
         shape = [*home.shape]
@@ -141,9 +142,9 @@ class LazyParameter:
             return np.promote_types(self.dtype, stored)
         return self.dtype or stored
 
-    def _stacked(self, stack: Stack, some: Any) -> Array:
-        """Return the experts of a slice, or all."""
-        return stack.read(self.files, self.home.shape, self._dtype, some)
+    def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:
+        """Return the experts of a slice, or all; of each, what slices along other axes take."""
+        return stack.read(self.files, self.home.shape, self._dtype, some, *rest)
 
     def _cast(self, read: Array) -> Array:
         """Return an array that was read, in the dtype of results, writeable."""

@@ -43,7 +43,7 @@ class Threads(Exchanges):
 
     def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
         for to, array in enumerate(sends):
-            if array is not None:
+            if array is not None and (to != self.rank or receives[to] is not None):
                 self._post(array, to)
         for source, out in enumerate(receives):
             if out is not None:

@@ -366,7 +366,7 @@ class Loop:
         """Return the loss on the held-out text, in nats per token, or as the method has it."""
         batches, method, data = self.training_data.held_out, self.method, self.engine.data
         own = batches[data.rank :: data.size]
-        if self.engine.parts is not None and data.rank >= len(batches) % data.size > 0:
+        if self.engine.together and data.rank >= len(batches) % data.size > 0:
             own = [*own, without_texts(batches[0])]  # as many as the others have
         constants = method.before(self.model, own, data.all_reduce)
         shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)

@@ -31,7 +31,7 @@ SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
 LIMITS = ("reward_seconds", "reward_processes")  # settings that change no reward
 REPEATED = ("num_iterations", "steps_per_generation")
-RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Policy(Method):
 
     def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
         """Return the answers to the prompts of a batch."""
-        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.groups.data
+        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.data
         seed, share = int(draw.integers(2**63)), part(len(batch.tokens), data)
         beside = {name: each[share] for name, each in batch.beside.items()}
         own = batch._replace(tokens=batch.tokens[share], beside=beside)

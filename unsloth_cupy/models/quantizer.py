@@ -97,7 +97,7 @@ class Quantizer:
         division = self.division
         if division is None or not self.makes(name, shape := division.shapes[name]):
             return False
-        cuts = (division.cut(name, rank) for rank in range(division.comm.size))
+        cuts = (division.cut(name, rank) for rank in range(division.group.size))
         return not all(cut is None or self._separate(shape, *cut) for cut in cuts)
 
     def _separate(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:

@@ -113,9 +113,11 @@ class Stack(NamedTuple):
                 at += stop - first
         return out
 
-    def packed(self, name: str, files: Mapping[str, Any], dtype: Any) -> Mxfp4:
-        """Return the stack as it is in MXFP4, whose matrices have a dtype; errors name it."""
-        read = [files[file].get_tensor(stored) for file, stored in self.homes]
+    def packed(
+        self, name: str, files: Mapping[str, Any], dtype: Any, own: slice = slice(None)
+    ) -> Mxfp4:
+        """Return experts as they are in MXFP4, whose matrices have a dtype; errors name it."""
+        read = [files[file].get_slice(stored)[own] for file, stored in self.homes]
         state = {key: self.place.experts(each) for key, each in zip(PACKED, read, strict=True)}
         try:
             return Mxfp4.from_state(state, dtype)

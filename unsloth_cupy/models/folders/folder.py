@@ -56,6 +56,7 @@ def load(
     pipeline: Communicator | None = None,
     chunks: int = 1,
     parts: Communicator | None = None,
+    experts: Communicator | None = None,
     head: str | None = None,
     labels: int | None = None,
     seed: int = 0,
@@ -103,6 +104,11 @@ def load(
         Ranks that each keep a part of every parameter, and read only that part or whole rows of
         it; but ternary weights, and codes whose scales need more than these rows, one whole
         weight at a time.  ``parallel.Zero3(model, parts)`` trains the model.
+    experts : Communicator, optional
+        Ranks of expert parallelism: each reads and holds some of the experts of every layer, and
+        all else, and computes other rows of a batch.  Tokens go to the ranks of their experts, so
+        all ranks make as many calls at the same time; of ``generate`` the same ones.
+        ``parallel.DataParallel`` over these, or more, ranks sums their gradients.
     head : str, optional
         causal_lm, sequence_classification, token_classification, or none for embeddings alone.
         None: what ``architectures`` in config.json says or, of an adapter for classifiers, its
@@ -151,7 +157,7 @@ def load(
             maker_of("load", quantize)
             check_stacks("load", quantize, config)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)
-        division = _division(config, communicator, pipeline, chunks)
+        division = _division(config, communicator, pipeline, chunks, experts)
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
         rank_parts = None if parts is None else Parts(parts)
         holds = bool if division is None else division.holds
@@ -278,6 +284,7 @@ def create(
     pipeline: Communicator | None = None,
     chunks: int = 1,
     parts: Communicator | None = None,
+    experts: Communicator | None = None,
     invariant: bool = False,
 ) -> Transformer:
     """Return a model with random parameters.
@@ -291,7 +298,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device, communicator, pipeline, chunks, parts, invariant
+    dtype, device, communicator, pipeline, chunks, parts, experts, invariant
         As in ``load``.
 
     Returns
@@ -309,7 +316,7 @@ def create(
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer of 0 or more")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
-    division = _division(parsed, communicator, pipeline, chunks)
+    division = _division(parsed, communicator, pipeline, chunks, experts)
     rank_parts = None if parts is None else Parts(parts)
     for ranks in (communicator, parts):
         size //= 1 if ranks is None else ranks.size
@@ -355,23 +362,28 @@ def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) ->
 
 
 def _division(
-    config: Config, communicator: Communicator | None, pipeline: Communicator | None, chunks: int
+    config: Config,
+    communicator: Communicator | None,
+    pipeline: Communicator | None,
+    chunks: int,
+    experts: Communicator | None,
 ) -> Division | None:
     """Return the division that says which part this rank holds; None if it holds the model."""
-    if communicator is None and pipeline is None:
+    given = {"communicator": communicator, "pipeline": pipeline, "experts": experts}
+    given = {name: comm for name, comm in given.items() if comm is not None}
+    if not given:
         return None
     if config.head != CAUSAL:
-        which = "communicator" if pipeline is None else "pipeline"
+        which = [*given][-1]
         problem = f"ranks divide language models, and the head of this one is {config.head!r}"
         cure = "load it whole, and divide the batch (DataParallel) or its parts (Zero3)"
         raise ConfigError(f"load({which}=): {problem}; {cure}")
-    for name, comm in (("communicator", communicator), ("pipeline", pipeline)):
-        if comm is not None:
-            check_communicator(f"load({name}=)", comm)
+    for name, comm in given.items():
+        check_communicator(f"load({name}=)", comm)
     if not is_integer(chunks, 1):
         raise ConfigError(f"load(chunks={chunks!r}): pass an integer, 1 or more")
     stages = None if pipeline is None else Stages(config, pipeline, chunks)
-    return Division(config, communicator or SingleCommunicator(), stages)
+    return Division(config, communicator or SingleCommunicator(), stages, experts)
 
 
 @contextmanager

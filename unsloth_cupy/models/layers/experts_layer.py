@@ -5,7 +5,7 @@
 Equal logits: the expert with the lower index comes first, on every device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,17 +13,22 @@ import numpy as np
 
 from ...core.arrays import contiguous, rounded
 from ...core.dtypes import FLOAT32, Array
+from ...core.stand_in import is_planned
 from ...ops.activations.geglu import geglu
+from ...ops.activations.softmax import softmax
 from ...ops.activations.swiglu import swiglu
 from ...ops.elements.arithmetic import add, scale
 from ...ops.elements.cast import cast
 from ...ops.experts.experts_mlp import experts_mlp
 from ...ops.experts.grouped_linear import grouped_linear
 from ...ops.experts.route import Routes, route, route_backward, weights_of
-from ...ops.experts.router_losses import balance_loss
+from ...ops.experts.router_losses import balance_loss, balance_loss_backward
 from ...ops.experts.sort_by_expert import sort_by_expert
 from ...ops.linear.linear import linear
+from ...parallel.communicator import Communicator, part
 from ...parallel.taped import taped, value_of
+from ...parallel.tensor import all_to_all_rows
+from ...placement import to_numpy
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
@@ -51,18 +56,63 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     if call.routers is not None:
         call.routers.append(Routed(logits, value_of(routes.experts)))
     gate_up, down = (f"{module}experts.{name}" for name in STACKS)
-    if gate_up in stacks or down in stacks:
-        return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
-    return experts_mlp(
-        x,
-        parameters[gate_up],
-        parameters[down],
-        routes,
-        parameters.get(f"{gate_up}_bias"),
-        parameters.get(f"{down}_bias"),
-        activation=experts.activation,
-        **experts.clamps,
+
+    def computed(x: Any, routes: Routes) -> Any:
+        if gate_up in stacks or down in stacks:
+            return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
+        return experts_mlp(
+            x,
+            parameters[gate_up],
+            parameters[down],
+            routes,
+            parameters.get(f"{gate_up}_bias"),
+            parameters.get(f"{down}_bias"),
+            activation=experts.activation,
+            **experts.clamps,
+        )
+
+    if call.expert_ranks is None:
+        return computed(x, routes)
+    return at_their_ranks(call.expert_ranks, experts, x, routes, computed)
+
+
+def at_their_ranks(
+    comm: Communicator,
+    experts: Experts,
+    x: Any,
+    routes: Routes,
+    computed: Callable[[Any, Routes], Any],
+) -> Any:
+    """Return what ``computed`` makes of rows at the ranks that hold their experts.
+
+    A row goes to the rank of each of its k experts, and the results come back to be added in the
+    order of k.  A rank gets its rows in the order of ranks, then of experts, then of their places.
+    """
+    chosen = value_of(routes.experts)
+    sorted_rows, offsets = by_expert(chosen, experts.count)
+    local = part(experts.count, comm)
+    counts = rows_of_ranks(offsets, comm, experts, chosen)
+    arrived, came = all_to_all_rows(
+        sorted_rows.gathered(x.reshape(-1, x.shape[-1])), counts, comm
     )
+    numbers, _ = comm.all_to_all_rows(chosen.reshape(-1)[sorted_rows.order], counts)
+    ones = np.ones_like(value_of(arrived), shape=(len(numbers), 1))
+    made = computed(arrived, Routes((numbers - local.start)[:, None], ones))
+    back, _ = all_to_all_rows(made, came, comm)
+    return sorted_rows.summed(back, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+
+
+def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: Array) -> list[int]:
+    """Return how many of the sorted rows go to each rank; the host waits for a GPU here.
+
+    In a plan as many as can be go to the first: a token of each of its experts.
+    """
+    if is_planned(offsets):
+        most = chosen.size // experts.k * min(experts.k, part(experts.count, comm, 0).stop)
+        return [most, chosen.size - most, *[0] * (comm.size - 2)]
+    ends = to_numpy(offsets)
+    parts = (part(experts.count, comm, rank) for rank in range(comm.size))
+    return [int(ends[own.stop] - ends[own.start]) for own in parts]
 
 
 def adapted_experts(
@@ -76,10 +126,7 @@ def adapted_experts(
     """Return what ``experts_mlp`` does, with low-rank terms in the products of the stacks."""
     rows = x.reshape(-1, x.shape[-1])
     chosen = value_of(routes.experts)
-    order, offsets = sort_by_expert(chosen, experts.count)
-    places = np.zeros_like(order)
-    places[order] = np.arange(len(order), dtype=order.dtype, like=order)
-    sorted_rows = Sorted(order, places, experts.k)
+    sorted_rows, offsets = by_expert(chosen, parameters[names[0]].shape[0])
     product = partial(_product, parameters, stacks, offsets)
     both = product(names[0], sorted_rows.gathered(rows))
     gate, up = both[..., : experts.inner], both[..., experts.inner :]
@@ -91,7 +138,8 @@ def adapted_experts(
         case name:
             act = geglu(gate, up, approximate=name == "geglu_tanh")
     out = product(names[1], act)
-    return sorted_rows.summed(out, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+    weights = routes.weights.reshape(-1, chosen.shape[-1])
+    return sorted_rows.summed(out, weights).reshape(*x.shape)
 
 
 def _product(
@@ -109,6 +157,14 @@ def _product(
     a, b = (made_of([each], x.dtype, contiguous) for each in adapted.pair(parameters))
     low = grouped_linear(grouped_linear(x, a, offsets), b, offsets)
     return add(y, scale(low, factor=adapted.scale))
+
+
+def by_expert(chosen: Array, count: int) -> tuple["Sorted", Array]:
+    """Return the order of rows by their experts, and where the rows of each expert begin."""
+    order, offsets = sort_by_expert(chosen, count)
+    places = np.zeros_like(order)
+    places[order] = np.arange(len(order), dtype=order.dtype, like=order)
+    return Sorted(order, places, chosen.shape[-1]), offsets
 
 
 class Sorted(NamedTuple):
@@ -230,11 +286,35 @@ def sparse_mixer(logits: Any, jitter: float, given: Any = None) -> Routes:
     )
 
 
-def router_loss(experts: Experts, routed: Sequence[Routed], mask: Array | None) -> Any:
+def router_loss(
+    experts: Experts,
+    routed: Sequence[Routed],
+    mask: Array | None,
+    comm: Communicator | None = None,
+) -> Any:
     """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
 
-    As in transformers, the experts that it counts are those with the largest logits, also where
+    With a communicator it is that of the rows of all ranks, of which this rank has a term of the
+    sum.  As in transformers, the experts that it counts are those with the largest logits, also where
     a correction has chosen others.
     """
     every = stacked([each.logits for each in routed])
-    return balance_loss(every, route(value_of(every), k=experts.k).experts, mask=mask)
+    value = value_of(every)
+    chosen = route(value, k=experts.k).experts
+    if comm is None:
+        return balance_loss(every, chosen, mask=mask)
+    mask = np.ones_like(chosen, bool, shape=chosen.shape[1:-1]) if mask is None else mask != 0
+    real = np.broadcast_to(mask, chosen.shape[:-1]).reshape(-1)
+    numbers = chosen.reshape(-1, experts.k)[real].reshape(-1)
+    assigned = np.bincount(numbers, minlength=experts.count)
+    sums = comm.all_reduce(np.append(assigned, real.sum()).astype(np.float64))
+    rows = sums[-1].clip(1)
+    slopes = sums[:-1] / rows * (experts.count / rows)
+    p = softmax(value).reshape(-1, experts.count)[real].astype(np.float64)
+    dtype = np.promote_types(value.dtype, FLOAT32)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"logits": balance_loss_backward(dy, value, mask, slopes.astype(dtype))[0]}
+
+    term = (p @ slopes).sum(keepdims=True).reshape(()).astype(dtype)
+    return taped("balance", term, back, logits=every)

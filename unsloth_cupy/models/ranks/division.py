@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of each parameter a rank holds.
+"""Tensor and expert parallelism: which part of each parameter a rank holds.
 
 Projections into heads and into the inner size are column-parallel, those out of them are
 row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Megatron-LM, 2019.)
@@ -12,13 +12,16 @@ row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Me
 Every rank computes the whole choice of a router.  Of latent attention q_b_proj (or q_proj) and
 kv_b_proj are divided by heads; each rank holds, and computes, the short vectors of all heads whole.
 
+With expert parallelism a rank holds some of the experts of each layer, and all other parameters.
+
 The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
 ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
 inner size, in units of 64 if it is a multiple of that, so that no block of a 4-bit weight is cut.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -61,6 +64,12 @@ class Division:
         vocabulary.
     comm : Communicator
         The ranks that share the model.
+    experts : Communicator or None
+        The ranks that hold different experts, and process different tokens.
+    group : Communicator
+        The ranks that hold different parts: ``experts``, or else ``comm``.
+    balanced : Communicator or None
+        The ranks over whose tokens the router's loss is: ``experts`` but in evaluations.
     copies : Communicator or None
         The ranks that hold the same key/value heads; None if no other rank does.
     stages : Stages or None
@@ -75,7 +84,17 @@ class Division:
         The number of heads is not a multiple of the ranks, or some rank's part would be empty.
     """
 
-    def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        comm: Communicator,
+        stages: Stages | None = None,
+        experts: Communicator | None = None,
+    ) -> None:
+        self.experts = None if experts is None or experts.size == 1 else experts
+        self.group, self.balanced = self.experts or comm, self.experts
+        if self.experts is not None:
+            check_experts(config, self.experts, alone=comm.size == 1 and stages is None)
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
         if config.delta is not None and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
@@ -87,21 +106,22 @@ class Division:
             raise ConfigError(f"Division: {problem}; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
-        experts = config.experts
-        if experts is not None:
-            shared = self._inner(experts.shared)
-            experts = replace(experts, inner=self._inner(experts.inner), shared=shared)
+        mixture = config.experts
+        if mixture is not None:
+            shared = self._inner(mixture.shared)
+            mixture = replace(mixture, inner=self._inner(mixture.inner), shared=shared)
         self.config = replace(
             config,
             heads=config.heads // ranks,
             kv_heads=max(1, config.kv_heads // ranks),
             inner=self._inner(config.inner),
-            experts=experts,
+            experts=mixture,
         )
         self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
         self.shapes = config.shapes()
         self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
         self.adapted: dict[str, Stack] = {}  # stacks of experts, by their modules in an adapter
+        self.ranks: dict[str, int] = {}  # of these adapters
 
     def _inner(self, size: int) -> int:
         """Return how much of an inner size this rank holds."""
@@ -114,10 +134,12 @@ class Division:
 
     def cut(self, name: str, rank: int | None = None) -> Cut | None:
         """Return where a rank's part of a parameter is; None if every rank holds all of it."""
-        if self.comm.size == 1:
+        if self.group.size == 1:
             return None
         module, kind = self._split(name)
-        rank = self.comm.rank if rank is None else rank
+        rank = self.group.rank if rank is None else rank
+        if self.experts is not None:
+            return self._of_rank(name, kind, rank) if self.of_experts(name) else None
         stacked = int(module in (GATE_UP, EXPERTS_DOWN) and kind in ("weight", "bias"))
         if module in INPUTS:
             inputs = "heads" if module == "o_proj" else "up_proj"
@@ -129,6 +151,19 @@ class Division:
         if stack is not None and stack.in_turns:
             ranges = [slice(2 * ranges[0].start, 2 * ranges[0].stop)]
         return stacked, ranges
+
+    def of_experts(self, name: str) -> bool:
+        """Return whether a parameter is of experts, of which ranks may hold different ones."""
+        return self._split(name)[0] in (GATE_UP, EXPERTS_DOWN)
+
+    def _of_rank(self, name: str, kind: str, rank: int) -> Cut:
+        """Return where the experts of a rank are in a parameter that is of experts."""
+        stack, experts = self._adapted(name), self.whole.experts
+        count = 0 if experts is None else experts.count
+        own, size = part(count, self.group, rank), 1 if stack is None else self.ranks[stack.module]
+        if kind == UP:
+            return 1, [slice(own.start + n * count, own.stop + n * count) for n in range(size)]
+        return 0, [slice(own.start * size, own.stop * size)]
 
     def _adapted(self, name: str) -> Stack | None:
         """Return the stack of experts that a tensor of an adapter is added to."""
@@ -194,7 +229,7 @@ class Division:
 
     def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
         """Return the whole shape of a parameter, also of an adapter, whose part has shape own."""
-        cut = self.cut(name, self.comm.size - 1)
+        cut = self.cut(name, self.group.size - 1)
         if cut is None:
             return tuple(own)
         axis, ranges = cut
@@ -236,9 +271,9 @@ class Division:
         if own_cut is None:
             return own
         axis, _ = own_cut
-        cuts = [self.cut(name, rank) for rank in range(self.comm.size)]
+        cuts = [self.cut(name, rank) for rank in range(self.group.size)]
         targets = [target for cut in cuts if cut for target in cut[1]]
-        parts, start = self.comm.all_gather(own, axis), 0
+        parts, start = self.group.all_gather(own, axis), 0
         size = max(target.stop for target in targets)
         whole = np.empty_like(own, shape=(*own.shape[:axis], size, *own.shape[axis + 1 :]))
         for target in targets:
@@ -249,6 +284,8 @@ class Division:
 
     def used(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return parameters for a forward pass, such that backward sums gradients over ranks."""
+        if self.comm.size == 1:
+            return {**parameters}
         return {name: self._used(name, value) for name, value in parameters.items()}
 
     def _used(self, name: str, value: Any) -> Any:
@@ -278,7 +315,7 @@ class Division:
         if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
             return [(slice(None), 0.5)]
         if self.cut(name) is None:
-            return [(slice(None), 1 / self.comm.size)]
+            return [(slice(None), 1 / self.group.size)]
         if self._split(name)[0] == "qkv_proj":
             queries = self.config.heads * self.config.dim
             return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]
@@ -347,6 +384,7 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         if division.adapted.setdefault(stack.module, stack).parameter != stack.parameter:
             problem = f"{stack.module} is of another stack in an adapter that was here before"
             raise ConfigError(f"Division: {problem}; load the model again, with one of them")
+        division.ranks[stack.module] = len(adapter.parameters[adapted.down]) // stack.shape[0]
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
     own = adapter.holding({name: division.own(name, array) for name, array in held.items()})
     for name, adapted in adapter.stacks.items():
@@ -354,6 +392,35 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         stack = adapted.stack._replace(shape=(count, outputs, inputs))
         own.stacks = own.stacks | {name: adapted._replace(stack=stack)}
     return own
+
+
+@contextmanager
+def apart(division: Division | None) -> Iterator[None]:
+    """Let the router's loss be of each rank's own tokens in a with block."""
+    if division is None:
+        yield
+        return
+    before, division.balanced = division.balanced, None
+    try:
+        yield
+    finally:
+        division.balanced = before
+
+
+def check_experts(config: Config, comm: Communicator, *, alone: bool) -> None:
+    """Raise a ConfigError unless ranks can hold different experts of a model."""
+    cure = "divide the batch (data parallelism)"
+    problem = ""
+    if config.experts is None:
+        problem = f"a {config.model_type} has no experts for {comm.size} ranks"
+    elif not alone:
+        problem = "ranks hold different experts, or slices of all"
+        cure = "choose expert or tensor parallelism"
+    elif config.experts.count < comm.size:
+        problem = f"{config.experts.count} experts are not enough for {comm.size} ranks"
+        cure = f"use at most {config.experts.count}"
+    if problem:
+        raise ConfigError(f"Division: {problem}; {cure}")
 
 
 def check_divides(config: Config, ranks: int) -> None:

@@ -111,13 +111,13 @@ class Quantized(Stored, ABC):
                 for start in starts
                 for where in places
             ]
-        return self._shaped(count * rows, columns)._cut(axis // 2, places)._shaped(*shape)
+        return self.shaped(count * rows, columns)._cut(axis // 2, places).shaped(*shape)
 
     @abstractmethod
     def _cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows, or with axis 1 columns, of a matrix: see ``cut``."""
 
-    def _shaped(self, *shape: int) -> Self:
+    def shaped(self, *shape: int) -> Self:
         """Return the same values as a matrix, or as a stack of matrices with as many columns."""
         arrays, facts = self.held(), self.facts()
         if "shape" in facts:  # the arrays are flat

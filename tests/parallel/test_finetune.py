@@ -62,7 +62,8 @@ def same(out: Path, one: Path) -> None:
     logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]]
     for line, other in zip(*logs, strict=True):
-        for key in {"loss", "held_out_loss", "gradient_norm"} & other.keys():
+        compared = {"loss", "held_out_loss", "gradient_norm", "expert_tokens", "expert_load"}
+        for key in compared & other.keys():
             close(line[key], other[key])
     for name in ("model/*model", f"checkpoint-{STEPS:08d}/optimizer"):
         actual, expected = (load_file(*run.glob(f"{name}.safetensors")) for run in (out, one))

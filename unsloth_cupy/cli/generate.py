@@ -79,8 +79,10 @@ def generate(
     """
     from ..models.folders.folder import on_device
 
-    sizes = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
-    ranks = start(**sizes, data=1, device=device)
+    ranks = start(
+        tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel, data=1,
+        device=device,
+    )  # fmt: skip
     with ranks.ending(click.ClickException):
         check_options(
             pipeline_parallel or 1, 1, 0, None, None, None, 1, tensor_parallel or 1,

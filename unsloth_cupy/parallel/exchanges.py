@@ -134,7 +134,7 @@ class Exchanges(ABC):
         sent = np.array([*counts], np.int64)
         came = self._gather_rows("all_to_all_rows", sent)[:, self.rank]
         out = empty((int(came.sum()), *x.shape[1:]), x.dtype, x)
-        self._exchange("all_to_all_rows", *(_pieces(a, n) for a, n in ((x, sent), (out, came))))
+        self._exchange("all_to_all_rows", *(pieces(a, n) for a, n in ((x, sent), (out, came))))
         return out, came.tolist()
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -244,7 +244,7 @@ class Exchanges(ABC):
         return out
 
 
-def _pieces(x: Any, counts: Any) -> list[Any]:
+def pieces(x: Any, counts: Any) -> list[Any]:
     """Return views of consecutive rows, so many for each rank."""
     ends = np.cumsum(counts).tolist()
     return [x[stop - count : stop] for stop, count in zip(ends, counts.tolist(), strict=True)]

@@ -92,9 +92,7 @@ def at_their_ranks(
     sorted_rows, offsets = by_expert(chosen, experts.count)
     local = part(experts.count, comm)
     counts = rows_of_ranks(offsets, comm, experts, chosen)
-    arrived, came = all_to_all_rows(
-        sorted_rows.gathered(x.reshape(-1, x.shape[-1])), counts, comm
-    )
+    arrived, came = all_to_all_rows(sorted_rows.gathered(x.reshape(-1, x.shape[-1])), counts, comm)
     numbers, _ = comm.all_to_all_rows(chosen.reshape(-1)[sorted_rows.order], counts)
     ones = np.ones_like(value_of(arrived), shape=(len(numbers), 1))
     made = computed(arrived, Routes((numbers - local.start)[:, None], ones))
@@ -295,8 +293,8 @@ def router_loss(
     """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
 
     With a communicator it is that of the rows of all ranks, of which this rank has a term of the
-    sum.  As in transformers, the experts that it counts are those with the largest logits, also where
-    a correction has chosen others.
+    sum.  As in transformers, the experts that it counts are those with the largest logits, also
+    where a correction has chosen others.
     """
     every = stacked([each.logits for each in routed])
     value = value_of(every)
@@ -304,13 +302,14 @@ def router_loss(
     if comm is None:
         return balance_loss(every, chosen, mask=mask)
     mask = np.ones_like(chosen, bool, shape=chosen.shape[1:-1]) if mask is None else mask != 0
-    real = np.broadcast_to(mask, chosen.shape[:-1]).reshape(-1)
-    numbers = chosen.reshape(-1, experts.k)[real].reshape(-1)
-    assigned = np.bincount(numbers, minlength=experts.count)
-    sums = comm.all_reduce(np.append(assigned, real.sum()).astype(np.float64))
-    rows = sums[-1].clip(1)
+    real = np.broadcast_to(mask, chosen.shape[:-1])[..., None]
+    numbers = np.where(real, chosen, experts.count).reshape(-1)  # of padding: none
+    assigned = np.bincount(numbers, minlength=experts.count + 1)[:-1]
+    parts = [each.astype(np.float64) for each in (assigned, real.sum().reshape(1))]
+    sums = comm.all_reduce(np.concatenate(parts))
+    rows = sums[-1:].clip(1)
     slopes = sums[:-1] / rows * (experts.count / rows)
-    p = softmax(value).reshape(-1, experts.count)[real].astype(np.float64)
+    p = np.where(real, softmax(value), 0).reshape(-1, experts.count).astype(np.float64)
     dtype = np.promote_types(value.dtype, FLOAT32)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:

@@ -103,6 +103,8 @@ RUNS = {
     "mixture-stopped": Run(3, "--expert-parallel 3", base="experts"),
     "mixture-on-two": Run(2, "--expert-parallel 2", "mixture-stopped", "experts"),
     "mixture-slices": Run(2, "--tensor-parallel 2", base="experts"),
+    "adapted-one": Run(1, LORA, base="experts"),
+    "adapted-two": Run(2, f"{LORA} --expert-parallel 2", base="experts"),
     "both": Run(4, "--context-parallel 2 --tensor-parallel 2"),
     "all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1"),
     "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),
@@ -112,7 +114,8 @@ ALWAYS = ("one", "stopped", "wrong")
 TURNS = (  # of each a third in a run, others in the next one; by how names begin
     ("data", "zero-3", "zero-1", "tensor", "pipeline", "context", "ulysses"),
     ("on-one", "on-three", "on-four", "on-3-contexts", "on-contexts"),
-    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free", "mixture"),
+    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free", "mixture",
+     "adapted"),
 )
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",

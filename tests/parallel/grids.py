@@ -114,8 +114,7 @@ ALWAYS = ("one", "stopped", "wrong")
 TURNS = (  # of each a third in a run, others in the next one; by how names begin
     ("data", "zero-3", "zero-1", "tensor", "pipeline", "context", "ulysses"),
     ("on-one", "on-three", "on-four", "on-3-contexts", "on-contexts"),
-    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free", "mixture",
-     "adapted"),
+    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free", "mixture", "adapted"),
 )
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",

@@ -332,6 +332,7 @@ def test_the_plan_of_ranks_of_experts() -> None:
     }  # fmt: skip
     config = SIZES | MIXTURES["mixtral"]
     one, two = (plan_ranks(config, Layout(expert=ranks), **options) for ranks in (1, 2))
+    assert one.stages[0].products == two.stages[0].products
     stacks = {n: math.prod(s) for n, s in parse(config).shapes().items() if is_stack(n)}
     weights = [plan.stages[0].memory.weights for plan in (one, two)]
     assert weights[0] - weights[1] == sum(stacks.values()) * 4 // 2

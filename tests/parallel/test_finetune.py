@@ -33,7 +33,16 @@ SIZES = (
     "--evaluate-every", "6", "--save-every", "2", "--lr", "0.01", "--steps", "6",
 )  # fmt: skip
 WHOLE = "tests.parallel.commands"
-OWN = "deep", "lora", "bits", "muon", "factor", "free", "mixture", "adapted"  # with a run of one rank
+OWN = (
+    "deep",
+    "lora",
+    "bits",
+    "muon",
+    "factor",
+    "free",
+    "mixture",
+    "adapted",
+)  # with a run of one rank
 REFUSED = {  # before ranks have met, and after
     "--pipeline-schedule zigzag": "Invalid value for '--pipeline-schedule'",
     "--epochs 2": "--steps and --epochs both say when to end",

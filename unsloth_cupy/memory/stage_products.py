@@ -9,6 +9,7 @@ from ..models.configs.config import Config
 from ..models.configs.names import is_stack
 from ..models.ranks.division import Division
 from ..models.ranks.pipeline_stages import EMBEDDING, HEAD
+from ..parallel.communicator import part
 
 
 def products(
@@ -44,12 +45,16 @@ def products(
     stages = None if division is None else division.stages
     heads = (config if division is None else division.config).heads
     batch, tokens = rows
+    share, experts = 1.0, config.experts
+    if experts is not None:  # other ranks send as many tokens as go to them
+        ranks = None if division is None else division.experts
+        held = experts.count if ranks is None else part(experts.count, ranks).stop
+        share = experts.k / held
     result = []
     for chunk in range(1 if stages is None else stages.chunks):
         layers: Iterable[int] = range(config.layers) if stages is None else stages.layers[chunk]
-        here = _used(config, shapes, chunk, stages)
-        shapes_of = {name: array.shape for name, array in adapter.items()}
-        added = _used(config, shapes_of, chunk, stages)
+        here = _used(shapes, chunk, stages, share)
+        added = _used({n: array.shape for n, array in adapter.items()}, chunk, stages, share)
         ends = stages is None or stages.ends_with(chunk)
         head = shapes[EMBEDDING if config.tied else HEAD] if ends else (0,)
         loss = 2.0 * batch * own * math.prod(head)
@@ -62,16 +67,18 @@ def products(
     return result
 
 
-def _used(config: Config, shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any) -> float:
-    """Return the elements of the matrices of a chunk by which a token is multiplied."""
+def _used(shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any, share: float) -> float:
+    """Return the elements of the matrices of a chunk by which a token is multiplied.
+
+    ``share`` is that of this rank's experts: k of them.
+    """
     elements = 0.0
     for name, shape in shapes.items():
         matrix = len(shape) == 2 and name not in (EMBEDDING, HEAD) and not name.endswith("_bias")
         here = stages is None or chunk in stages.chunk_of(name.removeprefix(PREFIX))
         if not here or not (matrix or is_stack(name)):
             continue
-        experts = config.experts if ".experts." in name else None  # of which it has a few
-        elements += math.prod(shape) * (1 if experts is None else experts.k / experts.count)
+        elements += math.prod(shape) * (share if ".experts." in name else 1)
     return elements
 
 

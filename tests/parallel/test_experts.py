@@ -19,7 +19,7 @@ from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.ranks.division import Division
 from unsloth_cupy.ops.quantized.weight import Quantized
-from unsloth_cupy.parallel import DataParallel, SingleCommunicator, grid, part
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero3, grid, part
 from unsloth_cupy.profiling.scale import plan_ranks
 
 from ..models.peers import MIXTURES, SIZES
@@ -314,6 +314,8 @@ def test_what_ranks_of_experts_refuse() -> None:
         create(SIZES | {"model_type": "llama"}, seed=0, experts=comm)
     with pytest.raises(ConfigError, match="or slices of all; choose expert or tensor parallelism"):
         create(mixture, seed=0, experts=comm, communicator=comm)
+    with pytest.raises(ConfigError, match="different experts of the model, .*to DataParallel"):
+        Zero3(create(mixture, seed=0, experts=comm), SingleCommunicator())
     comm.size = 5
     with pytest.raises(ConfigError, match="4 experts are not enough for 5 ranks; use at most 4"):
         create(mixture, seed=0, experts=comm)

@@ -5,7 +5,7 @@
 Equal logits: the expert with the lower index comes first, on every device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,28 +13,25 @@ import numpy as np
 
 from ...core.arrays import contiguous, rounded
 from ...core.dtypes import FLOAT32, Array
-from ...core.stand_in import is_planned
 from ...ops.activations.geglu import geglu
-from ...ops.activations.softmax import softmax
 from ...ops.activations.swiglu import swiglu
 from ...ops.elements.arithmetic import add, scale
 from ...ops.elements.cast import cast
 from ...ops.experts.experts_mlp import experts_mlp
 from ...ops.experts.grouped_linear import grouped_linear
 from ...ops.experts.route import Routes, route, route_backward, weights_of
-from ...ops.experts.router_losses import balance_loss, balance_loss_backward
-from ...ops.experts.sort_by_expert import sort_by_expert
+from ...ops.experts.router_losses import balance_loss
 from ...ops.linear.linear import linear
-from ...parallel.communicator import Communicator, part
+from ...parallel.communicator import Communicator
 from ...parallel.taped import taped, value_of
-from ...parallel.tensor import all_to_all_rows
-from ...placement import to_numpy
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, STACKS, Experts
 from .call import Call
 from .elements import clamped_swiglu, stacked
+from .expert_ranks import at_their_ranks, term_of_balance
+from .sorted_rows import by_expert
 
 
 class Routed(NamedTuple):
@@ -74,43 +71,6 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     if call.expert_ranks is None:
         return computed(x, routes)
     return at_their_ranks(call.expert_ranks, experts, x, routes, computed)
-
-
-def at_their_ranks(
-    comm: Communicator,
-    experts: Experts,
-    x: Any,
-    routes: Routes,
-    computed: Callable[[Any, Routes], Any],
-) -> Any:
-    """Return what ``computed`` makes of rows at the ranks that hold their experts.
-
-    A row goes to the rank of each of its k experts, and the results come back to be added in the
-    order of k.  A rank gets its rows in the order of ranks, then of experts, then of their places.
-    """
-    chosen = value_of(routes.experts)
-    sorted_rows, offsets = by_expert(chosen, experts.count)
-    local = part(experts.count, comm)
-    counts = rows_of_ranks(offsets, comm, experts, chosen)
-    arrived, came = all_to_all_rows(sorted_rows.gathered(x.reshape(-1, x.shape[-1])), counts, comm)
-    numbers, _ = comm.all_to_all_rows(chosen.reshape(-1)[sorted_rows.order], counts)
-    ones = np.ones_like(value_of(arrived), shape=(len(numbers), 1))
-    made = computed(arrived, Routes((numbers - local.start)[:, None], ones))
-    back, _ = all_to_all_rows(made, came, comm)
-    return sorted_rows.summed(back, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
-
-
-def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: Array) -> list[int]:
-    """Return how many of the sorted rows go to each rank; the host waits for a GPU here.
-
-    In a plan as many as can be go to the first: a token of each of its experts.
-    """
-    if is_planned(offsets):
-        most = chosen.size // experts.k * min(experts.k, part(experts.count, comm, 0).stop)
-        return [most, chosen.size - most, *[0] * (comm.size - 2)]
-    ends = to_numpy(offsets)
-    parts = (part(experts.count, comm, rank) for rank in range(comm.size))
-    return [int(ends[own.stop] - ends[own.start]) for own in parts]
 
 
 def adapted_experts(
@@ -155,56 +115,6 @@ def _product(
     a, b = (made_of([each], x.dtype, contiguous) for each in adapted.pair(parameters))
     low = grouped_linear(grouped_linear(x, a, offsets), b, offsets)
     return add(y, scale(low, factor=adapted.scale))
-
-
-def by_expert(chosen: Array, count: int) -> tuple["Sorted", Array]:
-    """Return the order of rows by their experts, and where the rows of each expert begin."""
-    order, offsets = sort_by_expert(chosen, count)
-    places = np.zeros_like(order)
-    places[order] = np.arange(len(order), dtype=order.dtype, like=order)
-    return Sorted(order, places, chosen.shape[-1]), offsets
-
-
-class Sorted(NamedTuple):
-    """Rows in the order of their experts: of each row k, one for each expert."""
-
-    order: Array
-    places: Array  # its inverse
-    k: int
-
-    def gathered(self, x: Any) -> Any:
-        """Return a row of x for each assignment."""
-        value = value_of(x)
-
-        def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            wide = np.promote_types(dy.dtype, FLOAT32)
-            parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])
-            return {"x": rounded(parts.sum(axis=1, dtype=wide), dy.dtype)}
-
-        return taped("gathered", value[self.order // self.k], back, x=x)
-
-    def summed(self, out: Any, weights: Any) -> Any:
-        """Return the weighted sum of the k results of each row, in the order of k."""
-        value, factors = value_of(out), value_of(weights)
-        wide = np.promote_types(value.dtype, FLOAT32)
-        shape = *factors.shape, value.shape[-1]
-
-        def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            dy = dy.astype(wide, copy=False)
-            gradients = {}
-            if "out" in wanted:
-                own = factors.reshape(-1)[self.order].astype(wide, copy=False)
-                moved = dy[self.order // self.k] * own[:, None]
-                gradients["out"] = rounded(moved, value.dtype)
-            if "weights" in wanted:
-                results = value[self.places].reshape(shape).astype(wide, copy=False)
-                slopes = (results * dy[:, None]).sum(axis=-1)
-                gradients["weights"] = rounded(slopes, factors.dtype)
-            return gradients
-
-        results = value[self.places].reshape(shape).astype(wide, copy=False)
-        y = (results * factors.astype(wide, copy=False)[..., None]).sum(axis=1)
-        return taped("summed", rounded(y, value.dtype), back, out=out, weights=weights)
 
 
 def router_logits(parameters: Mapping[str, Any], experts: Experts, module: str, x: Any) -> Any:
@@ -297,23 +207,7 @@ def router_loss(
     where a correction has chosen others.
     """
     every = stacked([each.logits for each in routed])
-    value = value_of(every)
-    chosen = route(value, k=experts.k).experts
+    chosen = route(value_of(every), k=experts.k).experts
     if comm is None:
         return balance_loss(every, chosen, mask=mask)
-    mask = np.ones_like(chosen, bool, shape=chosen.shape[1:-1]) if mask is None else mask != 0
-    real = np.broadcast_to(mask, chosen.shape[:-1])[..., None]
-    numbers = np.where(real, chosen, experts.count).reshape(-1)  # of padding: none
-    assigned = np.bincount(numbers, minlength=experts.count + 1)[:-1]
-    parts = [each.astype(np.float64) for each in (assigned, real.sum().reshape(1))]
-    sums = comm.all_reduce(np.concatenate(parts))
-    rows = sums[-1:].clip(1)
-    slopes = sums[:-1] / rows * (experts.count / rows)
-    p = np.where(real, softmax(value), 0).reshape(-1, experts.count).astype(np.float64)
-    dtype = np.promote_types(value.dtype, FLOAT32)
-
-    def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        return {"logits": balance_loss_backward(dy, value, mask, slopes.astype(dtype))[0]}
-
-    term = (p @ slopes).sum(keepdims=True).reshape(()).astype(dtype)
-    return taped("balance", term, back, logits=every)
+    return term_of_balance(comm, every, chosen, mask)

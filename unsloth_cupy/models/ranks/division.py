@@ -120,8 +120,8 @@ class Division:
         self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
         self.shapes = config.shapes()
         self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
-        self.adapted: dict[str, Stack] = {}  # stacks of experts, by their modules in an adapter
-        self.ranks: dict[str, int] = {}  # of these adapters
+        # stacks of experts, by their modules in an adapter, and the rank of that
+        self.adapted: dict[str, tuple[Stack, int]] = {}
 
     def _inner(self, size: int) -> int:
         """Return how much of an inner size this rank holds."""
@@ -147,8 +147,8 @@ class Division:
             return (1 + stacked, ranges) if kind in ("weight", DOWN) else None
         if kind == DOWN or not (ranges := self._ranges(name, module, rank)):
             return None
-        stack = self._adapted(name)
-        if stack is not None and stack.in_turns:
+        adapted = self._adapted(name)
+        if adapted is not None and adapted[0].in_turns:
             ranges = [slice(2 * ranges[0].start, 2 * ranges[0].stop)]
         return stacked, ranges
 
@@ -158,21 +158,22 @@ class Division:
 
     def _of_rank(self, name: str, kind: str, rank: int) -> Cut:
         """Return where the experts of a rank are in a parameter that is of experts."""
-        stack, experts = self._adapted(name), self.whole.experts
-        count = 0 if experts is None else experts.count
-        own, size = part(count, self.group, rank), 1 if stack is None else self.ranks[stack.module]
+        size, count = 1, getattr(self.whole.experts, "count", 0)
+        if (adapted := self._adapted(name)) is not None:
+            size = adapted[1]
+        own = part(count, self.group, rank)
         if kind == UP:
             return 1, [slice(own.start + n * count, own.stop + n * count) for n in range(size)]
         return 0, [slice(own.start * size, own.stop * size)]
 
-    def _adapted(self, name: str) -> Stack | None:
-        """Return the stack of experts that a tensor of an adapter is added to."""
+    def _adapted(self, name: str) -> tuple[Stack, int] | None:
+        """Return the stack of experts that a tensor of an adapter is added to, and its rank."""
         return self.adapted.get(module_of(name.partition(PREFIX)[2]))
 
     def _split(self, name: str) -> tuple[str, str]:
         """Return the role of a parameter's layer or norm, and its name in that layer."""
-        if (stack := self._adapted(name)) is not None:
-            return f"experts.{stack.parameter.rpartition('.')[2]}", name[-len(DOWN) :]
+        if (adapted := self._adapted(name)) is not None:
+            return f"experts.{adapted[0].parameter.rpartition('.')[2]}", name[-len(DOWN) :]
         for own in (GATE_UP, EXPERTS_DOWN):
             if name.endswith((f".{own}", f".{own}_bias")):
                 return own, "bias" if name.endswith("_bias") else "weight"
@@ -381,10 +382,10 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         raise ConfigError(f"Division: {problem}; {cure}")
     for adapted in adapter.stacks.values():
         stack = adapted.stack
-        if division.adapted.setdefault(stack.module, stack).parameter != stack.parameter:
-            problem = f"{stack.module} is of another stack in an adapter that was here before"
+        own_rank = len(adapter.parameters[adapted.down]) // stack.shape[0]
+        if division.adapted.setdefault(stack.module, (stack, own_rank)) != (stack, own_rank):
+            problem = f"{stack.module} had an adapter of another stack, or of another rank, before"
             raise ConfigError(f"Division: {problem}; load the model again, with one of them")
-        division.ranks[stack.module] = len(adapter.parameters[adapted.down]) // stack.shape[0]
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
     own = adapter.holding({name: division.own(name, array) for name, array in held.items()})
     for name, adapted in adapter.stacks.items():

@@ -118,7 +118,7 @@ TURNS = (  # of each a third in a run, others in the next one; by how names begi
 )
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",
-    "--context-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
+    "--expert-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
 )
 
 

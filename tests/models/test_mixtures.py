@@ -269,7 +269,7 @@ def test_other_names_of_released_files():
         (lambda m, f: load(f, quantize="ternary"), "load: the experts of a mixtral are stacks"),
         (lambda m, f: load(f, quantize="mxfp4"), "load: kind 'mxfp4' is not known"),
         (lambda m, f: export_gguf(m, f / "x.gguf"), "are not written to GGUF"),
-        (lambda m, f: load(f, pipeline=SingleCommunicator()), "ranks do not divide the experts"),
+        (lambda m, f: load(f, pipeline=SingleCommunicator()), "a pipeline does not divide the"),
         (lambda m, f: replace_chunked(m), "the MLP of a mixtral model has experts"),
         (
             lambda m, f: plan_memory(
@@ -280,9 +280,9 @@ def test_other_names_of_released_files():
         ),
         (
             lambda m, f: plan_memory(
-                SIZES | MIXTURES["mixtral"], batch=1, tokens=8, dtype="float32", tensor_parallel=2
+                SIZES | MIXTURES["mixtral"], batch=1, tokens=8, dtype="float32", pipeline_parallel=2
             ),
-            "ranks do not divide the experts",
+            "a pipeline does not divide the",
         ),
     ],
     ids=["quantize", "load", "mxfp4", "gguf", "pipeline", "chunked", "plan ternary", "plan ranks"],

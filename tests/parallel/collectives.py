@@ -66,6 +66,20 @@ def transposes(comm: Communicator, here: Here = np.asarray) -> None:
     np.testing.assert_array_equal(actual, own, strict=True)
 
 
+def rows(comm: Communicator, here: Here = np.asarray) -> None:
+    """Rank r sends r + to rows to each rank, the first to rank 0; the last rank sends none."""
+    counts = [[(rank + to) * (rank < comm.size - 1) for to in range(comm.size)]
+              for rank in range(comm.size)]  # fmt: skip
+    for dtype in (ml_dtypes.bfloat16, "int32"):
+        x = [of_rank(rank, (sum(each), 3), dtype) for rank, each in enumerate(counts)]
+        own = [np.split(a, np.cumsum(n)[:-1])[comm.rank] for a, n in zip(x, counts, strict=True)]
+        sent, came = comm.all_to_all_rows(here(x[comm.rank]), counts[comm.rank])
+        np.testing.assert_array_equal(to_numpy(sent), np.concatenate(own), strict=True)
+        assert came == [len(each) for each in own]
+        again, _ = comm.all_to_all_rows(sent, came)
+        np.testing.assert_array_equal(to_numpy(again), x[comm.rank])
+
+
 def messages(comm: Communicator, here: Here = np.asarray) -> None:
     for root in range(comm.size):
         x = here(of_rank(comm.rank, (3, 2), ml_dtypes.bfloat16))
@@ -107,6 +121,7 @@ def grids(comm: Communicator, here: Here = np.asarray) -> None:
     tensor = 2 if comm.size % 2 == 0 else 1
     context = comm.size // tensor
     made = grid(comm, context=context, tensor=tensor)
+    assert (made.expert.size, grid(comm, expert=context, tensor=tensor).expert.size) == (1, context)
     own = here(np.array([comm.rank]))
     pair = to_numpy(made.tensor.all_gather(own))
     np.testing.assert_array_equal(pair, comm.rank // tensor * tensor + np.arange(tensor))
@@ -115,7 +130,7 @@ def grids(comm: Communicator, here: Here = np.asarray) -> None:
     assert (made.data.size, made.pipeline.size) == (1, 1)
 
 
-CHECKS = (reductions, infinities, gathers, transposes, messages, groups, grids)
+CHECKS = (reductions, infinities, gathers, transposes, rows, messages, groups, grids)
 
 
 def all_checks(comm: Communicator) -> None:

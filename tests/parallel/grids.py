@@ -19,7 +19,7 @@ from unsloth_cupy import AdamW, ScheduleFreeAdamW
 from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import loop, ranks
-from unsloth_cupy.models import optimizers
+from unsloth_cupy.models import create, optimizers
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
@@ -34,6 +34,22 @@ SIZES = (
 )  # fmt: skip
 # above what sums in another order differ by, which Adam would make as large as the rate
 EPS = 1e-3
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [1],
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.05,
+}
 
 
 class Run(NamedTuple):
@@ -83,6 +99,12 @@ RUNS = {
     "free-one": Run(1, FREE),
     "free-stopped": Run(2, f"{FREE} --tensor-parallel 2"),
     "free-on-two": Run(2, f"{FREE} --pipeline-parallel 2", "free-stopped"),
+    "mixture-one": Run(1, "", base="experts"),
+    "mixture-stopped": Run(3, "--expert-parallel 3", base="experts"),
+    "mixture-on-two": Run(2, "--expert-parallel 2", "mixture-stopped", "experts"),
+    "mixture-slices": Run(2, "--tensor-parallel 2", base="experts"),
+    "adapted-one": Run(1, LORA, base="experts"),
+    "adapted-two": Run(2, f"{LORA} --expert-parallel 2", base="experts"),
     "both": Run(4, "--context-parallel 2 --tensor-parallel 2"),
     "all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1"),
     "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),
@@ -92,11 +114,11 @@ ALWAYS = ("one", "stopped", "wrong")
 TURNS = (  # of each a third in a run, others in the next one; by how names begin
     ("data", "zero-3", "zero-1", "tensor", "pipeline", "context", "ulysses"),
     ("on-one", "on-three", "on-four", "on-3-contexts", "on-contexts"),
-    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free"),
+    ("deep", "lora", "bits", "both", "all", "muon", "factor", "free", "mixture", "adapted"),
 )
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",
-    "--context-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
+    "--expert-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
 )
 
 
@@ -118,7 +140,8 @@ def rounds(ranks: int) -> Iterator[dict[str, Run]]:
         now: dict[str, Run] = {}
         for name, run in left.items():
             free = ranks - sum(other.ranks for other in now.values())
-            if run.ranks <= free and not {run.of, run.base} & left.keys():
+            base = "one" if run.base == "experts" else run.base  # whose tokenizer it has
+            if run.ranks <= free and not {run.of, base} & left.keys():
                 now[name] = run
         yield now
         left = {name: run for name, run in left.items() if name not in now}
@@ -163,6 +186,10 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
         comm = world.split([*runs, ""].index(name))
         if name:
             one_run(comm, runs[name], text, folder / name)
+        world.barrier()
+        if world.rank == 0 and not (folder / "experts").exists():
+            create(MIXTURE, seed=0).save(folder / "experts")
+            shutil.copy(folder / "one" / "model" / "tokenizer.json", folder / "experts")
         world.barrier()
 
 

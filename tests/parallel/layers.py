@@ -42,6 +42,22 @@ def learned(function: Callable[..., Any], arrays: list[Any], seed: Any) -> list[
     return [y.value, *tape.gradients(y, watched, seed)]
 
 
+def exchanged(comm: Communicator) -> None:
+    """Rows that go to other ranks and come back are as before, with their gradients."""
+    x, w, dy = drawn(comm.size + 2, 3), drawn(3, 3), drawn(comm.size + 2, 3)
+    counts = [3, *[1] * (comm.size - 1)]
+
+    def divided(x: Any, w: Any) -> Any:
+        sent, came = many.all_to_all_rows(x, counts, comm)
+        return many.all_to_all_rows(linear(sent, w), came, comm)[0]
+
+    y, dx, dw = learned(divided, [x, w], dy)
+    expected = learned(linear, [x, w], dy)
+    for actual, one in zip((y, dx), expected[:2], strict=True):
+        close(actual, one)
+    close(comm.all_reduce(dw), comm.size * expected[2])
+
+
 def mlp(comm: Communicator) -> None:
     """Two layers, 7 columns between them, which no number of ranks above 1 divides."""
     arrays = [drawn(5, 3, 6), drawn(7, 6), drawn(7), drawn(4, 7), drawn(4)]
@@ -176,5 +192,5 @@ def log_probs(comm, vocab, arrays, labels, seed, options) -> None:
 
 
 def all_checks(comm: Communicator) -> None:
-    for check in (mlp, sums, vocabulary):
+    for check in (mlp, exchanged, sums, vocabulary):
         check(comm)

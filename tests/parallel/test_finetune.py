@@ -33,7 +33,16 @@ SIZES = (
     "--evaluate-every", "6", "--save-every", "2", "--lr", "0.01", "--steps", "6",
 )  # fmt: skip
 WHOLE = "tests.parallel.commands"
-OWN = "deep", "lora", "bits", "muon", "factor", "free"  # that have a run of one rank
+OWN = (
+    "deep",
+    "lora",
+    "bits",
+    "muon",
+    "factor",
+    "free",
+    "mixture",
+    "adapted",
+)  # with a run of one rank
 REFUSED = {  # before ranks have met, and after
     "--pipeline-schedule zigzag": "Invalid value for '--pipeline-schedule'",
     "--epochs 2": "--steps and --epochs both say when to end",
@@ -62,7 +71,8 @@ def same(out: Path, one: Path) -> None:
     logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]]
     for line, other in zip(*logs, strict=True):
-        for key in {"loss", "held_out_loss", "gradient_norm"} & other.keys():
+        compared = {"loss", "held_out_loss", "gradient_norm", "expert_tokens", "expert_load"}
+        for key in compared & other.keys():
             close(line[key], other[key])
     for name in ("model/*model", f"checkpoint-{STEPS:08d}/optimizer"):
         actual, expected = (load_file(*run.glob(f"{name}.safetensors")) for run in (out, one))

@@ -14,7 +14,7 @@ import click
 
 from .. import models
 from ..errors import ConfigError
-from ..finetune.ranks import start
+from ..finetune.ranks import check_options, start
 from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tables import LONGEST
 from ..finetune.turns import ending
@@ -54,6 +54,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks of mpiexec that divide the blocks.")
+@option("--expert-parallel", click.IntRange(1), "Ranks of mpiexec that divide the experts.")
 def generate(
     folder: Path,
     prompt: str | None,
@@ -65,6 +66,7 @@ def generate(
     device: str | None,
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
+    expert_parallel: int | None,
     **options: Any,
 ) -> None:
     """Continue PROMPT with the model in MODEL_FOLDER.
@@ -77,8 +79,15 @@ def generate(
     """
     from ..models.folders.folder import on_device
 
-    ranks = start(tensor=tensor_parallel, pipeline=pipeline_parallel, data=1, device=device)
+    ranks = start(
+        tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel, data=1,
+        device=device,
+    )  # fmt: skip
     with ranks.ending(click.ClickException):
+        check_options(
+            pipeline_parallel or 1, 1, 0, None, None, None, 1, tensor_parallel or 1,
+            expert_parallel or 1,
+        )  # fmt: skip
         if system is not None and not chat:
             raise click.UsageError("--system is for questions; add --chat.")
         random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]

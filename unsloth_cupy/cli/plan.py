@@ -66,6 +66,7 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--data-parallel", click.IntRange(1), "Ranks that process different rows.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
+@option("--expert-parallel", click.IntRange(1), "Ranks that divide the experts, with other rows.")
 @option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
 @option("--pipeline-schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
 @option("--chunks", click.IntRange(1), "Parts of each stage, if interleaved.  [default: 2]")
@@ -98,6 +99,7 @@ def plan(
     pipeline_parallel: int | None,
     data_parallel: int | None,
     context_parallel: int | None,
+    expert_parallel: int | None,
     context_attention: str | None,
     pipeline_schedule: str | None,
     chunks: int | None,
@@ -117,7 +119,9 @@ def plan(
 
     path = config_file(config)
     own = source_of(path.parent) == path.parent
-    sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
+    sizes = (
+        tensor_parallel, pipeline_parallel, data_parallel, context_parallel, expert_parallel
+    )  # fmt: skip
     given = {
         "teacher": teacher,
         "samples": samples,
@@ -147,17 +151,19 @@ def plan(
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
         learning = sized(learning, values, max_new_tokens, length)
-    check_optimizer(optimizer, int(state_bits), tensor_parallel or 1, int(zero))
+    check_optimizer(
+        optimizer, int(state_bits), tensor_parallel or 1, int(zero), expert_parallel or 1
+    )
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
-        context_attention, accumulate,
+        context_attention, accumulate, tensor_parallel or 1, expert_parallel or 1,
     )  # fmt: skip
     if any(size is not None for size in sizes):
         _check_alone(options.pop("merge_into"))
         if optimizer == "none":
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
-        tensor, pipeline, data, context = (size or 1 for size in sizes)
-        layout = Layout(tensor, pipeline, data, int(zero), node, context)
+        tensor, pipeline, data, context, expert = (size or 1 for size in sizes)
+        layout = Layout(tensor, pipeline, data, int(zero), node, context, expert)
         speed, rate_source = rate_of(rate, device, dtype)
         with _named(path):
             scale_plan = plan_ranks(

@@ -63,8 +63,9 @@ def show(
 ) -> None:
     """Print a plan with ``tokens`` per microbatch; draw its schedule if a picture is named."""
     layout = plan.layout
-    sizes = f"{layout.tensor} x {layout.context} x {layout.pipeline} x {layout.data}"
-    title = f"{name}: {sizes} ranks (tensor, context, pipeline, data), {settings}"
+    axes = ["tensor", *["expert"] * (layout.expert > 1), "context", "pipeline", "data"]
+    sizes = " x ".join(str(getattr(layout, axis)) for axis in axes)
+    title = f"{name}: {sizes} ranks ({', '.join(axes)}), {settings}"
     for part in tables(plan, title, rate_source, tokens):
         console(markup=False).print(part)
     if picture is not None:
@@ -80,7 +81,7 @@ def tables(plan: ScalePlan, title: str, rate_source: str, tokens: int) -> Iterab
     data = min(layout.data, max(1, MOST // (2 * others * plan.microbatches)))
     replay = plan.replay(data)
     count = data * others
-    step = tokens * plan.microbatches * layout.data
+    step = tokens * plan.microbatches * layout.data * layout.expert
     yield (
         f"{layout.ranks} ranks, {step:,} tokens in a step: {plan.seconds:.4g} s at least,"
         f" {step / plan.seconds:,.0f} tokens/s at most"
@@ -131,7 +132,9 @@ def exchanges(plan: ScalePlan) -> Any:
     rows: list[tuple[str, str, list[int], int]] = []
     context_ranks = [layout.rank(0, 0, 0, each) for each in range(layout.context)]
     column = layout.column(0)
-    for kind, ranks in (("tensor", tensor_ranks), ("context", context_ranks), ("data", column)):
+    expert_ranks = [layout.rank(0, 0, 0, 0, each) for each in range(layout.expert)]
+    kinds = {"tensor": tensor_ranks, "expert": expert_ranks, "context": context_ranks}
+    for kind, ranks in (kinds | {"data": column}).items():
         every = [stage.sent(kind) for stage in plan.stages]
         for call in sorted({name for calls in every for name in calls}):
             most = max(sum(calls.get(call, (0, 0))) for calls in every)

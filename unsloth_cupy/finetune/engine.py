@@ -10,6 +10,7 @@ import numpy as np
 from ..core.stand_in import is_planned
 from ..models.graphs import Sums
 from ..models.objective import Objective, TrainingStep, next_token
+from ..models.ranks.division import apart
 from ..models.ranks.gather import whole_parameters
 from ..models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ..ops.elements.arithmetic import add
@@ -58,7 +59,7 @@ class Engine:
         if size > 1 and isinstance(objective, Method):
             self.largest, objective = objective.largest, partial(share_of, objective, size)
         self.ranks, self.model, self.objective = ranks, model, objective
-        self.data, self.alike = ranks.groups.data, ranks.alike
+        self.data, self.alike = ranks.data, ranks.alike
         trained: Any = model
         model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
         model.context_attention = ranks.context_attention or "ring"
@@ -69,6 +70,8 @@ class Engine:
         self.many = None if alone else DataParallel(trained, self.alike)
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
+        # whether ranks need each other to compute the loss of other rows
+        self.together = self.parts is not None or model.expert_ranks is not None
         self.graph = graph and self.stages is None and self.parts is None
 
     @property
@@ -154,12 +157,13 @@ class Engine:
         Data ranks compute different batches.
         """
         results, data = np.zeros((len(batches), 1 + (sums or len(Counts())))), self.data
-        for first in range(0, len(batches), data.size):
-            number = first + data.rank
-            if number < len(batches):
-                results[number] = self._held_out(batches[number], sums)
-            elif self.parts is not None:  # take part when others gather weights from this rank
-                self._held_out(batches[first], sums)
+        with apart(self.model.division):
+            for first in range(0, len(batches), data.size):
+                number = first + data.rank
+                if number < len(batches):
+                    results[number] = self._held_out(batches[number], sums)
+                elif self.together:  # others gather weights from this rank, or send rows to it
+                    self._held_out(batches[first], sums)
         if self.largest:  # what is no sum is equal in all ranks of a context
             results[:, -self.largest :] /= self.ranks.groups.context.size
         return self.alike.all_reduce(results)
@@ -198,7 +202,7 @@ class Engine:
                 divided += squares(gradient, *place, shares)
         if holder is not None:
             whole += float(self.alike.all_reduce(np.array(float(divided)))[()])
-        total = division.comm.all_reduce(np.array(float(whole)))
+        total = division.group.all_reduce(np.array(float(whole)))
         if division.stages is not None:
             total = division.stages.comm.all_reduce(total)
         norm = math.sqrt(total[()]) / scaler.value
@@ -219,7 +223,7 @@ class Engine:
 
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return whole arrays by parameter name on rank 0, and None on the others."""
-        division, first = self.model.division, self.alike.rank == 0
+        division, first = self.model.division, self.ranks.same.rank == 0
         if self.parts is not None:
             whole = {}
             for name, array in named.items():

@@ -368,7 +368,7 @@ class Loop:
         """Return the loss on the held-out text, in nats per token, or as the method has it."""
         batches, method, data = self.training_data.held_out, self.method, self.engine.data
         own = batches[data.rank :: data.size]
-        if self.engine.parts is not None and data.rank >= len(batches) % data.size > 0:
+        if self.engine.together and data.rank >= len(batches) % data.size > 0:
             own = [*own, without_texts(batches[0])]  # as many as the others have
         constants = method.before(self.model, own, data.all_reduce)
         shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
@@ -590,10 +590,10 @@ class Loop:
             tables = {name: whole.pop(name) for name in tables}
             model.adapter.holding(whole).save(folder, tables)
         else:
-            own = model.parameters, model.division
-            model.parameters, model.division = whole, None
-            model.save(folder)
-            model.parameters, model.division = own
+            every = model.on_tape(whole, model.step)
+            if model.division is not None:
+                every.config, every.division = model.division.whole, None
+            every.save(folder)
         files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
         if model.adapter is not None and self.method.names:  # an adapter's own files name no labels
             files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"

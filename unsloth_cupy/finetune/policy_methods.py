@@ -42,7 +42,7 @@ SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
 LIMITS = ("reward_seconds", "reward_processes")  # settings that change no reward
 REPEATED = ("num_iterations", "steps_per_generation")
-RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True)

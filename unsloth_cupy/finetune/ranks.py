@@ -41,8 +41,13 @@ class Ranks:
     ----------
     alone, first : bool
         Whether there is one rank; whether this is rank 0.
+    data : Communicator
+        The ranks that process other rows.
     alike : Communicator
-        The ranks that hold the same part of the weights, and process other tokens.
+        The ranks that hold the same part of the weights, or other experts, and process other
+        tokens.
+    same : Communicator
+        Those of them that hold the same experts, too.
     whole : bool
         Whether each rank holds all weights.
     losses, judges : bool
@@ -63,20 +68,25 @@ class Ranks:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
         self.schedule, self.chunks, self.context_attention = schedule, chunks, context_attention
         self.alone, self.first = comm.size == 1, comm.rank == 0
-        self.alike = groups.data
-        if groups.context.size > 1:
-            self.alike = comm.split(groups.pipeline.rank * groups.tensor.size + groups.tensor.rank)
+        self.data = self.alike = self.same = groups.data
+        place = groups.pipeline.rank * groups.tensor.size + groups.tensor.rank
+        if groups.context.size * groups.expert.size > 1:
+            self.alike = self.same = comm.split(place)
+        if groups.expert.size > 1:
+            self.data = comm.split(place * groups.context.size + groups.context.rank)
+            self.same = self.alike.split(groups.expert.rank)
         self.losses = groups.pipeline.rank == groups.pipeline.size - 1
         self.judges = groups.tensor.rank == groups.pipeline.rank == 0
-        divided = groups.tensor.size * groups.pipeline.size > 1
+        divided = groups.tensor.size * groups.pipeline.size * groups.expert.size > 1
         self.whole = not divided and zero < 3
         self.failing: Any = None if self.alone else getattr(comm, "host", comm).split(0)
 
     @property
     def placing(self) -> dict[str, Any]:
         """Options of ``models.load`` and ``models.create`` that divide a model."""
-        tensor, pipeline = self.groups.tensor, self.groups.pipeline
+        tensor, pipeline, expert = self.groups.tensor, self.groups.pipeline, self.groups.expert
         return {
+            "experts": expert if expert.size > 1 else None,
             "communicator": tensor if tensor.size > 1 else None,
             "pipeline": pipeline if pipeline.size > 1 else None,
             "chunks": chunks_of(self.schedule, self.chunks),
@@ -95,19 +105,22 @@ class Ranks:
         method: str = "sft",
     ) -> None:
         """Raise a ConfigError for options that these ranks do not support."""
-        if batch < self.groups.data.size and not packed:  # of packed rows, texts are divided
-            cure = f"give {named(batch=self.groups.data.size)} or more"
-            problem = f"{named(batch=batch)} is not enough for {self.groups.data.size} ranks"
-            raise ConfigError(f"{problem} of {named('data_parallel')}; {cure}")
+        if batch < self.data.size and not packed:  # of packed rows, texts are divided
+            cure = f"give {named(batch=self.data.size)} or more"
+            problem = f"{named(batch=batch)} is not enough for {self.data.size} ranks"
+            by = "data_parallel" if self.groups.expert.size == 1 else "expert_parallel"
+            raise ConfigError(f"{problem} of {named(by)}; {cure}")
         groups = self.groups
         check_options(
             groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
-            self.context_attention, accumulate,
+            self.context_attention, accumulate, groups.tensor.size, groups.expert.size,
         )  # fmt: skip
-        if self.zero == 3 and METHODS[method].draws:
+        expert = groups.expert.size
+        if METHODS[method].draws and (self.zero == 3 or expert > 1):
+            which = named(zero=3) if self.zero == 3 else named(expert_parallel=expert)
             problem = f"is not for {named(method=method)}, whose ranks draw answers on their own"
             cure = f"use {named(zero=1)}, or {named('tensor_parallel')}"
-            raise ConfigError(f"{named(zero=3)} {problem}; {cure} to save memory")
+            raise ConfigError(f"{which} {problem}; {cure} to save memory")
         if self.zero == 3 and find_nan:
             cure = f"use {named(zero=1)}, which computes the same numbers"
             problem = "the whole weights of a block exist only briefly, and have no names"
@@ -183,7 +196,7 @@ class Ranks:
 
     def rows(self, batch: Batch) -> Batch:
         """Return this rank's rows of a batch; of a packed one, the texts that begin in its part."""
-        data, tokens, labels, starts = self.groups.data, batch.tokens, batch.labels, batch.offsets
+        data, tokens, labels, starts = self.data, batch.tokens, batch.labels, batch.offsets
         if data.size == 1:
             return batch
         group, arrays = batch.group, {"tokens": tokens, "labels": labels, **batch.beside}
@@ -203,7 +216,7 @@ class Ranks:
 def alone() -> Ranks:
     """Return the ranks of a run in one process: only this one."""
     one = SingleCommunicator()
-    return Ranks(one, Grid(one, one, one, one))
+    return Ranks(one, Grid(one, one, one, one, one))
 
 
 def start(
@@ -212,6 +225,7 @@ def start(
     pipeline: int | None,
     data: int | None,
     context: int | None = None,
+    expert: int | None = None,
     device: str | None,
     zero: int = 0,
     **options: Any,
@@ -225,8 +239,9 @@ def start(
     ConfigError
         The product of the sizes is not the number of ranks, or ZeRO has no data ranks.
     """
-    parallel = any(size is not None for size in (tensor, pipeline, data, context))
+    parallel = any(size is not None for size in (tensor, pipeline, data, context, expert))
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
+    sizes["expert"] = expert or 1
     comm: Communicator | None = None
     try:
         comm = _started(parallel, device)
@@ -255,7 +270,7 @@ def _ranks(
         cure = f"start it with mpiexec -n {wanted} unsloth-cupy, torchrun or srun"
         raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
     groups = grid(comm, data=data, **sizes)
-    if zero and groups.data.size * groups.context.size == 1:
+    if zero and groups.data.size * groups.context.size * groups.expert.size == 1:
         cure = f"start more ranks, with {named('data_parallel')}"
         raise ConfigError(f"{named(zero=zero)} is not for one data rank; {cure}")
     return Ranks(comm, groups, device, zero, **options)
@@ -274,8 +289,19 @@ def check_options(
     chunks: int | None,
     context_attention: str | None,
     accumulate: int,
+    tensors: int = 1,
+    experts: int = 1,
 ) -> None:
     """Raise a ConfigError for options of a command that its ranks do not support."""
+    others = {"tensor_parallel": tensors, "pipeline_parallel": stages}
+    others = {name: size for name, size in others.items() if size > 1}
+    others |= {"zero": zero} if zero else {}
+    if experts > 1 and others:
+        problem = "they hold different experts, whole ones, and the averages of these"
+        cure = f"leave {named(**others)} out, and divide the batch with {named('data_parallel')}"
+        raise ConfigError(
+            f"{named(**others)} is not for ranks of {named('expert_parallel')}: {problem}; {cure}"
+        )
     if schedule is not None and stages == 1:
         cure = f"give {named(pipeline_parallel=2)} or more"
         raise ConfigError(f"{named(pipeline_schedule=schedule)} is not for one stage; {cure}")

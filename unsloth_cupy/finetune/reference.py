@@ -186,7 +186,7 @@ def add_reference(loop: "Loop", origin: Path | None, shape: Shape, *, known: boo
 
 def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks: "Ranks") -> None:
     """Set the log-probabilities of all examples by a model; data ranks share the work."""
-    texts, data = shape._replace(method=METHODS["sft"]), ranks.groups.data
+    texts, data = shape._replace(method=METHODS["sft"]), ranks.data
     for part in parts:
         result = np.zeros(part.ends[-1], np.float32)
         places = [*consecutive(part, texts)]
@@ -203,7 +203,8 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
                 begin, stop = part.ends[text], part.ends[text + 1]
                 # a token is predicted at the place before it
                 result[begin + 1 : stop] = found[start : start + stop - begin - 1]
-        if model.gather is not None and data.rank >= len(places) % data.size > 0:
+        together = model.gather is not None or model.expert_ranks is not None
+        if together and data.rank >= len(places) % data.size > 0:
             one = placed(texts.method.inputs(texts.batch_of([part[0]])), model.table)
-            model.log_probs(**one)  # take part when others gather weights from this rank
+            model.log_probs(**one)  # others gather weights from this rank, or send rows to it
         part.reference = data.all_reduce(result) if data.size > 1 else result

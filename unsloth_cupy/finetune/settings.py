@@ -282,6 +282,9 @@ class Settings:
     context_parallel: int | None = setting(
         "ranks", "Ranks that divide the tokens of each row.", least=1
     )
+    expert_parallel: int | None = setting(
+        "ranks", "Ranks that divide the experts, and the rows of a batch.", least=1
+    )
     context_attention: str | None = setting(
         "ranks", "ulysses: ranks divide heads.  [default: ring]", choices=(*CONTEXTS,)
     )
@@ -307,7 +310,10 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 _check(field, value)
-        check_optimizer(self.optimizer, self.state_bits, self.tensor_parallel or 1, self.zero)
+        check_optimizer(
+            self.optimizer, self.state_bits, self.tensor_parallel or 1, self.zero,
+            self.expert_parallel or 1,
+        )  # fmt: skip
         if self.optimizer == "schedulefree" and self.decay not in (None, "constant"):
             problem = f"{named(optimizer=self.optimizer)} averages steps of one rate"
             raise ConfigError(f"{problem}; leave {named(decay=self.decay)} out")
@@ -437,12 +443,12 @@ class Settings:
             problem = {"merge_from": self.merge_from, "keep_best": True}
         elif self.zero == 3:
             problem = {"zero": 3}
-        for name in ("tensor_parallel", "pipeline_parallel"):
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
             if (getattr(self, name) or 1) > 1:
                 problem = {name: getattr(self, name)}
         if problem:
             why = "the weights of the merged file would not be those of the last step"
-            if problem.keys() & {"tensor_parallel", "pipeline_parallel", "zero"}:
+            if problem.keys() & {"tensor_parallel", "pipeline_parallel", "expert_parallel", "zero"}:
                 why = "ranks would cut the blocks that it rounds"
             cure = f"leave {named(**problem)} out"
             raise ConfigError(f"{named(merge_into=self.merge_into)}: {why}; {cure}")
@@ -482,9 +488,14 @@ class Plan(Settings):
     evaluate_every: int = dataclasses.field()
 
 
-def check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int, zero: int) -> None:
+def check_optimizer(
+    optimizer: str, state_bits: int, tensor_parallel: int, zero: int, expert_parallel: int = 1
+) -> None:
     """Raise a ConfigError for settings that an optimizer cannot be combined with."""
-    problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel, zero=zero)
+    problem = conflict(
+        optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel, zero=zero,
+        expert_parallel=expert_parallel,
+    )  # fmt: skip
     if problem is not None:
         settings, why = problem
         cure = f"leave {named(**settings)} out, or give {named(optimizer='adamw')}"

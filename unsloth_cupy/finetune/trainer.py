@@ -170,8 +170,9 @@ class Trainer:
         self.files: RunFolder | None = None  # known when the text is read
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
-            context=each.context_parallel, device=None if each.device == "cpu" else each.device,
-            zero=each.zero, schedule=each.pipeline_schedule, chunks=each.chunks,
+            context=each.context_parallel, expert=each.expert_parallel,
+            device=None if each.device == "cpu" else each.device, zero=each.zero,
+            schedule=each.pipeline_schedule, chunks=each.chunks,
             context_attention=each.context_attention,
         )  # fmt: skip
         with self.ranks.ending():
@@ -217,7 +218,7 @@ class Trainer:
         if METHODS[given].reads != reads:
             cure = f"read it by read_data(..., method={method!r})"
             raise ConfigError(f"Trainer(text=...): it was read for the method {given}; {cure}")
-        data = self.ranks.groups.data.size  # of which the command may not speak
+        data = self.ranks.data.size  # of which the command may not speak
         self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
         if self.objective is not next_token and method != "sft":
             problem = f"{named(method=method)} has a loss of its own"

@@ -4,13 +4,14 @@ The collectives of ``parallel`` themselves run, so that their buffers are planne
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..core.arrays import contiguous
-from ..parallel.exchanges import Exchanges
+from ..core.arrays import contiguous, empty
+from ..parallel.communicator import check_counts
+from ..parallel.exchanges import Exchanges, pieces
 from ..parallel.schedule import Step
 
 Calls = Mapping[str, tuple[int, int]]  # bytes by name of the call: forward, backward; a microbatch
@@ -44,6 +45,15 @@ class PlannedRanks(Exchanges):
         member.sent = self.sent
         return member
 
+    def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
+        """Return as many rows as ranks send that all do as this one; back, as many as it sent."""
+        check_counts(self, x, counts)
+        x = self._own("all_to_all_rows", x)
+        came = Came(getattr(counts, "sent", [counts[self.rank]] * self.size))
+        came.sent = counts
+        self._exchange("all_to_all_rows", pieces(x, np.array([*counts])), [])
+        return empty((sum(came), *x.shape[1:]), x.dtype, x), came
+
     def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
         for rank, array in enumerate(sends):
             if array is not None and rank != self.rank:
@@ -57,6 +67,12 @@ class PlannedRanks(Exchanges):
 
     def _own(self, call: str, x: Any) -> Any:
         return contiguous(x)
+
+
+class Came(list[int]):
+    """How many rows came from each rank, and how many were ``sent``."""
+
+    sent: Sequence[int] = ()
 
 
 class Sent:

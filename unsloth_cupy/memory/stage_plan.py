@@ -5,6 +5,7 @@ The steps of the schedule run in order on planned arrays, with the collectives o
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ class Layout(NamedTuple):
     zero: int = 0
     node: int = 8  # ranks that are joined by the faster link
     context: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -48,18 +50,19 @@ class Layout(NamedTuple):
 
     @property
     def alike(self) -> int:
-        """The number of ranks that hold the same part of the weights, for different tokens."""
-        return self.data * self.context
+        """The number of ranks that hold the same weights, but for experts, for other tokens."""
+        return self.data * self.context * self.expert
 
-    def rank(self, tensor: int, stage: int, data: int, context: int = 0) -> int:
+    def rank(self, tensor: int, stage: int, data: int, context: int = 0, expert: int = 0) -> int:
         """Return the number of a rank."""
-        return ((data * self.pipeline + stage) * self.context + context) * self.tensor + tensor
+        place = (data * self.pipeline + stage) * self.context + context
+        return (place * self.expert + expert) * self.tensor + tensor
 
     def column(self, stage: int, tensor: int = 0, data: int | None = None) -> list[int]:
-        """Return the ranks with the same weights, of all data ranks or of the first ``data``."""
+        """Return the ranks of the same weights, but for experts, of all or ``data`` data ranks."""
         replicas = range(self.data if data is None else data)
-        places = ((each, context) for each in replicas for context in range(self.context))
-        return [self.rank(tensor, stage, each, context) for each, context in places]
+        places = product(replicas, range(self.context), range(self.expert))
+        return [self.rank(tensor, stage, *place) for place in places]
 
     def joined(self, ranks: Sequence[int]) -> bool:
         """Return whether ranks belong to one node."""
@@ -98,9 +101,9 @@ class StagePlan(NamedTuple):
     after : tuple of (int, int)
         The same for the sums of gradients and the optimizer.
     calls : dict of str to list of dict
-        For each group of ranks, ``tensor``, ``context`` and ``data`` (ranks that divide the weights
-        by ZeRO), and each chunk of blocks: the bytes that are sent in a microbatch, forward and
-        backward, by name of the call.
+        For each group of ranks, ``tensor``, ``expert``, ``context`` and ``data`` (ranks that divide
+        the weights by ZeRO), and each chunk of blocks: the bytes that are sent in a microbatch,
+        forward and backward, by name of the call.
     passes : int
         Bytes of a message to the next stage.
     gradients : int
@@ -143,14 +146,14 @@ def plan_stage(
 ) -> StagePlan:
     """Run the steps of a stage on planned arrays."""
     arrays, granule = DEVICES[job.device]
-    times = max(1, layout.tensor // config.kv_heads)
-    tensor = PlannedRanks(0, layout.tensor, times)
+    tensor = PlannedRanks(0, layout.tensor, max(1, layout.tensor // config.kv_heads))
     pipeline = PlannedRanks(stage, layout.pipeline, 2)
-    data = PlannedRanks(0, layout.alike, ahead=job.device == "cuda")
-    context = PlannedRanks(0, layout.context)
+    same = layout.data * layout.context  # ranks with the same experts
+    data = PlannedRanks(0, layout.alike, same, ahead=job.device == "cuda")
+    context, expert = PlannedRanks(0, layout.context), PlannedRanks(0, layout.expert)
     stages = Stages(config, pipeline, job.chunks) if layout.pipeline > 1 else None
-    whole = layout.tensor == layout.pipeline == 1
-    division = None if whole else Division(config, tensor, stages)
+    whole = layout.tensor == layout.pipeline == layout.expert == 1
+    division = None if whole else Division(config, tensor, stages, expert)
     shapes = {
         name: shape if division is None else division.shape(name)
         for name, shape in config.shapes().items()
@@ -179,7 +182,7 @@ def plan_stage(
             runs.learn_the_order()
         begin = ledger.since(0)[1]
         ledger.begin()
-        groups = {"tensor": tensor, "context": context, "data": data}
+        groups = {"tensor": tensor, "expert": expert, "context": context, "data": data}
         sent = {name: Sent(group, job.chunks) for name, group in groups.items()}
         for step in steps:
             start = len(ledger.changes)
@@ -192,7 +195,7 @@ def plan_stage(
         start = len(ledger.changes)
         ledger.enter(GRADIENTS, runs.sums)
         alone = layout.alike == 1 or zero == 3
-        summed = runs.sums if alone else _sums(runs.sums, data, states)
+        summed = runs.sums if alone else _sums(runs.sums, data, states, division)
         if not alone:
             ledger.note("sums of gradients")
         steps_by: Any = optimizer if states is None else states
@@ -233,14 +236,24 @@ def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks) -> Zero1:
     return result
 
 
-def _sums(gradients: Mapping[str, Any], data: PlannedRanks, states: Zero1 | None) -> dict[str, Any]:
+def _sums(
+    gradients: Mapping[str, Any],
+    data: PlannedRanks,
+    states: Zero1 | None,
+    division: Division | None,
+) -> dict[str, Any]:
     """Return the sums of gradients that this rank's step uses, over ranks with other tokens."""
     if states is not None:
         return states.sums(gradients)
-    buckets = Buckets(gradients, data, BUCKET_BYTES)
-    for array in [*gradients.values()][::-1]:
-        buckets.take(array, array)
-    return buckets.sums()
+    sums: dict[str, Any] = {}
+    apart = None if division is None or division.experts is None else division.of_experts
+    for has, ranks in ((False, data), (True, data.split(0))):
+        own = {n: a for n, a in gradients.items() if bool(apart and apart(n)) is has}
+        buckets = Buckets(own, ranks, BUCKET_BYTES)
+        for array in [*own.values()][::-1]:
+            buckets.take(array, array)
+        sums |= buckets.sums()
+    return {name: sums[name] for name in gradients}
 
 
 class _Runs:

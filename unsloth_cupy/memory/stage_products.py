@@ -1,14 +1,15 @@
 """Counts operations of the matrix products of a pipeline stage, for each chunk of its blocks."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..models.adapters.adapter import PREFIX
 from ..models.configs.config import Config
+from ..models.configs.names import is_stack
 from ..models.ranks.division import Division
 from ..models.ranks.pipeline_stages import EMBEDDING, HEAD
+from ..parallel.communicator import part
 
 
 def products(
@@ -44,15 +45,20 @@ def products(
     stages = None if division is None else division.stages
     heads = (config if division is None else division.config).heads
     batch, tokens = rows
+    share, experts = 1.0, config.experts
+    if experts is not None:  # other ranks send as many tokens as go to them
+        ranks = None if division is None else division.experts
+        held = experts.count if ranks is None else part(experts.count, ranks).stop
+        share = experts.k / held
     result = []
     for chunk in range(1 if stages is None else stages.chunks):
         layers: Iterable[int] = range(config.layers) if stages is None else stages.layers[chunk]
-        here = _used(shapes, chunk, stages)
-        added = _used({name: array.shape for name, array in adapter.items()}, chunk, stages)
+        here = _used(shapes, chunk, stages, share)
+        added = _used({n: array.shape for n, array in adapter.items()}, chunk, stages, share)
         ends = stages is None or stages.ends_with(chunk)
         head = shapes[EMBEDDING if config.tied else HEAD] if ends else (0,)
-        loss = 2.0 * batch * own * np.prod(head)
-        blocks, adapters = (2.0 * batch * own * sum(map(np.prod, each)) for each in (here, added))
+        loss = 2.0 * batch * own * math.prod(head)
+        blocks, adapters = (2.0 * batch * own * each for each in (here, added))
         scores = 4.0 * batch * heads * config.dim * _seen(config, layers, tokens) * own / tokens
         times = 1 if adapter else 2
         back = times * (blocks + loss) + 2 * adapters + 2.5 * scores
@@ -61,14 +67,19 @@ def products(
     return result
 
 
-def _used(shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that the blocks of a chunk multiply by."""
-    return [
-        shape
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name not in (EMBEDDING, HEAD)
-        if stages is None or chunk in stages.chunk_of(name.removeprefix(PREFIX))
-    ]
+def _used(shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any, share: float) -> float:
+    """Return the elements of the matrices of a chunk by which a token is multiplied.
+
+    ``share`` is that of this rank's experts: k of them.
+    """
+    elements = 0.0
+    for name, shape in shapes.items():
+        matrix = len(shape) == 2 and name not in (EMBEDDING, HEAD) and not name.endswith("_bias")
+        here = stages is None or chunk in stages.chunk_of(name.removeprefix(PREFIX))
+        if not here or not (matrix or is_stack(name)):
+            continue
+        elements += math.prod(shape) * (share if ".experts." in name else 1)
+    return elements
 
 
 def _seen(config: Config, layers: Iterable[int], tokens: int) -> int:

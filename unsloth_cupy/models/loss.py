@@ -108,16 +108,17 @@ def mean_loss(
     balance: Any = None
     if experts is not None and routers:
         real = None if model.invariant else mask  # else the routers have seen real tokens alone
-        balance, share = router_loss(experts, routers, real), experts.balance
-        if count is not None:  # of a part of a batch
-            share = share * labelled / count
-        balance = balance, share
+        comm, whole = None if model.division is None else model.division.balanced, labelled
+        if comm is not None:
+            whole = comm.all_reduce((shifted != IGNORE).sum()).clip(1)
+        share = whole / (labelled if count is None else count)  # of a part of a batch
+        balance = router_loss(experts, routers, real, comm), experts.balance * share
     count = labelled if count is None else count
     shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
     if type(x) is Var:
         return _on_tape(model, x, head, shifted, count, balance)
-    losses = losses_of(model.config, x, head, shifted, model.division)
+    losses = losses_of(model.config, x, head, shifted, model.slices)
     loss = losses.sum(dtype=np.float64) / count
     return loss if balance is None else loss + _added(balance)
 
@@ -156,11 +157,11 @@ def label_log_probs(
     options: dict[str, Any] = {
         "ignore": IGNORE, "temperature": temperature, "softcap": model.config.logit_softcap
     }  # fmt: skip
-    if model.division is None:
+    if model.slices is None:
         with fixed_order(model.invariant):
             found = linear_log_probs(x, head, shifted, **options)
     else:
-        vocab, comm = model.config.vocab, model.division.comm
+        vocab, comm = model.config.vocab, model.slices.comm
         found = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)
     return found if context is None else LogProbs(*(context.whole(each) for each in found))
 
@@ -173,7 +174,7 @@ def _on_tape(
     They do not depend on the losses but for a factor, which saves one matrix product.  ``balance``
     is a router's loss and its coefficient: their product is added.
     """
-    config, division, scaler = model.config, model.division, model.step.scaler
+    config, division, scaler = model.config, model.slices, model.step.scaler
     tape, values = x.tape, {"x": x.value, "weight": getattr(head, "value", head)}
     sum_type = np.promote_types(x.dtype, FLOAT32)
     dloss = (np.ones_like(x.value, sum_type, shape=shifted.shape) / count).astype(sum_type)
@@ -203,7 +204,8 @@ def _on_tape(
     root = Var(as_array(loss.astype(losses.dtype)), tape)
     one = full_like(root.value, 1)
     if balance is not None and type(balance[0]) is Var:
-        share = as_array((one * balance[1]).astype(balance[0].dtype))
+        ranks = 1 if division is None else division.comm.size  # whose gradients are added up
+        share = as_array((one * balance[1] / ranks).astype(balance[0].dtype))
         inputs["balance"], values["balance"] = balance[0].index, balance[0].value
         gradients["balance"] = share if scaler is None else scaler.scale(share)
     tape.note(LossRecord(values, inputs, {"loss": root.index}, gradients, one, scaler, loss))

@@ -134,6 +134,16 @@ class Network(Summary):
         return self.table.dtype if stages is None else stages.dtype
 
     @property
+    def slices(self) -> Division | None:
+        """The division, if ranks hold slices of the same weights."""
+        return self.division if self.division is not None and self.division.comm.size > 1 else None
+
+    @property
+    def expert_ranks(self) -> Communicator | None:
+        """The ranks that hold different experts, if there are several."""
+        return None if self.division is None else self.division.experts
+
+    @property
     def cache_sizes(self) -> dict[str, int | None]:
         """The sizes ``kv_heads``, ``dim`` and ``latent`` of a KVCache or PagedKVCache.
 
@@ -274,7 +284,7 @@ class Network(Summary):
         call = self.call(parameters, tokens, **arguments)
         rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(arguments.get("context"), rows)
-        branch = embedded(self.config, parameters, own, self.division)
+        branch = embedded(self.config, parameters, own, self.slices)
         branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
         if self.seen is not None and call.routers:
@@ -328,7 +338,8 @@ class Network(Summary):
         project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
-            self.division, gather=self.gather, routers=routers, routes=routes,
+            self.slices, gather=self.gather, routers=routers, routes=routes,
+            expert_ranks=self.expert_ranks,
             mask=mask, offsets=where.offsets, context=context,
             states=getattr(rows, "recurrent", unkept),
             stacks={} if self.adapter is None else self.adapter.used_stacks(),
@@ -450,4 +461,6 @@ class Network(Summary):
     def next_logits(self, parameters: Mapping[str, Any], x: Array) -> Array:
         """Return the logits of a language model from normalised hidden states."""
         with fixed_order(self.invariant):
-            return logits_of(self.config, parameters, x, self.division)
+            logits: Array = logits_of(self.config, parameters, x, self.slices)
+        # ranks have the same rows, whose last bits may differ by their places among others' rows
+        return logits if self.expert_ranks is None else self.expert_ranks.broadcast(logits)

@@ -64,7 +64,12 @@ def optimizer_of(
 
 
 def conflict(
-    optimizer: str, *, state_bits: int = 32, tensor_parallel: int = 1, zero: int = 0
+    optimizer: str,
+    *,
+    state_bits: int = 32,
+    tensor_parallel: int = 1,
+    zero: int = 0,
+    expert_parallel: int = 1,
 ) -> tuple[dict[str, Any], str] | None:
     """Return settings that an optimizer cannot be combined with, and why; None if it can."""
     if optimizer not in OPTIMIZERS[1:]:
@@ -75,6 +80,8 @@ def conflict(
         return {"zero": zero}, "data ranks divide the averages of AdamW alone"
     if tensor_parallel > 1 and optimizer in WHOLE:
         return {"tensor_parallel": tensor_parallel}, "its steps need whole matrices"
+    if expert_parallel > 1 and optimizer == "adafactor":
+        return {"expert_parallel": expert_parallel}, "its steps need whole stacks of experts"
     return None
 
 

@@ -97,13 +97,19 @@ class Quantizer:
         division = self.division
         if division is None or not self.makes(name, shape := division.shapes[name]):
             return False
-        cuts = (division.cut(name, rank) for rank in range(division.comm.size))
+        cuts = (division.cut(name, rank) for rank in range(division.group.size))
         return not all(cut is None or self._separate(shape, *cut) for cut in cuts)
 
     def _separate(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:
-        """Return whether these rows or columns share no scale with the other values."""
+        """Return whether these slices along an axis share no scale with the other values."""
         if self.kind == "int8":
-            return axis == 0
+            return axis < len(shape) - 1
+        if len(shape) > 2 and axis == 0:
+            shape = shape[0], prod(shape[1:])
+        elif len(shape) > 2:
+            if prod(shape[1:]) % NF4_BLOCK:
+                return False
+            shape, axis = shape[1:], axis - 1
         return self.kind in ("nf4", "fp4") and in_blocks(shape, axis, places, NF4_BLOCK)
 
     def by_rows(

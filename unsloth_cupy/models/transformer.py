@@ -870,12 +870,13 @@ class Transformer(Network):
                 " writes the adapter, and merge_adapter() before save makes it part of the base",
                 stacklevel=2,
             )
+        whole = self.config if self.division is None else self.division.whole
         for parameters in whole_parameters(self.parameters, self.division):
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
             config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}
             texts = {**self.texts, "config.json": config}
-            experts = saved_tensors(self.config, parameters, self.plain)
+            experts = saved_tensors(whole, parameters, self.plain)
             write_folder(folder, texts, parameters, layout, experts=experts)
 
     @naming("save_adapter", "save")

@@ -18,6 +18,7 @@ from .sockets import SocketCommunicator as SocketCommunicator
 from .tensor import all_gather as all_gather
 from .tensor import all_reduce as all_reduce
 from .tensor import all_to_all as all_to_all
+from .tensor import all_to_all_rows as all_to_all_rows
 from .tensor import column_parallel_linear as column_parallel_linear
 from .tensor import reduce_scatter as reduce_scatter
 from .tensor import row_parallel_linear as row_parallel_linear

@@ -5,6 +5,7 @@ ranks and all runs get equal bits.
 """
 
 import reprlib
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -45,6 +46,12 @@ class Communicator(Protocol):
         """Return this rank's part along one axis of the arrays of all ranks, joined along another.
 
         Arrays may differ in size along the axis that is joined; the other is divided by ``part``.
+        """
+
+    def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
+        """Return the rows that all ranks send to this one, in their order, and how many each sent.
+
+        The first ``counts[0]`` rows of x go to rank 0, the next ``counts[1]`` to rank 1, and so on.
         """
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -92,6 +99,11 @@ class SingleCommunicator:
         """Return a copy."""
         check_axes("all_to_all", x, divided, joined)
         return _copy("all_to_all", x)
+
+    def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
+        """Return a copy, and its number of rows."""
+        check_counts(self, x, counts)
+        return x.copy(), [len(x)]
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Return a copy."""
@@ -180,6 +192,17 @@ def check_axes(call: str, x: Any, divided: int, joined: int) -> tuple[int, int]:
         problem = f"{call}(divided={divided}, joined={joined}) are the same axis"
         raise ShapeError(f"{problem}; pass two different ones", expected=2, actual=1)
     return axes
+
+
+def check_counts(comm: Communicator, x: Any, counts: Sequence[int]) -> None:
+    """Raise ShapeError unless counts say for every rank how many of the rows of x it gets."""
+    framework_of(x, "all_to_all_rows: x")
+    given: Any = [*counts]
+    rows = x.shape[0] if x.ndim else 0
+    if not x.ndim or len(given) != comm.size or min(given) < 0 or sum(given) != rows:
+        problem = f"all_to_all_rows(x{tuple(x.shape)}, counts={given}): {comm.size} ranks get rows"
+        cure = f"pass {comm.size} numbers, 0 or more, whose sum is {rows}"
+        raise ShapeError(f"{problem}; {cure}", expected=rows, actual=sum(given))
 
 
 def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False) -> None:

@@ -1,6 +1,8 @@
 """Data parallelism: each rank has a part of a batch; gradients are summed during backward.
 
 loss = sum over ranks of (sum of the losses of the rank's labels) / labels of all ranks
+
+Experts that ranks divide are summed over the ranks that hold the same ones.
 """
 
 import reprlib
@@ -34,7 +36,7 @@ class Model(Protocol):
 
 
 class DataParallel:
-    """A model that every rank holds whole, trained with data parallelism.
+    """A model that every rank holds, whole or but for its experts, trained with data parallelism.
 
     Parameters
     ----------
@@ -61,9 +63,14 @@ class DataParallel:
         if not hasattr(model, "trainable"):
             raise ConfigError(f"DataParallel: {reprlib.repr(model)} is not a model; pass one")
         self.model, self.comm, self.bucket_bytes = model, comm, bucket_bytes
-        self.concurrent = ConcurrentSum(comm)
-        for array in model.trainable.values():
-            array[...] = comm.broadcast(array)
+        division: Any = getattr(model, "division", None)
+        experts = None if division is None else division.experts
+        alike = comm if experts is None else comm.split(experts.rank)  # that hold the same experts
+        apart = (lambda name: False) if experts is None else division.of_experts
+        self.groups = ((ConcurrentSum(comm), lambda n: not apart(n)), (ConcurrentSum(alike), apart))
+        for concurrent, has in self.groups:
+            for name in filter(has, model.trainable):
+                model.trainable[name][...] = concurrent.comm.broadcast(model.trainable[name])
 
     def loss_and_gradients(
         self, tokens: Any, labels: Any, *, count: Any = None, **options: Any
@@ -91,21 +98,38 @@ class DataParallel:
 
     def _summed(self, own: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
         """Return the sums over ranks of a value and of gradients, which backward sums."""
-        buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes, self.concurrent)
-        token = take_gradients.set(buckets.take)
+        take, sums = self._buckets(self.model.trainable)
+        token = take_gradients.set(take)
         try:
             value, _ = own()
         finally:
             take_gradients.reset(token)
-        sums = buckets.sums()
-        return self.comm.all_reduce(value), sums
+        summed = sums()
+        return self.comm.all_reduce(value), summed
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sums over ranks of gradients by name, such as sums of several batches."""
-        buckets = Buckets(gradients, self.comm, self.bucket_bytes, self.concurrent)
+        take, sums = self._buckets(gradients)
         for array in gradients.values():
-            buckets.take(array, array)
-        return buckets.sums()
+            take(array, array)
+        return sums()
+
+    def _buckets(
+        self, parameters: Mapping[str, Any]
+    ) -> tuple[Callable[[Any, Any], None], Callable[[], dict[str, Any]]]:
+        """Return a function that takes gradients, and one that returns their sums in order."""
+        every: list[Buckets] = []
+        by_array: dict[int, Buckets] = {}
+        for concurrent, has in self.groups:
+            own = {name: array for name, array in parameters.items() if has(name)}
+            every.append(Buckets(own, concurrent.comm, self.bucket_bytes, concurrent))
+            by_array |= dict.fromkeys(every[-1].names, every[-1])
+
+        def sums() -> dict[str, Any]:
+            found = {name: each for buckets in every for name, each in buckets.sums().items()}
+            return {name: found[name] for name in parameters}
+
+        return lambda array, gradient: by_array[id(array)].take(array, gradient), sums
 
 
 class ConcurrentSum:

@@ -9,6 +9,7 @@ gathers a few numbers of all ranks on the hosts.
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from .communicator import (
     along,
     check_axes,
     check_axis,
+    check_counts,
     check_rank,
     check_reduction,
     part,
@@ -120,6 +122,20 @@ class Exchanges(ABC):
         parts = [empty(tuple(shape), x.dtype, x) for shape in shapes]
         self._exchange("all_to_all", to_send, parts)
         return np.concatenate(parts, end)
+
+    def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
+        """Return the rows that all ranks send to this one, in their order, and how many each sent.
+
+        The first ``counts[0]`` rows of x go to rank 0, the next ``counts[1]`` to rank 1, and so on.
+        """
+        check_counts(self, x, counts)
+        x = self._own("all_to_all_rows", x)
+        self._agree(f"all_to_all_rows(x{('any', *x.shape[1:])} {x.dtype})")
+        sent = np.array([*counts], np.int64)
+        came = self._gather_rows("all_to_all_rows", sent)[:, self.rank]
+        out = empty((int(came.sum()), *x.shape[1:]), x.dtype, x)
+        self._exchange("all_to_all_rows", *(pieces(a, n) for a, n in ((x, sent), (out, came))))
+        return out, came.tolist()
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Return the array of rank root; the others pass an array of equal shape and dtype."""
@@ -226,6 +242,12 @@ class Exchanges(ABC):
                 raise CommunicationError(f"{problem}; pass equal shapes and dtypes", rank=source)
         self._exchange(call, self._only(to, x), self._only(source, out))
         return out
+
+
+def pieces(x: Any, counts: Any) -> list[Any]:
+    """Return views of consecutive rows, so many for each rank."""
+    ends = np.cumsum(counts).tolist()
+    return [x[stop - count : stop] for stop, count in zip(ends, counts.tolist(), strict=True)]
 
 
 def _sent(x: Any) -> str:

@@ -1,4 +1,4 @@
-"""Arrange ranks in a grid for data, pipeline, context and tensor parallelism at the same time."""
+"""Arrange ranks in a grid for several kinds of parallelism at the same time."""
 
 import math
 import reprlib
@@ -15,27 +15,31 @@ class Grid(NamedTuple):
     data: Communicator
     pipeline: Communicator
     context: Communicator
+    expert: Communicator
     tensor: Communicator
 
 
 def grid(
     comm: Communicator, *, data: int | None = None, pipeline: int = 1, context: int = 1,
-    tensor: int = 1,
+    expert: int = 1, tensor: int = 1,
 ) -> Grid:  # fmt: skip
     """Return the communicators of a grid; ranks of one ``tensor`` group are consecutive.
 
-    ``rank = ((data * pipelines + pipeline) * contexts + context) * tensors + tensor``.
+    ``rank = (((data * pipelines + pipeline) * contexts + context) * experts + expert) * tensors +
+    tensor``.
 
     Parameters
     ----------
     comm : Communicator
-        Of data * pipeline * context * tensor ranks.
+        Of data * pipeline * context * expert * tensor ranks.
     data : int, optional
-        Parts of a batch; None: the number of ranks / (pipeline * context * tensor).
+        Parts of a batch; None: the number of ranks / (pipeline * context * expert * tensor).
     pipeline : int
         Stages of blocks.
     context : int
         Parts of a text.
+    expert : int
+        Parts of the experts of a layer, and of a data rank's batch.
     tensor : int
         Parts of a weight.
 
@@ -45,7 +49,8 @@ def grid(
         The product of the sizes is not the number of ranks.
     """
     check_communicator("grid", comm)
-    known = {"pipeline": pipeline, "context": context, "tensor": tensor}
+    known = {"pipeline": pipeline, "context": context, "expert": expert}
+    known |= {"tensor": tensor}
     valid = all(is_integer(size, 1) for size in known.values())
     others = math.prod(map(int, known.values())) if valid else 1
     sizes = {"data": comm.size // others if data is None else data} | known

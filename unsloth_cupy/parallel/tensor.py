@@ -7,6 +7,7 @@ An array that is equal in all ranks gets the same gradient in all ranks.  (Shoey
 Megatron-LM, 2019; along a sequence: Korthikanti et al., 2022.)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.arrays import contiguous
@@ -82,6 +83,27 @@ def all_to_all(x: Any, divided: int, joined: int, comm: Communicator) -> Any:
     y = comm.all_to_all(value, cut, end)
     _own_part("all_to_all", y.shape[end], value.shape[end], end, comm)
     return taped("all_to_all", y, lambda dy, wanted: {"x": comm.all_to_all(dy, end, cut)}, x=x)
+
+
+def all_to_all_rows(x: Any, counts: Sequence[int], comm: Communicator) -> tuple[Any, list[int]]:
+    """Return the rows that all ranks send to this one, in their order, and how many each sent.
+
+    The first ``counts[0]`` rows of x go to rank 0, the next ``counts[1]`` to rank 1, and so on.
+    Their gradients come back the same way.
+
+    Raises
+    ------
+    ShapeError
+        There is not one count for each rank, or they do not add up to the rows.
+    """
+    check_communicator("all_to_all_rows", comm)
+    (value,) = values_of("all_to_all_rows", x=x)
+    y, came = comm.all_to_all_rows(value, counts)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"x": comm.all_to_all_rows(dy, came)[0]}
+
+    return taped("all_to_all_rows", y, back, x=x), came
 
 
 @naming("column_parallel_linear", "linear", "all_gather")

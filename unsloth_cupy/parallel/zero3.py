@@ -165,6 +165,9 @@ class Zero3:
             raise ConfigError("Zero3: a Zero3 divides this model already; use that one")
         if model.parts is not None and model.parts.comm is not comm:
             raise ConfigError("Zero3: comm is not that of load(folder, parts=comm); pass that one")
+        if model.division is not None and model.division.experts is not None:
+            problem = "ranks hold different experts of the model, which the sums of a Zero3 mix"
+            raise ConfigError(f"Zero3: {problem}; pass it to DataParallel, or load it without them")
         self.model, self.comm = model, comm
         keeps, model.parts = model.parts, None
         self.cuts: dict[str, Cut] = {} if keeps is None else keeps.cuts

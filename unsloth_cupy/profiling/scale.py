@@ -11,6 +11,7 @@ end.  Other work and latencies count as zero, so a real step takes longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
@@ -61,6 +62,7 @@ class ScalePlan(NamedTuple):
         layout, plan = self.layout, self.stages[stage]
         groups = {
             "tensor": [layout.rank(each, stage, 0) for each in range(layout.tensor)],
+            "expert": [layout.rank(0, stage, 0, 0, each) for each in range(layout.expert)],
             "context": [layout.rank(0, stage, 0, each) for each in range(layout.context)],
             "data": layout.column(stage),
         }
@@ -72,20 +74,24 @@ class ScalePlan(NamedTuple):
         """Yield the programs of the ranks of ``data`` data ranks, in the order of ranks."""
         for replica in range(data):
             for stage in range(self.layout.pipeline):
-                for context in range(self.layout.context):
+                for place in product(range(self.layout.context), range(self.layout.expert)):
                     for tensor in range(self.layout.tensor):
-                        yield self._program(tensor, stage, (replica, context), data)
+                        yield self._program(tensor, stage, (replica, *place), data)
 
     def _program(
-        self, tensor: int, stage: int, place: tuple[int, int], data: int
+        self, tensor: int, stage: int, place: tuple[int, int, int], data: int
     ) -> Iterator[Event]:
-        """Yield the events of one rank; ``place`` is its data rank and its context rank."""
+        """Yield the events of one rank; ``place`` is its data, its context and its expert rank."""
         layout, plan = self.layout, self.stages[stage]
         simulated, all_data = (layout.column(stage, tensor, count) for count in (data, None))
-        context = [layout.rank(tensor, stage, place[0], each) for each in range(layout.context)]
+        replica, _, own = place
+        every = range(layout.context)
+        context = [layout.rank(tensor, stage, replica, each, own) for each in every]
+        expert = [layout.rank(tensor, stage, *place[:2], each) for each in range(layout.expert)]
         group = [layout.rank(each, stage, *place) for each in range(layout.tensor)]
         calls = (  # kind, ranks that call in the simulation, ranks that determine the bandwidth
             ("tensor", group, group),
+            ("expert", expert, expert),
             ("context", context, context),
             ("data", simulated, all_data),
         )
@@ -212,5 +218,5 @@ def plan_ranks(
     plan = ScalePlan(layout, stages, steps, timetable(steps), 0.0, 0.0, rates, microbatches)
     column = plan.replay(1)
     exchanged = sum(plan.exchanged(stage) for stage in range(layout.pipeline))
-    busy = sum(column.busy[:: layout.tensor * layout.context]) + exchanged
+    busy = sum(column.busy[:: layout.tensor * layout.context * layout.expert]) + exchanged
     return plan._replace(seconds=max(column.seconds), busy=busy)

@@ -113,6 +113,11 @@ class Experts:
         return {name: value for name, value in pairs.items() if value is not None}
 
     @property
+    def routers(self) -> tuple[str, str]:
+        """The names of the modules that weigh experts: the router, the gate of the shared one."""
+        return self.router, f"{self.shared_in}_gate"
+
+    @property
     def wide_names(self) -> tuple[str, ...]:
         """The ends of the names of parameters that are kept in float32, if not wider."""
         router = f".{self.module}.{self.router}.weight"

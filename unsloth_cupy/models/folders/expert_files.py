@@ -76,11 +76,12 @@ class Stack(NamedTuple):
     homes: tuple[tuple[str, str], ...]  # file and name
 
     def read(
-        self, files: Mapping[str, Any], shape: tuple[int, ...], dtype: Any, some: Any
+        self, files: Mapping[str, Any], shape: tuple[int, ...], dtype: Any, some: Any, *rest: slice
     ) -> Array:
         """Return the experts of a slice, or with an ellipsis the whole parameter, in a dtype.
 
-        Those in MXFP4 are read whole, by ``packed``.
+        ``rest`` are slices along the other axes; of tensors of another form, one expert at a time
+        is read whole.  Those in MXFP4 are read whole, by ``packed``.
         """
         if self.place.rows is not None:
             whole = np.concatenate([files[file].get_tensor(name) for file, name in self.homes])
@@ -91,23 +92,32 @@ class Stack(NamedTuple):
             row: Array = files[file].get_tensor(name)[0].astype(dtype)
             return row[some]
         experts = range(shape[0])[some if isinstance(some, slice) else slice(None)]
-        out: Array = np.empty((len(experts), *shape[1:]), dtype)
+        ends = [range(n)[where] for n, where in zip(shape[1:], rest, strict=False)]
+        sizes = (*map(len, ends), *shape[1 + len(ends) :])
+        out: Array = np.empty((len(experts), *sizes), dtype)
         place, parts = self.place, self.place.parts // shape[0]
-        for rows, expert in zip(out, experts, strict=True):
-            if place.parts > 1:
-                own = self.homes[expert * parts : (expert + 1) * parts]
-                for target, (file, name) in zip(
-                    rows.reshape(parts, *place.shape), own, strict=True
-                ):
-                    target[...] = files[file].get_tensor(name)
+        for target, expert in zip(out, experts, strict=True):
+            if place.parts == 1:
+                ((file, name),) = self.homes
+                target[...] = place.expert(files[file].get_slice(name)[expert])[rest]
                 continue
-            ((file, name),) = self.homes
-            rows[...] = place.expert(files[file].get_slice(name)[expert])
+            rows, at = ends[0] if ends else range(shape[1]), 0
+            for number in range(parts):
+                file, name = self.homes[expert * parts + number]
+                before = number * place.shape[0]
+                first = max(rows.start - before, 0)
+                stop = max(first, min(rows.stop - before, place.shape[0]))
+                where = slice(first, stop), *rest[1:]
+                if first < stop:
+                    target[at : at + stop - first] = files[file].get_slice(name)[where]
+                at += stop - first
         return out
 
-    def packed(self, name: str, files: Mapping[str, Any], dtype: Any) -> Mxfp4:
-        """Return the stack as it is in MXFP4, whose matrices have a dtype; errors name it."""
-        read = [files[file].get_tensor(stored) for file, stored in self.homes]
+    def packed(
+        self, name: str, files: Mapping[str, Any], dtype: Any, own: slice = slice(None)
+    ) -> Mxfp4:
+        """Return experts as they are in MXFP4, whose matrices have a dtype; errors name it."""
+        read = [files[file].get_slice(stored)[own] for file, stored in self.homes]
         state = {key: self.place.experts(each) for key, each in zip(PACKED, read, strict=True)}
         try:
             return Mxfp4.from_state(state, dtype)

@@ -55,6 +55,7 @@ def load(
     pipeline: Communicator | None = None,
     chunks: int = 1,
     parts: Communicator | None = None,
+    experts: Communicator | None = None,
     head: str | None = None,
     labels: int | None = None,
     seed: int = 0,
@@ -102,6 +103,11 @@ def load(
         Ranks that each keep a part of every parameter, and read only that part or whole rows of
         it; but ternary weights, and codes whose scales need more than these rows, one whole
         weight at a time.  ``parallel.Zero3(model, parts)`` trains the model.
+    experts : Communicator, optional
+        Ranks of expert parallelism: each reads and holds some of the experts of every layer, and
+        all else, and computes other rows of a batch.  Tokens go to the ranks of their experts, so
+        all ranks make as many calls at the same time; of ``generate`` the same ones.
+        ``parallel.DataParallel`` over these, or more, ranks sums their gradients.
     head : str, optional
         causal_lm, sequence_classification, token_classification, or none for embeddings alone.
         None: what ``architectures`` in config.json says or, of an adapter for classifiers, its
@@ -150,7 +156,7 @@ def load(
             maker_of("load", quantize)
             check_stacks("load", quantize, config)
         chosen_dtype = None if dtype is None else float_dtype("load", dtype)
-        division = _division(config, communicator, pipeline, chunks)
+        division = _division(config, communicator, pipeline, chunks, experts)
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
         rank_parts = None if parts is None else Parts(parts)
         holds = bool if division is None else division.holds
@@ -277,6 +283,7 @@ def create(
     pipeline: Communicator | None = None,
     chunks: int = 1,
     parts: Communicator | None = None,
+    experts: Communicator | None = None,
     invariant: bool = False,
 ) -> Transformer:
     """Return a model with random parameters.
@@ -290,7 +297,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device, communicator, pipeline, chunks, parts, invariant
+    dtype, device, communicator, pipeline, chunks, parts, experts, invariant
         As in ``load``.
 
     Returns
@@ -308,7 +315,7 @@ def create(
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer of 0 or more")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
-    division = _division(parsed, communicator, pipeline, chunks)
+    division = _division(parsed, communicator, pipeline, chunks, experts)
     rank_parts = None if parts is None else Parts(parts)
     for ranks in (communicator, parts):
         size //= 1 if ranks is None else ranks.size
@@ -363,18 +370,26 @@ def _own_new(
 
 
 def _division(
-    config: Config, communicator: Communicator | None, pipeline: Communicator | None, chunks: int
+    config: Config,
+    communicator: Communicator | None,
+    pipeline: Communicator | None,
+    chunks: int,
+    experts: Communicator | None,
 ) -> Division | None:
     """Return the division that says which part this rank holds; None if it holds the model."""
-    if communicator is None and pipeline is None:
+    given = {"communicator": communicator, "pipeline": pipeline, "experts": experts}
+    given = {name: comm for name, comm in given.items() if comm is not None}
+    if not given:
         return None
-    for name, comm in (("communicator", communicator), ("pipeline", pipeline)):
-        if comm is not None:
-            check_communicator(f"load({name}=)", comm)
+    if experts is not None and config.head != CAUSAL:
+        problem = f"experts are divided of language models, and the head of this one is {config.head!r}"
+        raise ConfigError(f"load(experts=): {problem}; divide its tensors, blocks or batch")
+    for name, comm in given.items():
+        check_communicator(f"load({name}=)", comm)
     if not is_integer(chunks, 1):
         raise ConfigError(f"load(chunks={chunks!r}): pass an integer, 1 or more")
     stages = None if pipeline is None else Stages(config, pipeline, chunks)
-    return Division(config, communicator or SingleCommunicator(), stages)
+    return Division(config, communicator or SingleCommunicator(), stages, experts)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class LazyParameter:
             return self.whole()
         if self.home.stack is not None:
             first, *rest = key if isinstance(key, tuple) else (key,)
-            return self._stacked(self.home.stack, first)[(slice(None), *rest)]
+            return self._stacked(self.home.stack, first, *rest)
         if self.home.dense is not None:
             return owned(self.whole()[key])
         return self._cast(self.files[self.home.file].get_slice(self.home.stored)[key])
@@ -99,14 +99,35 @@ class LazyParameter:
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)
 
     def some(self, axis: int, places: Sequence[slice]) -> tuple[Quantized, Sequence[slice]]:
-        """Return a quantized weight with at least these rows or columns, and where they are."""
+        """Return a quantized weight with at least these slices along an axis, and where they are.
+
+        Of a stack it has these experts, or with another axis than 0 all.
+        """
         home, kind = self.home, cast(type[Quantized], self.home.kind)
+        if len(home.shape) > 2:
+            if axis or len(places) > 1:
+                return self.whole(), places
+            return self._experts(places[0]), [slice(0, places[0].stop - places[0].start)]
         part = narrow(kind, self.tensors(), home.shape, axis, places)
         if part is None:
             return self.whole(), places
         shape = [*home.shape]
         shape[axis] = sum(kept.stop - kept.start for kept in part.kept)
         return self._assembled(part.state, shape), part.places(places)
+
+    def _experts(self, own: slice) -> Quantized:
+        """Return some experts of a quantized stack; no more is read than needed."""
+        home, kind = self.home, cast(type[Quantized], self.home.kind)
+        if home.stack is not None:
+            return home.stack.packed(self.name, self.files, self._dtype, own)
+        count, rows, columns = home.shape
+        places = [slice(own.start * rows, own.stop * rows)]
+        part = narrow(kind, self.tensors(), (count * rows, columns), 0, places)
+        if part is None:
+            return cast(Quantized, self.whole()).cut(0, [own])
+        size = sum(kept.stop - kept.start for kept in part.kept)
+        matrix = self._assembled(part.state, (size, columns)).cut(0, part.places(places))
+        return matrix.shaped(own.stop - own.start, rows, columns)
 
     def rows(self, rows: slice) -> Quantized:
         """Return rows of a quantized weight."""
@@ -141,9 +162,9 @@ class LazyParameter:
             return np.promote_types(self.dtype, stored)
         return self.dtype or stored
 
-    def _stacked(self, stack: Stack, some: Any) -> Array:
-        """Return the experts of a slice, or all."""
-        return stack.read(self.files, self.home.shape, self._dtype, some)
+    def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:
+        """Return the experts of a slice, or all; of each, what slices along other axes take."""
+        return stack.read(self.files, self.home.shape, self._dtype, some, *rest)
 
     def _cast(self, read: Array) -> Array:
         """Return an array that was read, in the dtype of results, writeable."""

@@ -70,7 +70,10 @@ def _four_bits(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice])
     """Return rows of an ``Nf4`` weight; see ``narrow``."""
     name, quant_state = _facts(tensors, STATES)
     block, (rows, columns) = quant_state.get("blocksize"), shape
-    if axis or block not in BLOCKS or quant_state.get("shape") != [rows, columns]:
+    stored = quant_state.get("shape")
+    if isinstance(stored, list) and len(stored) == 3:  # a stack, whose rows follow each other
+        stored = [stored[0] * stored[1], stored[2]]
+    if axis or block not in BLOCKS or stored != [rows, columns]:
         return None  # a rank's columns are a few bytes of each row, so a disk would read everything
     values = {CODES: 2, ABSMAX: block, NESTED_ABSMAX: block * NESTED}  # per stored element
     values = {key: count for key, count in values.items() if key in tensors}

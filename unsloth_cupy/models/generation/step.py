@@ -111,15 +111,16 @@ class Step:
         self.cache.check_room(1)
         if tokens is not None:
             self.tokens[...] = self._placed(tokens)
-        on_host = type(self.tokens) is np.ndarray
-        logits = self.run() if on_host else self._played()
+        # the host needs to know how many rows go to the ranks of other experts
+        directly = type(self.tokens) is np.ndarray or self.model.expert_ranks is not None
+        logits = self.run() if directly else self._played()
         self.cache.filled = [filled + 1 for filled in self.cache.filled]
         return logits
 
     def run(self) -> Array:
         """Run the step and advance by one token; no data moves between host and device."""
         model = self.model
-        branch = embedded(model.config, self.parameters, self.tokens, model.division)
+        branch = embedded(model.config, self.parameters, self.tokens, model.slices)
         for slots, numbers in self.slots.items():
             self.lengths[slots] = np.minimum(self.starts + 1, slots)
             if slots in self.seen:
@@ -135,7 +136,8 @@ class Step:
             self.attend,
             project_of(model.config, model.adapter, None, model.division, self.tokens),
             self.positions,
-            division=model.division,
+            division=model.slices,
+            expert_ranks=model.expert_ranks,
             turn=self.turn,
             stacks={} if model.adapter is None else model.adapter.stacks,
             routers=routers,

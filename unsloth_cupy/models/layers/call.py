@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...core.dtypes import Array
+from ...parallel.communicator import Communicator
 from ..adapters.adapter_stacks import Adapted
 from ..configs.config import Config
 from ..ranks.division import Division
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     routers: list[Any] | None = None  # takes what every router says; None: nobody reads it
     routes: Any = None  # (batch, tokens, layers with experts, k): experts that were chosen before
     latents: Latents | None = None  # the cache, if it holds latent rows
+    expert_ranks: Communicator | None = None  # that hold different experts
     whole: Whole = lambda parameters, name: parameters[name]
 
     def options(self, layer: int) -> dict[str, Any]:

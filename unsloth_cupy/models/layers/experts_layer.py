@@ -21,8 +21,8 @@ from ...ops.experts.experts_mlp import experts_mlp
 from ...ops.experts.grouped_linear import grouped_linear
 from ...ops.experts.route import Routes, route, route_backward, weights_of
 from ...ops.experts.router_losses import balance_loss
-from ...ops.experts.sort_by_expert import sort_by_expert
 from ...ops.linear.linear import linear
+from ...parallel.communicator import Communicator
 from ...parallel.taped import taped, value_of
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
@@ -30,6 +30,8 @@ from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, STACKS, Experts
 from .call import Call
 from .elements import clamped_swiglu, stacked
+from .expert_ranks import at_their_ranks, term_of_balance
+from .sorted_rows import by_expert
 
 
 class Routed(NamedTuple):
@@ -51,18 +53,24 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     if call.routers is not None:
         call.routers.append(Routed(logits, value_of(routes.experts)))
     gate_up, down = (f"{module}experts.{name}" for name in STACKS)
-    if gate_up in stacks or down in stacks:
-        return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
-    return experts_mlp(
-        x,
-        parameters[gate_up],
-        parameters[down],
-        routes,
-        parameters.get(f"{gate_up}_bias"),
-        parameters.get(f"{down}_bias"),
-        activation=experts.activation,
-        **experts.clamps,
-    )
+
+    def computed(x: Any, routes: Routes) -> Any:
+        if gate_up in stacks or down in stacks:
+            return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
+        return experts_mlp(
+            x,
+            parameters[gate_up],
+            parameters[down],
+            routes,
+            parameters.get(f"{gate_up}_bias"),
+            parameters.get(f"{down}_bias"),
+            activation=experts.activation,
+            **experts.clamps,
+        )
+
+    if call.expert_ranks is None:
+        return computed(x, routes)
+    return at_their_ranks(call.expert_ranks, experts, x, routes, computed)
 
 
 def adapted_experts(
@@ -76,10 +84,7 @@ def adapted_experts(
     """Return what ``experts_mlp`` does, with low-rank terms in the products of the stacks."""
     rows = x.reshape(-1, x.shape[-1])
     chosen = value_of(routes.experts)
-    order, offsets = sort_by_expert(chosen, experts.count)
-    places = np.zeros_like(order)
-    places[order] = np.arange(len(order), dtype=order.dtype, like=order)
-    sorted_rows = Sorted(order, places, experts.k)
+    sorted_rows, offsets = by_expert(chosen, parameters[names[0]].shape[0])
     product = partial(_product, parameters, stacks, offsets)
     both = product(names[0], sorted_rows.gathered(rows))
     gate, up = both[..., : experts.inner], both[..., experts.inner :]
@@ -91,7 +96,8 @@ def adapted_experts(
         case name:
             act = geglu(gate, up, approximate=name == "geglu_tanh")
     out = product(names[1], act)
-    return sorted_rows.summed(out, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+    weights = routes.weights.reshape(-1, chosen.shape[-1])
+    return sorted_rows.summed(out, weights).reshape(*x.shape)
 
 
 def _product(
@@ -109,48 +115,6 @@ def _product(
     a, b = (made_of([each], x.dtype, contiguous) for each in adapted.pair(parameters))
     low = grouped_linear(grouped_linear(x, a, offsets), b, offsets)
     return add(y, scale(low, factor=adapted.scale))
-
-
-class Sorted(NamedTuple):
-    """Rows in the order of their experts: of each row k, one for each expert."""
-
-    order: Array
-    places: Array  # its inverse
-    k: int
-
-    def gathered(self, x: Any) -> Any:
-        """Return a row of x for each assignment."""
-        value = value_of(x)
-
-        def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            wide = np.promote_types(dy.dtype, FLOAT32)
-            parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])
-            return {"x": rounded(parts.sum(axis=1, dtype=wide), dy.dtype)}
-
-        return taped("gathered", value[self.order // self.k], back, x=x)
-
-    def summed(self, out: Any, weights: Any) -> Any:
-        """Return the weighted sum of the k results of each row, in the order of k."""
-        value, factors = value_of(out), value_of(weights)
-        wide = np.promote_types(value.dtype, FLOAT32)
-        shape = *factors.shape, value.shape[-1]
-
-        def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            dy = dy.astype(wide, copy=False)
-            gradients = {}
-            if "out" in wanted:
-                own = factors.reshape(-1)[self.order].astype(wide, copy=False)
-                moved = dy[self.order // self.k] * own[:, None]
-                gradients["out"] = rounded(moved, value.dtype)
-            if "weights" in wanted:
-                results = value[self.places].reshape(shape).astype(wide, copy=False)
-                slopes = (results * dy[:, None]).sum(axis=-1)
-                gradients["weights"] = rounded(slopes, factors.dtype)
-            return gradients
-
-        results = value[self.places].reshape(shape).astype(wide, copy=False)
-        y = (results * factors.astype(wide, copy=False)[..., None]).sum(axis=1)
-        return taped("summed", rounded(y, value.dtype), back, out=out, weights=weights)
 
 
 def router_logits(parameters: Mapping[str, Any], experts: Experts, module: str, x: Any) -> Any:
@@ -230,11 +194,20 @@ def sparse_mixer(logits: Any, jitter: float, given: Any = None) -> Routes:
     )
 
 
-def router_loss(experts: Experts, routed: Sequence[Routed], mask: Array | None) -> Any:
+def router_loss(
+    experts: Experts,
+    routed: Sequence[Routed],
+    mask: Array | None,
+    comm: Communicator | None = None,
+) -> Any:
     """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
 
-    As in transformers, the experts that it counts are those with the largest logits, also where
-    a correction has chosen others.
+    With a communicator it is that of the rows of all ranks, of which this rank has a term of the
+    sum.  As in transformers, the experts that it counts are those with the largest logits, also
+    where a correction has chosen others.
     """
     every = stacked([each.logits for each in routed])
-    return balance_loss(every, route(value_of(every), k=experts.k).experts, mask=mask)
+    chosen = route(value_of(every), k=experts.k).experts
+    if comm is None:
+        return balance_loss(every, chosen, mask=mask)
+    return term_of_balance(comm, every, chosen, mask)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of each parameter a rank holds.
+"""Tensor and expert parallelism: which part of each parameter a rank holds.
 
 Projections into heads and into the inner size are column-parallel, those out of them are
 row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Megatron-LM, 2019.)
@@ -7,8 +7,12 @@ row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Me
     o_proj, down_proj                               part of the columns of the weight
     embed_tokens, lm_head                           part of the vocabulary
 
-Of latent attention q_b_proj (or q_proj) and kv_b_proj are divided by heads; each rank holds, and
-computes, the short vectors of all heads whole.
+    experts.gate_up_proj, experts.down_proj         of every expert the same rows, or columns
+
+Every rank computes the whole choice of a router.  Of latent attention q_b_proj (or q_proj) and
+kv_b_proj are divided by heads; each rank holds, and computes, the short vectors of all heads whole.
+
+With expert parallelism a rank holds some of the experts of each layer, and all other parameters.
 
 The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
 ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
@@ -16,7 +20,8 @@ inner size, in units of 64 if it is a multiple of that, so that no block of a 4-
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -35,12 +40,14 @@ from ...parallel.partial import divided_bit_linear, divided_rms_norm, summed_bac
 from ...parallel.tensor import all_reduce
 from ...parallel.ulysses import dividing
 from ..adapters.adapter import BIAS, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
-from ..configs.config import Config
+from ..adapters.adapter_stacks import Stack
+from ..configs.config import STACKS, Config
 from ..configs.names import role_of
 from ..folders.lazy_parameter import LazyParameter
 from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
-INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
+GATE_UP, EXPERTS_DOWN = (f"experts.{name}" for name in STACKS)
+INPUTS = ("o_proj", "down_proj", EXPERTS_DOWN)  # the layers that end a branch
 SHARED = ("q_a_proj", "kv_a_proj_with_mqa")  # of latent attention, whose gradients are whole
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
 
@@ -57,6 +64,12 @@ class Division:
         vocabulary.
     comm : Communicator
         The ranks that share the model.
+    experts : Communicator or None
+        The ranks that hold different experts, and process different tokens.
+    group : Communicator
+        The ranks that hold different parts: ``experts``, or else ``comm``.
+    balanced : Communicator or None
+        The ranks over whose tokens the router's loss is: ``experts`` but in evaluations.
     copies : Communicator or None
         The ranks that hold the same key/value heads; None if no other rank does.
     stages : Stages or None
@@ -71,28 +84,49 @@ class Division:
         The number of heads is not a multiple of the ranks, or some rank's part would be empty.
     """
 
-    def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        comm: Communicator,
+        stages: Stages | None = None,
+        experts: Communicator | None = None,
+    ) -> None:
+        self.experts = None if experts is None or experts.size == 1 else experts
+        self.group, self.balanced = self.experts or comm, self.experts
+        if self.experts is not None:
+            check_experts(config, self.experts, alone=comm.size == 1 and stages is None)
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
         if config.delta is not None and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
             cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
-        if config.experts is not None and (ranks > 1 or stages is not None):
-            problem = f"ranks do not divide the experts of a {config.model_type}, nor its blocks"
-            cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
+        if config.experts is not None and stages is not None:
+            problem = f"a pipeline does not divide the blocks of a {config.model_type}"
+            cure = "divide its experts (tensor parallelism), the batch, or its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
-        inner = part_of_inner(config.inner, comm, comm.rank)
+        mixture = config.experts
+        if mixture is not None:
+            shared = self._inner(mixture.shared)
+            mixture = replace(mixture, inner=self._inner(mixture.inner), shared=shared)
         self.config = replace(
             config,
             heads=config.heads // ranks,
             kv_heads=max(1, config.kv_heads // ranks),
-            inner=inner.stop - inner.start,
+            inner=self._inner(config.inner),
+            experts=mixture,
         )
         self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
         self.shapes = config.shapes()
         self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
+        # stacks of experts, by their modules in an adapter, and the rank of that
+        self.adapted: dict[str, tuple[Stack, int]] = {}
+
+    def _inner(self, size: int) -> int:
+        """Return how much of an inner size this rank holds."""
+        own = part_of_inner(size, self.comm, self.comm.rank)
+        return own.stop - own.start
 
     def holds(self, name: str) -> bool:
         """Return whether this rank has a part of a parameter."""
@@ -100,18 +134,62 @@ class Division:
 
     def cut(self, name: str, rank: int | None = None) -> Cut | None:
         """Return where a rank's part of a parameter is; None if every rank holds all of it."""
-        if self.comm.size == 1:
+        if self.group.size == 1:
             return None
-        module, kind = _split(name)
-        rank = self.comm.rank if rank is None else rank
+        module, kind = self._split(name)
+        rank = self.group.rank if rank is None else rank
+        if self.experts is not None:
+            return self._of_rank(name, kind, rank) if self.of_experts(name) else None
+        stacked = int(module in (GATE_UP, EXPERTS_DOWN) and kind in ("weight", "bias"))
         if module in INPUTS:
             inputs = "heads" if module == "o_proj" else "up_proj"
-            return (1, self._ranges(inputs, rank)) if kind in ("weight", DOWN) else None
-        if kind == DOWN or not (ranges := self._ranges(module, rank)):
+            ranges = self._ranges(name, inputs, rank)
+            return (1 + stacked, ranges) if kind in ("weight", DOWN) else None
+        if kind == DOWN or not (ranges := self._ranges(name, module, rank)):
             return None
-        return 0, ranges
+        adapted = self._adapted(name)
+        if adapted is not None and adapted[0].in_turns:
+            ranges = [slice(2 * ranges[0].start, 2 * ranges[0].stop)]
+        return stacked, ranges
 
-    def _ranges(self, module: str, rank: int) -> list[slice]:
+    def of_experts(self, name: str) -> bool:
+        """Return whether a parameter is of experts, of which ranks may hold different ones."""
+        return self._split(name)[0] in (GATE_UP, EXPERTS_DOWN)
+
+    def _of_rank(self, name: str, kind: str, rank: int) -> Cut:
+        """Return where the experts of a rank are in a parameter that is of experts."""
+        size, count = 1, getattr(self.whole.experts, "count", 0)
+        if (adapted := self._adapted(name)) is not None:
+            size = adapted[1]
+        own = part(count, self.group, rank)
+        if kind == UP:
+            return 1, [slice(own.start + n * count, own.stop + n * count) for n in range(size)]
+        return 0, [slice(own.start * size, own.stop * size)]
+
+    def _adapted(self, name: str) -> tuple[Stack, int] | None:
+        """Return the stack of experts that a tensor of an adapter is added to, and its rank."""
+        return self.adapted.get(module_of(name.partition(PREFIX)[2]))
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Return the role of a parameter's layer or norm, and its name in that layer."""
+        if (adapted := self._adapted(name)) is not None:
+            return f"experts.{adapted[0].parameter.rpartition('.')[2]}", name[-len(DOWN) :]
+        for own in (GATE_UP, EXPERTS_DOWN):
+            if name.endswith((f".{own}", f".{own}_bias")):
+                return own, "bias" if name.endswith("_bias") else "weight"
+        for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
+            if name.endswith(f".{kind}"):
+                return role_of(name.removesuffix(f".{kind}").rpartition(".")[2]), kind
+        return ("sinks", "weight") if name.endswith(".sinks") else (name, "")
+
+    def _inner_of(self, name: str) -> int:
+        """Return the whole inner size of the MLP, or of the experts, of a parameter."""
+        experts = self.whole.experts
+        if experts is not None and f".{experts.shared_in}." in name:
+            return experts.shared
+        return self.whole.inner if experts is None or ".experts." not in name else experts.inner
+
+    def _ranges(self, name: str, module: str, rank: int) -> list[slice]:
         """Return which outputs of a layer, or columns of a norm, a rank holds; [] if all."""
         whole, ranks = self.whole, self.comm.size
         queries, keys = whole.heads * whole.dim, whole.kv_heads * whole.dim
@@ -119,19 +197,21 @@ class Division:
         q = slice(rank * count, (rank + 1) * count)
         kv_start = rank // self.times * (keys * self.times // ranks)
         k = slice(kv_start, kv_start + keys * self.times // ranks)
-        inner = part_of_inner(whole.inner, self.comm, rank)
+        size = self._inner_of(name)
+        inner = part_of_inner(size, self.comm, rank)
+        heads = part(whole.heads, self.comm, rank)
         vocab = part(whole.vocab, self.comm, rank)
         by_module = {"q_proj": [q], "heads": [q], "k_proj": [k], "v_proj": [k]}
         if (latent := whole.latent) is not None:
             sizes = {"heads": latent.value, "kv_b_proj": latent.plain + latent.value}
             sizes |= dict.fromkeys(("q_proj", "q_b_proj"), latent.dim)
-            heads = part(whole.heads, self.comm, rank)
             by_module = {
-                name: [slice(heads.start * size, heads.stop * size)] for name, size in sizes.items()
+                name: [slice(heads.start * dim, heads.stop * dim)] for name, dim in sizes.items()
             }
         by_module["attn_sub_norm"] = by_module["heads"]
         by_module |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}
-        by_module |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
+        by_module |= {key: [inner, _moved(inner, size)] for key in ("gate_up_proj", GATE_UP)}
+        by_module["sinks"] = [heads]
         by_module |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
         by_module |= {name: [vocab] for name in ("embed_tokens", "lm_head")}
         if whole.query_key_norm in ("projection", "heads"):  # columns, or rows of one head each
@@ -150,7 +230,7 @@ class Division:
 
     def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
         """Return the whole shape of a parameter, also of an adapter, whose part has shape own."""
-        cut = self.cut(name, self.comm.size - 1)
+        cut = self.cut(name, self.group.size - 1)
         if cut is None:
             return tuple(own)
         axis, ranges = cut
@@ -170,7 +250,7 @@ class Division:
         if isinstance(array, Quantized):
             return self._cut(name, array, ranges, axis)
         if rows is not None and axis:
-            parts = [array[rows, piece] for piece in ranges]
+            parts = [array[(rows, *along(axis, piece)[1:])] for piece in ranges]
         else:
             ranges = ranges if rows is None else _within(ranges, rows)
             parts = [array[along(axis, piece)] for piece in ranges]
@@ -192,9 +272,9 @@ class Division:
         if own_cut is None:
             return own
         axis, _ = own_cut
-        cuts = [self.cut(name, rank) for rank in range(self.comm.size)]
+        cuts = [self.cut(name, rank) for rank in range(self.group.size)]
         targets = [target for cut in cuts if cut for target in cut[1]]
-        parts, start = self.comm.all_gather(own, axis), 0
+        parts, start = self.group.all_gather(own, axis), 0
         size = max(target.stop for target in targets)
         whole = np.empty_like(own, shape=(*own.shape[:axis], size, *own.shape[axis + 1 :]))
         for target in targets:
@@ -205,17 +285,20 @@ class Division:
 
     def used(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return parameters for a forward pass, such that backward sums gradients over ranks."""
+        if self.comm.size == 1:
+            return {**parameters}
         return {name: self._used(name, value) for name, value in parameters.items()}
 
     def _used(self, name: str, value: Any) -> Any:
         """Return one parameter of ``used``: summed in backward over the ranks that share it."""
-        module, kind = _split(name)
+        module, kind = self._split(name)
         if module in INPUTS:
             if kind == "bias":  # each rank adds its share, before the sum over ranks
                 return scale(summed_back(value, self.comm), factor=1 / self.comm.size)
             return summed_back(value, self.comm) if kind == UP else value
         per_head = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
-        if per_head or (kind == DOWN and module not in SHARED) or ".act_fn." in name:
+        chooses = self.whole.experts is not None and module in self.whole.experts.routers
+        if per_head or chooses or (kind == DOWN and module not in SHARED) or ".act_fn." in name:
             return summed_back(value, self.comm)
         if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
             return summed_back(value, self.copies)
@@ -224,16 +307,20 @@ class Division:
             return summed_back(value, self.copies, rows)
         return value
 
+    def ends(self, name: str) -> bool:
+        """Return whether a parameter is of a layer that ends a branch, whose inputs are divided."""
+        return self._split(name)[0] in INPUTS
+
     def shares(self, name: str) -> list[tuple[slice, float]]:
         """Return the weight of each row in sums over ranks: 1 / the ranks that hold the row."""
         if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
             return [(slice(None), 0.5)]
         if self.cut(name) is None:
-            return [(slice(None), 1 / self.comm.size)]
-        if _split(name)[0] == "qkv_proj":
+            return [(slice(None), 1 / self.group.size)]
+        if self._split(name)[0] == "qkv_proj":
             queries = self.config.heads * self.config.dim
             return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]
-        copied = _split(name)[0] in ("k_proj", "v_proj", "k_norm")
+        copied = self._split(name)[0] in ("k_proj", "v_proj", "k_norm")
         return [(slice(None), 1 / self.times if copied else 1.0)]
 
     def norm(self, name: str, x: Any, weight: Any) -> Any:
@@ -245,7 +332,7 @@ class Division:
             comm=self.comm,
             eps=self.config.eps,
             offset=self.config.norm_offset,
-            copies=self.times if _split(name)[0] == "k_norm" else 1,
+            copies=self.times if self._split(name)[0] == "k_norm" else 1,
         )
 
 
@@ -260,7 +347,7 @@ def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -
         comm=division.comm,
         size=math.prod(division.shapes[name]),
         shares=division.shares(name),
-        inputs=_split(name)[0] in INPUTS,
+        inputs=division.ends(name),
     )
 
 
@@ -294,9 +381,48 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         problem = f"the adapter trains {module_of(tables[0])}, of which ranks keep parts"
         cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"
         raise ConfigError(f"Division: {problem}; {cure}")
+    for adapted in adapter.stacks.values():
+        stack = adapted.stack
+        own_rank = len(adapter.parameters[adapted.down]) // stack.shape[0]
+        if division.adapted.setdefault(stack.module, (stack, own_rank)) != (stack, own_rank):
+            problem = f"{stack.module} had an adapter of another stack, or of another rank, before"
+            raise ConfigError(f"Division: {problem}; load the model again, with one of them")
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
-    own = {name: division.own(name, array) for name, array in held.items()}
-    return adapter.holding(own)
+    own = adapter.holding({name: division.own(name, array) for name, array in held.items()})
+    for name, adapted in adapter.stacks.items():
+        count, outputs, inputs = division.shape(name)
+        stack = adapted.stack._replace(shape=(count, outputs, inputs))
+        own.stacks = own.stacks | {name: adapted._replace(stack=stack)}
+    return own
+
+
+@contextmanager
+def apart(division: Division | None) -> Iterator[None]:
+    """Let the router's loss be of each rank's own tokens in a with block."""
+    if division is None:
+        yield
+        return
+    before, division.balanced = division.balanced, None
+    try:
+        yield
+    finally:
+        division.balanced = before
+
+
+def check_experts(config: Config, comm: Communicator, *, alone: bool) -> None:
+    """Raise a ConfigError unless ranks can hold different experts of a model."""
+    cure = "divide the batch (data parallelism)"
+    problem = ""
+    if config.experts is None:
+        problem = f"a {config.model_type} has no experts for {comm.size} ranks"
+    elif not alone:
+        problem = "ranks hold different experts, or slices of all"
+        cure = "choose expert or tensor parallelism"
+    elif config.experts.count < comm.size:
+        problem = f"{config.experts.count} experts are not enough for {comm.size} ranks"
+        cure = f"use at most {config.experts.count}"
+    if problem:
+        raise ConfigError(f"Division: {problem}; {cure}")
 
 
 def check_divides(config: Config, ranks: int) -> None:
@@ -310,7 +436,10 @@ def check_divides(config: Config, ranks: int) -> None:
     if config.query_key_norm == "modules" and ranks > 1:
         problem = "each head of queries and keys has a norm of its own, which ranks do not divide"
         raise ConfigError(f"Division: {problem}; use a pipeline, or Zero3")
-    for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
+    sizes = {"inner size": config.inner, "vocabulary": config.vocab}
+    if config.experts is not None:
+        sizes["inner size of an expert"] = config.experts.inner
+    for name, size in sizes.items():
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"
             raise ConfigError(f"Division: {problem}; use at most {size}")
@@ -329,11 +458,3 @@ def _within(ranges: list[slice], rows: slice) -> list[slice]:
 
 def _moved(rows: slice, by: int) -> slice:
     return slice(rows.start + by, rows.stop + by)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Return the role of a parameter's layer or norm, and its name in that layer."""
-    for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
-        if name.endswith(f".{kind}"):
-            return role_of(name.removesuffix(f".{kind}").rpartition(".")[2]), kind
-    return name, ""

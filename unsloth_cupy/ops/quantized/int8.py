@@ -110,10 +110,8 @@ class Int8(Quantized):
         """Whether it is a matrix: each row has its absmax."""
         return self.ndim == 2
 
-    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+    def _cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns; a part of a row keeps the absmax of the whole row."""
-        if self.ndim != 2:
-            raise ConfigError(f"{self!r} is a stack, whose matrices are not divided; dequantize it")
         codes = [self.codes[:, where] if axis else self.codes[where] for where in places]
         absmax = [self.absmax] if axis else [self.absmax[where] for where in places]
         return type(self)(np.concatenate(codes, axis), np.concatenate(absmax), dtype=self.dtype)

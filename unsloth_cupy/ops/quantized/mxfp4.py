@@ -146,10 +146,8 @@ class Mxfp4(Quantized):
         """Return the arguments of the constructor other than the arrays of ``held``."""
         return {"dtype": self.dtype}
 
-    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+    def _cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns of a matrix; columns are cut between blocks."""
-        if self.ndim != 2:
-            raise ConfigError(f"{self!r} is a stack, whose matrices are not divided; dequantize it")
         borders = [border for where in places for border in (where.start, where.stop)]
         if axis and any(border % BLOCK for border in borders):
             problem = f"{self!r}: columns {borders} split blocks of {BLOCK} values"

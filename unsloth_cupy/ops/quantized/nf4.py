@@ -181,13 +181,11 @@ class Nf4(Quantized):
         """Whether no block is short; with double quantization each has an offset of its own."""
         return self.ndim == 2 and not self.double and self.size % self.block == 0
 
-    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+    def _cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns; absmax in float32 if a cut splits 256 blocks with one scale."""
         shape, block = self.shape, self.block
-        if self.ndim != 2:
-            raise ConfigError(f"{self!r} is a stack, whose matrices are not divided; dequantize it")
         if not in_blocks(shape, axis, places, block):
-            borders = ", ".join(f"{where.start}:{where.stop}" for where in places)
+            borders = ", ".join(f"{where.start}:{where.stop}" for where in places[:4])
             problem = f"{('rows', 'columns')[axis]} {borders} split blocks of {block} values"
             raise ConfigError(f"{self!r}: {problem}; cut at multiples of {block}, or use int8")
         size = sum(where.stop - where.start for where in places)

@@ -232,7 +232,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         mean, largest = self._errors or (None, None)
         return Statistics((size - sum(self._counts)) / size, plus, minus, mean, largest)
 
-    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+    def _cut(self, axis: int, places: Sequence[slice]) -> Self:
         """Return rows or columns of whole groups; with activations, columns need ``largest``."""
         if axis and self.activations is not None and self.largest is None:
             problem = "its products round whole rows of x, which a cut by columns would split"

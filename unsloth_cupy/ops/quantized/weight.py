@@ -90,15 +90,41 @@ class Quantized(Stored, ABC):
     def requantized(self, w: Array) -> Self:
         """Return another matrix, quantized in the same way as this one."""
 
-    @abstractmethod
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return the rows, or with axis 1 the columns, of all slices, with unchanged values.
+        """Return all slices along an axis, concatenated, with unchanged values.
 
         Raises
         ------
         ConfigError
             The cut would separate values that share a scale.
         """
+        if self.ndim == 2:
+            return self._cut(axis, places)
+        count, rows, columns = self.shape
+        shape = [count, rows, columns]
+        shape[axis] = sum(where.stop - where.start for where in places)
+        if axis < 2:  # rows of the matrices, one below another
+            starts = [rows * expert for expert in range(count)] if axis else [0]
+            step = 1 if axis else rows
+            places = [
+                slice(start + where.start * step, start + where.stop * step)
+                for start in starts
+                for where in places
+            ]
+        return self.shaped(count * rows, columns)._cut(axis // 2, places).shaped(*shape)
+
+    @abstractmethod
+    def _cut(self, axis: int, places: Sequence[slice]) -> Self:
+        """Return rows, or with axis 1 columns, of a matrix: see ``cut``."""
+
+    def shaped(self, *shape: int) -> Self:
+        """Return the same values as a matrix, or as a stack of matrices with as many columns."""
+        arrays, facts = self.held(), self.facts()
+        if "shape" in facts:  # the arrays are flat
+            return type(self)(**arrays, **facts | {"shape": shape})
+        rows, ndim = shape[:-1], self.ndim - 1
+        arrays = {name: array.reshape(*rows, *array.shape[ndim:]) for name, array in arrays.items()}
+        return type(self)(**arrays, **facts)
 
     @abstractmethod
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:

@@ -1,0 +1,348 @@
+"""Ranks that divide experts equal one device: inside of each, or some experts to each rank."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import CheckpointConfig, mxfp4_quantize
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.ranks import check_options
+from unsloth_cupy.finetune.settings import Settings
+from unsloth_cupy.memory.stage_plan import Layout
+from unsloth_cupy.models import create, load, quantize
+from unsloth_cupy.models.configs.names import is_stack
+from unsloth_cupy.models.folders.expert_files import Stack
+from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
+from unsloth_cupy.models.parse import parse
+from unsloth_cupy.models.ranks.division import Division
+from unsloth_cupy.ops.quantized.weight import Quantized
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero3, grid, part
+from unsloth_cupy.profiling.scale import plan_ranks
+
+from ..models.peers import MIXTURES, SIZES
+from .models import adapted, equal, filled, gathered, same_adapters, same_files, texts
+from .ranks import close
+from .threads import by_threads
+
+WHOLE = tuple(name for name in MIXTURES if name.startswith(("qwen3_next", "qwen3_5")))
+QUICK = ("gpt_oss", "qwen2_moe", "deepseek_v3 yarn")
+NAMES = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name in MIXTURES
+    if name not in WHOLE
+]
+BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+
+
+# ---- each rank has a slice of every expert ------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_of_experts(name: str, tmp_path: Path) -> None:
+    """Losses, gradients, tokens, files and adapters are those of one device."""
+    filled(SIZES | MIXTURES[name], tmp_path / "model")
+
+    def work(comm: Any) -> None:
+        equal(tmp_path / "model", comm, name)
+        same_files(tmp_path / "model", comm, tmp_path / "saved")
+        if name in QUICK:
+            adapted(tmp_path / "model", comm, tmp_path)
+
+    by_threads(2, work)
+
+
+@pytest.mark.parametrize("name", sorted({*MIXTURES} - {*WHOLE}))
+def test_slices_cover_all_once(name: str) -> None:
+    comm, config = SingleCommunicator(), parse(SIZES | MIXTURES[name])
+    comm.size = 2
+    covered = {key: np.zeros(shape) for key, shape in config.shapes().items()}
+    for comm.rank in range(2):
+        division = Division(config, comm)
+        for key, whole in covered.items():
+            own = division.own(key, np.arange(whole.size).reshape(whole.shape))
+            assert own.shape == division.shape(key)
+            for rows, share in division.shares(key):
+                np.add.at(whole.reshape(-1), own[rows].reshape(-1), share)
+    for key, whole in covered.items():
+        np.testing.assert_allclose(whole, 1, err_msg=key)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4", "int8"])
+def test_slices_of_quantized_experts(kind: str, tmp_path: Path) -> None:
+    """They have the codes of whole stacks, read or made; adapters learn on them alike."""
+    dense = tmp_path / "dense"
+    filled(SIZES | MIXTURES["mixtral"] | BLOCKS, dense)
+    sources: list[tuple[Path, dict[str, Any]]] = [(dense, {"quantize": kind})]
+    if kind != "int8":  # files have no such stacks
+        load(dense, quantize=kind).save(tmp_path / "coded")
+        sources.append((tmp_path / "coded", {}))
+
+    def work(comm: Any) -> None:
+        for source, how in sources:
+            whole, model = load(source, **how), load(source, communicator=comm, **how)
+            same_codes(whole, model)
+            same_adapters(whole, model, *texts())
+        model = load(dense, communicator=comm)
+        quantize(model, kind)
+        same_codes(load(dense, quantize=kind), model)
+
+    by_threads(2, work)
+
+
+def packed(folder: Path) -> None:
+    """Save a gpt_oss whose experts are in MXFP4."""
+    model = create(SIZES | MIXTURES["gpt_oss"] | BLOCKS, seed=0)
+    for name in filter(is_stack, model.parameters):
+        model.parameters[name] = mxfp4_quantize(model.parameters[name])
+    model.save(folder)
+
+
+def test_slices_of_packed_experts(tmp_path: Path) -> None:
+    """Blocks of MXFP4 are divided as they are."""
+    packed(tmp_path)
+
+    def work(comm: Any) -> None:
+        whole, model = (load(tmp_path, **how) for how in ({}, {"communicator": comm}))
+        same_codes(whole, model)
+        same_adapters(whole, model, *texts())
+
+    by_threads(2, work)
+
+
+def same_codes(whole: Any, model: Any) -> None:
+    stacks = 0
+    for name, weight in model.parameters.items():
+        if isinstance(weight, Quantized):
+            own = model.division.own(name, whole.parameters[name].dequantize())
+            np.testing.assert_array_equal(weight.dequantize(), own, name)
+            stacks += weight.ndim == 3
+    assert stacks == 2 * model.config.layers
+
+
+def test_blocks_of_experts_are_not_split(tmp_path: Path) -> None:
+    filled(SIZES | MIXTURES["qwen3_moe"] | BLOCKS | {"moe_intermediate_size": 64}, tmp_path)
+    comm = SingleCommunicator()
+    comm.size = 2
+    with pytest.raises(ConfigError, match=r"experts.down_proj: .* split blocks of 64 values; cut"):
+        load(tmp_path, quantize="nf4", communicator=comm)
+
+
+def test_a_rank_reads_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(SIZES | MIXTURES["mixtral"], tmp_path)
+    comm, read, sizes = SingleCommunicator(), Stack.read, list[int]()
+    comm.size = 2
+
+    def counted(*arguments: Any) -> Any:
+        array = read(*arguments)
+        sizes.append(array.size)
+        return array
+
+    monkeypatch.setattr(Stack, "read", counted)
+    model = load(tmp_path, communicator=comm)
+    assert sum(sizes) == sum(a.size for a in model.parameters.values() if a.ndim == 3)
+    assert 2 * sum(sizes) == sum(a.size for a in load(tmp_path).parameters.values() if a.ndim == 3)
+
+
+def test_the_plan_counts_the_experts_of_a_token() -> None:
+    """Operations of k experts of all; of two ranks each has half of what is not its attention."""
+    config = SIZES | MIXTURES["mixtral"]
+    options: dict[str, Any] = {
+        "batch": 2, "tokens": 16, "dtype": "float32", "microbatches": 1, "rate": 1.0,
+        "interconnect": (1.0, 1.0),
+    }  # fmt: skip
+
+    def forward(**changes: Any) -> float:
+        plan = plan_ranks(config | changes, Layout(), **options)
+        return plan.stages[0].products[0][0]
+
+    one, two = (forward(num_experts_per_tok=k) for k in (1, 2))
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    assert two - one == 2 * 32 * 3 * hidden * inner * SIZES["num_hidden_layers"]
+    assert forward(num_local_experts=8) - two == 2 * 32 * 4 * hidden * SIZES["num_hidden_layers"]
+
+
+# ---- each rank has some of the experts ----------------------------------------------------------
+def batch(rows: int = 4) -> tuple[Any, Any]:
+    """Return rows of which some have no labels, so those of a rank have none at all."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(3, SIZES["vocab_size"], (rows, 11))
+    labels = tokens.copy()
+    labels[0, :3] = labels[2] = -100
+    return tokens, labels
+
+
+def same_step(whole: Any, model: Any, comm: Any, **options: Any) -> dict[str, Any]:
+    """Compare a step of ranks that each have some of the rows with one of all rows."""
+    tokens, labels = batch()
+    given = {} if "routes" not in options else {"routes": options["routes"]}
+    expected, gradients = whole.loss_and_gradients(tokens, labels, **given)
+    own = part(len(tokens), comm)
+    options |= {name: array[own] for name, array in given.items()}
+    loss, actual = DataParallel(model, comm).loss_and_gradients(tokens[own], labels[own], **options)
+    close(loss, expected)
+    assert [*actual] == [*gradients]
+    for name, gradient in gradients.items():
+        gathered(model.division, name, actual[name], gradient)
+    return actual
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in (*QUICK, "qwen3_next") else pytest.mark.slow)
+     for n in MIXTURES],
+)  # fmt: skip
+def test_ranks_of_experts(name: str, tmp_path: Path) -> None:
+    """Loss, with the router's of all rows, gradients, tokens and files are those of one process.
+
+    Also for a number of ranks that does not divide the experts; in equal bits when computed again.
+    """
+    filled(SIZES | MIXTURES[name], tmp_path / "model")
+
+    def work(comm: Any) -> None:
+        whole, model = load(tmp_path / "model"), load(tmp_path / "model", experts=comm)
+        first = same_step(whole, model, comm)
+        again = same_step(whole, model, comm, checkpoint=CheckpointConfig(checkpoint_every=2))
+        for key, gradient in first.items():
+            np.testing.assert_array_equal(again[key], gradient, key)
+        tokens, _ = batch()
+        close(model.logits(tokens), whole.logits(tokens))
+        made = (each.generate(tokens, max_new_tokens=4, stop=()) for each in (model, whole))
+        np.testing.assert_array_equal(*made)
+        model.save(tmp_path / f"saved-{comm.size}")
+        saved = load(tmp_path / f"saved-{comm.size}").parameters
+        for key, array in whole.parameters.items():
+            np.testing.assert_array_equal(saved[key], array, key)
+
+    for ranks in (2, 3):
+        by_threads(ranks, work)
+
+
+def test_data_ranks_of_experts(tmp_path: Path) -> None:
+    """Two groups of two ranks: experts are summed over groups, all else over all ranks."""
+    filled(SIZES | MIXTURES["mixtral window"], tmp_path)
+
+    def work(comm: Any) -> Any:
+        groups = grid(comm, data=2, expert=2)
+        whole, model = load(tmp_path), load(tmp_path, experts=groups.expert)
+        for array in model.trainable.values():  # those of the first ranks count
+            array[...] += 7 * (comm.rank > 1)
+        gradients = same_step(whole, model, comm)
+        parts = comm.all_gather(gradients["model.layers.0.mlp.experts.down_proj"][None], 0)
+        np.testing.assert_array_equal(parts[:2], parts[2:])
+
+    by_threads(4, work)
+
+
+def test_a_rank_without_rows(tmp_path: Path) -> None:
+    """All tokens choose experts of the first rank; those of the second have gradients of 0."""
+    filled(SIZES | MIXTURES["mixtral"], tmp_path)
+    tokens, _ = batch()
+    routes = np.zeros((*tokens.shape, SIZES["num_hidden_layers"], 2), np.int32)
+    routes[..., 1] = 1
+
+    def work(comm: Any) -> None:
+        whole, model = load(tmp_path), load(tmp_path, experts=comm)
+        gradients = same_step(whole, model, comm, routes=routes)
+        stacks = [np.any(gradient) for name, gradient in gradients.items() if is_stack(name)]
+        assert stacks == [comm.rank == 0] * len(stacks)
+
+    by_threads(2, work)
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", "nf4-double", "int8", "mxfp4"])
+def test_adapters_of_experts(kind: str | None, tmp_path: Path) -> None:
+    """On dense stacks and on quantized ones, whose codes are those of whole stacks."""
+    sources: list[tuple[Path, dict[str, Any]]] = [(tmp_path / "dense", {"quantize": kind})]
+    if kind == "mxfp4":
+        packed(tmp_path / "dense")
+        sources[0] = tmp_path / "dense", {}
+    else:
+        filled(SIZES | MIXTURES["mixtral"] | BLOCKS, tmp_path / "dense")
+    if kind in ("nf4", "nf4-double"):
+        load(tmp_path / "dense", quantize=kind).save(tmp_path / "coded")
+        sources.append((tmp_path / "coded", {}))
+    drawn = load(tmp_path / "dense")
+    drawn.add_adapter(3, seed=1)
+    rng = np.random.default_rng(2)
+    for array in drawn.trainable.values():
+        array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
+    drawn.save_adapter(tmp_path / "adapter")
+
+    def work(comm: Any) -> None:
+        for source, how in sources:
+            given = how | {"lora": tmp_path / "adapter"}
+            whole, model = load(source, **given), load(source, experts=comm, **given)
+            if kind is not None:
+                same_codes(whole, model)
+            same_step(whole, model, comm)
+            model.save_adapter(tmp_path / "again")
+            again = load(source, lora=tmp_path / "again").trainable
+            for name, array in whole.trainable.items():
+                np.testing.assert_array_equal(again[name], array, name)
+
+    by_threads(2, work)
+
+
+def test_a_rank_reads_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one tensor for each expert, of quantized stacks, and of packed ones."""
+    filled(SIZES | MIXTURES["mixtral"] | BLOCKS, tmp_path / "dense")
+    load(tmp_path / "dense", quantize="nf4").save(tmp_path / "nf4")
+    packed(tmp_path / "mxfp4")
+    comm = SingleCommunicator()
+    comm.size = 2
+    wholly, axes = LazyParameter.whole, list[int]()
+
+    def noted(unread: LazyParameter) -> Any:
+        axes.append(len(unread.home.shape))
+        return wholly(unread)
+
+    for kind in ("dense", "nf4", "mxfp4"):
+        with monkeypatch.context() as patched:
+            patched.setattr(LazyParameter, "whole", noted)
+            model = load(tmp_path / kind, experts=comm)
+        assert max(axes) < 3, kind  # none is a stack
+        whole = load(tmp_path / kind).parameters
+        sizes = [w.nbytes / whole[n].nbytes for n, w in model.parameters.items() if is_stack(n)]
+        assert sizes == [0.5] * len(sizes)
+
+
+def test_what_ranks_of_experts_refuse() -> None:
+    comm, mixture = SingleCommunicator(), SIZES | MIXTURES["mixtral"]
+    comm.size = 2
+    with pytest.raises(ConfigError, match="a llama has no experts for 2 ranks; divide the batch"):
+        create(SIZES | {"model_type": "llama"}, seed=0, experts=comm)
+    with pytest.raises(ConfigError, match="or slices of all; choose expert or tensor parallelism"):
+        create(mixture, seed=0, experts=comm, communicator=comm)
+    with pytest.raises(ConfigError, match=r"different experts of the model.*to DataParallel"):
+        Zero3(create(mixture, seed=0, experts=comm), SingleCommunicator())
+    comm.size = 5
+    with pytest.raises(ConfigError, match="4 experts are not enough for 5 ranks; use at most 4"):
+        create(mixture, seed=0, experts=comm)
+    cure = "leave zero=1 out, and divide the batch with data_parallel"
+    with pytest.raises(ConfigError, match=cure):
+        check_options(1, 1, 1, None, None, None, 1, 1, 2)
+    with pytest.raises(ConfigError, match="its steps need whole stacks of experts"):
+        Settings(optimizer="adafactor", expert_parallel=2)
+
+
+def test_the_plan_of_ranks_of_experts() -> None:
+    """Half of the stacks in a rank; and as many rows as can come to it, which are replayed."""
+    options: dict[str, Any] = {
+        "batch": 2, "tokens": 16, "dtype": "float32", "microbatches": 2, "rate": 1.0,
+        "interconnect": (1.0, 1.0), "device": "cpu",
+    }  # fmt: skip
+    config = SIZES | MIXTURES["mixtral"]
+    one, two = (plan_ranks(config, Layout(expert=ranks), **options) for ranks in (1, 2))
+    assert one.stages[0].products == two.stages[0].products
+    stacks = {n: math.prod(s) for n, s in parse(config).shapes().items() if is_stack(n)}
+    weights = [plan.stages[0].memory.weights for plan in (one, two)]
+    assert weights[0] - weights[1] == sum(stacks.values()) * 4 // 2
+    assert sum(two.stages[0].sent("expert")["all_to_all_rows"]) > 0
+    assert two.replay().peaks == [two.stages[0].memory.total] * 2
+    four = plan_ranks(config, Layout(data=2, expert=2), **options)
+    assert four.replay().peaks == [four.stages[0].memory.total] * 4
+    # experts are summed over two ranks, all else over four
+    others = weights[0] - sum(stacks.values()) * 4
+    assert two.stages[0].gradients < four.stages[0].gradients
+    assert two.stages[0].gradients <= 2 * others

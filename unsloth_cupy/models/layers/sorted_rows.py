@@ -1,0 +1,60 @@
+"""Rows in the order of their experts, and their results in the order of the rows again."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import rounded
+from ...core.dtypes import FLOAT32, Array
+from ...ops.experts.sort_by_expert import sort_by_expert
+from ...parallel.taped import taped, value_of
+
+
+def by_expert(chosen: Array, count: int) -> tuple["Sorted", Array]:
+    """Return the order of rows by their experts, and where the rows of each expert begin."""
+    order, offsets = sort_by_expert(chosen, count)
+    places = np.zeros_like(order)
+    places[order] = np.arange(len(order), dtype=order.dtype, like=order)
+    return Sorted(order, places, chosen.shape[-1]), offsets
+
+
+class Sorted(NamedTuple):
+    """Rows in the order of their experts: of each row k, one for each expert."""
+
+    order: Array
+    places: Array  # its inverse
+    k: int
+
+    def gathered(self, x: Any) -> Any:
+        """Return a row of x for each assignment."""
+        value = value_of(x)
+
+        def back(dy: Any, wanted: Any) -> dict[str, Any]:
+            wide = np.promote_types(dy.dtype, FLOAT32)
+            parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])
+            return {"x": rounded(parts.sum(axis=1, dtype=wide), dy.dtype)}
+
+        return taped("gathered", value[self.order // self.k], back, x=x)
+
+    def summed(self, out: Any, weights: Any) -> Any:
+        """Return the weighted sum of the k results of each row, in the order of k."""
+        value, factors = value_of(out), value_of(weights)
+        wide = np.promote_types(value.dtype, FLOAT32)
+        shape = *factors.shape, value.shape[-1]
+
+        def back(dy: Any, wanted: Any) -> dict[str, Any]:
+            dy = dy.astype(wide, copy=False)
+            gradients = {}
+            if "out" in wanted:
+                own = factors.reshape(-1)[self.order].astype(wide, copy=False)
+                moved = dy[self.order // self.k] * own[:, None]
+                gradients["out"] = rounded(moved, value.dtype)
+            if "weights" in wanted:
+                results = value[self.places].reshape(shape).astype(wide, copy=False)
+                slopes = (results * dy[:, None]).sum(axis=-1)
+                gradients["weights"] = rounded(slopes, factors.dtype)
+            return gradients
+
+        results = value[self.places].reshape(shape).astype(wide, copy=False)
+        y = (results * factors.astype(wide, copy=False)[..., None]).sum(axis=1)
+        return taped("summed", rounded(y, value.dtype), back, out=out, weights=weights)

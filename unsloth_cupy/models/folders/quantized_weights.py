@@ -19,7 +19,7 @@ from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
-from ..configs.config import BUFFERS, CORRECTION
+from ..configs.config import BUFFERS, CORRECTION, Config
 from ..configs.names import is_stack
 
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
@@ -32,6 +32,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Ternary: re.compile(r"\.(weight_(?:scale|form))$"),
 }
 KEY = "quantization_config"
+GGUF = "gguf"  # its quant_method where a GGUF file is read as a folder
 FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION)
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
@@ -85,6 +86,15 @@ def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
         return {name + key.removeprefix("weight"): array for key, array in state.items()}
     module = name.removesuffix("weight")
     return {module + key: array for key, array in state.items()}
+
+
+def in_folders(config: Config, name: str, value: Any) -> Any:
+    """Return a parameter as a Hugging Face folder has it: dense, where only GGUF files do not."""
+    if not isinstance(value, Quantized):
+        return value
+    experts = is_stack(name) and config.experts is not None and config.experts.transposed
+    known = value.IN_FOLDERS and (experts or not isinstance(value, Mxfp4))
+    return value if known else value.dequantize()
 
 
 def saved_config(
@@ -151,6 +161,8 @@ def stored_kind(config: Mapping[str, Any]) -> str | None:
         return None if online(config) else Ternary.KIND
     if facts.get("quant_method") == Mxfp4.KIND:
         return Mxfp4.KIND
+    if facts.get("quant_method") == GGUF:
+        return str(facts["kind"])
     if not facts.get("load_in_4bit"):
         return None
     kind = str(facts.get("bnb_4bit_quant_type", "fp4"))

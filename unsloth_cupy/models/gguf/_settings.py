@@ -1,6 +1,7 @@
 """The config.json that a GGUF file's keys and tensors describe: the inverse of ``_metadata.py``."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,11 @@ from ...ops.position.rope_tables import RULES, frequencies
 from ..configs.config import FULL, SLIDING
 from ..configs.families import FAMILIES
 from ..configs.family import Family
+from ..folders.quantized_weights import GGUF, KEY
+from ..quantizer import LEAST
 from ._families import ARCHITECTURES, Architecture
 from ._metadata import EPSILON
+from .packed import CLASSES
 from .reading import GgufFile
 
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # of config.json; others have llama.cpp's names
@@ -111,7 +115,7 @@ def settings(file: GgufFile) -> dict[str, Any]:
     values |= _scales(keys, family, known, dim, hidden // heads if layers == known.deep else dim)
     values |= _rope(keys, family, values, dim)
     keys.check_rest()
-    return values | _tokens(file)
+    return values | _packed(file) | _tokens(file)
 
 
 def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
@@ -303,6 +307,17 @@ def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dic
         "original_max_position_embeddings": positions,
         "attention_factor": 1.0,
     }
+
+
+def _packed(file: GgufFile) -> dict[str, Any]:
+    """Return what says that matrices stay packed, and in which kind most do."""
+    kinds = Counter[str]()
+    for name, each in file.tensors.items():
+        matrix = len(each.shape) > 1 and math.prod(each.shape) >= LEAST
+        if matrix and name.startswith("blk.") and each.type.name in CLASSES:
+            kinds[each.type.name.lower()] += each.data.nbytes
+    common = kinds.most_common(1)
+    return {KEY: {"quant_method": GGUF, "kind": common[0][0]}} if common else {}
 
 
 def _tokens(file: GgufFile) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from ..configs.config import Config
 from ..configs.heads import Choice
 from ..configs.names import HEAD, is_norm
 from ..folders.lazy_parameter import StoredTensor
-from .reading import CODES, GgufFile, opened_gguf
+from .packed import maker, packed_class
+from .reading import AS_STORED, CODES, GgufFile, opened_gguf
 
 # Tensors that are read with config.json, or are of a head that a model does not have.
 SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -53,7 +54,10 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         dtype = CODES[file.code]
         if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), dense):
             dtype = FLOAT32
-        place = str(path), stored, shape, dtype
+        packed = None if config.bit_layers else packed_class(name, shape, tensor.type.name)
+        if packed is not None:
+            stored, dense = stored + AS_STORED, maker(packed, dense)
+        place = str(path), stored, shape, dtype, packed
         kind, size = tensor.type.name.lower(), tensor.data.nbytes
         homes[name] = StoredTensor(*place, dense=dense, format=kind, bytes=size)
     if HEAD not in config.shapes():  # it is the table, or another head takes its place

@@ -19,6 +19,7 @@ from ...files import of_library
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
 AT_ONCE = 1 << 22  # numbers that are converted at a time
+AS_STORED = ":blocks"  # after the name of a tensor, to get the bytes of its rows
 
 
 def opened_gguf(path: Path) -> "GgufFile":
@@ -129,11 +130,12 @@ class Rows:
     """A tensor of a file, of which rows are converted when they are asked for."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
-        self.file, self.stored = file, file.tensors[name]
+        self.file, self.stored = file, file.tensors[name.removesuffix(AS_STORED)]
+        self.as_stored = name.endswith(AS_STORED)
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
-        return [*self.stored.shape]
+        return [*(self.stored.data if self.as_stored else self.stored).shape]
 
     def get_dtype(self) -> str:
         """Return the name of the dtype of results; vectors are float32."""
@@ -141,6 +143,8 @@ class Rows:
 
     def __getitem__(self, key: Any) -> Array:
         """Return a part; the rows that it needs are converted, in float32, and rounded once."""
+        if self.as_stored:
+            return self.stored.data[key]
         rows, others = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
         if rows is ... or not isinstance(rows, slice) or not self.stored.shape:
             return self._of(slice(None))[key]

@@ -43,6 +43,7 @@ from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
+from unsloth_cupy.ops.quantized.blocks import Q40, Q80, Blocks
 
 from ..harness.parity import general_attention, proofs
 from ..harness.sampling import Sample
@@ -208,11 +209,12 @@ def adapter_gradients(machine: Machine, dtype: Any, rank: int, shift: int, small
     lora_linear_backward(dy, None, x, weight, a, b, None, None, low, wanted={"b"})
 
 
-def exponents(machine: Machine, dtype: Any, rows: int) -> None:
-    """Multiply by a weight in MXFP4: by its codes if rows are few, by the dense stack if none."""
+def in_blocks(machine: Machine, kind: type[Blocks], dtype: Any, rows: int) -> None:
+    """Multiply by a weight in blocks: by its codes if rows are few, by the dense stack if none."""
     shape = (2, 64) if rows == 0 else (2048,)
-    packed, scales = (machine.array((*shape, size), "uint8") for size in (128, 8))
-    weight = Mxfp4(packed, scales, dtype=dtype)
+    packed = machine.array((*shape, 256 // kind.VALUES), kind.CODES)
+    scales = machine.array((*shape, 8), kind.SCALES)
+    weight = kind(packed, scales, dtype=dtype)
     x = machine.array((rows or 4, 256), dtype)
     if rows:
         linear(x, weight)
@@ -233,9 +235,9 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
                 adapter_gradients, dtype=dtype, rank=rank, shift=shift, small=bool(small)
             )
             yield "lora_linear_backward", words, run
-        for rows in (0, 4, 8, 16, 17):
-            run = functools.partial(exponents, dtype=dtype, rows=rows)
-            yield "linear", f"{dtype} mxfp4 rows={rows}", run
+        for kind, rows in itertools.product((Mxfp4, Q40, Q80), (0, 4, 8, 16, 17)):
+            run = functools.partial(in_blocks, kind=kind, dtype=dtype, rows=rows)
+            yield "linear", f"{dtype} {kind.KIND} rows={rows}", run
         narrow = dtype.itemsize == 2
         forms = [
             (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]

@@ -857,7 +857,7 @@ class Transformer(Network):
                 stacklevel=2,
             )
         for whole in whole_parameters(self.parameters, self.division):
-            parameters = {n: in_folders(self.config, n, each) for n, each in whole.items()}
+            parameters = {n: in_folders(n, each) for n, each in whole.items()}
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
             config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}

@@ -19,7 +19,7 @@ from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
-from ..configs.config import BUFFERS, CORRECTION, Config
+from ..configs.config import BUFFERS, CORRECTION
 from ..configs.names import is_stack
 
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
@@ -88,12 +88,11 @@ def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
     return {module + key: array for key, array in state.items()}
 
 
-def in_folders(config: Config, name: str, value: Any) -> Any:
-    """Return a parameter as a Hugging Face folder has it: dense, where only GGUF files do not."""
+def in_folders(name: str, value: Any) -> Any:
+    """Return a parameter as a Hugging Face folder has it: dense, if only GGUF has its form."""
     if not isinstance(value, Quantized):
         return value
-    experts = is_stack(name) and config.experts is not None and config.experts.transposed
-    known = value.IN_FOLDERS and (experts or not isinstance(value, Mxfp4))
+    known = value.IN_FOLDERS and (is_stack(name) or not isinstance(value, Mxfp4))
     return value if known else value.dequantize()
 
 
@@ -132,11 +131,13 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 
     Experts that a file has in MXFP4 do not learn, and their model is dense but for them.
     """
-    packed = {name for name, value in parameters.items() if isinstance(value, Mxfp4)}
+    packed = {n for n, value in parameters.items() if is_stack(n) and isinstance(value, Mxfp4)}
     stored = (n for n, value in parameters.items() if isinstance(value, Stored) and n not in packed)
     frozen = next(stored, None)
     if frozen is not None:
         cure = "call add_adapter(rank) first, or load the dense weights"
+        if not getattr(parameters[frozen], "IN_FOLDERS", True):
+            cure += ", which save(folder) writes"
         raise GradientError(f"{frozen} is quantized and frozen; {cure}")
     learns = {n: value for n, value in parameters.items() if not (n in packed or n.endswith(FIXED))}
     return learns if len(learns) < len(parameters) else parameters

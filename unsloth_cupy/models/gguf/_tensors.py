@@ -11,10 +11,12 @@ from gguf import GGMLQuantizationType as Type
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
+from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
 from ._types import Kind, Read, dividing
+from .packed import blocks_of
 
 # BitNet's norms under names that gguf knows
 OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
@@ -39,17 +41,19 @@ def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list
     head = names(HEAD if is_own or not config.tied else TABLE)
     stored_shapes = config.shapes()
 
-    def add(stored: str, name: str, read: Callable[[], Array]) -> None:
+    def add(stored: str, name: str) -> None:
         shape = stored_shapes[stored]
         wanted = kind.of(name, shape, config, name == head)
-        result.append(Tensor(name, stored, shape, dividing(shape, wanted), read, wanted))
+        own = dividing(shape, wanted)
+        reader = _reader(config, known, stored, read, own.name)
+        result.append(Tensor(name, stored, shape, own, reader, wanted))
 
     for stored in stored_shapes:
         if ".act_fn." in stored:  # which are in the metadata
             continue
-        add(stored, names(stored), _reader(config, known, stored, read))
+        add(stored, names(stored))
     if is_own:
-        add(TABLE, names(HEAD), lambda: read(TABLE))
+        add(TABLE, names(HEAD))
     for name, array in _rope_factors(config):
         result.append(Tensor(name, "", array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
@@ -101,18 +105,27 @@ def names_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
     return name_of
 
 
-def _reader(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:
-    """Return a function that reads a parameter and converts it to the form of llama.cpp."""
+def _reader(
+    config: Config, known: Architecture, stored: str, read: Callable[[str], Any], kind: str = ""
+) -> Callable[[], Array]:
+    """Return a function that reads a parameter and converts it to the form of llama.cpp.
+
+    Blocks of this kind stay what they are, as uint8.
+    """
     *_, module, part = stored.split(".")
     scaled = "q_norm" if config.query_key_norm else "q_proj"
 
     def converted() -> Array:
         array = read(stored)
+        factor = score_factor(config, known) if module == scaled else 1.0
+        if isinstance(array, Quantized):
+            blocks = blocks_of(array, kind) if factor == 1 else None
+            array = to_numpy(array.dequantize(FLOAT32)) if blocks is None else blocks
         if known.interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
             array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
         if config.norm_offset and module.endswith("norm") and part == "weight":
             array = array.astype(FLOAT32) + np.float32(config.norm_offset)
-        if module == scaled and (factor := score_factor(config, known)) != 1:
+        if factor != 1:
             array = array.astype(FLOAT32) * np.float32(factor)
         return array
 

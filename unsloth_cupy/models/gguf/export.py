@@ -17,6 +17,7 @@ from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
+from ...ops.quantized.blocks import Blocks
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapters.adapter import Adapter, module_of
@@ -297,16 +298,27 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
 
         def merged(name: str) -> Any:
             array = arrays[name]
-            if adapter is None:
+            if adapter is None or (isinstance(array, Blocks) and not adapter.adds_to(name)):
                 return array
             return adapter.merge(name, array, exact=exact, requantize=not exact)
 
-        reads = _dense(merged), _dense(arrays.__getitem__)
+        reads = _on_host(merged), lambda name: _dense(arrays[name])
         words = chosen or model.folder
         return Source(model.config, model.texts, *reads, adapter, words, name, kind)
     stored = stored_model("export_gguf", model, base)
     kind, exact = _kind_of(stored.adapter, kind)
-    reads = _dense(functools.partial(stored.merged, exact=exact)), _dense(stored.read)
+
+    def read(name: str) -> Any:
+        kind, adapter = stored.homes[name].kind, stored.adapter
+        if (
+            kind is not None
+            and issubclass(kind, Blocks)
+            and not (adapter and adapter.adds_to(name))
+        ):
+            return stored.read(name)
+        return stored.merged(name, exact=exact)
+
+    reads = _on_host(read), lambda name: _dense(stored.read(name))
     name, words = stored.path.resolve().name, chosen or stored.words
     return Source(stored.config, stored.texts, *reads, stored.adapter, words, name, kind)
 
@@ -320,14 +332,14 @@ def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
     return kind or own, (kind or own) == into.kind
 
 
-def _dense(read: Callable[[str], Any]) -> "Read":
-    """Return a function that reads a parameter to host memory, dense."""
+def _on_host(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that reads a parameter to host memory, dense or in blocks of a file."""
+    return lambda name: each if isinstance(each := read(name), Blocks) else _dense(each)
 
-    def dense(name: str) -> Array:
-        array = read(name)
-        return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
-    return dense
+def _dense(array: Any) -> Array:
+    """Return a parameter in host memory, dense."""
+    return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
 
 def _tokenizer_folder(source: Source) -> Path:
@@ -406,7 +418,8 @@ def _write(
         ) as bar:  # fmt: skip
             for tensor in tensors:
                 array = tensor.read()
-                data = packed(tensor.name, array, tensor.type)
+                whole = array.dtype.name == "uint8"  # blocks of the type
+                data = array if whole else packed(tensor.name, array, tensor.type)
                 _put(out, data, path)
                 bar.update(data.nbytes)
                 if tensor.name in before and tensor.type.name != "F32":

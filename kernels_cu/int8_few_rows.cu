@@ -101,7 +101,7 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
                     if constexpr (BLOCK > 0) scales[u][i] = scale_rows[i][at / BLOCK];
                 } else {
                     to[u][i] = {};
-                    scales[u][i] = {};
+                    scales[u][i] = A(0.0f);
                 }
             }
     };

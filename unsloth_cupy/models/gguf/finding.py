@@ -14,7 +14,7 @@ from ..configs.heads import Choice
 from ..configs.names import HEAD, is_norm
 from ..folders.lazy_parameter import StoredTensor
 from .packed import maker, packed_class
-from .reading import AS_STORED, CODES, GgufFile, opened_gguf
+from .reading import AS_STORED, CODES, GgufFile, Stored, opened_gguf
 
 # Tensors that are read with config.json, or are of a head that a model does not have.
 SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -31,10 +31,11 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
     """
     file = opened_gguf(path)
     from ._families import ARCHITECTURES
-    from ._tensors import names_of
+    from ._parts import as_it_is, parts_of
 
     known = ARCHITECTURES[config.model_type]
-    name_of, homes = names_of("load", config, known), dict[str, StoredTensor]()
+    parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
+    wide = () if config.experts is None else config.experts.wide_names
     left = file.tensors.keys() - {*SETTINGS}
     for name, shape in config.shapes().items():
         if name in choice.optional and name != HEAD:
@@ -42,24 +43,38 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         if ".act_fn." in name:
             homes[name] = _of_keys(file, name, shape)
             continue
-        stored = name_of(name)
-        tensor = file.tensors.get(stored)
-        if tensor is None and name in choice.optional:
+        parts = parts_of_name(name)
+        found = [file.tensors.get(part.name) for part in parts.tensors]
+        if None in found and name in choice.optional:
             continue
-        if tensor is None or tensor.shape != shape:
-            problem = "is missing" if tensor is None else f"is {tensor.shape}, not {shape}"
-            raise ConfigError(f"{path}: tensor {stored!r} {problem}; fetch the file again")
-        left.discard(stored)
-        dense = _undone(config, interleaved=known.interleaved, name=name)
+        tensors, kinds = list[Stored](), set[str]()
+        for part, tensor in zip(parts.tensors, found, strict=True):
+            if tensor is None or _flat(tensor.shape) != _flat(part.shape):
+                problem = "is missing" if tensor is None else f"is {tensor.shape}, not {part.shape}"
+                raise ConfigError(f"{path}: tensor {part.name!r} {problem}; fetch the file again")
+            tensors.append(tensor)
+            kinds.add(tensor.type.name)
+            left.discard(part.name)
+        stored, *others = (part.name for part in parts.tensors)
+        undone = _undone(config, interleaved=known.interleaved, name=name)
+        dense: Any = undone if parts.joined is as_it_is else partial(_joined, parts.joined)
         dtype = CODES[file.code]
+        if name.endswith(wide):
+            dtype = FLOAT32
         if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), dense):
             dtype = FLOAT32
-        packed = None if config.bit_layers else packed_class(name, shape, tensor.type.name)
+        packed = packed_class(name, shape, tensors[0].type.name)
+        if config.bit_layers or len(kinds) > 1 or not all(part.by_rows for part in parts.tensors):
+            packed = None
         if packed is not None:
             stored, dense = stored + AS_STORED, maker(packed, dense)
-        place = str(path), stored, shape, dtype, packed
-        kind, size = tensor.type.name.lower(), tensor.data.nbytes
-        homes[name] = StoredTensor(*place, dense=dense, format=kind, bytes=size)
+            others = [each + AS_STORED for each in others]
+        more = dict.fromkeys(("more",) * len(others), (str(path), *others))
+        place = str(path), stored, shape, dtype, packed, more
+        kind, size = " and ".join(sorted(kinds)).lower(), sum(each.data.nbytes for each in tensors)
+        homes[name] = StoredTensor(
+            *place, dense=dense, format=kind, bytes=size, wide=name.endswith(wide)
+        )
     if HEAD not in config.shapes():  # it is the table, or another head takes its place
         left.discard(OUTPUT)
     if left:
@@ -87,6 +102,16 @@ def _undone(
     if config.norm_offset and module.endswith("norm") and part == "weight":
         return partial(_less, config.norm_offset)
     return _same
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without axes of length 1 in front: a file may have a row as a matrix."""
+    return shape[1:] if shape[:1] == (1,) and len(shape) > 1 else shape
+
+
+def _joined(join: Callable[..., Array], state: Mapping[str, Array]) -> Array:
+    """Return the parameter that a file has in one or two tensors."""
+    return join(*(state[key] for key in ("weight", "more") if key in state))
 
 
 def _same(state: Mapping[str, Array]) -> Array:

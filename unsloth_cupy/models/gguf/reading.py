@@ -15,6 +15,7 @@ import numpy as np
 from ...core.dtypes import BFLOAT16, FLOAT32, Array
 from ...errors import ConfigError
 from ...files import of_library
+from .packed import CLASSES
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
@@ -94,7 +95,9 @@ class GgufFile:
                 shape = tuple(int(size) for size in reversed(each.shape))
                 self.tensors[each.name] = Stored(shape, each.tensor_type, each.data)
         self._check_types()
+        others = (*CLASSES, "F32") if any("_exps." in name for name in self.tensors) else ()
         matrices = {each.type.name for each in self.tensors.values() if len(each.shape) > 1}
+        matrices = matrices - {*others} or matrices
         only = matrices.pop() if len(matrices) == 1 else "F32"
         self.code = only if only in CODES else "F32"  # of matrices, which vectors follow
 
@@ -139,7 +142,8 @@ class Rows:
 
     def get_dtype(self) -> str:
         """Return the name of the dtype of results; vectors are float32."""
-        return self.file.code if len(self.stored.shape) > 1 else "F32"
+        wide = len(self.stored.shape) == 1 or self.stored.type.name == "F32"
+        return "F32" if wide else self.file.code
 
     def __getitem__(self, key: Any) -> Array:
         """Return a part; the rows that it needs are converted, in float32, and rounded once."""

@@ -239,9 +239,8 @@ def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str,
     if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
         return {"rope_type": "linear", "factor": shortest(factor or 1.0)}
     if kind == "yarn" and factor:
-        mscale = {
-            key: shortest(log / LOG) for key in ("mscale", "mscale_all_dim") if log and latent
-        }
+        names = ("mscale", "mscale_all_dim") if log and latent else ()
+        mscale = dict.fromkeys(names, shortest(log / LOG))
         grown = 1 + 0.1 * math.log(max(factor, 1))  # what llama.cpp multiplies attn_factor by
         own = 1 + 0.1 * log * math.log(max(factor, 1)) if log else 1.0
         attention_factor = shortest((1.0 if attention is None else attention) * grown / own)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from ..configs.names import HEAD, is_norm
 from ..folders.lazy_parameter import StoredTensor
 from .packed import maker, packed_class
 from .reading import AS_STORED, CODES, GgufFile, Stored, opened_gguf
+
+if TYPE_CHECKING:
+    from ._parts import Part
 
 # Tensors that are read with config.json, or are of a head that a model does not have.
 SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -43,28 +46,22 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         if ".act_fn." in name:
             homes[name] = _of_keys(file, name, shape)
             continue
-        parts = parts_of_name(name)
-        found = [file.tensors.get(part.name) for part in parts.tensors]
-        if None in found and name in choice.optional:
+        parts, joined = parts_of_name(name)
+        stored, *others = (part.name for part in parts)
+        if stored not in file.tensors and name in choice.optional:
             continue
-        tensors, kinds = list[Stored](), set[str]()
-        for part, tensor in zip(parts.tensors, found, strict=True):
-            if tensor is None or _flat(tensor.shape) != _flat(part.shape):
-                problem = "is missing" if tensor is None else f"is {tensor.shape}, not {part.shape}"
-                raise ConfigError(f"{path}: tensor {part.name!r} {problem}; fetch the file again")
-            tensors.append(tensor)
-            kinds.add(tensor.type.name)
-            left.discard(part.name)
-        stored, *others = (part.name for part in parts.tensors)
+        tensors = [_tensor_of(file, part) for part in parts]
+        left -= {stored, *others}
         undone = _undone(config, interleaved=known.interleaved, name=name)
-        dense: Any = undone if parts.joined is as_it_is else partial(_joined, parts.joined)
+        dense: Any = undone if joined is as_it_is else partial(_joined, joined)
         dtype = CODES[file.code]
         if name.endswith(wide):
             dtype = FLOAT32
         if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), dense):
             dtype = FLOAT32
+        kinds = {each.type.name for each in tensors}
         packed = packed_class(name, shape, tensors[0].type.name)
-        if config.bit_layers or len(kinds) > 1 or not all(part.by_rows for part in parts.tensors):
+        if config.bit_layers or len(kinds) > 1 or not all(part.by_rows for part in parts):
             packed = None
         if packed is not None:
             stored, dense = stored + AS_STORED, maker(packed, dense)
@@ -78,8 +75,8 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
     if HEAD not in config.shapes():  # it is the table, or another head takes its place
         left.discard(OUTPUT)
     if left:
-        more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
-        problem = f"tensor {min(left)!r}{more} not part of the {config.model_type} of its keys"
+        rest = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+        problem = f"tensor {min(left)!r}{rest} not part of the {config.model_type} of its keys"
         raise ConfigError(f"{path}: {problem}; take the model's Hugging Face folder")
     return homes
 
@@ -102,6 +99,15 @@ def _undone(
     if config.norm_offset and module.endswith("norm") and part == "weight":
         return partial(_less, config.norm_offset)
     return _same
+
+
+def _tensor_of(file: GgufFile, part: "Part") -> Stored:
+    """Return a tensor of a file; raise if it is missing or has another shape."""
+    tensor = file.tensors.get(part.name)
+    if tensor is None or _flat(tensor.shape) != _flat(part.shape):
+        problem = "is missing" if tensor is None else f"is {tensor.shape}, not {part.shape}"
+        raise ConfigError(f"{file.path}: tensor {part.name!r} {problem}; fetch the file again")
+    return tensor
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -74,6 +74,8 @@ class Architecture:
     xielu: bool = False
     experts: Mixtures | None = None
     latent: bool = False
+    delta: bool = False  # it has layers with a delta rule
+    tiled: bool = False  # whose heads of values are in another order
     truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
 
 
@@ -81,6 +83,7 @@ PLAIN = Architecture.scalings
 LLAMA = Architecture(
     "llama", interleaved=True, biases=True, scalings=(*PLAIN, "llama3", "longrope")
 )
+NEXT = Mixtures(shared="sized", shared_gate=True)
 OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", scale=True, gating=True)
 DEEPSEEK = Architecture("deepseek2", interleaved=True, latent=True, scalings=("default", "yarn"))
 ARCHITECTURES = {
@@ -229,6 +232,11 @@ ARCHITECTURES = {
         output="own",
         experts=Mixtures("sigmoid", corrected=True, gating=True),
     ),
+    "qwen3_next": Architecture("qwen3next", partial=True, delta=True, experts=NEXT),
+    "qwen3_5_text": Architecture("qwen35", partial=True, delta=True, tiled=True),
+    "qwen3_5_moe_text": Architecture(
+        "qwen35moe", partial=True, delta=True, tiled=True, experts=NEXT
+    ),
     "deepseek_v2": replace(DEEPSEEK, experts=OF_DEEPSEEK),
     "deepseek_v3": replace(
         DEEPSEEK, experts=replace(OF_DEEPSEEK, scores="sigmoid", corrected=True, groups=True)
@@ -274,6 +282,8 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     yield from _problems_of_layers(config, known)
     if config.experts is not None and known.experts is not None:
         yield from _problems_of_experts(config, config.experts, known.experts)
+    if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
+        yield "has heads of keys and of values of one length in layers with a delta rule"
     if known.name == "phimoe" and not (config.output_bias and config.head_bias):
         yield "has biases in its attention and its head"
     if known.name == "gpt-oss" and not config.output_bias:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
-from ..configs.config import BUFFERS, SLIDING, Config, Experts, Latent, Rope
+from ..configs.config import BUFFERS, SLIDING, Config, Delta, Experts, Latent, Rope
 from ._families import BETAS, Architecture, Mixtures, dense_layers, ropes, scaling_of
 from ._types import Read
 
@@ -35,10 +35,7 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         "rope.dimension_count": rope.dim,
         "rope.freq_base": float(rope.base),
     }
-    if config.latent is not None:
-        values |= _latent(config.latent, rope)
-    if config.experts is not None and known.experts is not None:
-        values |= _experts(config.experts, known.experts)
+    values |= _of_blocks(config, known)
     if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
         values["attention.sliding_window"] = config.window or 0
     sliding = [kind == SLIDING for kind in config.layer_types]
@@ -69,6 +66,38 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         names = (f"model.layers.{layer}.mlp.act_fn.{part}" for layer in range(config.layers))
         named[f"xielu.{part}"] = [float(read(name).astype(FLOAT32).item()) for name in names]
     return named
+
+
+def _of_blocks(config: Config, known: Architecture) -> Values:
+    """Return the keys of layers other than those of attention with a dense MLP."""
+    values: Values = {}
+    if config.delta is not None:
+        values |= _delta(config, config.delta, known)
+    if config.latent is not None:
+        values |= _latent(config.latent, ropes(config)[0])
+    if config.experts is not None and known.experts is not None:
+        values |= _experts(config.experts, known.experts)
+    return values
+
+
+def _delta(config: Config, delta: Delta, known: Architecture) -> Values:
+    """Return the keys of layers with a delta rule."""
+    linear = [not config.attends(layer) for layer in range(config.layers)]
+    keys: Values = {
+        "ssm.conv_kernel": delta.taps,
+        "ssm.state_size": delta.key_dim,
+        "ssm.group_count": delta.key_heads,
+        "ssm.time_step_rank": delta.value_heads,
+        "ssm.inner_size": delta.value_heads * delta.value_dim,
+        "attention.recurrent_layers": linear,
+    }
+    for every in range(1, config.layers + 1):
+        if linear == [(layer + 1) % every != 0 for layer in range(config.layers)]:
+            keys["full_attention_interval"] = every  # older programs read only that
+    if known.tiled:  # pairs of an image's three positions, which in a text are equal
+        pairs = ropes(config)[0].dim // 2
+        keys["rope.dimension_sections"] = [*((pairs + 2 - n) // 3 for n in range(3)), 0]
+    return keys
 
 
 def _latent(latent: Latent, rope: Rope) -> Values:

@@ -1,7 +1,8 @@
-"""The keys of config.json of a mixture of experts and of latent attention, from a file's."""
+"""The keys of config.json of mixtures, latent attention and delta rules, from a file's."""
 
 from typing import Any
 
+from ..configs.config import FULL, LINEAR
 from ..configs.mixtures import Mixture
 from ._families import Mixtures
 from ._keys import Keys, shortest
@@ -21,6 +22,24 @@ def latent_settings(keys: Keys) -> dict[str, Any]:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys.need("attention.key_length_mla") - rotated,
         "v_head_dim": keys.need("attention.value_length_mla"),
+    }
+
+
+def delta_settings(keys: Keys, layers: int) -> dict[str, Any]:
+    """Return the keys of layers with a delta rule."""
+    heads, size = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
+    linear = keys.left.pop("attention.recurrent_layers", None)
+    every = keys.take("full_attention_interval") or 4
+    if not isinstance(linear, list):
+        linear = [(layer + 1) % every != 0 for layer in range(layers)]
+    keys.left.pop("rope.dimension_sections", None)  # of an image
+    return {
+        "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.need("ssm.state_size"),
+        "linear_num_key_heads": keys.need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": size // heads,
+        "layer_types": [LINEAR if each else FULL for each in linear[:layers]],
     }
 
 

@@ -1,21 +1,22 @@
 """The tensors of a GGUF file that hold a parameter: most one, some two, under other names.
 
 model.layers.0.mlp.experts.gate_up_proj        blk.0.ffn_gate_exps.weight, blk.0.ffn_up_exps.weight
+model.layers.0.linear_attn.in_proj_qkvz.weight blk.0.attn_qkv.weight, blk.0.attn_gate.weight
 model.layers.0.self_attn.kv_b_proj.weight      blk.0.attn_k_b.weight (heads, rank, plain), and
                                                blk.0.attn_v_b.weight (heads, value, rank)
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 from gguf import MODEL_TENSOR
 
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ..configs.config import CORRECTION, STACKS, Config, Experts, Latent
+from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts, Latent
 from ._families import Architecture
 
 # BitNet's norms under names that gguf knows
@@ -79,6 +80,106 @@ def _keys_and_values(latent: Latent, keys: Array, values: Array) -> Array:
     return np.ascontiguousarray(both).reshape(-1, latent.rank)
 
 
+def _tiled(delta: Delta, axis: int, array: Array, *, back: bool = False) -> Array:
+    """Return values of heads that share a head of keys apart, which are beside each other.
+
+    Heads of values are the last rows or columns, of queries and keys the others.
+    """
+    shared = delta.value_heads // delta.key_heads
+    counts = (shared, delta.key_heads) if back else (delta.key_heads, shared)
+    size = delta.value_heads * (delta.value_dim if array.shape[axis] > delta.value_heads else 1)
+    first = np.arange(array.shape[axis] - size)
+    last = np.arange(size).reshape(*counts, -1).swapaxes(0, 1).reshape(-1)
+    return np.take(array, np.concatenate([first, len(first) + last]), axis)
+
+
+def _by_heads(delta: Delta, array: Array) -> list[Array]:
+    """Return queries, keys, values and gates, whose rows are beside each other by heads of keys."""
+    own = delta.value_heads // delta.key_heads * delta.value_dim
+    ends = np.cumsum([delta.key_dim, delta.key_dim, own])
+    parts = np.split(array.reshape(delta.key_heads, -1, *array.shape[1:]), ends, axis=1)
+    return [np.ascontiguousarray(part).reshape(-1, *array.shape[1:]) for part in parts]
+
+
+def _qkv(delta: Delta, array: Array) -> Array:
+    return np.concatenate(_by_heads(delta, array)[:3])
+
+
+def _gates(delta: Delta, array: Array) -> Array:
+    return _by_heads(delta, array)[3]
+
+
+def _fused(delta: Delta, qkv: Array, gates: Array) -> Array:
+    """Return in_proj_qkvz."""
+    keys = delta.key_heads * delta.key_dim
+    parts = (*np.split(qkv, [keys, 2 * keys]), gates)
+    by_heads = [part.reshape(delta.key_heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(by_heads, axis=1).reshape(-1, *qkv.shape[1:])
+
+
+def _decay(array: Array) -> Array:
+    return -np.exp(array.astype(FLOAT32))
+
+
+def _log_decay(array: Array) -> Array:
+    return np.log(-array.astype(FLOAT32))
+
+
+def _taps(array: Array) -> Array:
+    return array[:, 0]
+
+
+def _channels(array: Array) -> Array:
+    return array[:, None]
+
+
+def _of_delta(
+    delta: Delta, tiled: bool, name: str, layer: int, shape: tuple[int, ...]
+) -> Parts | None:
+    """Return the tensors of a parameter of a layer with a delta rule; None: of another one."""
+
+    def named(tensor: MODEL_TENSOR, end: str = ".weight") -> str:
+        return gguf.TENSOR_NAMES[tensor].format(bid=layer) + end
+
+    if name == "in_proj_qkvz.weight":
+        gates = delta.value_heads * delta.value_dim
+        first = named(MODEL_TENSOR.ATTN_QKV), (shape[0] - gates, shape[1]), partial(_qkv, delta)
+        second = named(MODEL_TENSOR.ATTN_GATE), (gates, shape[1]), partial(_gates, delta)
+        return Parts((Part(*first), Part(*second)), partial(_fused, delta))
+    if name == "conv1d.weight":
+        own, size = named(MODEL_TENSOR.SSM_CONV1D), (shape[0], shape[2])
+        of, back = (_taps, _channels)
+    elif name == "A_log":
+        own, size, of, back = named(MODEL_TENSOR.SSM_A, ""), shape, _decay, _log_decay
+    elif name in DELTA:
+        own, size, of, back = named(*DELTA[name]), shape, as_it_is, as_it_is
+    else:
+        return None
+    if not tiled or name == "norm.weight" or delta.value_heads == delta.key_heads:
+        return Parts((Part(own, size, of),), back)
+    axis = 1 if name == "out_proj.weight" else 0
+
+    def apart(array: Array) -> Array:
+        return _tiled(delta, axis, of(array))
+
+    def beside(array: Array) -> Array:
+        return back(_tiled(delta, axis, array, back=True))
+
+    return Parts((Part(own, size, apart, by_rows=axis == 0),), beside)
+
+
+DELTA: Mapping[str, tuple[Any, ...]] = {  # of a layer with a delta rule, under other names
+    "in_proj_ba.weight": (MODEL_TENSOR.SSM_BETA_ALPHA,),
+    "in_proj_qkv.weight": (MODEL_TENSOR.ATTN_QKV,),
+    "in_proj_z.weight": (MODEL_TENSOR.ATTN_GATE,),
+    "in_proj_b.weight": (MODEL_TENSOR.SSM_BETA,),
+    "in_proj_a.weight": (MODEL_TENSOR.SSM_ALPHA,),
+    "dt_bias": (MODEL_TENSOR.SSM_DT, ".bias"),
+    "norm.weight": (MODEL_TENSOR.SSM_NORM,),
+    "out_proj.weight": (MODEL_TENSOR.SSM_OUT,),
+}
+
+
 def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
     """Return the tensors of a layer's parameters, by the parameters' names in it."""
     module, shared = experts.module, f"{experts.module}.{experts.shared_in}"
@@ -100,6 +201,12 @@ def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str]
     return names
 
 
+def has_offset(config: Config, stored: str) -> bool:
+    """Return whether a file has the weight of a norm plus what the model adds to it."""
+    is_weight = stored.endswith("norm.weight") and not stored.endswith("linear_attn.norm.weight")
+    return bool(config.norm_offset) and is_weight
+
+
 def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], Parts]:
     """Return the function from a parameter's name to its tensors in a file."""
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
@@ -109,7 +216,12 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
 
     def of(stored: str) -> Parts:
         shape, (layer, inner) = shapes.get(stored, ()), _in_layer(stored)
-        latent = config.latent
+        latent, module = config.latent, "linear_attn."
+        if config.delta is not None and inner.startswith(module):
+            own = inner.removeprefix(module)
+            found = _of_delta(config.delta, known.tiled, own, layer, shape)
+            if found is not None:
+                return found
         if latent is not None and inner == "self_attn.kv_b_proj.weight":
             keys, values = (
                 f"{gguf.TENSOR_NAMES[each].format(bid=layer)}.weight"

@@ -18,7 +18,7 @@ from ..quantizer import LEAST
 from ._families import ARCHITECTURES, Architecture
 from ._keys import Keys, shortest
 from ._metadata import EPSILON, GATING, LOG
-from ._mixture_settings import latent_settings, mixture_settings
+from ._mixture_settings import delta_settings, latent_settings, mixture_settings
 from .packed import CLASSES
 from .reading import GgufFile
 
@@ -52,7 +52,7 @@ def settings(file: GgufFile) -> dict[str, Any]:
         if (value := keys.take(key)) is not None and value != keys.left.get(other, value):
             keys.refuse(f"{keys.name}.{key} is {value}, unlike {other}")
     dim = keys.take("attention.key_length") or hidden // heads
-    layers = keys.need("block_count")
+    layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
     values: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": _rows(file),
@@ -72,6 +72,8 @@ def settings(file: GgufFile) -> dict[str, Any]:
         values |= latent
     elif dim * heads != hidden or "head_dim" in family.defaults:
         values["head_dim"] = dim
+    if known.delta:
+        values |= delta_settings(keys, layers)
     if family.experts is not None and known.experts is not None:
         values |= mixture_settings(keys, family.experts, known.experts)
     epsilon = keys.take(EPSILON[family.norms.kind])

@@ -16,7 +16,7 @@ from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
-from ._parts import HEAD, TABLE, Part, parts_of
+from ._parts import HEAD, TABLE, Part, has_offset, parts_of
 from ._types import Kind, dividing
 from .packed import blocks_of
 
@@ -110,7 +110,7 @@ def _reader(
 
     Blocks of this kind stay what they are, as uint8.
     """
-    *_, module, end = stored.split(".")
+    module = stored.split(".")[-2]
     scaled = "q_norm" if config.query_key_norm else "q_proj"
 
     def converted() -> Array:
@@ -123,7 +123,7 @@ def _reader(
         array = array if part is None else part.of(array)
         if known.interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
             array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
-        if config.norm_offset and module.endswith("norm") and end == "weight":
+        if has_offset(config, stored):
             array = array.astype(FLOAT32) + np.float32(config.norm_offset)
         if factor != 1:
             array = array.astype(FLOAT32) * np.float32(factor)

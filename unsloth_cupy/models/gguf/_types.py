@@ -39,7 +39,7 @@ class Kind:
 
     def of(self, name: str, shape: tuple[int, ...], config: Config, head: str) -> Type:
         """Return the type of a tensor, whether or not its rows are whole blocks."""
-        if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight")):
+        if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "conv1d.weight")):
             return Type.F32
         if name in (head, "token_embd.weight"):
             return (self.head if name == head else self.table) or self.type

@@ -39,7 +39,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
     known = ARCHITECTURES[config.model_type]
     parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
     wide = () if config.experts is None else config.experts.wide_names
-    left = file.tensors.keys() - {*SETTINGS}
+    left = {n for n in file.tensors if n not in SETTINGS and not _predicts(file, n, config.layers)}
     for name, shape in config.shapes().items():
         if name in choice.optional and name != HEAD:
             continue
@@ -93,12 +93,21 @@ def _undone(
     config: Config, *, interleaved: bool, name: str
 ) -> Callable[[Mapping[str, Array]], Array]:
     """Return the function from a tensor as llama.cpp has it to the parameter; see ``_reader``."""
-    *_, module, part = name.split(".")
+    from ._parts import has_offset
+
+    module = name.split(".")[-2]
     if interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
         return partial(_halves, config.heads if module == "q_proj" else config.kv_heads)
-    if config.norm_offset and module.endswith("norm") and part == "weight":
+    if has_offset(config, name):
         return partial(_less, config.norm_offset)
     return _same
+
+
+def _predicts(file: GgufFile, name: str, layers: int) -> bool:
+    """Return whether a tensor is of the further layers that only predict several tokens at once."""
+    further = any(key.endswith(".nextn_predict_layers") and n for key, n in file.values.items())
+    block, number, *_ = (*name.split("."), "")
+    return further and block == "blk" and number.isdecimal() and int(number) >= layers
 
 
 def _tensor_of(file: GgufFile, part: "Part") -> Stored:

@@ -146,13 +146,14 @@ def _of_delta(
         first = named(MODEL_TENSOR.ATTN_QKV), (shape[0] - gates, shape[1]), partial(_qkv, delta)
         second = named(MODEL_TENSOR.ATTN_GATE), (gates, shape[1]), partial(_gates, delta)
         return Parts((Part(*first), Part(*second)), partial(_fused, delta))
+    size = shape
     if name == "conv1d.weight":
         own, size = named(MODEL_TENSOR.SSM_CONV1D), (shape[0], shape[2])
         of, back = (_taps, _channels)
     elif name == "A_log":
-        own, size, of, back = named(MODEL_TENSOR.SSM_A, ""), shape, _decay, _log_decay
+        own, of, back = named(MODEL_TENSOR.SSM_A, ""), _decay, _log_decay
     elif name in DELTA:
-        own, size, of, back = named(*DELTA[name]), shape, as_it_is, as_it_is
+        own, of, back = named(*DELTA[name]), as_it_is, as_it_is
     else:
         return None
     if not tiled or name == "norm.weight" or delta.value_heads == delta.key_heads:
@@ -211,7 +212,9 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
     """Return the function from a parameter's name to its tensors in a file."""
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
     table, shapes = gguf.get_tensor_name_map(number, config.layers), config.shapes()
-    of_layers = {"self_attn.sinks": ((MODEL_TENSOR.ATTN_SINKS, "weight"),)}
+    of_layers: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
+        "self_attn.sinks": ((MODEL_TENSOR.ATTN_SINKS, "weight"),)
+    }
     of_layers |= {} if config.experts is None else _of_experts(config.experts)
 
     def of(stored: str) -> Parts:

@@ -95,7 +95,7 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
     types = [kind for kind, known in named.items() if (known.experts is not None) == mixed]
     if types and named[types[0]].latent:
         gating = keys.left.get("expert_gating_func") or 1
-        types = [kind for kind in types if GATING[named[kind].experts.scores] == gating]
+        types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]
     if not types:
         listed = ", ".join(sorted({known.name for known in ARCHITECTURES.values()}))
         keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
@@ -241,8 +241,8 @@ def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str,
     if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
         return {"rope_type": "linear", "factor": shortest(factor or 1.0)}
     if kind == "yarn" and factor:
-        names = ("mscale", "mscale_all_dim") if log and latent else ()
-        mscale = dict.fromkeys(names, shortest(log / LOG))
+        both = ("mscale", "mscale_all_dim") if log and latent else ()
+        mscale = dict.fromkeys(both, shortest(log / LOG))
         grown = 1 + 0.1 * math.log(max(factor, 1))  # what llama.cpp multiplies attn_factor by
         own = 1 + 0.1 * log * math.log(max(factor, 1)) if log else 1.0
         attention_factor = shortest((1.0 if attention is None else attention) * grown / own)

@@ -161,9 +161,9 @@ def export_gguf(
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
-    how: Any = source.config, known, KINDS[kind]
-    tensor_list, kept = tensors(*how, source.read, source.packed), Kept()
-    plain = tensors(*how, source.plain, source.packed) if source.adapter else []
+    made = functools.partial(tensors, source.config, known, KINDS[kind], packed=source.packed)
+    tensor_list, kept = made(source.read), Kept()
+    plain = made(source.plain) if source.adapter else []
     before = {t.name: t.read for t in plain if source.adapter and source.adapter.adds_to(t.stored)}
     notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {

@@ -66,7 +66,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         if packed is not None:
             stored, dense = stored + AS_STORED, maker(packed, dense)
             others = [each + AS_STORED for each in others]
-        more = dict.fromkeys(("more",) * len(others), (str(path), *others))
+        more = {"more": (str(path), others[0])} if others else {}
         place = str(path), stored, shape, dtype, packed, more
         kind, size = " and ".join(sorted(kinds)).lower(), sum(each.data.nbytes for each in tensors)
         homes[name] = StoredTensor(

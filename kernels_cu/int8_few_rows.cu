@@ -64,7 +64,7 @@ DEVICE unsigned pair_of(float first, float second, __nv_bfloat16) {
 DEVICE unsigned pair_of(float, float, float) { return 0; }
 
 constexpr int UNIT = 64, GROUPS = (ROWS + 7) / 8;  // columns of four lanes; rows of x by eight
-constexpr int UNITS = GROUPS == 1 ? 4 : 2;         // that a warp takes at a time
+constexpr int UNITS = GROUPS == 1 && BLOCK == 0 ? 4 : 2;  // that a warp takes at a time
 constexpr int STEP = WARPS * UNITS * UNIT;         // columns that a block takes at a time
 constexpr int PITCH = 16 + 4;                      // of sums: lanes write to different banks
 

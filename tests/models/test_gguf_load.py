@@ -201,7 +201,7 @@ def test_numbers_by_layer_and_periods(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"llama.attention.head_count_kv": [2, 4, 2]}, r"head_count_kv differs by layer"),
-        ({"llama.expert_count": 8}, r"llama.expert_count is 8, which is not known here"),
+        ({"llama.expert_count": 8}, r"llama.expert_used_count is missing"),
         ({"llama.rope.scaling.type": "dynamic"}, r"rope.scaling.type is 'dynamic'"),
         ({"llama.attention.value_length": 3}, r"value_length is 3, unlike attention.key_length"),
         ({"llama.block_count": None}, r"llama.block_count is missing"),

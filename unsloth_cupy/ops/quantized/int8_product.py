@@ -149,13 +149,14 @@ def _few_rows_constants(
 
     Tensor cores take 16 outputs and 8 or 16 rows.  Without them, a thread has twice OUTPUTS
     accesses in flight, and outputs share a load of x.  Up to four rows of x: four outputs, 16 codes
-    of each at a time; more rows need more registers for their sums: two outputs, and 8 codes.
+    of each at a time, or 8 where blocks have scales; more rows need more registers for their sums:
+    two outputs, and 8 codes.
     """
     x, y, absmax = dtypes
     if x.itemsize == 2 and width >= 16 and x_bytes == 16:
         sizes = {"ROWS": 8 if rows <= 8 else 16, "OUTPUTS": 16, "LANES": 16, "PART": 16}
         return Constants(T=x, U=y, A=absmax, TENSOR=True, **sizes, BLOCK=block, ADD=add)
-    width = min(width, 16 if rows <= 4 else 8)
+    width = min(width, 16 if rows <= 4 and not block else 8)
     part = min(width, 8 if x_bytes == 16 else x_bytes // x.itemsize)
     power, outputs = 1 << (rows - 1).bit_length(), 4 if rows <= 4 else 2
     sizes = {"ROWS": power, "OUTPUTS": outputs, "LANES": width, "PART": part}

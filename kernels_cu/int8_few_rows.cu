@@ -1,8 +1,9 @@
 // The product of a few rows and a weight of 8-bit integers.
 //
 //   y[r, o] = (sum of x[r, i] * codes[o, i] over i) * absmax[o] / 127        y += ... with ADD
+//   y[r, o] = sum of x[r, i] * codes[o, i] * absmax[o, i / BLOCK] over i     with BLOCK
 //
-//   traffic     outputs * inputs, codes once; outputs * rows * sizeof(U); x from L2
+//   traffic     outputs * inputs, codes once, with BLOCK and scales; outputs * rows * sizeof(U); x from L2
 //   constants   T, U, A   dtypes of x, y and absmax
 //               TENSOR    on tensor cores: x of 16 bits, and 16 codes in one access
 //               ROWS      rows of x, rounded up to a power of two: at most 16; with TENSOR 8 or 16
@@ -10,9 +11,11 @@
 //               LANES     codes of one access: 16 or 8, or fewer as inputs and the addresses allow
 //               PART      values of x that are converted at a time: 8, or fewer as LANES and the
 //                         address of x allow
+//               BLOCK     values with one scale, a multiple of 16; 0: a row has one
 //               ADD       the product is added to y
 //
-//   The trick: a code is exact in 16 bits, and tensor cores multiply it by eight rows at once.  The
+//   The trick: a code is exact in 16 bits, and tensor cores multiply it by eight rows at once.  With
+//   BLOCK they multiply the dense weight, code times scale rounded to T.  The
 //   order of columns in a product is free as long as x has the same order, so a lane reads 16
 //   neighbouring codes, and meanwhile the next ones, which may be those of other outputs: two
 //   blocks of an SM take all of them.  Without tensor cores, a block takes few outputs and all
@@ -29,7 +32,7 @@ constexpr int RESIDENT = TENSOR ? 2 : ROWS <= 4 ? 4 : ROWS <= 8 ? 3 : 2;
 // Write or add a sum.
 DEVICE void finish(U *y, const A *absmax, float sum, int row, long long output, long long outputs) {
     const long long to = row * outputs + output;
-    const float value = sum * divided_by<127>((float)absmax[output]);
+    const float value = BLOCK ? sum : sum * divided_by<127>((float)absmax[output]);
     y[to] = (U)(ADD ? (float)y[to] + value : value);
 }
 
@@ -51,12 +54,17 @@ DEVICE unsigned pair_of(float first, float second, __half) {
     return reinterpret_cast<const unsigned &>(pair);
 }
 DEVICE unsigned pair_of(float first, float second, __nv_bfloat16) {
+    if constexpr (BLOCK > 0) {
+        Vector<__nv_bfloat16, 2> pair;
+        pair.at[0] = __nv_bfloat16(first), pair.at[1] = __nv_bfloat16(second);
+        return reinterpret_cast<const unsigned &>(pair);
+    }
     return __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
 }
 DEVICE unsigned pair_of(float, float, float) { return 0; }
 
 constexpr int UNIT = 64, GROUPS = (ROWS + 7) / 8;  // columns of four lanes; rows of x by eight
-constexpr int UNITS = GROUPS == 1 ? 4 : 2;         // that a warp takes at a time
+constexpr int UNITS = GROUPS == 1 && BLOCK == 0 ? 4 : 2;  // that a warp takes at a time
 constexpr int STEP = WARPS * UNITS * UNIT;         // columns that a block takes at a time
 constexpr int PITCH = 16 + 4;                      // of sums: lanes write to different banks
 
@@ -73,26 +81,36 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
         x_rows[i] = x + (long long)min(8 * i + high, rows - 1) * inputs + low * 16;
 
     const signed char *code_rows[2];
+    const A *scale_rows[2];
     auto take = [&](long long top) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            code_rows[i] = codes + min(top + 8 * i + high, outputs - 1) * inputs + low * 16;
+        for (int i = 0; i < 2; i++) {
+            const long long start = min(top + 8 * i + high, outputs - 1) * inputs + low * 16;
+            code_rows[i] = codes + start;
+            if constexpr (BLOCK > 0) scale_rows[i] = absmax + start / BLOCK;
+        }
     };
-    auto read = [&](Chunk (&to)[UNITS][2], int from) {
+    auto read = [&](Chunk (&to)[UNITS][2], A (&scales)[UNITS][2], int from) {
 #pragma unroll
         for (int u = 0; u < UNITS; u++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int at = from + u * UNIT;
-                if (at + low * 16 < inputs) fetch(to[u][i], code_rows[i] + at);
-                else to[u][i] = {};
+                if (at + low * 16 < inputs) {
+                    fetch(to[u][i], code_rows[i] + at);
+                    if constexpr (BLOCK > 0) scales[u][i] = scale_rows[i][at / BLOCK];
+                } else {
+                    to[u][i] = {};
+                    scales[u][i] = A(0.0f);
+                }
             }
     };
 
     Chunk now[UNITS][2], next[UNITS][2];
+    A scales[UNITS][2], next_scales[UNITS][2];
     long long top = blockIdx.x * 16ll;
     take(top);
-    read(now, first);
+    read(now, scales, first);
     for (int turn = 0; top < outputs; turn ^= 1) {
         const long long own = top;
         top += gridDim.x * 16ll;
@@ -101,7 +119,7 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
         do {
             const bool more = from + STEP < inputs;
             if (!more && top < outputs) take(top);
-            if (more || top < outputs) read(next, more ? from + STEP : first);
+            if (more || top < outputs) read(next, next_scales, more ? from + STEP : first);
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 const int at = from + u * UNIT;
@@ -116,6 +134,9 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
                     for (int i = 0; i < 2; i++) {
                         float four[4];
                         widen_four(four, reinterpret_cast<const unsigned *>(&now[u][i])[c]);
+                        if constexpr (BLOCK > 0)
+#pragma unroll
+                            for (int j = 0; j < 4; j++) four[j] *= (float)scales[u][i];
                         a[i] = pair_of(four[0], four[1], T());
                         a[2 + i] = pair_of(four[2], four[3], T());
                     }
@@ -130,7 +151,7 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) now[u][i] = next[u][i];
+                for (int i = 0; i < 2; i++) now[u][i] = next[u][i], scales[u][i] = next_scales[u][i];
             from += STEP;
         } while (from < inputs);
 
@@ -162,8 +183,12 @@ DEVICE void by_threads(const T *x, const signed char *codes, const A *absmax, U 
 #pragma unroll(ROWS <= 4 ? 2 : 1)
     for (int at = threadIdx.x * LANES; at < inputs; at += THREADS * LANES) {
         Vector<signed char, LANES> code[OUTPUTS];
+        float scale[OUTPUTS];
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; o++) fetch(code[o], code_rows[o] + at);
+        for (int o = 0; o < OUTPUTS; o++) {
+            fetch(code[o], code_rows[o] + at);
+            if constexpr (BLOCK > 0) scale[o] = (float)absmax[(code_rows[o] + at - codes) / BLOCK];
+        }
 #pragma unroll
         for (int part = 0; part < LANES; part += PART) {
             float w[OUTPUTS][PART];
@@ -171,6 +196,11 @@ DEVICE void by_threads(const T *x, const signed char *codes, const A *absmax, U 
             for (int o = 0; o < OUTPUTS; o++)
                 widen_codes(
                     w[o], *reinterpret_cast<const Vector<signed char, PART> *>(&code[o].at[part]));
+            if constexpr (BLOCK > 0)
+#pragma unroll
+                for (int o = 0; o < OUTPUTS; o++)
+#pragma unroll
+                    for (int j = 0; j < PART; j++) w[o][j] *= scale[o];
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float v[PART];

@@ -2,12 +2,12 @@
 //
 //   w[r, c] = level[code] * absmax of the block of the value at start + r * columns + c
 //
-//   traffic     values * (sizeof(T) + 1 / 2) + blocks * 4, or * 1 with DOUBLE and of MXFP4
-//   constants   T         dtype of w
+//   traffic     values * (sizeof(T) + 1 / 2) + blocks * sizeof(S), or * 1 with DOUBLE and of MXFP4
+//   constants   T, S      dtypes of w, of absmax
 //               LANES     values of one access, with one absmax: start and row distance of the part
 //                         are multiples of it
 //               THREADS   threads of a block
-//               KIND      whose levels: NF4, FP4 or MXFP4
+//               KIND      whose levels: NF4, FP4, MXFP4 or Q4_0
 //               DOUBLE    absmax is stored in 8 bits
 //               GROUPED, I    each row of the part is the matrix of a group; dtype of offsets: the
 //                         matrix of a group without rows is not written
@@ -22,7 +22,7 @@ constexpr int BYTES = LANES < 2 ? 1 : LANES / 2;
 
 KERNEL(THREADS, 1536 / THREADS)
 nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
-                const float *__restrict__ absmax, const unsigned char *__restrict__ codes,
+                const S *__restrict__ absmax, const unsigned char *__restrict__ codes,
                 const I *__restrict__ offsets, long long start, long long pitch, long long width,
                 unsigned tiles, int shift) {
     __shared__ float levels[16];
@@ -61,7 +61,7 @@ nf4_dequantize_(T *__restrict__ w, const unsigned char *__restrict__ packed,
         for (int j = 0; j < LANES; j++) {
             const bool low = LANES > 1 ? j % 2 : (offset + at) % 2;
             const unsigned pair = pairs[k].at[j / 2];
-            value[j] = levels[low != (KIND == MXFP4) ? pair & 15 : pair >> 4] * size[k];
+            value[j] = levels[low != (KIND >= MXFP4) ? pair & 15 : pair >> 4] * size[k];
         }
         if (left - at >= LANES) store(w, first + at, value);  // not split in four: see vector.cuh
         else store(w + first + at, value, left - at);

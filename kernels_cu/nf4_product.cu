@@ -2,9 +2,10 @@
 //
 //   out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax[block of (o, d)]    + out, if ADD
 //
-//   traffic     outputs * inputs / 2 + blocks * 4, or * 1 with DOUBLE and of MXFP4, and again from L2
-//               for every further ROWS rows; x once per block of threads, from L2; rows * outputs * sizeof(O)
-//   constants   T, O       dtypes of x; of out
+//   traffic     outputs * inputs / 2 + blocks * sizeof(S), or * 1 with DOUBLE and of MXFP4, and again
+//               from L2 for every further ROWS rows; x once per block of threads, from L2;
+//               rows * outputs * sizeof(O)
+//   constants   T, O, S    dtypes of x; of out; of absmax
 //               UNIT       columns that always share an absmax: 64, or 32
 //               UNITS      units that a warp takes at a time
 //               ROWS       rows of x that a block has room for: 8 or 16, in float32 4
@@ -14,7 +15,7 @@
 //               WIDE       units of the weight can be read in one access
 //               SIDE_BY_SIDE  so can the absmax of the units that a warp takes at a time
 //               X_WIDE     rows of x can be read 16 bytes at a time
-//               KIND       whose levels: NF4, FP4 or MXFP4
+//               KIND       whose levels: NF4, FP4, MXFP4 or Q4_0
 //               DOUBLE     absmax is stored in 8 bits
 //               ADD        the product is added to out
 //
@@ -29,7 +30,7 @@
 #include <common/ptx.cuh>
 
 constexpr bool EXACT = sizeof(T) == 4;  // no tensor cores
-constexpr bool POWERS = KIND == MXFP4, IN_BYTES = DOUBLE || POWERS;
+constexpr bool POWERS = KIND == MXFP4, IN_BYTES = DOUBLE || POWERS, LOW_FIRST = KIND >= MXFP4;
 constexpr int THREADS = 32 * WARPS, OUTPUTS = 16 * TILES;
 constexpr int OWN = 2 * TILES;                        // rows of the weight that a lane reads
 constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that a lane reads of a unit of a row
@@ -46,7 +47,7 @@ struct Part {
 // One warp's view of the weight.
 struct Reader {
     const unsigned char *packed;
-    const float *absmax;
+    const S *absmax;
     const unsigned char *codes;
     unsigned first[OWN];  // units before each row
     int shift;            // block = unit >> shift
@@ -71,14 +72,14 @@ struct Reader {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const unsigned number = first[i] + unit;
-            Vector<float, UNITS> sizes;
+            Vector<S, UNITS> sizes;
             Vector<unsigned char, UNITS> bytes;
             if constexpr (IN_BYTES) fetch(bytes, codes + number);
             else fetch(sizes, absmax + number);
-            const float scale = DOUBLE ? absmax[SCALES + number / 256] : 0;
+            const float scale = DOUBLE ? (float)absmax[SCALES + number / 256] : 0;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                if constexpr (!POWERS) parts[u].size[i] = DOUBLE ? scale : sizes.at[u];
+                if constexpr (!POWERS) parts[u].size[i] = DOUBLE ? scale : (float)sizes.at[u];
                 if constexpr (IN_BYTES) parts[u].code[i] = bytes.at[u];
             }
         }
@@ -102,7 +103,7 @@ struct Reader {
             }
             if constexpr (!SIDE_BY_SIDE) {
                 const unsigned block = number >> shift;
-                if constexpr (!POWERS) part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
+                if constexpr (!POWERS) part.size[i] = (float)absmax[DOUBLE ? SCALES + block / 256 : block];
                 if constexpr (IN_BYTES) part.code[i] = codes[block];
             }
         }
@@ -132,7 +133,7 @@ DEVICE void multiply(Sums &, const Weights &, const Rows &, float) {}
 
 KERNEL(32 * WARPS, RESIDENT)
 nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
-             const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
+             const S *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
              int outputs, int inputs, int shift, unsigned x_pitch, long long pitch) {
     __shared__ __align__(16) unsigned table[EXACT ? 16 : 256 * 32];
     __shared__ float partials[WARPS][ROWS][PITCH];
@@ -151,21 +152,21 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
     // the tables: 16 levels; for each byte a pair of them, in 32 copies
     if (threadIdx.x < 16) levels[threadIdx.x] = level_of<KIND>(threadIdx.x);
     if constexpr (DOUBLE)
-        for (int i = threadIdx.x; i < TABLE; i += THREADS) values[i] = absmax[i];
+        for (int i = threadIdx.x; i < TABLE; i += THREADS) values[i] = (float)absmax[i];
     __syncthreads();
     if constexpr (!EXACT) {
 #pragma unroll 4
         for (int i = threadIdx.x; i < 256 * 8; i += THREADS) {
             Vector<T, 2> pair;
-            pair.at[POWERS] = T(levels[i / 8 / 16]);  // of MXFP4 the second is in the high bits
-            pair.at[!POWERS] = T(levels[i / 8 % 16]);
+            pair.at[LOW_FIRST] = T(levels[i / 8 / 16]);  // then the second is in the high bits
+            pair.at[!LOW_FIRST] = T(levels[i / 8 % 16]);
             const unsigned word = reinterpret_cast<const unsigned &>(pair);
             reinterpret_cast<uint4 *>(table)[i] = make_uint4(word, word, word, word);
         }
         __syncthreads();
     }
     const unsigned own_bank = opaque(lane * 4);
-    const float offset = DOUBLE ? absmax[OFFSET] : 0;
+    const float offset = DOUBLE ? (float)absmax[OFFSET] : 0;
 
     // A block takes every gridDim.x-th task.  A warp reads the codes of its next units, which may be
     // those of the next task, while it multiplies.
@@ -212,7 +213,7 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
                         for (int i = 0; i < OWN; i++)
 #pragma unroll
                             for (int j = 0; j < 4; j++) {
-                                const int bit = c % 2 * 16 + j / 2 * 8 + (j % 2 == POWERS) * 4;
+                                const int bit = c % 2 * 16 + j / 2 * 8 + (j % 2 == LOW_FIRST) * 4;
                                 w[i][j] = levels[part.codes[i][c / 2] >> bit & 15] * size[i];
                             }
 #pragma unroll

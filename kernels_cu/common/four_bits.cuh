@@ -1,6 +1,6 @@
 // 4-bit codes: the level of each code, and the number that multiplies the levels of a block of
 // values: the largest absolute value (absmax), stored in float32 or in 8 bits; of MXFP4 a power of
-// two, stored as its exponent.
+// two, stored as its exponent; of Q4_0 any number, in float16.
 #pragma once
 
 // The level of an NF4 code.
@@ -15,7 +15,7 @@ __device__ constexpr float nf4_level(int code) {
     return LEVELS[code];
 }
 
-enum { NF4, FP4, MXFP4 };
+enum { NF4, FP4, MXFP4, Q4_0 };  // of the last two, the first code of a byte is in its low bits
 
 // The level of a code.  One of FP4 and MXFP4 has a sign, two bits of exponent and one of mantissa;
 // MXFP4 alone has a negative zero.
@@ -27,7 +27,8 @@ template <int KIND> DEVICE float level_of(unsigned code) {
     for (int c = 0; c < 16; c++) {
         const float size = KIND == FP4 ? FP4S[c % 8] : MXFP4S[c % 8];
         const float negative = KIND == FP4 ? 0.0f - size : -size;
-        const float value = KIND == NF4 ? nf4_level(c) : c < 8 ? size : negative;
+        const float signed_size = KIND == Q4_0 ? c - 8.0f : c < 8 ? size : negative;
+        const float value = KIND == NF4 ? nf4_level(c) : signed_size;
         level = code == c ? value : level;
     }
     return level;
@@ -46,9 +47,9 @@ DEVICE float power_of_two(unsigned exponent) {
     return __uint_as_float(exponent ? exponent << 23 : 0x400000);
 }
 
-template <int KIND, bool DOUBLE>
-DEVICE float absmax_of(unsigned block, const float *absmax, const unsigned char *codes) {
+template <int KIND, bool DOUBLE, class S>
+DEVICE float absmax_of(unsigned block, const S *absmax, const unsigned char *codes) {
     if constexpr (KIND == MXFP4) return power_of_two(codes[block]);
-    if constexpr (!DOUBLE) return absmax[block];
+    if constexpr (!DOUBLE) return (float)absmax[block];
     return decoded(absmax[codes[block]], absmax[SCALES + block / 256], absmax[OFFSET]);
 }

@@ -44,6 +44,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward, lora_linear_forward
 from unsloth_cupy.ops.linear.lora_group import lora_group, lora_group_backward
+from unsloth_cupy.ops.quantized.blocks import Q40, Q80, Blocks
 
 from ..harness.parity import general_attention, proofs
 from ..harness.sampling import Sample
@@ -229,11 +230,12 @@ def adapters_of_one_x(machine: Machine, dtype: Any, rank: int, shift: int) -> No
     lora_linear_forward(x, weight, a, b, key=key, dropout=0.5, seed=None if shift else 3)
 
 
-def exponents(machine: Machine, dtype: Any, rows: int) -> None:
-    """Multiply by a weight in MXFP4: by its codes if rows are few, by the dense stack if none."""
+def in_blocks(machine: Machine, kind: type[Blocks], dtype: Any, rows: int) -> None:
+    """Multiply by a weight in blocks: by its codes if rows are few, by the dense stack if none."""
     shape = (2, 64) if rows == 0 else (2048,)
-    packed, scales = (machine.array((*shape, size), "uint8") for size in (128, 8))
-    weight = Mxfp4(packed, scales, dtype=dtype)
+    packed = machine.array((*shape, 256 // kind.VALUES), kind.CODES)
+    scales = machine.array((*shape, 8), kind.SCALES)
+    weight = kind(packed, scales, dtype=dtype)
     x = machine.array((rows or 4, 256), dtype)
     if rows:
         linear(x, weight)
@@ -258,9 +260,9 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
             words = f"{dtype} rank={rank}{' shift=1' * shift}"
             run = functools.partial(adapters_of_one_x, dtype=dtype, rank=rank, shift=shift)
             yield "lora_group", words, run
-        for rows in (0, 4, 8, 16, 17):
-            run = functools.partial(exponents, dtype=dtype, rows=rows)
-            yield "linear", f"{dtype} mxfp4 rows={rows}", run
+        for kind, rows in itertools.product((Mxfp4, Q40, Q80), (0, 4, 8, 16, 17)):
+            run = functools.partial(in_blocks, kind=kind, dtype=dtype, rows=rows)
+            yield "linear", f"{dtype} {kind.KIND} rows={rows}", run
         narrow = dtype.itemsize == 2
         forms = [
             (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]

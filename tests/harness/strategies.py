@@ -204,6 +204,15 @@ def _texts(draw: Draw, sizes: Sizes) -> None:
         sizes["tokens"] *= sizes["texts"] > 0
 
 
+def _scales_of(axis: str) -> Callable[[Draw, Sizes], None]:
+    """Return the function that gives each row of a weight a scale."""
+
+    def scales(draw: Draw, sizes: Sizes) -> None:
+        sizes["scales"], sizes["block"] = sizes[axis], 0
+
+    return scales
+
+
 def _third_layer(draw: Draw, sizes: Sizes) -> None:
     sizes["given"] = dict.fromkeys(("weight3", "a3", "b3"), draw(st.booleans()))
 
@@ -220,6 +229,8 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "ternary_dense_": _part_of_planes,
     "nf4_dequantize_": _part_of_blocks,
     "nf4_product_": _whole_of_blocks,
+    "int8_dequantize_": _scales_of("rows"),
+    "int8_few_rows_": _scales_of("outputs"),
     "advantages_forward": _one_function,
     "policy_forward": _of_a_sampler,
     "preference_forward": _pairs,

@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 540,
     "interop": 2420,
     "parallel": 2060,
-    "models": 10000,
+    "models": 10400,
     "memory": 1030,
     "finetune": 6340,
     "bench": 850,

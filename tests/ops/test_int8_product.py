@@ -19,34 +19,48 @@ INPUTS = (7, 4096, 4104)
 
 class TestInt8Dequantize(KernelInPlace):
     op = "int8_dequantize_"
-    sizes = tuple({"rows": 64, "inputs": n} for n in INPUTS)
+    sizes = tuple({"rows": 64, "inputs": n, "scales": 64} for n in INPUTS)
     cases = (
-        Case("odd", rows=3, inputs=13),
-        Case("one row", rows=1, inputs=4096),
-        Case("a tail", rows=2, inputs=4104),
-        Case("several tiles", rows=2, inputs=8208),
-        Case("no rows", rows=0, inputs=4),
-        Case("no inputs", rows=3, inputs=0),
-        Case("a row of zeros", rows=2, inputs=16, arrays={"absmax": np.array([0.0, 3.0])}),
+        Case("odd", rows=3, scales=3, inputs=13),
+        Case("one row", rows=1, scales=1, inputs=4096),
+        Case("a tail", rows=2, scales=2, inputs=4104),
+        Case("several tiles", rows=2, scales=2, inputs=8208),
+        Case("blocks", rows=3, inputs=96, scales=9, block=32),
+        Case("blocks of several tiles", rows=2, inputs=8224, scales=514, block=32),
+        Case("no rows", rows=0, scales=0, inputs=4),
+        Case("no inputs", rows=3, scales=3, inputs=0),
+        Case(
+            "a row of zeros", rows=2, scales=2, inputs=16, arrays={"absmax": np.array([0.0, 3.0])}
+        ),
     )
 
 
 class TestInt8FewRows(KernelInPlace):
     op = "int8_few_rows_"
     sizes = tuple(
-        {"few": rows, "inputs": n, "outputs": 512}
+        {"few": rows, "inputs": n, "outputs": 512, "scales": 512}
         for rows, n in ((1, 4096), (2, 4104), (3, 7), (5, 4096), (16, 4096), (1, 7), (16, 7))
     )
     cases = (
-        Case("one row", few=1, inputs=13, outputs=9),
-        Case("two rows, added", few=2, inputs=24, outputs=5, add=True),
-        Case("three rows", few=3, inputs=48, outputs=4),
-        Case("five rows, long", few=5, inputs=4112, outputs=3),
-        Case("sixteen rows", few=16, inputs=64, outputs=7, add=True),
-        Case("eleven rows, one by one", few=11, inputs=31, outputs=2),
-        Case("nothing", few=2, inputs=8, outputs=0),
-        Case("four rows, blocks with several tiles of outputs", few=4, inputs=2128, outputs=70),
-        Case("nine rows, likewise, added", few=9, inputs=1104, outputs=60, add=True),
+        Case("one row", few=1, inputs=13, outputs=9, scales=9),
+        Case("two rows, added", few=2, inputs=24, outputs=5, scales=5, add=True),
+        Case("three rows", few=3, inputs=48, outputs=4, scales=4),
+        Case("five rows, long", few=5, inputs=4112, outputs=3, scales=3),
+        Case("sixteen rows", few=16, inputs=64, outputs=7, scales=7, add=True),
+        Case("eleven rows, one by one", few=11, inputs=31, outputs=2, scales=2),
+        Case("blocks", few=3, inputs=96, outputs=7, scales=21, block=32),
+        Case(
+            "blocks, long, added", few=9, inputs=1120, outputs=37, scales=1295, block=32, add=True
+        ),
+        Case("nothing", few=2, inputs=8, outputs=0, scales=0),
+        Case(
+            "four rows, blocks with several tiles of outputs",
+            few=4,
+            inputs=2128,
+            outputs=70,
+            scales=70,
+        ),
+        Case("nine rows, likewise, added", few=9, inputs=1104, outputs=60, scales=60, add=True),
     )
     test_rounds_once = None  # below: y is rounded where it lies
 
@@ -70,7 +84,7 @@ def test_parts_of_a_weight(dtype: Any) -> None:
         w = np.empty(expected.shape, dtype)
         with emulator():
             int8_dequantize_(w, part, absmax[rows])
-            assert launch_dequantize(w.copy(), part, absmax[rows]) is not NotImplemented
+            assert launch_dequantize(w.copy(), part, absmax[rows], 0) is not NotImplemented
         np.testing.assert_array_equal(w, expected.astype(dtype))
 
 

@@ -12,6 +12,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.planned import Planned, recording_in
+from unsloth_cupy.ops.quantized.blocks import Q40, Q80
 
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
@@ -27,8 +28,10 @@ STACKS = pytest.mark.parametrize(
         uc.nf4_quantize,
         lambda w: uc.nf4_quantize(w, double=True, kind="fp4"),
         uc.int8_weight,
+        Q40.quantized,
+        Q80.quantized,
     ],
-    ids=["mxfp4", "nf4", "fp4-double", "int8"],
+    ids=["mxfp4", "nf4", "fp4-double", "int8", "q4_0", "q8_0"],
 )
 Make = Callable[[Any], Any]
 

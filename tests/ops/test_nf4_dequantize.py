@@ -61,6 +61,8 @@ class TestNf4Dequantize(KernelInPlace):
         case("long rows", 2, 9000, at=(1, 200), shape=(3, 9200), double=True, block=32),
         case("all of mxfp4", 9, 160, shape=(9, 160), kind="mxfp4", block=32),
         case("columns of mxfp4", 7, 33, at=(2, 31), shape=(9, 160), kind="mxfp4", block=32),
+        case("all of q4_0", 9, 160, shape=(9, 160), kind="q4_0", block=32),
+        case("columns of q4_0", 7, 33, at=(2, 31), shape=(9, 160), kind="q4_0", block=32),
         case("nothing", 0, 150),
         case("groups", 9, 150, offsets=[0, 2, 2, 5]),
         case(

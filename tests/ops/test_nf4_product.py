@@ -66,6 +66,8 @@ class TestNf4Product(KernelInPlace):
         case("rows of mxfp4", 7, 40, 1088, block=32, kind="mxfp4", add=True),
         case("16 rows of mxfp4", 16, 19, 64, block=32, kind="mxfp4"),
         case("two tiles of mxfp4", 6, 2049, 32, block=32, kind="mxfp4"),
+        case("one row of q4_0", 1, 33, 96, block=32, kind="q4_0"),
+        case("rows of q4_0", 7, 40, 1088, block=32, kind="q4_0", add=True),
         case("two tiles", 6, 2050, 64, add=True),
         case("two tiles of 16 rows", 13, 2048, 96, kind="fp4", double=True),
         case("blocks beyond a row", 2, 3, 64, block=4096),

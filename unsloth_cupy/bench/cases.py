@@ -182,6 +182,8 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             ("nf4_dequantize_.absmax", "nf4_product_.absmax"),
             lambda: rng.random(scale.hidden**2 // 64) * scale.hidden**-0.5,
         ),
+        "int8_dequantize_.absmax": lambda: rng.random(tokens),
+        "int8_few_rows_.absmax": lambda: rng.random(scale.hidden),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
         # positive: no logarithm of a negative number, no sum or quotient as small as its rounding
         **dict.fromkeys(

@@ -130,7 +130,7 @@ def plan(
     }
     learning = learning_of(method, given, alone=not any(sizes))
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
-    quantize = quantized_kind(folder, quantize, lora, adapter, stored)
+    quantize = quantized_kind(folder and source_of(folder), quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
         raise ConfigError(f"{folder} already holds an adapter, which is planned; leave --lora out")
     options: dict[str, Any] = {

@@ -37,6 +37,7 @@ KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     "param": FLOATS,  # the dtype of the call, or float32
     "table": FLOATS,  # as param, but a constant: it has no gradient
     "constant": FLOATS,  # any float; it has no gradient
+    "scale": (FLOATS[2], FLOATS[0], FLOATS[3]),  # of a quantized weight, which is a constant
     "stat": FLOATS[2:],  # float32; float64 where the dtype of the call is float64
     "int": (np.dtype("int32"), np.dtype("int64")),
     "bool": (np.dtype("bool"),),

@@ -14,6 +14,7 @@ from ..memory.plan import plan_memory
 from ..memory.planned_model import new_adapter
 from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
+from ..models.quantizer import OF_FILES
 from .engine import planned_with_noise
 from .listener import announce
 from .method import Method
@@ -107,10 +108,10 @@ def quantized_kind(
     source: Any, wanted: str | None, lora: int | None, adapter: Any, stored: str | None
 ) -> str | None:
     """Return the quantization of the model's weights; raise if no weight could be trained."""
-    if wanted is not None and stored is not None:
+    if wanted is not None and stored not in (None, *OF_FILES):
         cure = f"leave {named('quantize')} out"
         raise ConfigError(f"{source} is quantized already, as {stored}; {cure}")
-    kind = stored or wanted
+    kind = wanted or stored
     if kind is not None and adapter is None and lora is None:
         why = named("quantize") if stored is None else f"{source} is quantized, which"
         cure = f"add {named('lora')}, as in {named(lora=16)}"

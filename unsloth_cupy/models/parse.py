@@ -17,9 +17,9 @@ from .configs.reading import Reader, check_keys, token_ids
 from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
 from .folders.other_weights import KEYS, check_quantization
-from .folders.quantized_weights import inverse_scales
+from .folders.quantized_weights import GGUF, inverse_scales
 
-QUANTIZED = ("bitsandbytes", "bitnet", *KEYS)  # supported values of quant_method
+QUANTIZED = ("bitsandbytes", "bitnet", GGUF, *KEYS)  # supported values of quant_method
 UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
 }
@@ -51,7 +51,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     facts = values.get("quantization_config")
     quantized: tuple[str, ...] = QUANTIZED
     if family.experts is not None:  # stacks of gpt-oss are in MXFP4
-        quantized = ("bitsandbytes", *(["mxfp4"] if family.experts.transposed else []))
+        quantized = ("bitsandbytes", GGUF, *(["mxfp4"] if family.experts.transposed else []))
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
         known = " or ".join(quantized)

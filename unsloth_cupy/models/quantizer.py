@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.call import is_integer
 from ..core.dtypes import Array, Stored
 from ..errors import ConfigError
+from ..ops.quantized.blocks import BLOCK, Q40, Q80
 from ..ops.quantized.int8 import int8_weight
 from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
@@ -27,6 +28,11 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
 }
 STACKED = "nf4", "nf4-double", "fp4", "int8"  # the kinds that hold stacks of experts
 OF_STACKS = "mxfp4"  # a kind of files, in which all but the experts is dense
+OF_FILES: Mapping[str, Callable[[Array], Quantized]] = {  # kinds that only files have
+    OF_STACKS: mxfp4_quantize,
+    "q4_0": Q40.quantized,
+    "q8_0": Q80.quantized,
+}
 SKIP = ("embed", "norm", "lm_head")
 NF4_BLOCK = 64  # values that share an absmax
 LEAST = 1024  # values: smaller weights save nothing
@@ -34,7 +40,7 @@ LEAST = 1024  # values: smaller weights save nothing
 
 def check_stacks(call: str, kind: str, config: "Config") -> None:
     """Raise a ConfigError for a mixture of experts whose stacks cannot be of a kind."""
-    if config.experts is not None and kind not in (*STACKED, OF_STACKS):
+    if config.experts is not None and kind not in (*STACKED, *OF_FILES):
         problem = f"the experts of a {config.model_type} are stacks, which {kind} does not hold"
         raise ConfigError(f"{call}: {problem}; choose from {', '.join(STACKED)}")
 
@@ -84,12 +90,14 @@ class Quantizer:
 
     def __init__(self, call: str, kind: str, division: Any = None) -> None:
         self.call, self.kind, self.division = call, kind, division
-        self.maker = mxfp4_quantize if kind == OF_STACKS else maker_of(call, kind)
+        self.maker = OF_FILES[kind] if kind in OF_FILES else maker_of(call, kind)
 
     def makes(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether a weight of this shape is to be quantized."""
         if self.kind == OF_STACKS:
             return is_stack(name)
+        if self.kind in OF_FILES and shape[-1] % BLOCK:
+            return False
         return not left_dense(name, shape, SKIP, LEAST)
 
     def wants_whole(self, name: str) -> bool:
@@ -104,6 +112,9 @@ class Quantizer:
         """Return whether these slices along an axis share no scale with the other values."""
         if self.kind == "int8":
             return axis < len(shape) - 1
+        if self.kind in OF_FILES:  # each row has whole blocks
+            matrix = prod(shape[:-1]), shape[-1]
+            return axis < len(shape) - 1 or in_blocks(matrix, 1, places, BLOCK)
         if len(shape) > 2 and axis == 0:
             shape = shape[0], prod(shape[1:])
         elif len(shape) > 2:
@@ -129,6 +140,8 @@ class Quantizer:
 
         ``array`` is this rank's part, or the whole weight if ``wants_whole``.
         """
+        if isinstance(array, Quantized) and not array.IN_FOLDERS:  # of a GGUF file
+            array = array.dequantize()
         if isinstance(array, Stored):
             problem = f"{self.call}: {name} is quantized already"
             raise ConfigError(f"{problem}; leave quantize out, or load the dense weights")

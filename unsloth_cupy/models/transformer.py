@@ -42,7 +42,7 @@ from .configs.names import HEAD, TABLE
 from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
 from .folders.initial_weights import loftq
-from .folders.quantized_weights import saved_config, stored_kind
+from .folders.quantized_weights import in_folders, saved_config, stored_kind
 from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
@@ -50,7 +50,7 @@ from .layers.context import Context, is_left_aligned
 from .loss import label_log_probs, mean_loss
 from .network import Network
 from .objective import next_token
-from .quantizer import Quantizer
+from .quantizer import OF_FILES, Quantizer
 from .ranks.division import divided_adapter
 from .ranks.gather import whole_parameters
 from .text.chat import Message, Tools
@@ -193,7 +193,8 @@ class Transformer(Network):
         stored = stored_kind(self.texts["config.json"])
         homes = {} if self.stored is None else self.stored("add_adapter").homes
         dtype = homes[TABLE].dtype if TABLE in homes else self.table.dtype
-        if not found or stored is not None:
+        anew = stored in OF_FILES and stored not in found  # as those of a GGUF file may be
+        if not found or not (stored is None or anew):
             return None, dtype
         rule = Quantizer(call, kind := min(found))
         for name, weight in self.parameters.items():
@@ -871,7 +872,8 @@ class Transformer(Network):
                 stacklevel=2,
             )
         whole = self.config if self.division is None else self.division.whole
-        for parameters in whole_parameters(self.parameters, self.division):
+        for each in whole_parameters(self.parameters, self.division):
+            parameters = {name: in_folders(name, array) for name, array in each.items()}
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
             config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}

@@ -85,7 +85,8 @@ class Into:
         """Return a weight as a reader of the file gets it: an array in float32, or quantized."""
         if not self.in_folder:
             kind = self._types.get(name)
-            return weight if kind is None else rounded(name, _dense(weight), kind)
+            same = kind is not None and kind.name.lower() == kind_of(weight)
+            return weight if kind is None or same else rounded(name, _dense(weight), kind)
         if not self._quantizer.makes(name, weight.shape):
             return _dense(weight).astype(self.dtype).astype(FLOAT32)
         if isinstance(weight, Quantized) and kind_of(weight) == self.kind:
@@ -95,7 +96,7 @@ class Into:
     def rounds(self, name: str, weight: Any) -> bool:
         """Return whether the file has another form of a weight that has no adapter."""
         if not self.in_folder:
-            return name in self._types
+            return name in self._types and self._types[name].name.lower() != kind_of(weight)
         return self._quantizer.makes(name, weight.shape) and kind_of(weight) != self.kind
 
     def fixed(

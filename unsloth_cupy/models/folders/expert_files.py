@@ -17,7 +17,8 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import ConfigError
-from ...ops.quantized.mxfp4 import BLOCK, Mxfp4
+from ...ops.quantized.blocks import BLOCK
+from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts

@@ -19,7 +19,8 @@ from .quantized_weights import assembled
 class StoredTensor(NamedTuple):
     """Where a parameter is stored: the file, its name and dtype there; and its whole shape.
 
-    ``dense`` computes the parameter of the tensors, in another ``format``, that stand for it.
+    ``dense`` computes the parameter of the tensors, in another ``format``, that stand for it; with
+    a ``kind`` too it is quantized as they are.
     """
 
     file: str
@@ -43,15 +44,18 @@ class StoredTensor(NamedTuple):
 
 
 def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
-    """Return the formats of a checkpoint that became dense, as a line; None: it has none."""
+    """Return the other formats of a checkpoint's tensors, as a line; None: it has none."""
     sizes, counts = Counter[str](), Counter(home.format for home in homes.values())
     for home in homes.values():
         sizes[home.format] += home.bytes
     counts.pop("", None)
     whole = max(1, sizes.total())
     parts = (f"{n} {each} ({sizes[each] / whole:.1%})" for each, n in counts.most_common())
-    kinds = {home.dtype.name for home in homes.values() if home.format and home.dtype}
-    size = f"{format_bytes(sizes.total())}, read as {' and '.join(sorted(kinds))}"
+    told = [home for home in homes.values() if home.format and home.dtype]
+    kinds = {home.dtype.name for home in told if home.dtype and home.kind is None}
+    packed = sum(home.kind is not None for home in told)
+    size = f"{packed} stay packed, others are" * (packed > 0) or "read as"
+    size = f"{format_bytes(sizes.total())}, {size} {' and '.join(sorted(kinds))}"
     return f"tensors: {', '.join(parts)}; {size}" if counts else None
 
 
@@ -93,7 +97,8 @@ class LazyParameter:
         if home.stack is not None:
             return self._stacked(home.stack, ...)
         if home.dense is not None:
-            return self._cast(home.dense({key: each[...] for key, each in self.tensors().items()}))
+            made: Any = home.dense({key: each[...] for key, each in self.tensors().items()})
+            return self._cast(made) if home.kind is None else made.computed_in(self._dtype)
         if home.kind is None:
             return self._cast(self.files[home.file].get_tensor(home.stored))
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)

@@ -32,6 +32,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Ternary: re.compile(r"\.(weight_(?:scale|form))$"),
 }
 KEY = "quantization_config"
+GGUF = "gguf"  # its quant_method where a GGUF file is read as a folder
 FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION)
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
@@ -87,6 +88,14 @@ def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
     return {module + key: array for key, array in state.items()}
 
 
+def in_folders(name: str, value: Any) -> Any:
+    """Return a parameter as a Hugging Face folder has it: dense, if only GGUF has its form."""
+    if not isinstance(value, Quantized):
+        return value
+    known = value.IN_FOLDERS and (is_stack(name) or not isinstance(value, Mxfp4))
+    return value if known else value.dequantize()
+
+
 def saved_config(
     config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
@@ -122,11 +131,13 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 
     Experts that a file has in MXFP4 do not learn, and their model is dense but for them.
     """
-    packed = {name for name, value in parameters.items() if isinstance(value, Mxfp4)}
+    packed = {n for n, value in parameters.items() if is_stack(n) and isinstance(value, Mxfp4)}
     stored = (n for n, value in parameters.items() if isinstance(value, Stored) and n not in packed)
     frozen = next(stored, None)
     if frozen is not None:
         cure = "call add_adapter(rank) first, or load the dense weights"
+        if not getattr(parameters[frozen], "IN_FOLDERS", True):
+            cure += ", which save(folder) writes"
         raise GradientError(f"{frozen} is quantized and frozen; {cure}")
     learns = {n: value for n, value in parameters.items() if not (n in packed or n.endswith(FIXED))}
     return learns if len(learns) < len(parameters) else parameters
@@ -151,6 +162,8 @@ def stored_kind(config: Mapping[str, Any]) -> str | None:
         return None if online(config) else Ternary.KIND
     if facts.get("quant_method") == Mxfp4.KIND:
         return Mxfp4.KIND
+    if facts.get("quant_method") == GGUF:
+        return str(facts["kind"])
     if not facts.get("load_in_4bit"):
         return None
     kind = str(facts.get("bnb_4bit_quant_type", "fp4"))

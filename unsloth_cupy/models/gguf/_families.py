@@ -6,13 +6,38 @@ them.  A difference for all inputs raises an error; a difference for some inputs
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import ConfigError
-from ..configs.config import FULL, SLIDING, Config, Rope
+from ...ops.position.rope_tables import RULES
+from ..configs.config import FULL, SLIDING, Config, Experts, Rope
 
+NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp uses these, whatever a file says
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """The mixtures of experts that an architecture computes.
+
+    ``normalize`` says whether the weights of a token's experts sum to 1, None: as a file says.
+    ``shared`` says how a file gives the size of the expert that all tokens have: "sized", "counted"
+    (in sizes of the others), or there is none.  ``dense`` layers are none, the "leading" ones, or
+    these and all but every n-th ("stepped").  ``own_size``: of experts beside that of dense layers.
+    """
+
+    scores: str = "softmax"
+    normalize: bool | None = True
+    shared: str | None = None
+    shared_gate: bool = False
+    dense: str | None = None
+    corrected: bool = False
+    groups: bool = False
+    scale: bool = False
+    clamped: bool = False
+    own_size: bool = True
+    gating: bool = False  # a file may say which scores
 
 
 @dataclass(frozen=True)
@@ -47,12 +72,20 @@ class Architecture:
     logit_scale: bool = False
     temperature: bool = False  # scores may grow with the position
     xielu: bool = False
+    experts: Mixtures | None = None
+    latent: bool = False
+    delta: bool = False  # it has layers with a delta rule
+    tiled: bool = False  # whose heads of values are in another order
+    truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
 
 
 PLAIN = Architecture.scalings
 LLAMA = Architecture(
     "llama", interleaved=True, biases=True, scalings=(*PLAIN, "llama3", "longrope")
 )
+NEXT = Mixtures(shared="sized", shared_gate=True)
+OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", scale=True, gating=True)
+DEEPSEEK = Architecture("deepseek2", interleaved=True, latent=True, scalings=("default", "yarn"))
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -138,7 +171,79 @@ ARCHITECTURES = {
     ),
     "jais2": Architecture("jais2", "relu2", biases=True, needs_biases=True),
     "bitnet": Architecture("bitnet", "relu2", any_head=False, output="tied"),
+    "mixtral": replace(LLAMA, experts=Mixtures(own_size=False)),
+    "qwen2_moe": Architecture(
+        "qwen2moe",
+        any_head=False,
+        output="own",
+        experts=Mixtures(normalize=False, shared="sized", shared_gate=True),
+    ),
+    "qwen3_moe": Architecture("qwen3moe", experts=Mixtures()),
+    "olmoe": Architecture(
+        "olmoe", any_head=False, output="own", experts=Mixtures(normalize=False, own_size=False)
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        biases=True,
+        windows=True,
+        output="own",
+        truncates=False,
+        experts=Mixtures("softmax_of_k", clamped=True),
+    ),
+    "granitemoe": Architecture(
+        "granitemoe",
+        interleaved=True,
+        biases=True,
+        scales=True,
+        logit_scale=True,
+        scalings=(*PLAIN, "llama3", "longrope"),
+        experts=Mixtures("softmax_of_k", own_size=False),
+    ),
+    "phimoe": Architecture(
+        "phimoe",
+        any_head=False,
+        biases=True,
+        output="own",
+        scalings=(*PLAIN, "longrope"),
+        experts=Mixtures(own_size=False),
+    ),
+    "glm4_moe": Architecture(
+        "glm4moe",
+        partial=True,
+        experts=Mixtures(
+            "sigmoid",
+            normalize=None,
+            shared="counted",
+            dense="leading",
+            corrected=True,
+            groups=True,
+            scale=True,
+            gating=True,
+        ),
+    ),
+    "ernie4_5_moe": Architecture(
+        "ernie4_5-moe",
+        interleaved=True,
+        experts=Mixtures(shared="sized", dense="stepped", corrected=True),
+    ),
+    "minimax_m2": Architecture(
+        "minimax-m2",
+        partial=True,
+        output="own",
+        experts=Mixtures("sigmoid", corrected=True, gating=True),
+    ),
+    "qwen3_next": Architecture("qwen3next", partial=True, delta=True, experts=NEXT),
+    "qwen3_5_text": Architecture("qwen35", partial=True, delta=True, tiled=True),
+    "qwen3_5_moe_text": Architecture(
+        "qwen35moe", partial=True, delta=True, tiled=True, experts=NEXT
+    ),
+    "deepseek_v2": replace(DEEPSEEK, experts=OF_DEEPSEEK),
+    "deepseek_v3": replace(
+        DEEPSEEK, experts=replace(OF_DEEPSEEK, scores="sigmoid", corrected=True, groups=True)
+    ),
 }
+# llama.cpp computes it as another family
+ARCHITECTURES["glm4_moe_lite"] = ARCHITECTURES["deepseek_v3"]
 
 
 def architecture(config: Config) -> Architecture:
@@ -149,10 +254,6 @@ def architecture(config: Config) -> Architecture:
     ConfigError
         GGUF has no names for the family, or llama.cpp would compute something else.
     """
-    if config.experts is not None:
-        problem = f"the experts of a {config.model_type} are not written to GGUF"
-        cure = "save(folder), which convert_hf_to_gguf.py of llama.cpp reads"
-        raise ConfigError(f"export_gguf: {problem}; {cure}")
     known = ARCHITECTURES.get(config.model_type)
     if known is None:
         names = ", ".join(sorted(ARCHITECTURES))
@@ -170,6 +271,8 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     """Yield the properties of a model that llama.cpp's architecture does not have."""
     if config.activation not in (known.activation, "silu" if known.name == "bitnet" else None):
         yield f"computes {known.activation}, not {config.activation}"
+    if known.latent and not config.interleaved:
+        yield "rotates pairs that are beside each other (rope_interleave)"
     if not known.any_head and config.heads * config.dim != config.hidden:
         yield f"has heads of length hidden / heads, not {config.heads} of length {config.dim}"
     if (config.output_bias or config.mlp_bias) and not known.biases:
@@ -177,6 +280,14 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if known.needs_biases and not (config.output_bias and config.mlp_bias):
         yield "has biases in its output projection and its MLP"
     yield from _problems_of_layers(config, known)
+    if config.experts is not None and known.experts is not None:
+        yield from _problems_of_experts(config, config.experts, known.experts)
+    if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
+        yield "has heads of keys and of values of one length in layers with a delta rule"
+    if known.name == "phimoe" and not (config.output_bias and config.head_bias):
+        yield "has biases in its attention and its head"
+    if known.name == "gpt-oss" and not config.output_bias:
+        yield "has biases in its attention"
     if known.output == "tied" and not config.tied:
         yield "has no head of its own, separate from the embedding"
     if known.softcap and not (config.softcap and config.logit_softcap):
@@ -190,10 +301,13 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
     kind = scaling_of(rope)
     if kind not in known.scalings:
         yield f"does not support rotary positions of type {kind}"
-    if rope.dim != config.dim and not known.partial:
+    if rope.dim != config.dim and not (known.partial or known.latent):
         yield f"rotates whole heads, not {rope.dim} of {config.dim}"
-    if kind == "yarn" and not (rope.scaling or {}).get("truncate", True):
-        yield "rounds yarn's columns (truncate)"
+    if kind == "yarn" and bool((rope.scaling or {}).get("truncate", True)) != known.truncates:
+        rounded = "rounds yarn's columns" if known.truncates else "is of models that do not round"
+        yield f"{rounded} (truncate)"
+    if kind == "yarn" and known.latent and not _one_mscale(rope):
+        yield "has one mscale of positions and scores (mscale_all_dim)"
     if known.name == "olmo2" and SLIDING in config.layer_types:
         if local_rope != Rope(rope.dim, rope.base):
             yield "has the same rotary positions, not stretched, in sliding layers"
@@ -202,6 +316,13 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
             yield "does not stretch the rotary positions of sliding layers"
     elif local_rope != rope:
         yield "has the same rotary positions in all layers"
+
+
+def _one_mscale(rope: Rope) -> bool:
+    """Return whether yarn scales the scores of latent attention alone, as llama.cpp does."""
+    scaling = rope.scaling or {}
+    factor = RULES["yarn"](scaling, 1, rope.dim, rope.base)[1]
+    return bool(scaling.get("mscale_all_dim")) and math.isclose(factor, 1, rel_tol=1e-6)
 
 
 def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
@@ -227,6 +348,54 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
         yield "does not clip queries, keys and values"
 
 
+def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> Iterator[str]:
+    """Yield what llama.cpp does not know of a mixture."""
+    sums = "softmax_of_k" if experts.scores == "softmax" and experts.normalize else experts.scores
+    as_known = "softmax_of_k" if known.scores == "softmax" and known.normalize else known.scores
+    if sums != as_known and not (known.normalize is None and experts.scores == known.scores):
+        yield f"chooses experts by {known.scores}, {NORMALIZED[known.normalize]}"
+    elif experts.scores == "sigmoid" and known.normalize not in (None, experts.normalize):
+        yield f"has weights of experts {NORMALIZED[known.normalize]}"
+    if experts.corrected != known.corrected:
+        yield ("has" if known.corrected else "does not know") + " a bias of the choice of experts"
+    if experts.groups not in (None, 1) and not known.groups:
+        yield "does not choose from the best groups of experts, by their two best"
+    if experts.scale != 1 and not known.scale:
+        yield "does not scale the sum of experts"
+    if known.clamped and (experts.limit, experts.alpha) != (7.0, 1.702):
+        yield "limits gates at 7 and multiplies them by 1.702"
+    yield from _problems_of_shared(experts, known)
+    leading, step = dense_layers(experts)
+    layers = range(len(experts.sparse))
+    if known.dense is None and not all(experts.sparse):
+        yield "has experts in all layers"
+    elif known.dense == "leading" and step != 1:
+        yield "has experts in all layers but the first"
+    elif [n >= leading and (n + 1) % step == 0 for n in layers] != [*experts.sparse]:
+        yield "has experts in every n-th layer, up to the last"
+
+
+def _problems_of_shared(experts: Experts, known: Mixtures) -> Iterator[str]:
+    """Yield what llama.cpp does not know of an expert that all tokens have."""
+    if experts.shared and known.shared is None:
+        yield "has no expert that all tokens have"
+    if known.shared == "counted" and not experts.shared:
+        yield "has an expert that all tokens have"
+    if known.shared == "counted" and experts.shared % experts.inner:
+        yield "has a shared expert of a multiple of the size of the others"
+    if known.shared_gate != experts.shared_gate:
+        yield "has a gate of its shared expert" if known.shared_gate else "has no such gate"
+
+
+def dense_layers(experts: Experts) -> tuple[int, int]:
+    """Return the number of leading dense layers, and that each n-th of the others has experts."""
+    places = [n for n, sparse in enumerate(experts.sparse) if sparse]
+    if not places:
+        return len(experts.sparse), 1
+    step = places[1] - places[0] if len(places) > 1 else 1
+    return (places[0], 1) if step == 1 else (max(0, places[0] + 1 - step), step)
+
+
 def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
     """Yield notes on what llama.cpp computes differently for some inputs."""
     rope, _ = ropes(config)
@@ -235,6 +404,13 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         yield (
             "llama.cpp's bitnet computes SiLU where this model has a squared ReLU: its outputs"
             " differ"
+        )
+    if kind == "yarn" and not known.truncates:
+        yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
+    if config.experts is not None and config.experts.jitter is not None:
+        yield (
+            "llama.cpp weighs two experts by one softmax, and this model each by one of its own:"
+            " its outputs differ"
         )
     if SLIDING in config.layer_types and not known.windows:
         yield (
@@ -267,7 +443,7 @@ def scaling_of(rope: Rope) -> str:
 
 def score_factor(config: Config, known: Architecture) -> float:
     """Return the factor for the queries' weights that gives scores the scale of the model."""
-    if known.scales:
+    if known.scales or known.latent:
         return 1.0
     length = config.hidden // config.heads if config.layers == known.deep else config.dim
     factor = config.scale * math.sqrt(length)

@@ -5,14 +5,16 @@ from typing import Any
 
 from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
-from ..configs.config import BUFFERS, SLIDING, Config, Rope
-from ._families import BETAS, Architecture, ropes, scaling_of
+from ..configs.config import BUFFERS, SLIDING, Config, Delta, Experts, Latent, Rope
+from ._families import BETAS, Architecture, Mixtures, dense_layers, ropes, scaling_of
 from ._types import Read
 
 EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
+LOG = 0.1  # what llama.cpp divides the yarn_log_multiplier of latent attention by
+GATING = {"softmax": 1, "sigmoid": 2}  # numbers of llama.cpp's gating functions
 Values = dict[str, Any]  # in the file: int is uint32, float is float32; bool, str, lists unchanged
 
 
@@ -33,6 +35,7 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         "rope.dimension_count": rope.dim,
         "rope.freq_base": float(rope.base),
     }
+    values |= _of_blocks(config, known)
     if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
         values["attention.sliding_window"] = config.window or 0
     sliding = [kind == SLIDING for kind in config.layer_types]
@@ -65,6 +68,82 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
     return named
 
 
+def _of_blocks(config: Config, known: Architecture) -> Values:
+    """Return the keys of layers other than those of attention with a dense MLP."""
+    values: Values = {}
+    if config.delta is not None:
+        values |= _delta(config, config.delta, known)
+    if config.latent is not None:
+        values |= _latent(config.latent, ropes(config)[0])
+    if config.experts is not None and known.experts is not None:
+        values |= _experts(config.experts, known.experts)
+    return values
+
+
+def _delta(config: Config, delta: Delta, known: Architecture) -> Values:
+    """Return the keys of layers with a delta rule."""
+    linear = [not config.attends(layer) for layer in range(config.layers)]
+    keys: Values = {
+        "ssm.conv_kernel": delta.taps,
+        "ssm.state_size": delta.key_dim,
+        "ssm.group_count": delta.key_heads,
+        "ssm.time_step_rank": delta.value_heads,
+        "ssm.inner_size": delta.value_heads * delta.value_dim,
+        "attention.recurrent_layers": linear,
+    }
+    for every in range(1, config.layers + 1):
+        if linear == [(layer + 1) % every != 0 for layer in range(config.layers)]:
+            keys["full_attention_interval"] = every  # older programs read only that
+    if known.tiled:  # pairs of an image's three positions, which in a text are equal
+        pairs = ropes(config)[0].dim // 2
+        keys["rope.dimension_sections"] = [*((pairs + 2 - n) // 3 for n in range(3)), 0]
+    return keys
+
+
+def _latent(latent: Latent, rope: Rope) -> Values:
+    """Return the keys of latent attention, which llama.cpp computes with one head of keys."""
+    keys: Values = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": latent.rank,
+        "attention.key_length": latent.rank + latent.rotated,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": latent.dim,
+        "attention.value_length_mla": latent.value,
+    }
+    if latent.queries is not None:
+        keys["attention.q_lora_rank"] = latent.queries
+    if scaling_of(rope) == "yarn":
+        mscale = float((rope.scaling or {})["mscale_all_dim"])
+        keys["rope.scaling.yarn_log_multiplier"] = LOG * mscale
+    return keys
+
+
+def _experts(experts: Experts, known: Mixtures) -> Values:
+    """Return the keys of a mixture of experts."""
+    keys: Values = {"expert_count": experts.count, "expert_used_count": experts.k}
+    leading, step = dense_layers(experts)
+    if known.own_size:
+        keys["expert_feed_forward_length"] = experts.inner
+    if known.shared == "sized":
+        keys["expert_shared_feed_forward_length"] = experts.shared
+    if known.shared == "counted":
+        keys["expert_shared_count"] = experts.shared // experts.inner
+    if known.dense is not None:
+        keys["leading_dense_block_count"] = leading
+    if known.dense == "stepped":
+        keys["interleave_moe_layer_step"] = step
+    if known.groups and experts.groups is not None:
+        keys["expert_group_count"] = experts.groups
+        keys["expert_group_used_count"] = experts.top_groups
+    if known.gating:
+        keys["expert_gating_func"] = GATING[experts.scores]
+    if known.scale:
+        keys["expert_weights_scale"] = float(experts.scale)
+    if known.normalize is None:
+        keys["expert_weights_norm"] = experts.normalize
+    return keys
+
+
 def _scaling(rope: Rope, known: Architecture) -> Values:
     """Return the keys of rotary scaling; factors per wavelength are tensors: ``_rope_factors``."""
     kind, scaling = scaling_of(rope), rope.scaling or {}
@@ -75,7 +154,7 @@ def _scaling(rope: Rope, known: Architecture) -> Values:
         keys["type"] = kind
     if kind in ("linear", "yarn"):
         keys["factor"] = float(scaling["factor"])
-    if kind in ("yarn", "longrope"):
+    if kind in ("yarn", "longrope") and not known.latent:
         factor = RULES[kind](scaling, 1, rope.dim, rope.base)[1]
         builtin = 1 + 0.1 * math.log(max(keys["factor"], 1)) if kind == "yarn" else 1.0
         keys["attn_factor"] = factor / builtin  # llama.cpp multiplies yarn's own factor by it

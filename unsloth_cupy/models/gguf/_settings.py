@@ -1,27 +1,28 @@
 """The config.json that a GGUF file's keys and tensors describe: the inverse of ``_metadata.py``."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import FLOAT32, Array
+from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
 from ..configs.config import FULL, SLIDING
 from ..configs.families import FAMILIES
 from ..configs.family import Family
+from ..folders.quantized_weights import GGUF, KEY
+from ..quantizer import LEAST
 from ._families import ARCHITECTURES, Architecture
-from ._metadata import EPSILON
+from ._keys import Keys, shortest
+from ._metadata import EPSILON, GATING, LOG
+from ._mixture_settings import delta_settings, latent_settings, mixture_settings
+from .packed import CLASSES
 from .reading import GgufFile
 
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # of config.json; others have llama.cpp's names
-# Keys whose values change nothing here.
-HARMLESS = {
-    *("vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout"),
-    *("use_parallel_residual", "rope.scaling.yarn_ext_factor"),
-}
 SAME = {  # keys that may repeat another
     "attention.value_length": "attention.key_length",
     "attention.key_length_swa": "attention.key_length",
@@ -30,41 +31,6 @@ SAME = {  # keys that may repeat another
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CLOSE = 2e-6  # of float32 that were computed in another order
-
-
-class Keys:
-    """The keys of one architecture; those that nothing took are refused."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file, self.name = file, str(file.values.get("general.architecture"))
-        prefix = f"{self.name}."
-        values = file.values.items()
-        self.left = {k.removeprefix(prefix): v for k, v in values if k.startswith(prefix)}
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; a list of equal numbers, of all layers, is one."""
-        value = self.left.pop(key, default)
-        if isinstance(value, list) and value and not isinstance(value[0], bool):
-            if len({*value}) > 1:
-                self.refuse(f"{self.name}.{key} differs by layer ({str(value)[:60]})")
-            return value[0]
-        return value
-
-    def need(self, key: str) -> Any:
-        """Return the value of a key that every file has."""
-        value = self.take(key)
-        return self.refuse(f"{self.name}.{key} is missing") if value is None else value
-
-    def refuse(self, problem: str) -> Any:
-        """Raise a ConfigError."""
-        cure = "take the model's Hugging Face folder"
-        raise ConfigError(f"{self.file.path}: {problem}; {cure}")
-
-    def check_rest(self) -> None:
-        """Raise for a key that nothing has read, unless its value is nothing, as 0 or False."""
-        for key, value in self.left.items():
-            if key not in HARMLESS and value not in (None, False, 0, "", "none", []):
-                self.refuse(f"{self.name}.{key} is {str(value)[:60]}, which is not known here")
 
 
 def settings(file: GgufFile) -> dict[str, Any]:
@@ -81,11 +47,12 @@ def settings(file: GgufFile) -> dict[str, Any]:
     kind = _model_type(keys, window, pattern)
     family, known = FAMILIES[kind], ARCHITECTURES[kind]
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    latent = latent_settings(keys) if known.latent else {}
     for key, other in SAME.items():
         if (value := keys.take(key)) is not None and value != keys.left.get(other, value):
             keys.refuse(f"{keys.name}.{key} is {value}, unlike {other}")
     dim = keys.take("attention.key_length") or hidden // heads
-    layers = keys.need("block_count")
+    layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
     values: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": _rows(file),
@@ -93,30 +60,42 @@ def settings(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": keys.need("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.take("attention.head_count_kv") or heads,
+        "num_key_value_heads": (latent and heads) or keys.take("attention.head_count_kv") or heads,
         "max_position_embeddings": keys.need("context_length"),
         "hidden_act": ACTIVATIONS.get(known.activation, known.activation),
         "tie_word_embeddings": tied(file),
     }
     if family.scaled_embedding:
         values["hidden_activation"] = values["hidden_act"]
-    if dim * heads != hidden or "head_dim" in family.defaults:
+    if latent:
+        dim = latent["qk_rope_head_dim"]  # what is rotated
+        values |= latent
+    elif dim * heads != hidden or "head_dim" in family.defaults:
         values["head_dim"] = dim
+    if known.delta:
+        values |= delta_settings(keys, layers)
+    if family.experts is not None and known.experts is not None:
+        values |= mixture_settings(keys, family.experts, known.experts)
     epsilon = keys.take(EPSILON[family.norms.kind])
     if isinstance(family.eps, str):
-        values[family.eps] = _short(epsilon or keys.need(EPSILON[family.norms.kind]))
+        values[family.eps] = shortest(epsilon or keys.need(EPSILON[family.norms.kind]))
     elif epsilon is not None and not math.isclose(epsilon, family.eps, rel_tol=1e-6):
         keys.refuse(f"{keys.name}.{EPSILON[family.norms.kind]} is {epsilon}, not {family.eps}")
     values |= _flags(file, family) | _windows(keys, family, layers, window, pattern)
     values |= _scales(keys, family, known, dim, hidden // heads if layers == known.deep else dim)
-    values |= _rope(keys, family, values, dim)
+    values |= _rope(keys, family, known, values, dim)
     keys.check_rest()
-    return values | _tokens(file)
+    return values | _packed(file) | _tokens(file)
 
 
 def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
     """Return the model type of a file: of those with one architecture, the one with its windows."""
-    types = [kind for kind, known in ARCHITECTURES.items() if known.name == keys.name]
+    mixed = bool(keys.left.get("expert_count"))
+    named = {kind: known for kind, known in ARCHITECTURES.items() if known.name == keys.name}
+    types = [kind for kind, known in named.items() if (known.experts is not None) == mixed]
+    if types and named[types[0]].latent:
+        gating = keys.left.get("expert_gating_func") or 1
+        types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]
     if not types:
         listed = ", ".join(sorted({known.name for known in ARCHITECTURES.values()}))
         keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
@@ -151,6 +130,7 @@ def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
         (family.mlp_bias, "ffn_down.bias" in first),
         (family.query_key_if, "attn_q_norm.weight" in first),
         (family.parallel, "ffn_norm.weight" not in first),
+        (family.head_bias, "output.bias" in file.tensors),
     )
     return {key: there for key, there in facts if isinstance(key, str)}
 
@@ -192,7 +172,7 @@ def _scales(
     }
     for key, theirs in named.items():
         if key in family.obeys and (value := keys.take(theirs)):
-            values[key] = _short(value)
+            values[key] = shortest(value)
         elif key in family.obeys and key in ("attn_logit_softcapping", "final_logit_softcapping"):
             values[key] = None
     if "query_pre_attn_scalar" in family.obeys:
@@ -202,25 +182,31 @@ def _scales(
     return values
 
 
-def _rope(keys: Keys, family: Family, values: Mapping[str, Any], dim: int) -> dict[str, Any]:
+def _rope(
+    keys: Keys, family: Family, known: Architecture, values: Mapping[str, Any], dim: int
+) -> dict[str, Any]:
     """Return the keys of rotary positions."""
     rotated = keys.take("rope.dimension_count") or dim
-    base = _short(keys.take("rope.freq_base") or 10_000.0)
+    base = shortest(keys.take("rope.freq_base") or 10_000.0)
     local = keys.take("rope.freq_base_swa")
     result: dict[str, Any] = {"rope_theta": base}
     if "rope_local_base_freq" in family.defaults:
-        result["rope_local_base_freq"] = _short(local or 10_000.0)
+        result["rope_local_base_freq"] = shortest(local or 10_000.0)
     elif local is not None and not math.isclose(local, base, rel_tol=1e-6):
         keys.refuse(f"{keys.name}.rope.freq_base_swa is {local}, not {base}")
     if rotated != dim or (family.partial and "partial_rotary_factor" in family.defaults):
         result["partial_rotary_factor"] = rotated / dim
     scaling = _scaling(keys, rotated, base, values["max_position_embeddings"])
+    if scaling.get("rope_type") == "yarn" and not known.truncates:
+        scaling["truncate"] = False
+    if scaling.get("rope_type") == "yarn" and known.latent:
+        del scaling["attention_factor"]
     if ORIGINAL in keys.left and "original_max_position_embeddings" in family.defaults:
         result["original_max_position_embeddings"] = keys.left[ORIGINAL]
     if "llama_4_scaling_beta" in family.obeys:
         beta = keys.take("attention.temperature_scale")
         length = keys.take("attention.temperature_length") or keys.left.pop(ORIGINAL, None)
-        scaling |= {"llama_4_scaling_beta": _short(beta)} if beta else {}
+        scaling |= {"llama_4_scaling_beta": shortest(beta)} if beta else {}
         scaling |= {"original_max_position_embeddings": length} if length else {}
     keys.left.pop(ORIGINAL, None)
     if "rope_parameters" in family.defaults:  # which a file that says nothing would have
@@ -234,7 +220,7 @@ ORIGINAL = "rope.scaling.original_context_length"
 
 def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str, Any]:
     """Return the stretching of rotary positions, as the values of rope_scaling."""
-    tensors = keys.file.tensors
+    tensors, latent = keys.file.tensors, keys.name == "deepseek2"
     kind, original = keys.take("rope.scaling.type", "none"), keys.left.get(ORIGINAL)
     factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear")
     attention = keys.take("rope.scaling.attn_factor") or keys.take("rope.scaling.yarn_attn_factor")
@@ -245,25 +231,28 @@ def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str,
         factors = {k: keys.file.get_tensor(f"{each}.weight") for k, each in names.items()}
         return {
             "rope_type": "longrope",
-            **{key: [_short(each) for each in array] for key, array in factors.items()},
+            **{key: [shortest(each) for each in array] for key, array in factors.items()},
             "original_max_position_embeddings": original or positions,
-            "attention_factor": 1.0 if attention is None else _short(attention),
+            "attention_factor": 1.0 if attention is None else shortest(attention),
         }
     if "rope_freqs.weight" in tensors:
         factors_of = np.asarray(keys.file.get_tensor("rope_freqs.weight"), np.float64)
         return _stretched(factors_of, rotated, base, positions)
     if kind == "linear" or (kind == "none" and factor not in (None, 1.0)):
-        return {"rope_type": "linear", "factor": _short(factor or 1.0)}
+        return {"rope_type": "linear", "factor": shortest(factor or 1.0)}
     if kind == "yarn" and factor:
+        both = ("mscale", "mscale_all_dim") if log and latent else ()
+        mscale = dict.fromkeys(both, shortest(log / LOG))
         grown = 1 + 0.1 * math.log(max(factor, 1))  # what llama.cpp multiplies attn_factor by
         own = 1 + 0.1 * log * math.log(max(factor, 1)) if log else 1.0
-        attention_factor = _short((1.0 if attention is None else attention) * grown / own)
+        attention_factor = shortest((1.0 if attention is None else attention) * grown / own)
         return {
             "rope_type": "yarn",
-            "factor": _short(factor),
+            "factor": shortest(factor),
             "original_max_position_embeddings": original or positions,
             "attention_factor": attention_factor,
-            **{key: _short(value) for key, value in betas.items() if value is not None},
+            **{key: shortest(value) for key, value in betas.items() if value is not None},
+            **mscale,
         }
     if kind not in ("none", "default"):
         keys.refuse(f"{keys.name}.rope.scaling.type is {kind!r}")
@@ -289,13 +278,13 @@ def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dic
         tries.append({**LLAMA3, "high_freq_factor": round(float(high), 3)})
         tries[-1]["original_max_position_embeddings"] = round(float(slope * (high - 1)))
     for each in tries:
-        scaling: dict[str, Any] = {"rope_type": "llama3", "factor": _short(most), **each}
+        scaling: dict[str, Any] = {"rope_type": "llama3", "factor": shortest(most), **each}
         if scaling["original_max_position_embeddings"] < 1 or scaling["high_freq_factor"] <= 1:
             continue
         made = frequencies(rotated, base) / RULES["llama3"](scaling, 1, rotated, base)[0]
         if np.allclose(made, factors, rtol=CLOSE, atol=0):
             return scaling
-    plain = [_short(each) for each in factors]
+    plain = [shortest(each) for each in factors]
     return {
         "rope_type": "longrope",
         "long_factor": plain,
@@ -303,6 +292,17 @@ def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dic
         "original_max_position_embeddings": positions,
         "attention_factor": 1.0,
     }
+
+
+def _packed(file: GgufFile) -> dict[str, Any]:
+    """Return what says that matrices stay packed, and in which kind most do."""
+    kinds = Counter[str]()
+    for name, each in file.tensors.items():
+        matrix = len(each.shape) > 1 and math.prod(each.shape) >= LEAST
+        if matrix and name.startswith("blk.") and each.type.name in CLASSES:
+            kinds[each.type.name.lower()] += each.data.nbytes
+    common = kinds.most_common(1)
+    return {KEY: {"quant_method": GGUF, "kind": common[0][0]}} if common else {}
 
 
 def _tokens(file: GgufFile) -> dict[str, Any]:
@@ -314,8 +314,3 @@ def _tokens(file: GgufFile) -> dict[str, Any]:
     ends = [*dict.fromkeys(ids[role] for role in ("eos", "eot", "eom") if role in ids)]
     values: dict[str, Any] = {"bos_token_id": ids.get("bos"), "pad_token_id": ids.get("pad")}
     return {**values, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-
-
-def _short(value: Any) -> float:
-    """Return a float32 as the shortest number that rounds to it: 1e-05 in place of 9.99...e-06."""
-    return float(str(FLOAT32.type(value)))

@@ -1,6 +1,7 @@
 """The tensors of a GGUF file: their names, shapes, types and order of rows."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import gguf
@@ -11,14 +12,13 @@ from gguf import GGMLQuantizationType as Type
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
+from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
-from ._types import Kind, Read, dividing
-
-# BitNet's norms under names that gguf knows
-OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from ._parts import HEAD, TABLE, Part, has_offset, parts_of
+from ._types import Kind, dividing
+from .packed import blocks_of
 
 
 class Tensor(NamedTuple):
@@ -32,24 +32,36 @@ class Tensor(NamedTuple):
     wanted: Type  # the type if rows were whole blocks of it
 
 
-def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list[Tensor]:
-    """Return all tensors of a model's file, in the order in which they are written."""
-    names, result = names_of("export_gguf", config, known), []
+def tensors(
+    config: Config,
+    known: Architecture,
+    kind: Kind,
+    read: Callable[[str], Any],
+    packed: Collection[str] = (),
+) -> list[Tensor]:
+    """Return all tensors of a model's file, in the order in which they are written.
+
+    Parameters of ``packed`` stay in MXFP4.
+    """
+    parts, result = parts_of("export_gguf", config, known), []
     is_own = config.tied and known.output == "own"
-    head = names(HEAD if is_own or not config.tied else TABLE)
-    stored_shapes = config.shapes()
+    head = parts(HEAD if is_own or not config.tied else TABLE).tensors[0].name
+    whole = functools.lru_cache(maxsize=1)(read)  # of which several tensors are parts
 
-    def add(stored: str, name: str, read: Callable[[], Array]) -> None:
-        shape = stored_shapes[stored]
-        wanted = kind.of(name, shape, config, name == head)
-        result.append(Tensor(name, stored, shape, dividing(shape, wanted), read, wanted))
+    def add(stored: str, part: Part, several: bool = False) -> None:
+        wanted = Type.MXFP4 if stored in packed else kind.of(part.name, part.shape, config, head)
+        own = dividing(part.shape, wanted)
+        reader = _reader(config, known, stored, whole if several else read, part, own.name)
+        result.append(Tensor(part.name, stored, part.shape, own, reader, wanted))
 
-    for stored in stored_shapes:
+    for stored in config.shapes():
         if ".act_fn." in stored:  # which are in the metadata
             continue
-        add(stored, names(stored), _reader(config, known, stored, read))
+        own = parts(stored).tensors
+        for part in own:
+            add(stored, part, len(own) > 1)
     if is_own:
-        add(TABLE, names(HEAD), lambda: read(TABLE))
+        add(TABLE, parts(TABLE).tensors[0]._replace(name=head))
     for name, array in _rope_factors(config):
         result.append(Tensor(name, "", array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
@@ -62,7 +74,7 @@ def adapter_tensors(
 
     B of layers with another scale is multiplied by theirs.
     """
-    names, result = names_of(call, config, known), list[Tensor]()
+    parts, result = parts_of(call, config, known), list[Tensor]()
     alphas = {
         module: scale * len(adapter.pair(adapter.parameters, module)[0])
         for module, scale in adapter.scales.items()
@@ -70,11 +82,15 @@ def adapter_tensors(
     alpha = next(iter(alphas.values()))
 
     def add(module: str) -> None:
+        (tensor, *others), _ = parts(f"{module}.weight")
+        if others or not tensor.by_rows:
+            problem = f"a file has {module} as {tensor.name} and others, or in another order"
+            raise ConfigError(f"{call}: {problem}; export_gguf merges the adapter")
         a, b = map(to_numpy, adapter.pair(adapter.parameters, module))
         b = b.astype(FLOAT32) * np.float32(alphas[module] / alpha)
         reads = (lambda: a), _reader(config, known, f"{module}.weight", lambda _: b)
         for part, array, read in zip("ab", (a, b), reads, strict=True):
-            name = f"{names(f'{module}.weight')}.lora_{part}"
+            name = f"{tensor.name}.lora_{part}"
             result.append(Tensor(name, "", array.shape, kind, read, kind))
 
     for module in alphas:
@@ -82,37 +98,34 @@ def adapter_tensors(
     return result, alpha
 
 
-def names_of(call: str, config: Config, known: Architecture) -> Callable[[str], str]:
-    """Return the function from a parameter's name to its name in a file."""
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
-    table = gguf.get_tensor_name_map(number, config.layers)
+def _reader(
+    config: Config,
+    known: Architecture,
+    stored: str,
+    read: Callable[[str], Any],
+    part: Part | None = None,
+    kind: str = "",
+) -> Callable[[], Array]:
+    """Return a function that reads a tensor, or B of an adapter, in the form of llama.cpp.
 
-    def name_of(stored: str) -> str:
-        for ours, theirs in OTHER_NAMES.items():
-            stored = stored.replace(ours, theirs)
-        gguf_name = table.get_name(stored, try_suffixes=(".weight", ".bias"))
-        if gguf_name is None:
-            raise ConfigError(
-                f"{call}: the installed gguf has no name for {stored} of a"
-                f" {config.model_type}; install a newer one: pip install -U gguf"
-            )
-        return gguf_name
-
-    return name_of
-
-
-def _reader(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:
-    """Return a function that reads a parameter and converts it to the form of llama.cpp."""
-    *_, module, part = stored.split(".")
+    Blocks of this kind stay what they are, as uint8.
+    """
+    module = stored.split(".")[-2]
     scaled = "q_norm" if config.query_key_norm else "q_proj"
 
     def converted() -> Array:
         array = read(stored)
+        factor = score_factor(config, known) if module == scaled else 1.0
+        if isinstance(array, Quantized):
+            as_rows = factor == 1 and part is not None and part.by_rows
+            blocks = blocks_of(array, kind) if as_rows else None
+            array = to_numpy(array.dequantize(FLOAT32)) if blocks is None else blocks
+        array = array if part is None else part.of(array)
         if known.interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
             array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
-        if config.norm_offset and module.endswith("norm") and part == "weight":
+        if has_offset(config, stored):
             array = array.astype(FLOAT32) + np.float32(config.norm_offset)
-        if module == scaled and (factor := score_factor(config, known)) != 1:
+        if factor != 1:
             array = array.astype(FLOAT32) * np.float32(factor)
         return array
 

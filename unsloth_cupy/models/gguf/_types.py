@@ -37,13 +37,13 @@ class Kind:
     table: Type | None = None
     parts: Mapping[str, Rule] = field(default_factory=dict)
 
-    def of(self, name: str, shape: tuple[int, ...], config: Config, is_head: bool) -> Type:
+    def of(self, name: str, shape: tuple[int, ...], config: Config, head: str) -> Type:
         """Return the type of a tensor, whether or not its rows are whole blocks."""
-        if len(shape) == 1:
+        if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "conv1d.weight")):
             return Type.F32
-        if is_head or name == "token_embd.weight":
-            return (self.head if is_head else self.table) or self.type
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        if name in (head, "token_embd.weight"):
+            return (self.head if name == head else self.table) or self.type
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:_exps|_shexp)?\.weight", name)
         rule = self.parts.get(match[2]) if match else None
         return self.type if rule is None or match is None else rule(int(match[1]), config)
 

@@ -5,7 +5,7 @@ import functools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,12 +17,15 @@ from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
+from ...ops.quantized.blocks import Blocks
+from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapters.adapter import Adapter, module_of
 from ..adapters.kept import ENOUGH, Kept
 from ..configs.config import Config
 from ..configs.heads import CAUSAL, require_head
+from ..configs.names import is_stack
 from ..configs.reading import token_ids
 from ..folders.stored import stored_model
 from ..transformer import Transformer
@@ -81,6 +84,7 @@ class Source:
     folder: Path | None
     name: str
     kind: str = "f16"
+    packed: Collection[str] = ()  # stacks in MXFP4, which stay what they are
 
 
 @check_options
@@ -157,8 +161,9 @@ def export_gguf(
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
-    tensor_list, kept = tensors(source.config, known, KINDS[kind], source.read), Kept()
-    plain = tensors(source.config, known, KINDS[kind], source.plain) if source.adapter else []
+    made = functools.partial(tensors, source.config, known, KINDS[kind], packed=source.packed)
+    tensor_list, kept = made(source.read), Kept()
+    plain = made(source.plain) if source.adapter else []
     before = {t.name: t.read for t in plain if source.adapter and source.adapter.adds_to(t.stored)}
     notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {
@@ -297,18 +302,33 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
 
         def merged(name: str) -> Any:
             array = arrays[name]
-            if adapter is None:
+            if adapter is None or (isinstance(array, Blocks) and not adapter.adds_to(name)):
                 return array
             return adapter.merge(name, array, exact=exact, requantize=not exact)
 
-        reads = _dense(merged), _dense(arrays.__getitem__)
+        reads = _on_host(merged), lambda name: _dense(arrays[name])
         words = chosen or model.folder
-        return Source(model.config, model.texts, *reads, adapter, words, name, kind)
+        stacks = {n for n, array in arrays.items() if is_stack(n) and isinstance(array, Mxfp4)}
+        stacks -= {n for n in stacks if adapter is not None and adapter.adds_to(n)}
+        return Source(model.config, model.texts, *reads, adapter, words, name, kind, stacks)
     stored = stored_model("export_gguf", model, base)
     kind, exact = _kind_of(stored.adapter, kind)
-    reads = _dense(functools.partial(stored.merged, exact=exact)), _dense(stored.read)
+
+    def read(name: str) -> Any:
+        kind, adapter = stored.homes[name].kind, stored.adapter
+        if (
+            kind is not None
+            and issubclass(kind, Blocks)
+            and not (adapter and adapter.adds_to(name))
+        ):
+            return stored.read(name)
+        return stored.merged(name, exact=exact)
+
+    reads = _on_host(read), lambda name: _dense(stored.read(name))
     name, words = stored.path.resolve().name, chosen or stored.words
-    return Source(stored.config, stored.texts, *reads, stored.adapter, words, name, kind)
+    stacks = {n for n, home in stored.homes.items() if is_stack(n) and home.kind is Mxfp4}
+    stacks -= {n for n in stacks if stored.adapter is not None and stored.adapter.adds_to(n)}
+    return Source(stored.config, stored.texts, *reads, stored.adapter, words, name, kind, stacks)
 
 
 def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
@@ -320,14 +340,14 @@ def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
     return kind or own, (kind or own) == into.kind
 
 
-def _dense(read: Callable[[str], Any]) -> "Read":
-    """Return a function that reads a parameter to host memory, dense."""
+def _on_host(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that reads a parameter to host memory, dense or in blocks of a file."""
+    return lambda name: each if isinstance(each := read(name), Blocks) else _dense(each)
 
-    def dense(name: str) -> Array:
-        array = read(name)
-        return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
-    return dense
+def _dense(array: Any) -> Array:
+    """Return a parameter in host memory, dense."""
+    return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
 
 def _tokenizer_folder(source: Source) -> Path:
@@ -406,13 +426,15 @@ def _write(
         ) as bar:  # fmt: skip
             for tensor in tensors:
                 array = tensor.read()
-                data = packed(tensor.name, array, tensor.type)
+                whole = array.dtype.name == "uint8"  # blocks of the type
+                data = array if whole else packed(tensor.name, array, tensor.type)
                 _put(out, data, path)
                 bar.update(data.nbytes)
                 if tensor.name in before and tensor.type.name != "F32":
                     dense = functools.partial(unpacked, data, tensor.type)
-                    exact = dense(slice(None)).reshape(array.shape) if used else array
-                    kept.measure(tensor.name, before[tensor.name](), exact, dense)
+                    exact = dense(slice(None)) if used else array.reshape(len(data), -1)
+                    old = before[tensor.name]().reshape(exact.shape)
+                    kept.measure(tensor.name, old, exact, dense)
                 del array, data  # frees them before the next one is read
 
 

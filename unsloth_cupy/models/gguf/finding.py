@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,11 @@ from ..configs.config import Config
 from ..configs.heads import Choice
 from ..configs.names import HEAD, is_norm
 from ..folders.lazy_parameter import StoredTensor
-from .reading import CODES, GgufFile, opened_gguf
+from .packed import maker, packed_class
+from .reading import AS_STORED, CODES, GgufFile, Stored, opened_gguf
+
+if TYPE_CHECKING:
+    from ._parts import Part
 
 # Tensors that are read with config.json, or are of a head that a model does not have.
 SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -30,37 +34,49 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
     """
     file = opened_gguf(path)
     from ._families import ARCHITECTURES
-    from ._tensors import names_of
+    from ._parts import as_it_is, parts_of
 
     known = ARCHITECTURES[config.model_type]
-    name_of, homes = names_of("load", config, known), dict[str, StoredTensor]()
-    left = file.tensors.keys() - {*SETTINGS}
+    parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
+    wide = () if config.experts is None else config.experts.wide_names
+    left = {n for n in file.tensors if n not in SETTINGS and not _predicts(file, n, config.layers)}
     for name, shape in config.shapes().items():
         if name in choice.optional and name != HEAD:
             continue
         if ".act_fn." in name:
             homes[name] = _of_keys(file, name, shape)
             continue
-        stored = name_of(name)
-        tensor = file.tensors.get(stored)
-        if tensor is None and name in choice.optional:
+        parts, joined = parts_of_name(name)
+        stored, *others = (part.name for part in parts)
+        if stored not in file.tensors and name in choice.optional:
             continue
-        if tensor is None or tensor.shape != shape:
-            problem = "is missing" if tensor is None else f"is {tensor.shape}, not {shape}"
-            raise ConfigError(f"{path}: tensor {stored!r} {problem}; fetch the file again")
-        left.discard(stored)
-        dense = _undone(config, interleaved=known.interleaved, name=name)
+        tensors = [_tensor_of(file, part) for part in parts]
+        left -= {stored, *others}
+        undone = _undone(config, interleaved=known.interleaved, name=name)
+        dense: Any = undone if joined is as_it_is else partial(_joined, joined)
         dtype = CODES[file.code]
+        if name.endswith(wide):
+            dtype = FLOAT32
         if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), dense):
             dtype = FLOAT32
-        place = str(path), stored, shape, dtype
-        kind, size = tensor.type.name.lower(), tensor.data.nbytes
-        homes[name] = StoredTensor(*place, dense=dense, format=kind, bytes=size)
+        kinds = {each.type.name for each in tensors}
+        packed = packed_class(name, shape, tensors[0].type.name)
+        if config.bit_layers or len(kinds) > 1 or not all(part.by_rows for part in parts):
+            packed = None
+        if packed is not None:
+            stored, dense = stored + AS_STORED, maker(packed, dense)
+            others = [each + AS_STORED for each in others]
+        more = {"more": (str(path), others[0])} if others else {}
+        place = str(path), stored, shape, dtype, packed, more
+        kind, size = " and ".join(sorted(kinds)).lower(), sum(each.data.nbytes for each in tensors)
+        homes[name] = StoredTensor(
+            *place, dense=dense, format=kind, bytes=size, wide=name.endswith(wide)
+        )
     if HEAD not in config.shapes():  # it is the table, or another head takes its place
         left.discard(OUTPUT)
     if left:
-        more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
-        problem = f"tensor {min(left)!r}{more} not part of the {config.model_type} of its keys"
+        rest = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+        problem = f"tensor {min(left)!r}{rest} not part of the {config.model_type} of its keys"
         raise ConfigError(f"{path}: {problem}; take the model's Hugging Face folder")
     return homes
 
@@ -77,12 +93,40 @@ def _undone(
     config: Config, *, interleaved: bool, name: str
 ) -> Callable[[Mapping[str, Array]], Array]:
     """Return the function from a tensor as llama.cpp has it to the parameter; see ``_reader``."""
-    *_, module, part = name.split(".")
+    from ._parts import has_offset
+
+    module = name.split(".")[-2]
     if interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
         return partial(_halves, config.heads if module == "q_proj" else config.kv_heads)
-    if config.norm_offset and module.endswith("norm") and part == "weight":
+    if has_offset(config, name):
         return partial(_less, config.norm_offset)
     return _same
+
+
+def _predicts(file: GgufFile, name: str, layers: int) -> bool:
+    """Return whether a tensor is of the further layers that only predict several tokens at once."""
+    further = any(key.endswith(".nextn_predict_layers") and n for key, n in file.values.items())
+    block, number, *_ = (*name.split("."), "")
+    return further and block == "blk" and number.isdecimal() and int(number) >= layers
+
+
+def _tensor_of(file: GgufFile, part: "Part") -> Stored:
+    """Return a tensor of a file; raise if it is missing or has another shape."""
+    tensor = file.tensors.get(part.name)
+    if tensor is None or _flat(tensor.shape) != _flat(part.shape):
+        problem = "is missing" if tensor is None else f"is {tensor.shape}, not {part.shape}"
+        raise ConfigError(f"{file.path}: tensor {part.name!r} {problem}; fetch the file again")
+    return tensor
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without axes of length 1 in front: a file may have a row as a matrix."""
+    return shape[1:] if shape[:1] == (1,) and len(shape) > 1 else shape
+
+
+def _joined(join: Callable[..., Array], state: Mapping[str, Array]) -> Array:
+    """Return the parameter that a file has in one or two tensors."""
+    return join(*(state[key] for key in ("weight", "more") if key in state))
 
 
 def _same(state: Mapping[str, Array]) -> Array:

@@ -15,10 +15,12 @@ import numpy as np
 from ...core.dtypes import BFLOAT16, FLOAT32, Array
 from ...errors import ConfigError
 from ...files import of_library
+from .packed import CLASSES
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
 AT_ONCE = 1 << 22  # numbers that are converted at a time
+AS_STORED = ":blocks"  # after the name of a tensor, to get the bytes of its rows
 
 
 def opened_gguf(path: Path) -> "GgufFile":
@@ -93,7 +95,9 @@ class GgufFile:
                 shape = tuple(int(size) for size in reversed(each.shape))
                 self.tensors[each.name] = Stored(shape, each.tensor_type, each.data)
         self._check_types()
+        others = (*CLASSES, "F32") if any("_exps." in name for name in self.tensors) else ()
         matrices = {each.type.name for each in self.tensors.values() if len(each.shape) > 1}
+        matrices = matrices - {*others} or matrices
         only = matrices.pop() if len(matrices) == 1 else "F32"
         self.code = only if only in CODES else "F32"  # of matrices, which vectors follow
 
@@ -129,18 +133,22 @@ class Rows:
     """A tensor of a file, of which rows are converted when they are asked for."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
-        self.file, self.stored = file, file.tensors[name]
+        self.file, self.stored = file, file.tensors[name.removesuffix(AS_STORED)]
+        self.as_stored = name.endswith(AS_STORED)
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
-        return [*self.stored.shape]
+        return [*(self.stored.data if self.as_stored else self.stored).shape]
 
     def get_dtype(self) -> str:
         """Return the name of the dtype of results; vectors are float32."""
-        return self.file.code if len(self.stored.shape) > 1 else "F32"
+        wide = len(self.stored.shape) == 1 or self.stored.type.name == "F32"
+        return "F32" if wide else self.file.code
 
     def __getitem__(self, key: Any) -> Array:
         """Return a part; the rows that it needs are converted, in float32, and rounded once."""
+        if self.as_stored:
+            return self.stored.data[key]
         rows, others = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
         if rows is ... or not isinstance(rows, slice) or not self.stored.shape:
             return self._of(slice(None))[key]

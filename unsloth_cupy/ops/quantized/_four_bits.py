@@ -5,10 +5,11 @@ of two equally near levels, the lower one.  Blocks are consecutive values of the
 and the last may be short; a byte holds two codes, the first in its high bits.  NF4's levels divide
 a normal distribution into equal shares; FP4 has a sign, two bits of exponent and one of mantissa.
 So has MXFP4, whose levels are those numbers themselves, times a power of two in place of absmax;
-the first code of a byte is in its low bits.
+the first code of a byte is in its low bits, as in Q4_0, whose levels are -8 .. 7.
 
 Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023; bytes and levels of NF4 and FP4 are
-bitsandbytes'.  OCP Microscaling Formats Specification 1.0, 2023: the levels of MXFP4.
+bitsandbytes'.  OCP Microscaling Formats Specification 1.0, 2023: the levels of MXFP4.  Q4_0 is
+llama.cpp's.
 """
 
 from functools import cache
@@ -27,7 +28,8 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-KINDS = ("nf4", "fp4", "mxfp4")  # numbered as in four_bits.cuh
+KINDS = ("nf4", "fp4", "mxfp4", "q4_0")  # numbered as in four_bits.cuh
+LOW_FIRST = KINDS[2:]  # the first code of a byte is in its low bits
 SIZES = {  # levels of codes 0 .. 7; those of 8 .. 15 are negative
     "fp4": (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4),
     "mxfp4": (0, 0.5, 1, 1.5, 2, 3, 4, 6),
@@ -48,7 +50,7 @@ class Format(NamedTuple):
 @cache
 def format_of(kind: str) -> Format:
     """Return the tables of a kind."""
-    levels = np.array(NF4_LEVELS, np.float32)
+    levels = np.array(NF4_LEVELS if kind == "nf4" else range(-8, 8), np.float32)
     if kind in SIZES:
         sizes = np.array(SIZES[kind], np.float32)
         levels = np.concatenate([sizes, -sizes])
@@ -58,7 +60,7 @@ def format_of(kind: str) -> Format:
     bounds = (ordered[:-1] + ordered[1:]) / np.float32(2)
     byte = np.arange(256)
     high, low = levels[byte >> 4], levels[byte & 15]
-    pairs = np.stack([low, high] if kind == "mxfp4" else [high, low], axis=1)
+    pairs = np.stack([low, high] if kind in LOW_FIRST else [high, low], axis=1)
     return Format(levels, ascending, bounds, pairs)
 
 
@@ -140,6 +142,6 @@ def _indices(like: Any, rows: slice, columns: slice, inputs: int) -> Array:
 def _one_by_one(packed: Array, indices: Array, kind: str) -> Array:
     """Return the levels of the codes at these indices."""
     bytes_of = packed[indices >> 1]
-    high = (indices & 1) == (kind == "mxfp4")
+    high = (indices & 1) == (kind in LOW_FIRST)
     codes = np.where(high, bytes_of >> 4, bytes_of & 15)
     return to_device_of(format_of(kind).levels, packed)[codes]

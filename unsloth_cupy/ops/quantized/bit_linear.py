@@ -215,7 +215,7 @@ def _launch_rounded(x: Array) -> Array:
     """Return the rows of x after rounding: codes times scales."""
     codes, _, tops = launch_quantize(x, least=LEAST)
     rounded = empty(flat(codes).shape, x.dtype, like=x)
-    launch_dequantize(rounded, flat(codes), tops.reshape(len(rounded)))
+    launch_dequantize(rounded, flat(codes), tops.reshape(len(rounded)), 0)
     return rounded
 
 

@@ -8,30 +8,27 @@ values exactly.
 OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
+from ...core.dtypes import FLOAT32, Array, float_dtype
 from ...core.gpu import device_of
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError, ShapeError
-from ...placement import check_library, to_device_of
+from ...placement import to_device_of
 from . import _four_bits
-from ._state import array_of, check_array, named
-from .nf4_dequantize import nf4_dequantize_, powers_of_two, sizes_of
-from .nf4_product import has_kernel, nf4_product_
-from .weight import Quantized, check_finite, dense_weight, in_kernel_dtype, on_gpu
+from ._state import array_of, named
+from .blocks import BLOCK, UINT8, FourBits
+from .nf4_dequantize import powers_of_two
+from .weight import check_finite, dense_weight, in_kernel_dtype
 
-BLOCK = 32  # values that share a scale
-UINT8 = np.dtype("uint8")
 BIAS, LARGEST = 127, 254  # of exponents; 255 is not a number
 TOP = 2  # exponent of the largest level
 STEP = 2**18  # values encoded at a time
-HOW: Any = {"block": BLOCK, "kind": "mxfp4"}
 
 
 def mxfp4_quantize(w: Array) -> "Mxfp4":
@@ -107,7 +104,7 @@ def _encoded(part: Array) -> tuple[Array, Array, Array]:
     return codes[:, ::2] | codes[:, 1::2] << 4, (exponents + BIAS).astype(UINT8), sizes
 
 
-class Mxfp4(Quantized):
+class Mxfp4(FourBits):
     """A frozen MXFP4 weight, or a stack of them; see ``Quantized`` for its interface.
 
     Attributes
@@ -123,71 +120,15 @@ class Mxfp4(Quantized):
         The arrays do not fit each other, or dtype is not that of floats.
     """
 
-    KIND = "mxfp4"
+    KIND, SCALES = "mxfp4", UINT8
 
     def __init__(self, packed: Array, scales: Array, *, dtype: Any = FLOAT32) -> None:
-        check_library("Mxfp4: packed", packed)
-        if len(packed.shape) not in (2, 3) or packed.shape[-1] * 2 % BLOCK:
-            expected = f"(..., outputs, bytes), 16 bytes for each block of {BLOCK}"
-            problem = f"Mxfp4: packed is {tuple(packed.shape)}; it must be {expected}"
-            raise ShapeError(problem, expected=expected, actual=tuple(packed.shape))
-        self.shape = (*map(int, packed.shape[:-1]), int(packed.shape[-1]) * 2)
-        check_array("Mxfp4: packed", packed, UINT8, tuple(packed.shape))
-        check_array("Mxfp4: scales", scales, UINT8, (*self.shape[:-1], self.shape[-1] // BLOCK))
-        self.packed = self.home = packed
-        self.scales, self.dtype = scales, float_dtype("Mxfp4", dtype)
+        super().__init__(packed, scales, dtype=dtype)
         self._powers = to_device_of(powers_of_two(), packed)
-
-    def held(self) -> dict[str, Any]:
-        """Return the arrays that store the weight, by name."""
-        return {"packed": self.packed, "scales": self.scales}
-
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments of the constructor other than the arrays of ``held``."""
-        return {"dtype": self.dtype}
-
-    def _cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns of a matrix; columns are cut between blocks."""
-        borders = [border for where in places for border in (where.start, where.stop)]
-        if axis and any(border % BLOCK for border in borders):
-            problem = f"{self!r}: columns {borders} split blocks of {BLOCK} values"
-            raise ConfigError(f"{problem}; cut at multiples of {BLOCK}, or use int8")
-
-        def part(array: Array, values: int) -> Array:
-            if not axis:
-                return np.concatenate([array[where] for where in places])
-            cuts = [slice(where.start // values, where.stop // values) for where in places]
-            return np.concatenate([array[:, where] for where in cuts], axis=1)
-
-        return type(self)(part(self.packed, 2), part(self.scales, BLOCK), **self.facts())
 
     def _arrays(self) -> tuple[Array, Array, Array]:
         """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
         return self.packed.reshape(-1), self._powers, self.scales.reshape(-1)
-
-    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        inputs, (packed, powers, scales) = self.shape[-1], self._arrays()
-        if not (on_gpu(packed) and dtype in KERNEL_DTYPES):
-            sizes = sizes_of(powers, scales)
-            arguments = (packed, sizes, rows, columns, inputs, BLOCK, "mxfp4")
-            return _four_bits.decode(*arguments).astype(dtype, copy=False)
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        w, start = empty(shape, dtype, like=packed), rows.start * inputs + columns.start
-        return nf4_dequantize_(w, packed, powers, scales, columns=inputs, start=start, **HOW)
-
-    def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
-        """Return a stack in ``dtype``; matrices of groups without rows may hold anything."""
-        if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
-            return self.dequantize(dtype)
-        w = empty((self.rows, self.shape[-1]), dtype, like=self.packed)
-        dense = nf4_dequantize_(w, *self._arrays(), offsets, columns=self.shape[-1], **HOW)
-        return dense.reshape(self.shape)
-
-    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
-        if not (on_gpu(self.packed) and has_kernel(x, out)):
-            return False
-        nf4_product_(out, x, *self._arrays(), add=add, **HOW)
-        return True
 
     def state(self) -> dict[str, Any]:
         """Return the arrays of files, by the ends of their names: blocks and their scales."""

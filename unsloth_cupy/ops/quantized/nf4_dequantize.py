@@ -2,7 +2,8 @@
 
 w[r, c] = level[code] * absmax        of value start + r * columns + c of the flattened weight
 
-absmax is stored in float32, in 8 bits, or, of MXFP4, as a power of two: 2^(code - 127).
+absmax is stored in float32, in 8 bits, or, of MXFP4, as a power of two: 2^(code - 127).  Of Q4_0 it
+is a float16 of either sign.
 """
 
 from functools import cache
@@ -86,7 +87,7 @@ def check_held(
 
 
 @op(
-    "w(outputs, inputs), packed(bytes): byte, absmax(scales): stat, absmax_codes?(blocks): byte,"
+    "w(outputs, inputs), packed(bytes): byte, absmax(scales): scale, absmax_codes?(blocks): byte,"
     " offsets?(groups+1): int -> dense(outputs, inputs)",
     widen=False,
     no_gradient="it changes an array, and the weight is frozen",
@@ -177,7 +178,7 @@ def _launch(
     count = lanes(start | row_stride | (width if rows > 1 else 0), w, packed)
     double = absmax_codes is not None and kind != "mxfp4"
     dtype = None if offsets is None else offsets.dtype
-    constants = _constants(w.dtype, count, kind, double, dtype)
+    constants = _constants((w.dtype, absmax.dtype), count, kind, double, dtype)
     tiles = -(-width // (count * THREADS * DEPTH))
     kernel = load("nf4_dequantize.cu", "nf4_dequantize_", w, constants)
     shift = block.bit_length() - 1
@@ -189,8 +190,8 @@ def _launch(
 
 
 @cache
-def _constants(dtype: Any, lanes: int, kind: str, double: bool, offsets: Any) -> Constants:
+def _constants(dtypes: Any, lanes: int, kind: str, double: bool, offsets: Any) -> Constants:
     """Return the constants of nf4_dequantize.cu."""
     number, index = _four_bits.KINDS.index(kind), offsets or np.dtype("int32")
-    shared = {"T": dtype, "LANES": lanes, "THREADS": THREADS, "KIND": number, "DOUBLE": double}
-    return Constants(**shared, GROUPED=offsets is not None, I=index)
+    shared = {"LANES": lanes, "THREADS": THREADS, "KIND": number, "DOUBLE": double}
+    return Constants(T=dtypes[0], S=dtypes[1], **shared, GROUPED=offsets is not None, I=index)

@@ -25,7 +25,7 @@ WARPS, RESIDENT = 8, 2  # of a block; blocks of an SM
 
 
 @op(
-    "out(few, outputs): param, x(few, inputs), packed(bytes): byte, absmax(scales): stat,"
+    "out(few, outputs): param, x(few, inputs), packed(bytes): byte, absmax(scales): scale,"
     " absmax_codes?(blocks): byte -> product(few, outputs): param = out",
     widen=False,
     no_gradient="it changes an array; linear has a gradient",
@@ -107,7 +107,18 @@ def _launch(
     held = absmax if absmax_codes is None else absmax_codes
     side = lanes(inputs // unit, held) if block == unit else 1  # absmax that lie side by side
     chosen = _constants(
-        *(x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, side, x_wide, kind),
+        *(
+            x.dtype,
+            out.dtype,
+            absmax.dtype,
+            unit,
+            rows,
+            outputs >= MANY_OUTPUTS,
+            wide,
+            side,
+            x_wide,
+            kind,
+        ),
         *(double, add),
     )
     kernel = load("nf4_product.cu", "nf4_product_", x, chosen)
@@ -125,6 +136,7 @@ def _launch(
 def _constants(
     dtype: Any,
     out: Any,
+    absmax: Any,
     unit: int,
     rows: int,
     many: bool,
@@ -153,6 +165,7 @@ def _constants(
     return Constants(
         T=dtype,
         O=out,
+        S=absmax,
         UNIT=unit,
         UNITS=units,
         ROWS=4 if exact else 8 if rows <= 8 else 16,

@@ -35,16 +35,18 @@ CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has 
 class Quantized(Stored, ABC):
     """A frozen matrix (outputs, inputs) in few bits.
 
-    It is the base of ``Nf4``, ``Mxfp4``, ``Int8`` and ``Ternary``.  ``linear``, ``lora_linear``,
-    ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as their weight.  ``shape``,
-    ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the dense weight; ``dtype``
-    is the dtype that it is dequantized to by default.  ``nbytes`` counts all arrays that store it.
+    It is the base of ``Nf4``, ``Mxfp4``, ``Int8`` and ``Ternary``, and of those that only GGUF
+    files hold.  ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp``
+    accept it as their weight.  ``shape``, ``ndim``, ``size``, ``len``, ``T`` and slices of rows are
+    those of the dense weight; ``dtype`` is the dtype that it is dequantized to by default.
+    ``nbytes`` counts all arrays that store it.
 
-    An ``Nf4``, ``Int8`` or ``Mxfp4`` may be a stack (experts, outputs, inputs): ``grouped_linear``
+    All but a ``Ternary`` may be a stack (experts, outputs, inputs): ``grouped_linear``
     and ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.
     """
 
     KIND: ClassVar[str]  # its name in errors and in files
+    IN_FOLDERS: ClassVar[bool] = True  # whether Hugging Face folders have a form of it
     part: tuple["Quantized", int, int] | None = None  # of a whole: its number among so many
 
     shape: tuple[int, ...]

@@ -1,0 +1,304 @@
+"""GGUF files of mixtures of experts and of latent attention, both ways."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import models
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models.adapters.into import kind_of
+
+from .exported import byte_level, make, read, write_tokenizer
+from .peers import BALANCED, SIZES
+from .test_gguf_load import copied
+
+gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
+TOKENS = np.arange(3, 15)[None]
+FEW = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+RULE = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "partial_rotary_factor": 0.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 16, **BALANCED},
+    "qwen2moe": {
+        "model_type": "qwen2_moe",
+        **FEW,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3moe": {"model_type": "qwen3_moe", **FEW, "norm_topk_prob": True, "head_dim": 16},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "max_position_embeddings": 64,
+    },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "tie_word_embeddings": True,
+    },
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "lm_head_bias": True,
+        "attention_bias": True,
+    },
+    "glm4moe": {
+        "model_type": "glm4_moe",
+        **ROUTED,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "head_dim": 16,
+    },
+    "ernie4_5-moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+    },
+    "deepseek2": {
+        "model_type": "deepseek_v3",
+        **ROUTED,
+        **LATENT,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "rope_parameters": YARN,
+    },
+    "qwen3next": {
+        "model_type": "qwen3_next",
+        **RULE,
+        **FEW,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+    },
+    "qwen35": {
+        "model_type": "qwen3_5_text",
+        **RULE,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen35moe": {"model_type": "qwen3_5_moe_text", **RULE, **FEW, "num_hidden_layers": 4},
+    "deepseek2 of softmax": {
+        "model_type": "deepseek_v2",
+        **ROUTED,
+        **LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 4,
+    },
+}
+WIDE = {  # of whole blocks, and large enough to stay packed
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+}
+FOLDER = Path(__file__).parents[1] / "golden" / "models" / "gpt_oss_mxfp4"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
+    """All parameters, logits and greedy tokens; names and keys are those of the package."""
+    model = make(tmp_path / "m", MIXTURES[name])
+    report = models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    loaded = models.load(tmp_path / "m.gguf")
+    assert loaded.parameters.keys() == model.parameters.keys()
+    for key, array in model.parameters.items():
+        most = 1e-6 if key.endswith("A_log") else 2e-7 if model.config.norm_offset else 0
+        np.testing.assert_allclose(loaded.parameters[key], array, rtol=most, atol=most, err_msg=key)
+    close = (
+        4e-6
+        if model.config.delta is not None
+        else 2e-6
+        if "yarn" in str(MIXTURES[name]) or name == "gpt-oss"
+        else 0
+    )
+    expected = model.logits(TOKENS)
+    most = close * np.abs(expected).max()
+    np.testing.assert_allclose(loaded.logits(TOKENS), expected, rtol=0, atol=most)
+    values, dense, _ = read(tmp_path / "m.gguf")
+    arch = values["general.architecture"]
+    assert arch == name.partition(" ")[0]
+    number = {each: n for n, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[number]}
+    first = {n.removesuffix(".weight").removesuffix(".bias") for n in dense if "blk.0." in n}
+    assert {each.replace("blk.0", "blk.{bid}") for each in first} <= known
+    assert report.types.keys() == {"f32"}
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "glm4moe", "deepseek2"])
+def test_sixteen_bits_are_kept(name: str, kind: str, tmp_path: Path) -> None:
+    """Routers that compute in float32 keep it."""
+    dtype = {"f16": "float16", "bf16": "bfloat16"}[kind]
+    model = make(tmp_path / "m", MIXTURES[name], dtype=dtype)
+    models.export_gguf(model, tmp_path / "m.gguf", kind=kind)
+    loaded = models.load(tmp_path / "m.gguf")
+    for key, array in model.parameters.items():
+        assert loaded.parameters[key].dtype == array.dtype, key
+        np.testing.assert_array_equal(loaded.parameters[key], array, err_msg=key)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.01), ("q4_0", 0.1)])
+@pytest.mark.parametrize("name", ["qwen2moe", "ernie4_5-moe"])
+def test_stacks_stay_packed(name: str, kind: str, most: float, tmp_path: Path) -> None:
+    """With the numbers of the file; they are trained beside, and exported as the same bytes."""
+    model = make(tmp_path / "m", MIXTURES[name] | WIDE)
+    models.export_gguf(model, tmp_path / "m.gguf", kind=kind)
+    loaded = models.load(tmp_path / "m.gguf")
+    _, dense, types = read(tmp_path / "m.gguf")
+    stacks = {n: each for n, each in loaded.parameters.items() if n.endswith("experts.down_proj")}
+    assert stacks
+    for key, stack in stacks.items():
+        stored = f"blk.{key.split('.')[2]}.ffn_down_exps.weight"
+        assert types[stored] == stack.KIND == kind
+        np.testing.assert_array_equal(stack.dequantize(), dense[stored])
+        expected = model.parameters[key]
+        assert np.abs(stack.dequantize() - expected).max() < most * np.abs(expected).max()
+    assert all(kind_of(each) in (None, kind) for each in loaded.parameters.values())
+    again = models.export_gguf(loaded, tmp_path / "again.gguf", kind=kind)
+    first, second = (gguf.GGUFReader(tmp_path / f"{n}.gguf").tensors for n in ("m", "again"))
+    for expected, actual in zip(first, second, strict=True):
+        if "_exps" in expected.name or "attn_" in expected.name:
+            assert actual.data.tobytes() == expected.data.tobytes(), expected.name
+    assert again.types.keys() == {kind, "f32"}
+    loaded.add_adapter(2, seed=0)
+    loss, gradients = loaded.loss_and_gradients(TOKENS, TOKENS)
+    assert np.isfinite(loss)
+    assert gradients.keys() == {*loaded.adapter.parameters}
+
+
+def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
+    """From a folder to a file, whatever its type, and back: the same bytes."""
+    shutil.copytree(FOLDER, tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    write_tokenizer(tmp_path / "m", byte_level(config["vocab_size"]))
+    config |= {"swiglu_limit": 7.0, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 2}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    model = models.load(tmp_path / "m")
+    report = models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="bf16")
+    assert report.types["mxfp4"] == 3 * model.config.layers
+    loaded = models.load(tmp_path / "m.gguf")
+    packed = {n for n, each in model.parameters.items() if kind_of(each) == "mxfp4"}
+    assert packed
+    for name in packed:
+        for part, array in model.parameters[name].held().items():
+            actual = loaded.parameters[name].held()[part]
+            np.testing.assert_array_equal(actual, array, err_msg=f"{name} {part}")
+    np.testing.assert_array_equal(loaded.logits(TOKENS), model.logits(TOKENS))
+    loaded.save(tmp_path / "again")
+    np.testing.assert_array_equal(
+        models.load(tmp_path / "again").logits(TOKENS), loaded.logits(TOKENS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("qwen2moe", {"norm_topk_prob": True}, "whose weights are theirs"),
+        ("qwen2moe", {"mlp_only_layers": [0]}, "has experts in all layers"),
+        ("qwen3moe", {"norm_topk_prob": False}, "whose weights sum to 1"),
+        ("olmoe", {"clip_qkv": 0.6}, "does not clip"),
+        ("gpt-oss", {"swiglu_limit": 0.5}, "limits gates at 7"),
+        ("gpt-oss", {"attention_bias": False}, "has biases in its attention"),
+        ("phimoe", {"lm_head_bias": False}, "has biases in its attention and its head"),
+        ("glm4moe", {"n_shared_experts": 0}, "has an expert that all tokens have"),
+        ("ernie4_5-moe", {"moe_layer_end_index": 1}, "in every n-th layer, up to the last"),
+        ("deepseek2", {"rope_interleave": False}, "beside each other"),
+        ("deepseek2", {"rope_parameters": YARN | {"mscale": 1.0}}, "one mscale"),
+        (
+            "deepseek2 of softmax",
+            {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+            "by their two best",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise(
+    name: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    model = models.create(SIZES | MIXTURES[name] | change, seed=0)
+    with pytest.raises(ConfigError, match=problem):
+        models.export_gguf(model, tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_notes(tmp_path: Path) -> None:
+    for name, note in (("phimoe", "by one softmax"), ("gpt-oss", "rounds yarn's columns")):
+        make(tmp_path / name, MIXTURES[name])
+        report = models.export_gguf(tmp_path / name, tmp_path / f"{name}.gguf")
+        assert any(note in each for each in report.notes), report
+
+
+def test_layers_that_only_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    make(tmp_path / "m", MIXTURES["glm4moe"])
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {"glm4moe.nextn_predict_layers": 1})
+    whole, less = (models.load(tmp_path / f"{name}.gguf") for name in "mn")
+    assert less.config.layers == whole.config.layers - 1
+    for name, array in less.parameters.items():
+        np.testing.assert_array_equal(array, whole.parameters[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"glm4moe.expert_gating_func": 3}, "expert_gating_func is 3, not sigmoid"),
+        ({"glm4moe.expert_count": None}, "known are"),
+        ({"glm4moe.expert_used_count": None}, "expert_used_count is missing"),
+    ],
+)
+def test_keys_that_are_wrong(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    make(tmp_path / "m", MIXTURES["glm4moe"])
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    copied(tmp_path / "m.gguf", tmp_path / "n.gguf", changes)
+    with pytest.raises(ConfigError, match=problem):
+        models.load(tmp_path / "n.gguf")

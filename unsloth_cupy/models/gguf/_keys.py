@@ -1,0 +1,53 @@
+"""The keys of a GGUF file, of which none may be left that is not understood."""
+
+from typing import Any
+
+from ...core.dtypes import FLOAT32
+from ...errors import ConfigError
+from .reading import GgufFile
+
+# Keys whose values change nothing here.
+HARMLESS = {
+    *("vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout"),
+    *("use_parallel_residual", "rope.scaling.yarn_ext_factor"),
+}
+
+
+class Keys:
+    """The keys of one architecture; those that nothing took are refused."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.name = file, str(file.values.get("general.architecture"))
+        prefix = f"{self.name}."
+        values = file.values.items()
+        self.left = {k.removeprefix(prefix): v for k, v in values if k.startswith(prefix)}
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; a list of equal numbers, of all layers, is one."""
+        value = self.left.pop(key, default)
+        if isinstance(value, list) and value and not isinstance(value[0], bool):
+            if len({*value}) > 1:
+                self.refuse(f"{self.name}.{key} differs by layer ({str(value)[:60]})")
+            return value[0]
+        return value
+
+    def need(self, key: str) -> Any:
+        """Return the value of a key that every file has."""
+        value = self.take(key)
+        return self.refuse(f"{self.name}.{key} is missing") if value is None else value
+
+    def refuse(self, problem: str) -> Any:
+        """Raise a ConfigError."""
+        cure = "take the model's Hugging Face folder"
+        raise ConfigError(f"{self.file.path}: {problem}; {cure}")
+
+    def check_rest(self) -> None:
+        """Raise for a key that nothing has read, unless its value is nothing, as 0 or False."""
+        for key, value in self.left.items():
+            if key not in HARMLESS and value not in (None, False, 0, "", "none", []):
+                self.refuse(f"{self.name}.{key} is {str(value)[:60]}, which is not known here")
+
+
+def shortest(value: Any) -> float:
+    """Return a float32 as the shortest number that rounds to it: 1e-05 in place of 9.99...e-06."""
+    return float(str(FLOAT32.type(value)))

@@ -1,0 +1,271 @@
+"""The tensors of a GGUF file that hold a parameter: most one, some two, under other names.
+
+model.layers.0.mlp.experts.gate_up_proj        blk.0.ffn_gate_exps.weight, blk.0.ffn_up_exps.weight
+model.layers.0.linear_attn.in_proj_qkvz.weight blk.0.attn_qkv.weight, blk.0.attn_gate.weight
+model.layers.0.self_attn.kv_b_proj.weight      blk.0.attn_k_b.weight (heads, rank, plain), and
+                                               blk.0.attn_v_b.weight (heads, value, rank)
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+from gguf import MODEL_TENSOR
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts, Latent
+from ._families import Architecture
+
+# BitNet's norms under names that gguf knows
+OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Part(NamedTuple):
+    """A tensor of a file: its name and shape, and how it is taken out of its parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    of: Callable[[Array], Array]
+    by_rows: bool = True  # its rows are rows of the parameter, as bytes too
+
+
+class Parts(NamedTuple):
+    """The tensors that hold a parameter, and how it is joined: from their arrays, in order."""
+
+    tensors: tuple[Part, ...]
+    joined: Callable[..., Array]
+
+
+def as_it_is(array: Array) -> Array:
+    return array
+
+
+def _half(number: int, stack: Array) -> Array:
+    """Return the rows of gate or those of up of all experts; of biases their numbers."""
+    size = stack.shape[1] // 2
+    return stack[:, number * size : (number + 1) * size]
+
+
+def _beside(gate: Array, up: Array) -> Array:
+    """Return the stack, or the biases, of gate and up."""
+    return np.concatenate([gate, up], axis=1)
+
+
+def _row(array: Array) -> Array:
+    return array.reshape(-1)
+
+
+def _matrix(array: Array) -> Array:
+    return array.reshape(1, -1)
+
+
+def _keys(latent: Latent, heads: int, array: Array) -> Array:
+    """Return what makes keys of the short vector, by heads: (heads, rank, plain)."""
+    by_heads = array.reshape(heads, latent.plain + latent.value, latent.rank)
+    return by_heads[:, : latent.plain].swapaxes(1, 2)
+
+
+def _values(latent: Latent, heads: int, array: Array) -> Array:
+    """Return what makes values of the short vector, by heads: (heads, value, rank)."""
+    return array.reshape(heads, latent.plain + latent.value, latent.rank)[:, latent.plain :]
+
+
+def _keys_and_values(latent: Latent, keys: Array, values: Array) -> Array:
+    """Return kv_b_proj."""
+    both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+    return np.ascontiguousarray(both).reshape(-1, latent.rank)
+
+
+def _tiled(delta: Delta, axis: int, array: Array, *, back: bool = False) -> Array:
+    """Return values of heads that share a head of keys apart, which are beside each other.
+
+    Heads of values are the last rows or columns, of queries and keys the others.
+    """
+    shared = delta.value_heads // delta.key_heads
+    counts = (shared, delta.key_heads) if back else (delta.key_heads, shared)
+    size = delta.value_heads * (delta.value_dim if array.shape[axis] > delta.value_heads else 1)
+    first = np.arange(array.shape[axis] - size)
+    last = np.arange(size).reshape(*counts, -1).swapaxes(0, 1).reshape(-1)
+    return np.take(array, np.concatenate([first, len(first) + last]), axis)
+
+
+def _by_heads(delta: Delta, array: Array) -> list[Array]:
+    """Return queries, keys, values and gates, whose rows are beside each other by heads of keys."""
+    own = delta.value_heads // delta.key_heads * delta.value_dim
+    ends = np.cumsum([delta.key_dim, delta.key_dim, own])
+    parts = np.split(array.reshape(delta.key_heads, -1, *array.shape[1:]), ends, axis=1)
+    return [np.ascontiguousarray(part).reshape(-1, *array.shape[1:]) for part in parts]
+
+
+def _qkv(delta: Delta, array: Array) -> Array:
+    return np.concatenate(_by_heads(delta, array)[:3])
+
+
+def _gates(delta: Delta, array: Array) -> Array:
+    return _by_heads(delta, array)[3]
+
+
+def _fused(delta: Delta, qkv: Array, gates: Array) -> Array:
+    """Return in_proj_qkvz."""
+    keys = delta.key_heads * delta.key_dim
+    parts = (*np.split(qkv, [keys, 2 * keys]), gates)
+    by_heads = [part.reshape(delta.key_heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(by_heads, axis=1).reshape(-1, *qkv.shape[1:])
+
+
+def _decay(array: Array) -> Array:
+    return -np.exp(array.astype(FLOAT32))
+
+
+def _log_decay(array: Array) -> Array:
+    return np.log(-array.astype(FLOAT32))
+
+
+def _taps(array: Array) -> Array:
+    return array[:, 0]
+
+
+def _channels(array: Array) -> Array:
+    return array[:, None]
+
+
+def _of_delta(
+    delta: Delta, tiled: bool, name: str, layer: int, shape: tuple[int, ...]
+) -> Parts | None:
+    """Return the tensors of a parameter of a layer with a delta rule; None: of another one."""
+
+    def named(tensor: MODEL_TENSOR, end: str = ".weight") -> str:
+        return gguf.TENSOR_NAMES[tensor].format(bid=layer) + end
+
+    if name == "in_proj_qkvz.weight":
+        gates = delta.value_heads * delta.value_dim
+        first = named(MODEL_TENSOR.ATTN_QKV), (shape[0] - gates, shape[1]), partial(_qkv, delta)
+        second = named(MODEL_TENSOR.ATTN_GATE), (gates, shape[1]), partial(_gates, delta)
+        return Parts((Part(*first), Part(*second)), partial(_fused, delta))
+    size = shape
+    if name == "conv1d.weight":
+        own, size = named(MODEL_TENSOR.SSM_CONV1D), (shape[0], shape[2])
+        of, back = (_taps, _channels)
+    elif name == "A_log":
+        own, of, back = named(MODEL_TENSOR.SSM_A, ""), _decay, _log_decay
+    elif name in DELTA:
+        own, of, back = named(*DELTA[name]), as_it_is, as_it_is
+    else:
+        return None
+    if not tiled or name == "norm.weight" or delta.value_heads == delta.key_heads:
+        return Parts((Part(own, size, of),), back)
+    axis = 1 if name == "out_proj.weight" else 0
+
+    def apart(array: Array) -> Array:
+        return _tiled(delta, axis, of(array))
+
+    def beside(array: Array) -> Array:
+        return back(_tiled(delta, axis, array, back=True))
+
+    return Parts((Part(own, size, apart, by_rows=axis == 0),), beside)
+
+
+DELTA: Mapping[str, tuple[Any, ...]] = {  # of a layer with a delta rule, under other names
+    "in_proj_ba.weight": (MODEL_TENSOR.SSM_BETA_ALPHA,),
+    "in_proj_qkv.weight": (MODEL_TENSOR.ATTN_QKV,),
+    "in_proj_z.weight": (MODEL_TENSOR.ATTN_GATE,),
+    "in_proj_b.weight": (MODEL_TENSOR.SSM_BETA,),
+    "in_proj_a.weight": (MODEL_TENSOR.SSM_ALPHA,),
+    "dt_bias": (MODEL_TENSOR.SSM_DT, ".bias"),
+    "norm.weight": (MODEL_TENSOR.SSM_NORM,),
+    "out_proj.weight": (MODEL_TENSOR.SSM_OUT,),
+}
+
+
+def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
+    """Return the tensors of a layer's parameters, by the parameters' names in it."""
+    module, shared = experts.module, f"{experts.module}.{experts.shared_in}"
+    stacks = ((MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP), (MODEL_TENSOR.FFN_DOWN_EXP,))
+    names: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
+        f"{module}.{experts.router}.{end}": ((MODEL_TENSOR.FFN_GATE_INP, end),)
+        for end in ("weight", "bias")
+    }
+    names[f"{module}.{experts.correction_in}{CORRECTION}"] = (
+        (MODEL_TENSOR.FFN_EXP_PROBS_B, "bias"),
+    )
+    for stack, tensors in zip(STACKS, stacks, strict=True):
+        names[f"{module}.experts.{stack}"] = tuple((tensor, "weight") for tensor in tensors)
+        names[f"{module}.experts.{stack}_bias"] = tuple((tensor, "bias") for tensor in tensors)
+    for name in ("gate", "up", "down"):
+        tensor = MODEL_TENSOR[f"FFN_{name.upper()}_SHEXP"]
+        names[f"{shared}.{name}_proj.weight"] = ((tensor, "weight"),)
+    names[f"{shared}_gate.weight"] = ((MODEL_TENSOR.FFN_GATE_INP_SHEXP, "weight"),)
+    return names
+
+
+def has_offset(config: Config, stored: str) -> bool:
+    """Return whether a file has the weight of a norm plus what the model adds to it."""
+    is_weight = stored.endswith("norm.weight") and not stored.endswith("linear_attn.norm.weight")
+    return bool(config.norm_offset) and is_weight
+
+
+def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], Parts]:
+    """Return the function from a parameter's name to its tensors in a file."""
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
+    table, shapes = gguf.get_tensor_name_map(number, config.layers), config.shapes()
+    of_layers: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
+        "self_attn.sinks": ((MODEL_TENSOR.ATTN_SINKS, "weight"),)
+    }
+    of_layers |= {} if config.experts is None else _of_experts(config.experts)
+
+    def of(stored: str) -> Parts:
+        shape, (layer, inner) = shapes.get(stored, ()), _in_layer(stored)
+        latent, module = config.latent, "linear_attn."
+        if config.delta is not None and inner.startswith(module):
+            own = inner.removeprefix(module)
+            found = _of_delta(config.delta, known.tiled, own, layer, shape)
+            if found is not None:
+                return found
+        if latent is not None and inner == "self_attn.kv_b_proj.weight":
+            keys, values = (
+                f"{gguf.TENSOR_NAMES[each].format(bid=layer)}.weight"
+                for each in (MODEL_TENSOR.ATTN_K_B, MODEL_TENSOR.ATTN_V_B)
+            )
+            heads, rank = config.heads, latent.rank
+            of_keys, of_values = partial(_keys, latent, heads), partial(_values, latent, heads)
+            first = Part(keys, (heads, rank, latent.plain), of_keys, by_rows=False)
+            second = Part(values, (heads, latent.value, rank), of_values, by_rows=False)
+            return Parts((first, second), partial(_keys_and_values, latent))
+        names = [
+            f"{gguf.TENSOR_NAMES[tensor].format(bid=layer)}.{end}"
+            for tensor, end in of_layers.get(inner, ())
+        ]
+        if len(names) == 2:
+            halved = (shape[0], shape[1] // 2, *shape[2:])
+            tensors = (Part(n, halved, partial(_half, i)) for i, n in enumerate(names))
+            return Parts(tuple(tensors), _beside)
+        if names and inner.endswith("_gate.weight"):
+            return Parts((Part(names[0], shape[1:], _row, by_rows=False),), _matrix)
+        name = names[0] if names else _name(call, config, table, stored)
+        return Parts((Part(name, shape, as_it_is),), as_it_is)
+
+    return of
+
+
+def _in_layer(stored: str) -> tuple[int, str]:
+    """Return the number of a parameter's layer, and its name in that; -1 outside of layers."""
+    start, _, rest = stored.partition("model.layers.")
+    number, _, inner = rest.partition(".")
+    return (int(number), inner) if not start and number.isdecimal() else (-1, stored)
+
+
+def _name(call: str, config: Config, table: gguf.TensorNameMap, stored: str) -> str:
+    """Return the name of a parameter that is a tensor of its own."""
+    for ours, theirs in OTHER_NAMES.items():
+        stored = stored.replace(ours, theirs)
+    name = table.get_name(stored, try_suffixes=(".weight", ".bias"))
+    if name is None:
+        raise ConfigError(
+            f"{call}: the installed gguf has no name for {stored} of a"
+            f" {config.model_type}; install a newer one: pip install -U gguf"
+        )
+    return name

@@ -85,13 +85,13 @@ def mxfp4_quantize(w: Array) -> "Mxfp4":
         rows = STEP // BLOCK
         for top in representative_steps(w, range(0, len(blocks), rows)):
             part = slice(top, min(top + rows, len(blocks)))
-            packed[part], scales[part], sizes[part] = _encoded(blocks[part].astype(FLOAT32))
+            packed[part], scales[part], sizes[part] = encoded(blocks[part].astype(FLOAT32))
         check_finite("mxfp4_quantize", values, sizes)
         shape = *w.shape[:-1], w.shape[-1] // BLOCK
         return Mxfp4(packed.reshape(*w.shape[:-1], -1), scales.reshape(shape), dtype=w.dtype)
 
 
-def _encoded(part: Array) -> tuple[Array, Array, Array]:
+def encoded(part: Array) -> tuple[Array, Array, Array]:
     """Return bytes of codes, scales and the largest absolute values of float32 blocks."""
     sizes = np.abs(part).max(axis=1)
     exponents = np.where(sizes > 0, np.frexp(sizes)[1] - 1 - TOP, -BIAS)
@@ -163,12 +163,14 @@ class Mxfp4(Quantized):
 
         return type(self)(part(self.packed, 2), part(self.scales, BLOCK), **self.facts())
 
-    def _arrays(self) -> tuple[Array, Array, Array]:
+    kind, block = "mxfp4", BLOCK
+
+    def coded(self) -> tuple[Array, Array, Array]:
         """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
         return self.packed.reshape(-1), self._powers, self.scales.reshape(-1)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        inputs, (packed, powers, scales) = self.shape[-1], self._arrays()
+        inputs, (packed, powers, scales) = self.shape[-1], self.coded()
         if not (on_gpu(packed) and dtype in KERNEL_DTYPES):
             sizes = sizes_of(powers, scales)
             arguments = (packed, sizes, rows, columns, inputs, BLOCK, "mxfp4")
@@ -182,13 +184,13 @@ class Mxfp4(Quantized):
         if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
             return self.dequantize(dtype)
         w = empty((self.rows, self.shape[-1]), dtype, like=self.packed)
-        dense = nf4_dequantize_(w, *self._arrays(), offsets, columns=self.shape[-1], **HOW)
+        dense = nf4_dequantize_(w, *self.coded(), offsets, columns=self.shape[-1], **HOW)
         return dense.reshape(self.shape)
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         if not (on_gpu(self.packed) and has_kernel(x, out)):
             return False
-        nf4_product_(out, x, *self._arrays(), add=add, **HOW)
+        nf4_product_(out, x, *self.coded(), add=add, **HOW)
         return True
 
     def state(self) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from ..machines.cuda_on_cpu.traffic import counted
 
 WHOLE = {"outputs": 64, "inputs": 64, "height": 64, "columns": 64, "rank": 4, "lows": 4}
 WITH_SIZES = {"given": 64, "groups+1": 2}
-PLAIN = tuple({"kind": kind} for kind in KINDS)
+PLAIN = tuple({"kind": kind} for kind in sorted(KINDS, key="int8".__eq__))  # sizes are of int8
 
 
 def part(label: str, rows: int, columns: int, **how: Any) -> Case:
     """Return a part of a weight of 9 rows of 320 values, with an adapter of rank 3."""
-    experts, height, pitch = how.get("experts", 1), how.pop("height", 9), how.pop("pitch", 320)
+    experts, height, pitch = how.get("members", 1), how.pop("height", 9), how.pop("pitch", 320)
     sizes = {"outputs": rows, "inputs": columns, "height": height, "columns": pitch}
     return Case(label, **sizes, rank=3, lows=3 * experts, scale=0.5, **how)
 
@@ -51,11 +51,11 @@ class TestRoundedSum(KernelInPlace):
         part("columns", 9, 128, start=64, kind="q4_0"),
         part("a corner", 3, 64, start=6 * 320 + 256),
         part("given sizes", 4, 64, start=2 * 320 + 64, arrays={"sizes": blocks_of}),
-        part("experts", 24, 64, height=24, pitch=64, experts=3, kind="q8_0"),
-        part("rows of two experts", 5, 64, height=24, pitch=64, experts=3, start=6 * 64),
-        part("a matrix", 8, 64, height=24, pitch=64, experts=3, start=8 * 64),
-        part("odd experts", 9, 320, experts=3),
-        part("groups", 16, 64, height=16, pitch=64, experts=2, arrays={"offsets": [0, 1, 2]}),
+        part("experts", 24, 64, height=24, pitch=64, members=3, kind="q8_0"),
+        part("rows of two experts", 5, 64, height=24, pitch=64, members=3, start=6 * 64),
+        part("a matrix", 8, 64, height=24, pitch=64, members=3, start=8 * 64),
+        part("odd experts", 9, 320, members=3),
+        part("groups", 16, 64, height=16, pitch=64, members=2, arrays={"offsets": [0, 1, 2]}),
         Case("rank 0", outputs=4, inputs=64, height=4, columns=64, rank=0, lows=0),
         part("no rows", 0, 320),
     )
@@ -253,7 +253,7 @@ def test_what_moves() -> None:
     [
         ({"kind": "q4_k"}, "choose from nf4"),
         ({"start": 32}, "no whole blocks of 64"),
-        ({"experts": 2}, "of 2 matrices of rank 3"),
+        ({"members": 2}, "of 2 members of rank 3"),
         ({"kind": "q4_0", "sizes": np.ones(1, np.float32)}, "1 sizes; q4_0 takes 0"),
     ],
 )

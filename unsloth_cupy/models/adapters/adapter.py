@@ -200,7 +200,7 @@ class Adapter:
             *layer[:3],
             layer.bias,
             scale=layer.scale,
-            make=partial(self.into, name),
+            make=partial(self.into.of_sum, name),
             dropout=dropout,
             seed=_seed(seed, module) if dropout and seed is not None else None,
         )

@@ -50,17 +50,17 @@ def rounded_sum_(
     kind: str = "nf4",
     start: int = 0,
     scale: float = 1.0,
-    experts: int = 1,
+    members: int = 1,
 ) -> Array:
     """Write a part of ``Q(source + scale b a)`` to w; its first value has the flat index ``start``.
 
-    A stack of ``experts`` is a matrix of all their rows; a and b are those of each, one behind
-    another.  With ``offsets``, matrices of groups without rows may hold anything.  ``sizes``: of
+    A stack of ``members`` is one of all their rows; a and b are those of each, one behind
+    another.  With ``offsets``, members of groups without rows may hold anything.  ``sizes``: of
     int8 the absmax of all rows, 127 if there are none; of nf4 and fp4 that of all blocks as a file
     has it, if that is not their own.
     """
     rows, columns = _part(w, start, source.shape[1])
-    return _write(w, source[rows, columns], a, b, sizes, kind, start, scale, experts)
+    return _write(w, source[rows, columns], a, b, sizes, kind, start, scale, members)
 
 
 @op(
@@ -87,7 +87,7 @@ def nf4_rounded_sum_(
     kind: str = "nf4",
     start: int = 0,
     scale: float = 1.0,
-    experts: int = 1,
+    members: int = 1,
     block: int = 64,
     stored: str = "nf4",
 ) -> Array:
@@ -95,7 +95,7 @@ def nf4_rounded_sum_(
     columns = a.shape[1]
     scales = sizes_of(absmax, absmax_codes)
     dense = _four_bits.decode(packed, scales, *_part(w, start, columns), columns, block, stored)
-    return _write(w, dense, a, b, sizes, kind, start, scale, experts)
+    return _write(w, dense, a, b, sizes, kind, start, scale, members)
 
 
 def _part(w: Array, start: int, columns: int) -> tuple[slice, slice]:
@@ -113,11 +113,11 @@ def _write(
     kind: str,
     start: int,
     scale: float,
-    experts: int,
+    members: int,
 ) -> Array:
     """Write the rounded sum of a dense part to w, in float32 before it is narrowed."""
     (rows, columns), pitch = _part(w, start, a.shape[1]), a.shape[1]
-    height, rank = len(b) // max(1, experts), b.shape[1]
+    height, rank = len(b) // max(1, members), b.shape[1]
     total = dense.astype(FLOAT32)
     for expert in range(rows.start // max(1, height), -(-rows.stop // max(1, height))):
         first, last = max(rows.start, expert * height), min(rows.stop, (expert + 1) * height)
@@ -146,7 +146,7 @@ def _check(
     offsets: Array | None,
     kind: str,
     start: int,
-    experts: int,
+    members: int,
 ) -> None:
     """Raise unless the part is one of whole blocks, and the arrays are those of the weight."""
     check_choice(call, "kind", kind, KINDS)
@@ -157,10 +157,10 @@ def _check(
         problem = f"{call}: {w.shape} from value {start} on are no whole blocks of {block}"
         problem += f" of {height} rows of {columns}"
         raise ShapeError(problem, expected=(height, columns), actual=tuple(w.shape))
-    groups = experts if offsets is None else offsets.size - 1
-    if experts < 1 or lows != experts * rank or height % experts or groups != experts:
-        problem = f"{call}: a has {lows} rows, b {height}, of {experts} matrices of rank {rank}"
-        raise ShapeError(problem, expected=(experts * rank,), actual=(lows,))
+    groups = members if offsets is None else offsets.size - 1
+    if members < 1 or lows != members * rank or height % members or groups != members:
+        problem = f"{call}: a has {lows} rows, b {height}, of {members} members of rank {rank}"
+        raise ShapeError(problem, expected=(members * rank,), actual=(lows,))
     if sizes is None:
         return
     expected = {"int8": height, "nf4": height * columns // block}
@@ -184,12 +184,12 @@ def _check_held(
     offsets: Array | None,
     kind: str,
     start: int,
-    experts: int,
+    members: int,
     block: int,
     stored: str,
 ) -> None:
     """Raise unless the arrays hold the weight, and the rest fits as for ``rounded_sum_``."""
-    _check(call, w, a, b, sizes, offsets, kind, start, experts)
+    _check(call, w, a, b, sizes, offsets, kind, start, members)
     check_held(call, packed, absmax, absmax_codes, a.shape[1], b.shape[0] * a.shape[1], block, stored)
 
 
@@ -204,15 +204,15 @@ def _launch(
     kind: str,
     start: int,
     scale: float,
-    experts: int,
+    members: int,
 ) -> Any:
     """Write the part to w by the kernel, and return w."""
-    if (reason := _without_kernel(w, source, b, experts, start // a.shape[1])) is not None:
+    if (reason := _without_kernel(w, source, b, members, start // a.shape[1])) is not None:
         return no_kernel(reason)
     width = min(WIDTH, lanes(0, w), lanes(0, source))
     own = {"S": source.dtype}
     kernel = load("rounded_sum.cu", "rounded_sum_", w, _constants(w, a, kind, sizes, offsets, width, **own))
-    grid, part = _grid(w, a, b, start, scale, experts)
+    grid, part = _grid(w, a, b, start, scale, members)
     kernel[grid, THREADS](w, source, a, b, sizes, offsets, part)
     return w
 
@@ -230,12 +230,12 @@ def _launch_nf4(
     kind: str,
     start: int,
     scale: float,
-    experts: int,
+    members: int,
     block: int,
     stored: str,
 ) -> Any:
     """Write the part to w by the kernel, and return w."""
-    if (reason := _without_kernel(w, packed, b, experts, start // a.shape[1])) is not None:
+    if (reason := _without_kernel(w, packed, b, members, start // a.shape[1])) is not None:
         return no_kernel(reason)
     own = {
         "FROM": _four_bits.KINDS.index(stored),
@@ -245,29 +245,29 @@ def _launch_nf4(
     width = min(WIDTH, lanes(0, w))
     constants = _constants(w, a, kind, sizes, offsets, width, **own)
     kernel = load("nf4_rounded_sum.cu", "nf4_rounded_sum_", w, constants)
-    grid, part = _grid(w, a, b, start, scale, experts)
+    grid, part = _grid(w, a, b, start, scale, members)
     shift = block.bit_length() - 1
     kernel[grid, THREADS](w, packed, absmax, absmax_codes, a, b, sizes, offsets, part, shift)
     return w
 
 
-def _without_kernel(w: Array, held: Array, b: Array, experts: int, top: int) -> str | None:
+def _without_kernel(w: Array, held: Array, b: Array, members: int, top: int) -> str | None:
     """Return why no kernel writes this part; None if one does."""
     if not w.flags.c_contiguous or not held.flags.c_contiguous:
         return "w or the weight is not contiguous"
-    if experts > 1 and (len(b) // experts % ROWS or top % ROWS):
+    if members > 1 and (len(b) // members % ROWS or top % ROWS):
         return f"a matrix of the stack, or the part, begins at no multiple of {ROWS} rows"
     return None
 
 
 def _grid(
-    w: Array, a: Array, b: Array, start: int, scale: float, experts: int
+    w: Array, a: Array, b: Array, start: int, scale: float, members: int
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of blocks of threads, and where the part is."""
     (rows, width), (top, left) = w.shape, divmod(start, max(1, a.shape[1]))
     groups = -(-rows // DEEP)
     sizes = {"rows": rows, "width": width, "pitch": a.shape[1], "rank": b.shape[1]}
-    place = {"top": top, "left": left, "height": max(1, len(b) // experts), "groups": groups}
+    place = {"top": top, "left": left, "height": max(1, len(b) // members), "groups": groups}
     return groups * -(-width // SPAN), sizes | place | {"scale": scale}
 
 

@@ -81,7 +81,7 @@ class SummedWeight(Chunked):
     def _write(self, w: Array, start: int, offsets: Array | None = None) -> Array:
         """Write the part that begins at value ``start`` to w, and return it."""
         weight, pair, more = self.weight, (self.a, self.b), (self.sizes, offsets)
-        how: Any = {"kind": _plain(self.kind), "scale": self.scale, "experts": self.experts}
+        how: Any = {"kind": _plain(self.kind), "scale": self.scale, "members": self.experts}
         if isinstance(weight, Nf4 | Mxfp4):
             packed, absmax, codes = weight.coded()
             how |= {"block": weight.block, "stored": weight.kind, "start": start}
@@ -95,7 +95,7 @@ class SummedWeight(Chunked):
             dense = weight._dense(rows, columns, FLOAT32)  # noqa: SLF001 -- as its products do
             low, sizes = contiguous(a[:, columns]), self._sizes_of(rows, columns)
             part = w[rows.start - top : rows.stop - top]
-            rounded_sum_(part, dense, low, self.b[rows], sizes, **how | {"experts": 1})
+            rounded_sum_(part, dense, low, self.b[rows], sizes, **how | {"members": 1})
         return w
 
     def _of_experts(self, rows: slice) -> Iterator[tuple[Array, slice]]:

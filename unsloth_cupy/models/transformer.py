@@ -843,12 +843,17 @@ class Transformer(Network):
         After a crash the folder holds the old checkpoint or the new one.  Other files in it stay.
         An adapter is not written, only its base, and a warning says so.
 
+        Before the new files are in their places, what they compute for a few tokens is compared
+        with the model, both on the host and in float32, with one block in memory at a time.
+
         Raises
         ------
         ConfigError
-            The folder is a file, holds weights in other files, or cannot be written; or the disk is
-            full.
+            The folder is a file, holds weights in other files, or cannot be written; the disk is
+            full; or what is written computes other numbers.
         """
+        from .adapters.probe import check_saved  # which runs models
+
         if self.adapter is not None:
             warnings.warn(
                 f"save({str(folder)!r}) writes the base without its adapter; save_adapter(folder)"
@@ -861,7 +866,8 @@ class Transformer(Network):
             layout = self.layout or {SINGLE: list(parameters)}
             texts = {**self.texts, "config.json": config}
             experts = saved_tensors(self.config, parameters, self.plain)
-            write_folder(folder, texts, parameters, layout, experts=experts)
+            check = partial(check_saved, self, parameters)
+            write_folder(folder, texts, parameters, layout, experts=experts, check=check)
 
     @naming("save_adapter", "save")
     def save_adapter(self, folder: str | PathLike[str]) -> None:

@@ -7,7 +7,7 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 import copy
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -123,7 +123,8 @@ class Transformer(Network):
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
         kind = options.pop("merge_into", None)
-        outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
+        given = {name: options.get(name, ()) for name in ("tokens", "modules")}
+        outer = [n for n, each in given.items() if not isinstance(each, Sized) or len(each)]
         targets = options.get("targets")
         listed = targets if isinstance(targets, Collection) else ()
         outer += ["targets"] * any(name in listed for name in TABLES)

@@ -28,15 +28,13 @@ nf4_rounded_sum_(T *__restrict__ w, const unsigned char *__restrict__ packed,
     for (int k = 0; k < ROWS; k++) {
         const long long first = at.whole(part, k) * part.pitch + at.left;
         const float size = absmax_of<FROM, DOUBLE>((unsigned)(first >> shift), absmax, codes);
-        Vector<unsigned char, WIDTH / 2> pairs;
-#pragma unroll
-        for (int j = 0; j < WIDTH / 2; j += BYTES)
-            fetch(reinterpret_cast<Vector<unsigned char, BYTES> &>(pairs.at[j]),
-                  packed + first / 2 + j);
+        const unsigned char *from = packed + first / 2;
+        const unsigned pairs = BYTES == 2 ? *reinterpret_cast<const unsigned short *>(from)
+                                          : from[0] | from[1] << 8;
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) {
-            const unsigned pair = pairs.at[j / 2];
-            const unsigned code = (j % 2 != 0) != (FROM == MXFP4) ? pair & 15 : pair >> 4;
+            const bool low = (j % 2 != 0) != (FROM == MXFP4);
+            const unsigned code = pairs >> (j / 2 * 8 + (low ? 0 : 4)) & 15;
             sums[k][j] = __fadd_rn(sums[k][j], __fmul_rn(stored[code], size));
         }
     }

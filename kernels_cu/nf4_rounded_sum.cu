@@ -11,7 +11,7 @@
 //   The trick: that of rounded_sum.cu; codes become levels in shared memory, as in nf4_dequantize.
 #include <common/rounded_sum.cuh>
 
-KERNEL(THREADS)
+KERNEL(THREADS, 2)
 nf4_rounded_sum_(T *__restrict__ w, const unsigned char *__restrict__ packed,
                  const float *__restrict__ absmax, const unsigned char *__restrict__ codes,
                  const float *__restrict__ a, const float *__restrict__ b,

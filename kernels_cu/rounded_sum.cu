@@ -17,7 +17,7 @@
 //   ROWS rows of the weight.
 #include <common/rounded_sum.cuh>
 
-KERNEL(THREADS)
+KERNEL(THREADS, 2)
 rounded_sum_(T *__restrict__ w, const S *__restrict__ source, const float *__restrict__ a,
              const float *__restrict__ b, const float *__restrict__ sizes,
              const I *__restrict__ offsets, const __grid_constant__ Part part) {

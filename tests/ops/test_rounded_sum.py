@@ -20,7 +20,7 @@ from unsloth_cupy.ops.quantized.weight import CHUNK_BYTES, Quantized
 from ..harness.parity import Case, KernelInPlace, emulator
 from ..machines.cuda_on_cpu.traffic import counted
 
-WHOLE = {"outputs": 64, "inputs": 64, "height": 64, "columns": 64, "rank": 4, "lows": 4}
+WHOLE = {"outputs": 64, "inputs": 64, "whole": 64, "columns": 64, "rank": 4, "lows": 4}
 WITH_SIZES = {"given": 64, "groups+1": 2}
 PLAIN = tuple({"kind": kind} for kind in sorted(KINDS, key="int8".__eq__))  # sizes are of int8
 
@@ -28,7 +28,7 @@ PLAIN = tuple({"kind": kind} for kind in sorted(KINDS, key="int8".__eq__))  # si
 def part(label: str, rows: int, columns: int, **how: Any) -> Case:
     """Return a part of a weight of 9 rows of 320 values, with an adapter of rank 3."""
     experts, height, pitch = how.get("members", 1), how.pop("height", 9), how.pop("pitch", 320)
-    sizes = {"outputs": rows, "inputs": columns, "height": height, "columns": pitch}
+    sizes = {"outputs": rows, "inputs": columns, "whole": height, "columns": pitch}
     return Case(label, **sizes, rank=3, lows=3 * experts, scale=0.5, **how)
 
 
@@ -56,7 +56,7 @@ class TestRoundedSum(KernelInPlace):
         part("a matrix", 8, 64, height=24, pitch=64, members=3, start=8 * 64),
         part("odd experts", 9, 320, members=3),
         part("groups", 16, 64, height=16, pitch=64, members=2, arrays={"offsets": [0, 1, 2]}),
-        Case("rank 0", outputs=4, inputs=64, height=4, columns=64, rank=0, lows=0),
+        Case("rank 0", outputs=4, inputs=64, whole=4, columns=64, rank=0, lows=0),
         part("no rows", 0, 320),
     )
 

@@ -24,7 +24,13 @@ from ...placement import to_numpy
 from ..adapters.adapter import Adapter, module_of
 from ..adapters.kept import ENOUGH, Kept
 from ..adapters.probe import (
-    Probed, check_same, check_written, dense, held, own_tokens, probed,
+    Probed,
+    check_same,
+    check_written,
+    dense,
+    held,
+    own_tokens,
+    probed,
 )  # fmt: skip
 from ..configs.config import Config
 from ..configs.heads import CAUSAL, OWN, require_head
@@ -442,8 +448,8 @@ def _check_file(
     """Compare a file with the model and its adapter, one block in memory at a time.
 
     What the merged weights compute for a few tokens is what the model does, and the file has them
-    up to ``errors``, the norms of what rounding changed of its tensors.  The weights that an adapter
-    was trained for are those of the file.
+    up to ``errors``, the norms of what rounding changed of its tensors.  Of an adapter that was
+    trained for the file, its own weights compute that.
 
     Raises
     ------

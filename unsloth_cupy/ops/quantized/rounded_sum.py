@@ -30,8 +30,8 @@ SPAN, DEEP = 32 * WIDTH, THREADS // 32 * ROWS  # columns and rows of a block of 
 
 
 @op(
-    "w(outputs, inputs), source(height, columns): constant, a(lows, columns): stat,"
-    " b(height, rank): stat, sizes?(given): stat, offsets?(groups+1): int -> sum(outputs, inputs)",
+    "w(outputs, inputs), source(whole, columns): constant, a(lows, columns): stat,"
+    " b(whole, rank): stat, sizes?(given): stat, offsets?(groups+1): int -> sum(outputs, inputs)",
     widen=False,
     no_gradient="it changes an array, and rounding has none: straight_gradients go through",
     traffic=lambda a: (
@@ -65,7 +65,7 @@ def rounded_sum_(
 
 @op(
     "w(outputs, inputs), packed(bytes): byte, absmax(scales): stat, a(lows, columns): stat,"
-    " b(height, rank): stat, absmax_codes?(blocks): byte, sizes?(given): stat,"
+    " b(whole, rank): stat, absmax_codes?(blocks): byte, sizes?(given): stat,"
     " offsets?(groups+1): int -> sum(outputs, inputs)",
     widen=False,
     no_gradient="it changes an array, and rounding has none: straight_gradients go through",
@@ -190,7 +190,9 @@ def _check_held(
 ) -> None:
     """Raise unless the arrays hold the weight, and the rest fits as for ``rounded_sum_``."""
     _check(call, w, a, b, sizes, offsets, kind, start, members)
-    check_held(call, packed, absmax, absmax_codes, a.shape[1], b.shape[0] * a.shape[1], block, stored)
+    check_held(
+        call, packed, absmax, absmax_codes, a.shape[1], b.shape[0] * a.shape[1], block, stored
+    )
 
 
 @rounded_sum_.kernel
@@ -209,9 +211,10 @@ def _launch(
     """Write the part to w by the kernel, and return w."""
     if (reason := _without_kernel(w, source, b, members, start // a.shape[1])) is not None:
         return no_kernel(reason)
+    a, b, sizes, offsets = (contiguous(each) for each in (a, b, sizes, offsets))
     width = min(WIDTH, lanes(0, w), lanes(0, source))
-    own = {"S": source.dtype}
-    kernel = load("rounded_sum.cu", "rounded_sum_", w, _constants(w, a, kind, sizes, offsets, width, **own))
+    constants = _constants(w, a, kind, sizes, offsets, width, S=source.dtype)
+    kernel = load("rounded_sum.cu", "rounded_sum_", w, constants)
     grid, part = _grid(w, a, b, start, scale, members)
     kernel[grid, THREADS](w, source, a, b, sizes, offsets, part)
     return w
@@ -237,6 +240,8 @@ def _launch_nf4(
     """Write the part to w by the kernel, and return w."""
     if (reason := _without_kernel(w, packed, b, members, start // a.shape[1])) is not None:
         return no_kernel(reason)
+    a, b, sizes, offsets = (contiguous(each) for each in (a, b, sizes, offsets))
+    absmax, absmax_codes = contiguous(absmax), contiguous(absmax_codes)
     own = {
         "FROM": _four_bits.KINDS.index(stored),
         "DOUBLE": absmax_codes is not None and stored != "mxfp4",
@@ -255,7 +260,7 @@ def _without_kernel(w: Array, held: Array, b: Array, members: int, top: int) -> 
     """Return why no kernel writes this part; None if one does."""
     if not w.flags.c_contiguous or not held.flags.c_contiguous:
         return "w or the weight is not contiguous"
-    if members > 1 and (len(b) // members % ROWS or top % ROWS):
+    if members > 1 and (b.shape[0] // members % ROWS or top % ROWS):
         return f"a matrix of the stack, or the part, begins at no multiple of {ROWS} rows"
     return None
 
@@ -267,17 +272,22 @@ def _grid(
     (rows, width), (top, left) = w.shape, divmod(start, max(1, a.shape[1]))
     groups = -(-rows // DEEP)
     sizes = {"rows": rows, "width": width, "pitch": a.shape[1], "rank": b.shape[1]}
-    place = {"top": top, "left": left, "height": max(1, len(b) // members), "groups": groups}
+    place = {"top": top, "left": left, "height": max(1, b.shape[0] // members), "groups": groups}
     return groups * -(-width // SPAN), sizes | place | {"scale": scale}
 
 
 def _constants(
-    w: Array, a: Array, kind: str, sizes: Array | None, offsets: Array | None, width: int, **own: Any
+    w: Array,
+    a: Array,
+    kind: str,
+    sizes: Array | None,
+    offsets: Array | None,
+    width: int,
+    **own: Any,
 ) -> Constants:
     """Return the constants of rounded_sum.cu or nf4_rounded_sum.cu."""
     index = np.dtype("int32") if offsets is None else offsets.dtype
-    given = sizes is not None
-    grouped = offsets is not None
+    given, grouped = sizes is not None, offsets is not None
     low = min(WIDTH, lanes(0, a))
     return _kept(w.dtype, KINDS.index(kind), given, grouped, index, width, low, **own)
 

@@ -92,7 +92,7 @@ class SummedWeight(Chunked):
         top, left = divmod(start, self.shape[-1])
         columns = slice(left, left + w.shape[1])
         for a, rows in self._of_experts(slice(top, top + len(w))):
-            dense = weight._dense(rows, columns, FLOAT32)  # noqa: SLF001 -- as its products do
+            dense = weight._dense(rows, columns, FLOAT32)
             low, sizes = contiguous(a[:, columns]), self._sizes_of(rows, columns)
             part = w[rows.start - top : rows.stop - top]
             rounded_sum_(part, dense, low, self.b[rows], sizes, **how | {"members": 1})
@@ -131,7 +131,7 @@ class SummedWeight(Chunked):
         """Return rows of the weight in float32, a new array."""
         weight, columns = self.weight, slice(0, self.shape[-1])
         if isinstance(weight, Quantized):
-            return weight._dense(rows, columns, FLOAT32)  # noqa: SLF001 -- as its products do
+            return weight._dense(rows, columns, FLOAT32)
         dense: Array = weight.reshape(self.rows, -1)[rows].astype(FLOAT32)
         return dense
 

@@ -74,16 +74,20 @@ def _half(d: Array) -> Array:
 def _q8_0(v: Array) -> Array:
     d = np.abs(v).max(axis=1, keepdims=True) / np.float32(127)
     x = v * _inverse(d)
-    down = np.floor(np.abs(x))
-    return np.copysign(down + np.floor(2 * (np.abs(x) - down)), x) * _half(d)
+    size = np.abs(x)
+    down = np.floor(size)
+    size -= down
+    down += np.floor(np.multiply(size, np.float32(2), out=size), out=size)
+    np.copysign(down, x, out=x)
+    x *= _half(d)
+    return x
 
 
 def _from_zero(n: int) -> Callable[[Array], Array]:
     def form(v: Array) -> Array:
         first = np.abs(v).argmax(axis=1)[:, None]
         d = np.take_along_axis(v, first, axis=1) / np.float32(-n)
-        codes = np.trunc(v * _inverse(d) + np.float32(n + 0.5))
-        return (np.minimum(codes, np.float32(2 * n - 1)) - np.float32(n)) * _half(d)
+        return _coded(v * _inverse(d), n + 0.5, 2 * n - 1, n, d)
 
     return form
 
@@ -92,10 +96,22 @@ def _from_least(steps: int) -> Callable[[Array], Array]:
     def form(v: Array) -> Array:
         least = v.min(axis=1, keepdims=True)
         d = (v.max(axis=1, keepdims=True) - least) / np.float32(steps)
-        codes = np.trunc((v - least) * _inverse(d) + np.float32(0.5))
-        return np.minimum(codes, np.float32(steps)) * _half(d) + _half(least)
+        codes = v - least
+        codes *= _inverse(d)
+        values = _coded(codes, 0.5, steps, 0, d)
+        values += _half(least)
+        return values
 
     return form
+
+
+def _coded(x: Array, more: float, most: int, zero: int, d: Array) -> Array:
+    """Return ``(min(trunc(x + more), most) - zero) d``, in place of x."""
+    x += np.float32(more)
+    np.minimum(np.trunc(x, out=x), np.float32(most), out=x)
+    x -= np.float32(zero)
+    x *= _half(d)
+    return x
 
 
 FORMS: Mapping[str, Callable[[Array], Array]] = {

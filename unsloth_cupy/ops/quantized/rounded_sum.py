@@ -60,7 +60,8 @@ def rounded_sum_(
     has it, if that is not their own.
     """
     rows, columns = _part(w, start, source.shape[1])
-    return _write(w, source[rows, columns], a, b, sizes, kind, start, scale, members)
+    dense = source[rows, columns].astype(FLOAT32)  # a copy
+    return _write(w, dense, a, b, sizes, kind, start, scale, members)
 
 
 @op(
@@ -106,7 +107,7 @@ def _part(w: Array, start: int, columns: int) -> tuple[slice, slice]:
 
 def _write(
     w: Array,
-    dense: Array,
+    total: Array,
     a: Array,
     b: Array,
     sizes: Array | None,
@@ -115,10 +116,9 @@ def _write(
     scale: float,
     members: int,
 ) -> Array:
-    """Write the rounded sum of a dense part to w, in float32 before it is narrowed."""
+    """Add the change to a part in float32, and write what a reader of the file gets to w."""
     (rows, columns), pitch = _part(w, start, a.shape[1]), a.shape[1]
     height, rank = len(b) // max(1, members), b.shape[1]
-    total = dense.astype(FLOAT32)
     for expert in range(rows.start // max(1, height), -(-rows.stop // max(1, height))):
         first, last = max(rows.start, expert * height), min(rows.stop, (expert + 1) * height)
         low = contiguous(a[expert * rank : (expert + 1) * rank, columns].astype(FLOAT32))

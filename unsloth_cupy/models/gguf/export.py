@@ -326,8 +326,8 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
     kind, exact = _kind_of(stored.adapter, kind)
     reads = _dense(functools.partial(stored.merged, exact=exact)), _dense(stored.read)
     name, words = stored.path.resolve().name, chosen or stored.words
-    facts = stored.adapter, words, name, probed(stored), kind, exact
-    return Source(stored.config, stored.texts, *reads, *facts)
+    whole, adapter = probed(stored), stored.adapter
+    return Source(stored.config, stored.texts, *reads, adapter, words, name, whole, kind, exact)
 
 
 def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:

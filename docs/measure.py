@@ -3,7 +3,7 @@
     python docs/measure.py beside-transformers      memory and time of a training step of a Llama
     python docs/measure.py trace                    a profiled step
     python docs/measure.py loss                     a run of finetune
-    python docs/measure.py merges FOLDER [LR]       held-out losses of merged files, as a table
+    python docs/measure.py merges FOLDER [LR [KIND,KIND [TOKENS]]]      losses of merged files
 
 The first needs the extra ``peers``.  docs/performance.md has the command that writes cpu.json.
 """
@@ -37,6 +37,7 @@ CONFIG: dict[str, Any] = {
 }
 TOKENS = (512, 1024, 2048, 4096)
 SIDES = ("unsloth_cupy", "transformers", "transformers, eager")
+MERGED = "nf4,int8,ternary,q4_0,q8_0,q4_k_m"
 
 
 def facts(method: str) -> dict[str, Any]:
@@ -157,11 +158,13 @@ def curve(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return facts("log of unsloth-cupy finetune --steps 300") | {"lines": points}
 
 
-def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
+def merges(
+    base: str, lr: str = "1e-3", kinds: str = MERGED, tokens: str | None = None
+) -> Iterator[str]:
     """Yield the rows of a table: what a file of each kind loses, merged after training or through.
 
     ``base`` is the folder of a model, whose adapters of rank 16 learn Python's documentation for
-    200 steps beside nf4 weights.
+    200 steps beside nf4 weights, in rows of so many ``tokens``.
     """
     from unsloth_cupy import models
     from unsloth_cupy.finetune import Settings, Trainer
@@ -171,6 +174,7 @@ def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
 
         def run(name: str, **settings: Any) -> Any:
             options = {"lora": 16, "quantize": "nf4", "steps": 200, "evaluate_every": 200}
+            options |= {"tokens": None if tokens is None else int(tokens)}
             options |= {"lr": float(lr), "seed": 1, "out": Path(place, name)} | settings
             return Trainer(base, None, Settings(**options)).train()
 
@@ -212,7 +216,7 @@ def merges(base: str, lr: str = "1e-3") -> Iterator[str]:
         begun = plain.files.lines()[0]["held_out_loss"]
         sums = models.load(plain.files.model, dtype="float32", quantize="nf4")
         yield f"{begun:.4f} before the run, {reported(plain):.4f} after it"
-        for kind in ("nf4", "int8", "ternary", "q4_0", "q8_0", "q4_k_m"):
+        for kind in kinds.split(","):
             through = run(kind, merge_into=kind)
             if kind in IN_FOLDERS:
                 models.merge(through.files.model, Path(place, f"merged-{kind}"))

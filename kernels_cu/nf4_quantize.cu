@@ -23,30 +23,8 @@
 constexpr int VALUES = 16;                    // values of a thread
 constexpr int CHUNK = LANES < 2 ? 2 : LANES;  // contiguous ones: whole bytes of codes
 constexpr int DEPTH = VALUES / CHUNK;
-constexpr int GROUP = BLOCK / VALUES;                          // threads that share a block
-constexpr unsigned NORMAL = 0x00800000u, LARGE = 0x7e800000u;  // 2^-126, 2^126
-constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
-
-// Half-way between level I, in ascending order, and the next.
-template <int I> DEVICE float bound() {
-    constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
-    if constexpr (KIND == NF4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
-    else if constexpr (I == 7) return 0.0f;
-    else if constexpr (I < 7) return (SIZES[7 - I] + SIZES[6 - I]) / -2;
-    else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
-}
-
-DEVICE unsigned code_of(float value) {
-    const bool a = value > bound<7>();
-    float middle = a ? bound<11>() : bound<3>();
-    const bool b = value > middle;
-    middle = a ? (b ? bound<13>() : bound<9>()) : (b ? bound<5>() : bound<1>());
-    const bool c = value > middle;
-    const float high = b ? (c ? bound<14>() : bound<12>()) : (c ? bound<10>() : bound<8>());
-    const float low = b ? (c ? bound<6>() : bound<4>()) : (c ? bound<2>() : bound<0>());
-    const unsigned rank = b * 4 + c * 2 + (value > (a ? high : low));
-    return KIND == FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
-}
+constexpr int GROUP = BLOCK / VALUES;         // threads that share a block
+constexpr unsigned LEAST = 0x006ce3eeu;       // 1e-38
 
 KERNEL(THREADS, 1536 / THREADS)
 nf4_quantize(const T *__restrict__ w, unsigned char *__restrict__ packed,
@@ -104,7 +82,8 @@ nf4_quantize(const T *__restrict__ w, unsigned char *__restrict__ packed,
         Vector<unsigned char, CHUNK / 2> codes;
 #pragma unroll
         for (int j = 0; j < CHUNK; j += 2)
-            codes.at[j / 2] = code_of(v[k][j] * by) << 4 | code_of(v[k][j + 1] * by);
+            codes.at[j / 2] = nearest_code<KIND>(v[k][j] * by) << 4
+                                | nearest_code<KIND>(v[k][j + 1] * by);
         if (at + CHUNK <= left) {
             put(packed + at / 2, codes);
         } else {

@@ -114,6 +114,7 @@ from .ops.quantized.mxfp4 import mxfp4_quantize as mxfp4_quantize
 from .ops.quantized.nf4 import Nf4 as Nf4
 from .ops.quantized.nf4 import nf4_linear as nf4_linear
 from .ops.quantized.nf4 import nf4_quantize as nf4_quantize
+from .ops.quantized import rounded_sum as _rounded_sum  # noqa: F401 -- its ops register themselves
 from .ops.quantized.ternary import Ternary as Ternary
 from .ops.quantized.bit_linear import bit_linear as bit_linear
 from .ops.quantized.bit_linear import bit_linear_backward as bit_linear_backward

@@ -34,6 +34,33 @@ template <int KIND> DEVICE float level_of(unsigned code) {
     return level;
 }
 
+constexpr unsigned NORMAL = 0x00800000u, LARGE = 0x7e800000u;  // 2^-126, 2^126: see nearest_code
+
+// Half-way between level I, in ascending order, and the next.
+template <int KIND, int I> DEVICE float bound() {
+    constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
+    if constexpr (KIND == NF4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
+    else if constexpr (I == 7) return 0.0f;
+    else if constexpr (I < 7) return (SIZES[7 - I] + SIZES[6 - I]) / -2;
+    else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
+}
+
+// The code of NF4 or FP4 whose level is nearest to a value in -1 .. 1, of two equally near ones the
+// lower.
+template <int K> DEVICE unsigned nearest_code(float value) {
+    const bool a = value > bound<K, 7>();
+    float middle = a ? bound<K, 11>() : bound<K, 3>();
+    const bool b = value > middle;
+    middle = a ? (b ? bound<K, 13>() : bound<K, 9>()) : (b ? bound<K, 5>() : bound<K, 1>());
+    const bool c = value > middle;
+    const float above = b ? (c ? bound<K, 14>() : bound<K, 12>())
+                          : (c ? bound<K, 10>() : bound<K, 8>());
+    const float below = b ? (c ? bound<K, 6>() : bound<K, 4>())
+                          : (c ? bound<K, 2>() : bound<K, 0>());
+    const unsigned rank = b * 4 + c * 2 + (value > (a ? above : below));
+    return K == FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> rank * 4 & 15 : a * 8 + rank;  // by levels
+}
+
 // DOUBLE quantization: each block has an 8-bit code instead of its absmax.  The array `absmax` then
 // holds a table of 256 values for these codes, an offset, and a scale for every 256 blocks.
 constexpr int TABLE = 256, OFFSET = 256, SCALES = 257;

@@ -85,6 +85,8 @@ OTHERS = {
     "nf4_quantize": (READ,),  # codes take a quarter or an eighth
     "nf4_dequantize_": (WRITE,),
     "nf4_product_": (READ, PRODUCT),
+    "nf4_rounded_sum_": (READ,),  # of a; a thread writes four values of 16 bits
+    "rounded_sum_": (READ,),
     "grouped_linear": (COPY, PRODUCT, WRITE),
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),

@@ -10,13 +10,15 @@ from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Run, Settings, Trainer
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.models.adapters.into import IN_FOLDERS
+from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
 
 from ..cli.test_cli import assert_one_clear_error
 from ..cli.test_cli import run as command
 from .test_lora import StopsAfter
 
 SMALL: dict[str, Any] = {"batch": 2, "tokens": 16, "steps": 4, "lr": 0.02, "evaluate_every": 2}
+OFTEN = "nf4", "q4_0", "q8_0"
+OTHERS = [kind for kind in CHOICES if kind not in (*OFTEN, "mxfp4")]
 __all__ = ["text"]
 
 
@@ -80,7 +82,7 @@ def test_the_reported_loss_is_that_of_the_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "ternary", "fp4", "q4_k", "q5_1"])
+@pytest.mark.parametrize("kind", OTHERS)
 def test_so_it_is_of_all_kinds(kind: str, base: Path, text: Path, tmp_path: Path) -> None:
     run = trained(base, text, tmp_path / "run", merge_into=kind, quantize="nf4")
     assert held_out(run, merged(run, kind)[1]) == reported(run)[-1]

@@ -1,7 +1,10 @@
 """Models with delta rules: states in caches, packing, adapters, plans, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from unsloth_cupy import CheckpointConfig, PagedKVCache
 from unsloth_cupy.errors import ConfigError, RangeError
@@ -166,3 +169,16 @@ def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
     model.context = two
     with pytest.raises(ConfigError, match="3 ranks do not divide the 2 heads of layers of a qwen3"):
         model.loss(TOKENS, TOKENS)
+
+
+def test_parts_of_a_convolution_with_other_rows_are_refused(tmp_path):
+    """Each may have any number of rows; all together must have those of the parameter."""
+    create(CONFIGS["olmo_hybrid"], seed=0).save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = next(name for name in tensors if name.endswith("k_conv1d.weight"))
+    rows = sum(len(a) for n, a in tensors.items() if re.sub("[qv]_conv", "k_conv", n) == name)
+    tensors[name] = np.concatenate([tensors[name], tensors[name][:2]])
+    safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"have {rows + 2} rows; config.json asks for {rows}"):
+        load(tmp_path)

@@ -466,3 +466,15 @@ def test_an_adapter_of_a_vocabulary_that_grew_is_whole(
     with torch.no_grad():
         actual = peer(torch.from_numpy(tokens)).logits.numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_no_tokens_are_none(tmp_path: Path) -> None:
+    """Ranks that divide a model refuse tokens, and not an empty list or dict of them."""
+    create(SIZES | {"model_type": "llama"}, seed=0).save(tmp_path)
+    for empty in ((), {}, np.array([], np.int64)):
+        model = load(tmp_path, communicator=SingleCommunicator())
+        model.add_adapter(2, tokens=empty, modules=[])
+        assert not model.adapter.outer
+    model = load(tmp_path, communicator=SingleCommunicator())
+    with pytest.raises(ConfigError, match=r"add_adapter\(tokens=\): ranks keep parts"):
+        model.add_adapter(2, tokens={"embed_tokens": [3]})

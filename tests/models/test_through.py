@@ -14,6 +14,7 @@ from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
 from unsloth_cupy.models.adapters.through import through_linear, through_stack
 from unsloth_cupy.ops.linear.lora import dropped_rows
+from unsloth_cupy.ops.linear.lora_merge import lora_sum
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.tape import Tape
@@ -181,8 +182,8 @@ def test_gradients_go_straight_through(dropout: float, dtype: str) -> None:
     )
     made: list[Any] = []
 
-    def make(total: Any) -> Any:
-        made.append(np.round(total * 2) / 2)
+    def make(*parts: Any) -> Any:
+        made.append(np.round(lora_sum(*parts) * 2) / 2)
         return made[-1]
 
     def run(dropout: float) -> tuple[Any, ...]:
@@ -268,8 +269,9 @@ def test_gradients_of_stacks() -> None:
     offsets, tape = np.array([0, 3, 3, 7]), Tape()
     operands = [tape.watch(each) for each in (x, a, b)]
     y = through_stack(
-        operands[0], w, *operands[1:], offsets, bias, scale=0.5, make=lambda t: np.round(t * 2) / 2
-    )
+        operands[0], w, *operands[1:], offsets, bias, scale=0.5,
+        make=lambda *parts: np.round(lora_sum(*parts) * 2) / 2,
+    )  # fmt: skip
     dx, da, db = tape.gradients(y, operands, dy)
     q = np.round((w + 0.5 * b @ a) * 2) / 2
     for expert, rows in enumerate((slice(0, 3), slice(3, 3), slice(3, 7))):

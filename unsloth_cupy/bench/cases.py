@@ -108,6 +108,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "shape": (-1,),
         "matrices": (scale.heads,),
         **dict.fromkeys(("height", "width"), scale.dim),
+        **{"whole": scale.hidden, "lows": 16},
         "signs": 2,
         **dict.fromkeys(("q_rows", "k_rows"), tokens),
         "groups": 1,
@@ -175,11 +176,11 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         ),
         "kv_append_int8_.scales": lambda: rng.random((2, 1, tokens, scale.kv_heads)),
         **dict.fromkeys(
-            ("nf4_dequantize_.packed", "nf4_product_.packed"),
+            ("nf4_dequantize_.packed", "nf4_product_.packed", "nf4_rounded_sum_.packed"),
             lambda: rng.integers(0, 256, scale.hidden**2 // 2, np.uint8),
         ),
         **dict.fromkeys(
-            ("nf4_dequantize_.absmax", "nf4_product_.absmax"),
+            ("nf4_dequantize_.absmax", "nf4_product_.absmax", "nf4_rounded_sum_.absmax"),
             lambda: rng.random(scale.hidden**2 // 64) * scale.hidden**-0.5,
         ),
         "int8_dequantize_.absmax": lambda: rng.random(tokens),

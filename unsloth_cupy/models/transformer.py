@@ -7,7 +7,7 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 import copy
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -124,7 +124,8 @@ class Transformer(Network):
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
         kind = options.pop("merge_into", None)
-        outer = [n for n in ("tokens", "modules") if np.shape(options.get(n, ())) != (0,)]
+        given = {name: options.get(name, ()) for name in ("tokens", "modules")}
+        outer = [n for n, each in given.items() if not isinstance(each, Sized) or len(each)]
         if [*options.get("modules", ())] == ["score"] and self.parts is None:
             outer.remove("modules")  # which ranks do not cut
         targets = options.get("targets")
@@ -859,12 +860,17 @@ class Transformer(Network):
         After a crash the folder holds the old checkpoint or the new one.  Other files in it stay.
         An adapter is not written, only its base, and a warning says so.
 
+        Before the new files are in their places, what they compute for a few tokens is compared
+        with the model, both on the host and in float32, with one block in memory at a time.
+
         Raises
         ------
         ConfigError
-            The folder is a file, holds weights in other files, or cannot be written; or the disk is
-            full.
+            The folder is a file, holds weights in other files, or cannot be written; the disk is
+            full; or what is written computes other numbers.
         """
+        from .adapters.probe import check_saved  # which runs models
+
         if self.adapter is not None:
             warnings.warn(
                 f"save({str(folder)!r}) writes the base without its adapter; save_adapter(folder)"
@@ -879,7 +885,8 @@ class Transformer(Network):
             layout = self.layout or {SINGLE: list(parameters)}
             texts = {**self.texts, "config.json": config}
             experts = saved_tensors(whole, parameters, self.plain)
-            write_folder(folder, texts, parameters, layout, experts=experts)
+            check = partial(check_saved, self, parameters)
+            write_folder(folder, texts, parameters, layout, experts=experts, check=check)
 
     @naming("save_adapter", "save")
     def save_adapter(self, folder: str | PathLike[str]) -> None:

@@ -221,7 +221,7 @@ class Adapter:
             *layer[:3],
             layer.bias,
             scale=layer.scale,
-            make=partial(self.into, name),
+            make=partial(self.into.of_sum, name),
             dropout=dropout,
             seed=None if not dropout or isinstance(seed, Seeds | None) else _seed(seed, module),
         )

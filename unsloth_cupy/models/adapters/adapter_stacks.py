@@ -122,12 +122,7 @@ class Adapted(NamedTuple):
 
     def sums(self, weight: Any, parameters: Mapping[str, Any]) -> Array:
         """Return the stack with the adapter added, in float32, by ``lora_sum``."""
-        a, b = self.pair(parameters)
-        wide = np.promote_types(weight.dtype, FLOAT32)
-        result: Array = empty(weight.shape, wide, like=a)
-        for expert in range(len(weight)):
-            result[expert] = lora_sum(weight[expert], a[expert], b[expert], self.scale)
-        return result
+        return lora_sum(weight, *self.pair(parameters), self.scale)
 
     def merge(
         self,

@@ -23,6 +23,8 @@ import numpy as np
 from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...errors import ConfigError
 from ...files import read_json
+from ...ops.linear.lora_merge import lora_sum
+from ...ops.quantized.summed_weight import SummedWeight, can_sum
 from ...ops.quantized.weight import Quantized
 from ..configs.config import Config
 from ..folders.expert_files import kinds_of_experts
@@ -92,6 +94,25 @@ class Into:
         if isinstance(weight, Quantized) and kind_of(weight) == self.kind:
             return weight
         return self._quantizer.maker(_dense(weight))
+
+    def of_sum(self, name: str, weight: Any, a: Array, b: Array, scale: float) -> Any:
+        """Return ``weight + scale b a`` as the file has it, for products: an array, or stored.
+
+        Where its blocks can be rounded by themselves, products make it part by part; else it is
+        whole.  That is so of the K types of GGUF, of which a search on the host chooses the scales
+        of 256 values, of ternary, whose scale is a mean of all, and of rows that end in a block.
+        """
+        if (kind := self._kind_of_blocks(name, weight)) is not None:
+            return SummedWeight(weight, a, b, scale, kind)
+        return self(name, lora_sum(weight, a, b, scale))
+
+    def _kind_of_blocks(self, name: str, weight: Any) -> str | None:
+        """Return the kind of a weight in the file, if its parts can be made by themselves."""
+        if self.in_folder:
+            kind = self.kind if self._quantizer.makes(name, weight.shape) else None
+        else:
+            kind = self._types[name].name.lower() if name in self._types else None
+        return kind if kind is not None and can_sum(kind, weight) else None
 
     def rounds(self, name: str, weight: Any) -> bool:
         """Return whether the file has another form of a weight that has no adapter."""

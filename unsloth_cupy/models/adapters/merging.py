@@ -32,7 +32,7 @@ from ..folders.stored import StoredModel, stored_model
 from ..gguf.opening import source_of
 from ..transformer import Transformer
 from .kept import ENOUGH, Kept
-from .probe import check_same
+from .probe import check_same, explained, own_tokens, probed
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}  # of dtypes in a safetensors file
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
@@ -159,7 +159,8 @@ def merge(
             size, kind = _write(model, chosen, partial, target, progress, kept)
         if model.adapter is not None:
             main = chosen or model.homes[TABLE].dtype or FLOAT32
-            check_same("merge", model, stored_model("merge", partial), main)
+            pair = probed(model), probed(stored_model("merge", partial))
+            check_same("merge", *pair, explained(main), own_tokens(model.adapter))
     layers = 0 if model.adapter is None else len(model.adapter.stored)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away, dtype='float32' keeps it")

@@ -1,59 +1,136 @@
-"""Compare two stored models by what they compute for a few tokens, one block in memory at a time.
+"""Compare what models compute for a few tokens, of both one block in memory at a time.
 
 Each row of hidden states or logits is compared: |after - before| / |before|, the largest of all
 rows; of a mixture the median, since a rounded router may choose another expert for a token.
 """
 
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
+from ...ops.quantized.weight import Quantized
+from ...placement import to_numpy
 from ...training.checkpoint import CheckpointConfig
+from ..configs.config import Config
 from ..configs.heads import NONE
 from ..configs.names import ADAPTED, TABLE
-from ..folders.stored import StoredModel
 from ..objective import TrainingStep
 from ..transformer import Transformer
+
+if TYPE_CHECKING:
+    from ..folders.stored import StoredModel
+    from .adapter import Adapter
 
 ROWS, TOKENS = 2, 8
 ROUNDING = 32.0  # times the distance of 1 and the next number: what rounded weights may change
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 LEAST = 1e-3  # of sums in another order
+MORE = 1.01  # times the error of a tensor: its norm is summed in another order
 
 
 class Unread:
     """A parameter that is read when its block runs."""
 
 
-def probed(model: StoredModel, tokens: Array) -> Array:
-    """Return what a stored model computes for tokens in float32, (rows, numbers)."""
-    adapter, parameters = model.adapter, dict[str, Any](dict.fromkeys(model.homes, Unread()))
-    own = {} if adapter is None else adapter.parameters
-    rounds = adapter is not None and adapter.into is not None  # as a file has the weights
+class Probed(NamedTuple):
+    """A model whose parameters are read one by one, to the host and in float32."""
+
+    path: Any  # in errors
+    config: Config
+    texts: Mapping[str, Mapping[str, Any]]
+    names: Collection[str]
+    read: Callable[[str], Any]
+    adapter: "Adapter | None" = None  # that is not merged
+
+    def numbers(self, tokens: Array) -> Array:
+        """Return what the model computes for tokens, (rows, numbers)."""
+        own = {} if self.adapter is None else self.adapter.parameters
+        parameters = dict[str, Any](dict.fromkeys(self.names, Unread()))
+
+        def read(name: str) -> Any:
+            head = own.get(ADAPTED + name)  # which the base may lack
+            return self.read(name) if head is None else head
+
+        parameters[TABLE] = read(TABLE)
+        whole = Transformer(self.config, parameters, self.texts)
+        whole.step = TrainingStep(CheckpointConfig())  # blocks are gathered one by one
+        whole.adapter = self.adapter
+        whole.gather = lambda named: {
+            name: read(name) if isinstance(value, Unread) else value
+            for name, value in named.items()
+        }
+        numbers: Array = whole.embeddings(tokens) if whole.head == NONE else whole.logits(tokens)
+        return numbers.reshape(-1, numbers.shape[-1])
+
+
+def probed(model: "StoredModel") -> Probed:
+    """Return a stored model; with the weights of a file if its adapter was trained for that."""
+    facts = model.path, model.config, model.texts, model.homes
+    if model.adapter is not None and model.adapter.into is not None:
+        return Probed(*facts, lambda name: model.merged(name, FLOAT32, exact=False))
+    return Probed(*facts, lambda name: model.read(name, FLOAT32), model.adapter)
+
+
+def held(model: Any, parameters: Mapping[str, Any], adapter: "Adapter | None") -> Probed:
+    """Return a model in memory with these parameters, which are copied to the host in turns."""
+    through = adapter is not None and adapter.into is not None
 
     def read(name: str) -> Any:
-        if rounds:
-            return model.merged(name, FLOAT32, exact=False)
-        head = own.get(ADAPTED + name)  # which the base may lack
-        return model.read(name, FLOAT32) if head is None else head
+        value = wide(parameters[name])
+        if adapter is None or not through:
+            return value
+        return adapter.merge(name, value, requantize=True)
 
-    parameters[TABLE] = read(TABLE)
-    whole = Transformer(model.config, parameters, model.texts)
-    whole.step = TrainingStep(CheckpointConfig())  # blocks are gathered one by one
-    whole.adapter = None if rounds else adapter
-    whole.gather = lambda named: {
-        name: read(name) if isinstance(value, Unread) else value for name, value in named.items()
-    }
-    numbers: Array = whole.embeddings(tokens) if whole.head == NONE else whole.logits(tokens)
-    return numbers.reshape(-1, numbers.shape[-1])
+    if adapter is not None:
+        adapter = adapter.holding({name: to_numpy(a) for name, a in adapter.parameters.items()})
+        pairs = adapter.initial.items()
+        adapter.initial = {name: (to_numpy(a), to_numpy(b)) for name, (a, b) in pairs}
+    where = model.folder or "the model in memory"
+    own = None if through else adapter
+    config = model.config if model.division is None else model.division.whole
+    return Probed(where, config, model.texts, parameters, read, own)
 
 
-def check_same(call: str, before: StoredModel, after: StoredModel, dtype: "np.dtype[Any]") -> float:
-    """Return by how much two models differ; raise where rounding to a dtype does not explain it.
+def wide(value: Any) -> Any:
+    """Return a parameter on the host, in float32 or quantized."""
+    if isinstance(value, Quantized):
+        return value.moved(to_numpy).computed_in(FLOAT32)
+    return to_numpy(value).astype(FLOAT32, copy=False)
 
-    The tokens of which an adapter has rows are among those that are compared.
+
+def dense(value: Any) -> Array:
+    """Return a parameter dense, on the host in float32."""
+    array: Array = wide(value.dequantize(FLOAT32) if isinstance(value, Quantized) else value)
+    return array
+
+
+def check_written(
+    call: str,
+    name: str,
+    expected: Any,
+    written: Any,
+    error: float,
+) -> None:
+    """Raise a ConfigError if a weight of a file is off by more than rounding it was: ``error``."""
+    exact = dense(expected)
+    off, size = (float(np.linalg.norm(each)) for each in (dense(written) - exact, exact))
+    if not off <= MORE * error + EPS["float32"] * size and np.isfinite(size):
+        problem = f"what is written as {name} differs by {off:.3g} of {size:.3g} (norms), and"
+        cure = "nothing was written: report this, and keep the adapter apart"
+        raise ConfigError(f"{call}: {problem} rounding explains {error:.3g}; {cure}")
+
+
+def check_same(
+    call: str, before: Probed, after: Probed, most: float = LEAST, own: Collection[int] = ()
+) -> float:
+    """Return by how much two models differ; raise if it is more than ``most``.
+
+    Tokens of ``own`` are among those that are compared.  A model whose numbers are not finite is
+    compared with none.
 
     Raises
     ------
@@ -62,17 +139,34 @@ def check_same(call: str, before: StoredModel, after: StoredModel, dtype: "np.dt
     """
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, before.config.vocab, ROWS * TOKENS)
-    own = [] if before.adapter is None else [*before.adapter.tokens.get(TABLE, ())]
-    tokens[: len(own[:TOKENS])] = own[:TOKENS]
+    tokens[: len([*own][:TOKENS])] = [*own][:TOKENS]
     tokens = tokens.reshape(ROWS, TOKENS)
-    first, second = (probed(model, tokens) for model in (before, after))
+    first, second = (model.numbers(tokens) for model in (before, after))
     sizes = np.linalg.norm(first, axis=-1)
+    if not np.isfinite(sizes).all():
+        return 0.0
     rows = np.linalg.norm(second - first, axis=-1) / np.where(sizes == 0, 1, sizes)
     difference = float(np.median(rows) if before.config.experts is not None else rows.max())
-    most = max(LEAST, ROUNDING * EPS[dtype.name])
     if not difference <= most:
         problem = f"what is written computes other numbers than {before.path}: they differ by"
-        problem += f" {difference:.2g} of their size, and rounding to {dtype} explains {most:.2g}"
+        problem += f" {difference:.2g} of their size, and rounding explains {most:.2g}"
         cure = "nothing was written: report this, and keep the adapter apart"
         raise ConfigError(f"{call}: {problem}; {cure}")
     return difference
+
+
+def explained(dtype: "np.dtype[Any]") -> float:
+    """Return what rounding to a dtype may change of what a model computes."""
+    return max(LEAST, ROUNDING * EPS[dtype.name])
+
+
+def own_tokens(adapter: "Adapter | None") -> Collection[int]:
+    """Return the tokens of which an adapter has rows."""
+    return () if adapter is None else adapter.tokens.get(TABLE, ())
+
+
+def check_saved(model: Any, parameters: Mapping[str, Any], folder: Path) -> None:
+    """Raise a ConfigError if a folder computes other numbers than the model that is saved in it."""
+    from ..folders.stored import stored_model
+
+    check_same("save", held(model, parameters, None), probed(stored_model("save", folder)))

@@ -3,7 +3,8 @@
     y = x Q(W + scale B A)^T + bias + scale (dropout(x) - x) A^T B^T
     dx = dy Q + what dropout adds    dA, dB    as of the adapter without rounding
 
-The rounded weight is made for a product and freed after it: the backward pass makes it again.
+Products make the rounded weight part by part (``SummedWeight``), in the backward pass again.  Of a
+kind whose parts cannot be rounded by themselves it is made for a product, and freed after it.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import contiguous, empty, rounded
+from ...core.arrays import contiguous, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...ops.common.gemm import gemm
 from ...ops.elements.cast import in_dtype
@@ -20,12 +21,14 @@ from ...ops.linear.dropout import dropped_rows
 from ...ops.linear.linear import linear
 from ...ops.linear.lora_merge import lora_sum
 from ...ops.linear.lora_straight import straight_gradients
-from ...ops.quantized.weight import Quantized
+from ...ops.quantized.summed_weight import SummedWeight
+from ...ops.quantized.weight import Chunked, Quantized
 from ...parallel.taped import taped, value_of
 from ..configs.names import TABLE
 from .kept import Kept
 
-Make = Callable[[Array], Any]  # from the sum to the weight of the file
+# from a weight, a, b and the scale to the weight of the file
+Make = Callable[[Any, Array, Array, float], Any]
 _linear_backward: Any = linear.backward
 _grouped_backward: Any = grouped_linear.backward
 
@@ -45,10 +48,7 @@ def through_linear(
     """Return the output of a layer whose weight is made of its sum with an adapter."""
     rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
     flat = rows.reshape(-1, rows.shape[-1])
-
-    def made() -> Any:
-        return _as_operand(make(lora_sum(weight, low, up, scale)), rows.dtype)
-
+    made = _maker(make, weight, low, up, scale, rows.dtype)
     y: Array = linear(rows, made(), added)
     if dropout:
         change = dropped_rows(flat, dropout, seed) - flat
@@ -88,12 +88,7 @@ def through_stack(
     rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
     down, out = (contiguous(each.astype(rows.dtype, copy=False)) for each in (low, up))
 
-    def made() -> Any:
-        total = empty(weight.shape, np.promote_types(rows.dtype, FLOAT32), like=low)
-        for expert in range(len(weight)):
-            total[expert] = lora_sum(weight[expert], low[expert], up[expert], scale)
-        return _as_operand(make(total), rows.dtype)
-
+    made = _maker(make, weight, low, up, scale, rows.dtype)
     y: Array = grouped_linear(rows, made(), offsets, added)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
@@ -114,9 +109,25 @@ def through_stack(
     return taped("through_stack", y, back, x=x, a=a, b=b)
 
 
-def _as_operand(weight: Any, dtype: Any) -> Any:
-    """Return a weight as products with arrays of a dtype take it."""
-    return weight if isinstance(weight, Quantized) else weight.astype(dtype, copy=False)
+def _maker(
+    make: Make, weight: Any, a: Array, b: Array, scale: float, dtype: Any
+) -> Callable[[], Any]:
+    """Return a function that makes the weight as products with arrays of a dtype take it.
+
+    One that is made part by part, and holds nothing that is dense, is kept for the backward pass.
+    """
+    kept: list[SummedWeight] = []
+
+    def made() -> Any:
+        if kept:
+            return kept[0]
+        weight_of_file = make(weight, a, b, scale)
+        if isinstance(weight_of_file, SummedWeight):
+            kept.append(weight_of_file)
+        coded = isinstance(weight_of_file, Chunked)
+        return weight_of_file if coded else weight_of_file.astype(dtype, copy=False)
+
+    return made
 
 
 def file_weight(

@@ -222,12 +222,13 @@ def write_folder(
     layout: Layout,
     metadata: Mapping[str, str] = MappingProxyType({}),
     experts: Mapping[str, Mapping[str, Place]] = MappingProxyType({}),
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
 
     ``texts`` are the JSON files by name; the first is the config.  A folder that exists keeps its
     other files, such as a tokenizer.  ``experts`` are the tensors that parameters of a mixture are
-    written as.
+    written as.  ``check`` may refuse the new files before they are in their places.
 
     Raises
     ------
@@ -265,6 +266,8 @@ def write_folder(
             write_tensors(temporary / file, tensors, metadata)
         for file, values in texts.items():
             (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if check is not None:
+            check(temporary)
 
 
 def write_tensors(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import re
 import sys
 from collections import Counter
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...core.call import check_options, is_integer
 from ...core.dtypes import FLOAT32, Array
@@ -23,15 +26,29 @@ from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapters.adapter import Adapter, module_of
 from ..adapters.kept import ENOUGH, Kept
+from ..adapters.probe import (
+    Probed,
+    check_same,
+    check_written,
+    dense,
+    held,
+    own_tokens,
+    probed,
+    wide,
+)  # fmt: skip
 from ..configs.config import Config
-from ..configs.heads import CAUSAL, require_head
+from ..configs.heads import CAUSAL, OWN, require_head
 from ..configs.names import is_stack
 from ..configs.reading import token_ids
+from ..folders.lazy_parameter import LazyParameter
 from ..folders.stored import stored_model
 from ..transformer import Transformer
 from . import TYPES
+from .finding import find_gguf_tensors
+from .reading import AS_STORED, opened_gguf
 
 if TYPE_CHECKING:
+    from ._families import Architecture
     from ._tensors import Tensor
     from ._types import Read
 
@@ -83,7 +100,9 @@ class Source:
     adapter: Adapter | None
     folder: Path | None
     name: str
+    probed: Probed  # with its adapter apart
     kind: str = "f16"
+    exact: bool = True  # ``read`` gives what the file is rounded from
     packed: Collection[str] = ()  # stacks in MXFP4, which stay what they are
 
 
@@ -174,7 +193,8 @@ def export_gguf(
         **words,
     }
     rounded = source.adapter is not None and source.adapter.into is not None
-    _write(path, known.name, values, tensor_list, progress, before, kept, used=rounded)
+    check = None if source.adapter is None else functools.partial(_check_file, source, known)
+    _write(path, known.name, values, tensor_list, progress, before, kept, used=rounded, check=check)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 keeps more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
@@ -307,10 +327,11 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
             return adapter.merge(name, array, exact=exact, requantize=not exact)
 
         reads = _on_host(merged), lambda name: _dense(arrays[name])
-        words = chosen or model.folder
+        words, whole = chosen or model.folder, held(model, arrays, adapter)
         stacks = {n for n, array in arrays.items() if is_stack(n) and isinstance(array, Mxfp4)}
         stacks -= {n for n in stacks if adapter is not None and adapter.adds_to(n)}
-        return Source(model.config, model.texts, *reads, adapter, words, name, kind, stacks)
+        facts = adapter, words, name, whole, kind, exact, stacks
+        return Source(model.config, model.texts, *reads, *facts)
     stored = stored_model("export_gguf", model, base)
     kind, exact = _kind_of(stored.adapter, kind)
 
@@ -328,7 +349,8 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
     name, words = stored.path.resolve().name, chosen or stored.words
     stacks = {n for n, home in stored.homes.items() if is_stack(n) and home.kind is Mxfp4}
     stacks -= {n for n in stacks if stored.adapter is not None and stored.adapter.adds_to(n)}
-    return Source(stored.config, stored.texts, *reads, stored.adapter, words, name, kind, stacks)
+    facts = stored.adapter, words, name, probed(stored), kind, exact, stacks
+    return Source(stored.config, stored.texts, *reads, *facts)
 
 
 def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
@@ -392,11 +414,13 @@ def _write(
     kept: Kept,
     *,
     used: bool = False,
+    check: Callable[[Path, Mapping[str, float]], None] | None = None,
 ) -> None:
     """Write keys, then tensor after tensor, to a temporary file that becomes ``path``.
 
     ``kept`` measures the tensors that an adapter changed, of which ``before`` reads the old ones;
-    if it has ``used`` them as they are rounded here, by that.
+    if it has ``used`` them as they are rounded here, by that.  ``check`` may refuse the file, by
+    the errors of its tensors.
     """
     import gguf
     from tqdm import tqdm
@@ -406,36 +430,76 @@ def _write(
     total = sum(size_of(tensor.shape, tensor.type) for tensor in tensors)
     key_bytes = sum(len(str(value)) for value in values.values())
     check_room(path, total + key_bytes + KEYS, "the GGUF file")
-    with (
-        atomic_path(path, "export_gguf") as partial,
-        contextlib.closing(gguf.GGUFWriter(partial, name)) as out,
-    ):
-        for key, value in values.items():
-            _add(out, key, value)
-        out.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        for tensor in tensors:
-            size = size_of(tensor.shape, tensor.type)
-            out.add_tensor_info(tensor.name, tensor.shape, FLOAT32, size, tensor.type)
-        out.write_header_to_file()
-        out.write_kv_data_to_file()
-        out.write_ti_data_to_file()
-        shows_bar = progress and sys.stderr.isatty()
-        with tqdm(
-            total=total, desc=path.name, unit="B", unit_scale=True, disable=not shows_bar,
-            dynamic_ncols=True,
-        ) as bar:  # fmt: skip
+    errors: dict[str, float] = {}
+    with atomic_path(path, "export_gguf") as partial:
+        with contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
+            for key, value in values.items():
+                _add(out, key, value)
+            out.add_quantization_version(gguf.GGML_QUANT_VERSION)
             for tensor in tensors:
-                array = tensor.read()
-                whole = array.dtype.name == "uint8"  # blocks of the type
-                data = array if whole else packed(tensor.name, array, tensor.type)
-                _put(out, data, path)
-                bar.update(data.nbytes)
-                if tensor.name in before and tensor.type.name != "F32":
-                    dense = functools.partial(unpacked, data, tensor.type)
-                    exact = dense(slice(None)) if used else array.reshape(len(data), -1)
-                    old = before[tensor.name]().reshape(exact.shape)
-                    kept.measure(tensor.name, old, exact, dense)
-                del array, data  # frees them before the next one is read
+                size = size_of(tensor.shape, tensor.type)
+                out.add_tensor_info(tensor.name, tensor.shape, FLOAT32, size, tensor.type)
+            out.write_header_to_file()
+            out.write_kv_data_to_file()
+            out.write_ti_data_to_file()
+            shows_bar = progress and sys.stderr.isatty()
+            with tqdm(
+                total=total, desc=path.name, unit="B", unit_scale=True, disable=not shows_bar,
+                dynamic_ncols=True,
+            ) as bar:  # fmt: skip
+                for tensor in tensors:
+                    array = tensor.read()
+                    whole = array.dtype.name == "uint8"  # blocks of the type
+                    data = array if whole else packed(tensor.name, array, tensor.type)
+                    _put(out, data, path)
+                    bar.update(data.nbytes)
+                    values_of = functools.partial(unpacked, data, tensor.type)
+                    if tensor.name in before and tensor.type.name != "F32":
+                        exact = values_of(slice(None)) if used else array.reshape(len(data), -1)
+                        old = before[tensor.name]().reshape(exact.shape)
+                        kept.measure(tensor.name, old, exact, values_of)
+                    if check is not None and not whole and tensor.type.name != "F32":
+                        off = values_of(slice(None)).reshape(array.shape) - array.astype(FLOAT32)
+                        errors[tensor.name] = float(np.linalg.norm(off))
+                        del off
+                    del array, data, values_of  # frees them before the next one is read
+        if check is not None:
+            check(partial, errors)
+
+
+def _check_file(
+    source: Source, known: "Architecture", file: Path, errors: Mapping[str, float]
+) -> None:
+    """Compare a file with the model and its adapter, one block in memory at a time.
+
+    What the merged weights compute for a few tokens is what the model does, and the file has them
+    up to ``errors``, the norms of what rounding changed of its tensors.  Of an adapter that was
+    trained for the file, its own weights compute that.
+
+    Raises
+    ------
+    ConfigError
+        They differ by more.
+    """
+    from ._families import score_factor
+
+    adapter, call = source.adapter, "export_gguf"
+    homes, opened = find_gguf_tensors(file, source.config, OWN), opened_gguf(file)
+    scaled = "q_norm" if source.config.query_key_norm else "q_proj"
+    factor = np.float32(score_factor(source.config, known))
+
+    def written(name: str) -> Any:
+        weight = LazyParameter(name, homes[name], {str(file): opened}, FLOAT32).whole()
+        return dense(weight) / factor if f".{scaled}." in name and factor != 1 else weight
+
+    own = adapter is not None and adapter.into is not None and source.exact
+    read = written if own else lambda name: wide(source.read(name))
+    after = source.probed._replace(read=read, adapter=None)
+    check_same(call, source.probed, after, own=own_tokens(adapter))
+    for name, home in homes.items():
+        parts = {home.stored, *(stored for _, stored in home.more.values())}
+        error = math.hypot(*(errors.get(part.removesuffix(AS_STORED), 0.0) for part in parts))
+        check_written(call, name, source.read(name), written(name), error)
 
 
 def _put(out: Any, data: Array, path: Path) -> None:

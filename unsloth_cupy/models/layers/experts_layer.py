@@ -107,7 +107,7 @@ def _product(
     adapted = stacks.get(name)
     if adapted is not None and adapted.into is not None:
         pair, bias = adapted.pair(parameters), parameters.get(f"{name}_bias")
-        how: Any = {"scale": adapted.scale, "make": partial(adapted.into, name)}
+        how: Any = {"scale": adapted.scale, "make": partial(adapted.into.of_sum, name)}
         return through_stack(x, parameters[name], *pair, offsets, bias, **how)
     y = grouped_linear(x, parameters[name], offsets, parameters.get(f"{name}_bias"))
     if adapted is None:

@@ -69,8 +69,16 @@ def lora_merge(
 
 
 def lora_sum(weight: Any, a: Array, b: Array, scale: float) -> Array:
-    """Return ``weight + scale b a``, (outputs, inputs), in float32 or wider, by ``lora_add_``."""
+    """Return ``weight + scale b a``, in float32 or wider, by ``lora_add_``.
+
+    A stack (experts, outputs, inputs) has a and b with experts as their first axis, too.
+    """
     wide = np.promote_types(weight.dtype, FLOAT32)
+    if len(weight.shape) == 3:
+        total = empty(weight.shape, wide, like=a)
+        for expert in range(len(weight)):
+            total[expert] = lora_sum(weight[expert], a[expert], b[expert], scale)
+        return total
     factors = (each.astype(wide, copy=False) for each in (a, b))
     return lora_add_(weight.astype(wide), *factors, scale=float(scale))
 

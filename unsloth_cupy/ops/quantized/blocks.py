@@ -94,17 +94,19 @@ class FourBits(Blocks):
     """Blocks of two codes per byte, the first in its low bits."""
 
     CODES, VALUES = UINT8, 2
+    block = BLOCK
+    kind = property(lambda self: self.KIND)
 
     @abstractmethod
-    def _arrays(self) -> tuple[Array, Array, Array | None]:
+    def coded(self) -> tuple[Array, Array, Array | None]:
         """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
 
     @property
     def _how(self) -> Any:
-        return {"block": BLOCK, "kind": self.KIND}
+        return {"block": self.block, "kind": self.kind}
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        inputs, (packed, absmax, codes) = self.shape[-1], self._arrays()
+        inputs, (packed, absmax, codes) = self.shape[-1], self.coded()
         if not (on_gpu(packed) and dtype in KERNEL_DTYPES):
             arguments = packed, sizes_of(absmax, codes), rows, columns, inputs, BLOCK, self.KIND
             with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
@@ -118,13 +120,13 @@ class FourBits(Blocks):
         if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
             return self.dequantize(dtype)
         w = empty((self.rows, self.shape[-1]), dtype, like=self.packed)
-        dense = nf4_dequantize_(w, *self._arrays(), offsets, columns=self.shape[-1], **self._how)
+        dense = nf4_dequantize_(w, *self.coded(), offsets, columns=self.shape[-1], **self._how)
         return dense.reshape(self.shape)
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         if not (on_gpu(self.packed) and has_kernel(x, out)):
             return False
-        nf4_product_(out, x, *self._arrays(), add=add, **self._how)
+        nf4_product_(out, x, *self.coded(), add=add, **self._how)
         return True
 
 
@@ -208,7 +210,7 @@ class Q40(_OfFiles, FourBits):
 
     KIND = "q4_0"
 
-    def _arrays(self) -> tuple[Array, Array, None]:
+    def coded(self) -> tuple[Array, Array, None]:
         """Return codes and absmax as the ops of 4-bit weights take them."""
         return self.packed.reshape(-1), self.scales.reshape(-1), None
 

@@ -82,13 +82,13 @@ def mxfp4_quantize(w: Array) -> "Mxfp4":
         rows = STEP // BLOCK
         for top in representative_steps(w, range(0, len(blocks), rows)):
             part = slice(top, min(top + rows, len(blocks)))
-            packed[part], scales[part], sizes[part] = _encoded(blocks[part].astype(FLOAT32))
+            packed[part], scales[part], sizes[part] = encoded(blocks[part].astype(FLOAT32))
         check_finite("mxfp4_quantize", values, sizes)
         shape = *w.shape[:-1], w.shape[-1] // BLOCK
         return Mxfp4(packed.reshape(*w.shape[:-1], -1), scales.reshape(shape), dtype=w.dtype)
 
 
-def _encoded(part: Array) -> tuple[Array, Array, Array]:
+def encoded(part: Array) -> tuple[Array, Array, Array]:
     """Return bytes of codes, scales and the largest absolute values of float32 blocks."""
     sizes = np.abs(part).max(axis=1)
     exponents = np.where(sizes > 0, np.frexp(sizes)[1] - 1 - TOP, -BIAS)
@@ -126,7 +126,7 @@ class Mxfp4(FourBits):
         super().__init__(packed, scales, dtype=dtype)
         self._powers = to_device_of(powers_of_two(), packed)
 
-    def _arrays(self) -> tuple[Array, Array, Array]:
+    def coded(self) -> tuple[Array, Array, Array]:
         """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
         return self.packed.reshape(-1), self._powers, self.scales.reshape(-1)
 

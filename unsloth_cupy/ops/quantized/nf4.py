@@ -87,11 +87,11 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
         flat = values.reshape(math.prod(w.shape[:-1]), w.shape[-1])
         packed, absmax = nf4_quantize_forward(flat, block=block, kind=kind)
         check_finite("nf4_quantize", values, absmax)
-        scales = _double_quantized(absmax) if double else {"absmax": absmax}
+        scales = double_quantized(absmax) if double else {"absmax": absmax}
         return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **scales)
 
 
-def _double_quantized(absmax: Array) -> dict[str, Any]:
+def double_quantized(absmax: Array) -> dict[str, Any]:
     """Return absmax in one byte per block, a scale for each 256 blocks, and an offset."""
     offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()
     codes, scale = dynamic_codes.encode(absmax - offset, signed=True)
@@ -163,6 +163,10 @@ class Nf4(Quantized):
     def absmax(self) -> Array:
         """The largest absolute value of each block, in float32."""
         return sizes_of(self._absmax, self.absmax_codes)
+
+    def coded(self) -> tuple[Array, Array, Array | None]:
+        """Return codes, absmax and its codes as the ops of 4-bit weights take them."""
+        return self.packed, self._absmax, self.absmax_codes
 
     def held(self) -> dict[str, Any]:
         """Return the arrays that store the weight, by name."""

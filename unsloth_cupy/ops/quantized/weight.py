@@ -32,7 +32,106 @@ CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has 
 
 
 @on_gpu_of_attribute("home")
-class Quantized(Stored, ABC):
+class Chunked(Stored, ABC):
+    """A matrix (outputs, inputs), or a stack, of which products make dense parts one by one."""
+
+    shape: tuple[int, ...]
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: math.prod(self.shape))
+    rows = property(lambda self: math.prod(self.shape[:-1]))  # those of all matrices of a stack
+    strides = ()  # part of the key of a replay
+    device = property(lambda self: self.home.device)
+    data = property(lambda self: self.home.data)
+    ctypes = property(lambda self: self.home.ctypes)
+    T = property(lambda self: Transposed(self))  # noqa: PLW0108 -- defined below
+    least_step = 1  # of rows or columns of a part
+
+    @abstractmethod
+    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
+        """Return a part of the dense weight as a new array; both slices have start and stop."""
+
+    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
+        """Write or add ``x @ W.T`` directly from the codes; return False if no kernel can."""
+        return False
+
+    def _rows(self, start: int, stop: int, dtype: np.dtype[Any]) -> Array:
+        """Return rows of the dense weight, counted through all matrices of a stack."""
+        return self._dense(slice(start, stop), slice(0, self.shape[-1]), dtype)
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """Return the dense weight (outputs, inputs), in ``dtype`` or its own dtype.
+
+        Raises
+        ------
+        ConfigError
+            The dtype is not a float dtype.
+        """
+        call = f"{type(self).__name__}.dequantize"
+        target = self.dtype if dtype is None else float_dtype(call, dtype)
+        return self._rows(0, self.rows, target).reshape(self.shape)
+
+    def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
+        """Return a stack in ``dtype``; matrices of groups without rows may hold anything.
+
+        ``offsets`` (experts + 1,) says where the rows of each group begin.
+        """
+        return self.dequantize(dtype)
+
+    def astype(self, dtype: Any) -> Array:
+        """Return the dense weight, a new array."""
+        return self.dequantize(dtype)
+
+    def computed_in(self, dtype: Any) -> Self:
+        """Return the same weight with another default dtype, without copying its arrays."""
+        other = copy.copy(self)
+        other.dtype = float_dtype(f"{type(self).__name__}.computed_in", dtype)
+        return other
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise DTypeError(f"{self!r} is not an array; pass its dequantize()")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | int) -> Array:
+        kind: Any = rows
+        if self.ndim == 3 and is_integer(kind):
+            number, height = range(len(self))[kind], self.shape[1]
+            return self._rows(number * height, (number + 1) * height, self.dtype)
+        start, stop, step = kind.indices(len(self)) if isinstance(kind, slice) else (0, 0, 0)
+        if step != 1 or self.ndim != 2:
+            what = "rows in order are" if self.ndim == 2 else "one matrix is"
+            raise ConfigError(f"{self!r}: only {what} taken; dequantize it for [{rows}]")
+        return self._rows(start, max(start, stop), self.dtype)
+
+    def product(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W`` to out, or add it, in chunks of columns of W."""
+        for part in self._chunks(a, self.shape[1], self.shape[0]):
+            chunk = self._dense(slice(0, self.shape[0]), part, a.dtype)
+            gemm(a, chunk, out=out[:, part], add=add)
+            del chunk  # frees it before the next one is allocated
+
+    def product_transposed(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W.T`` to out, or add it: a kernel for few rows, or chunks of rows of W."""
+        if not is_fixed() and self._few_rows(a, out, add):
+            return
+        for part in self._chunks(a, self.shape[0], self.shape[1]):
+            chunk = self._dense(part, slice(0, self.shape[1]), a.dtype)
+            gemm(a, chunk.T, out=out[:, part], add=add)
+            del chunk
+
+    def _chunks(self, like: Array, length: int, other: int) -> Any:
+        """Yield the slices of an axis of ``length``; the other axis has length ``other``."""
+        size = max(like.dtype.itemsize, 1 if on_gpu(like) else 4)  # NumPy computes in float32
+        step = max(1, CHUNK_BYTES[on_gpu(like)] // max(1, other * size))
+        if step > CHUNK_STEP:
+            step -= step % CHUNK_STEP
+        step = max(step, self.least_step)
+        starts = representative_steps(like, range(0, length, step))
+        return (slice(start, min(start + step, length)) for start in starts)
+
+
+class Quantized(Chunked):
     """A frozen matrix (outputs, inputs) in few bits.
 
     It is the base of ``Nf4``, ``Mxfp4``, ``Int8`` and ``Ternary``, and of those that only GGUF
@@ -48,16 +147,6 @@ class Quantized(Stored, ABC):
     KIND: ClassVar[str]  # its name in errors and in files
     IN_FOLDERS: ClassVar[bool] = True  # whether Hugging Face folders have a form of it
     part: tuple["Quantized", int, int] | None = None  # of a whole: its number among so many
-
-    shape: tuple[int, ...]
-    ndim = property(lambda self: len(self.shape))
-    size = property(lambda self: math.prod(self.shape))
-    rows = property(lambda self: math.prod(self.shape[:-1]))  # those of all matrices of a stack
-    strides = ()  # part of the key of a replay
-    device = property(lambda self: self.home.device)
-    data = property(lambda self: self.home.data)
-    ctypes = property(lambda self: self.home.ctypes)
-    T = property(lambda self: Transposed(self))  # noqa: PLW0108 -- defined below
 
     @property
     def nbytes(self) -> int:
@@ -128,101 +217,18 @@ class Quantized(Stored, ABC):
         arrays = {name: array.reshape(*rows, *array.shape[ndim:]) for name, array in arrays.items()}
         return type(self)(**arrays, **facts)
 
-    @abstractmethod
-    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        """Return a part of the dense weight as a new array; both slices have start and stop."""
-
     @property
     def stacks(self) -> bool:
         """Whether the arrays of such matrices, one behind another, are those of all their rows."""
         return False
 
-    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
-        """Write or add ``x @ W.T`` directly from the codes; return False if no kernel can."""
-        return False
-
-    def dequantize(self, dtype: Any = None) -> Array:
-        """Return the dense weight (outputs, inputs), in ``dtype`` or its own dtype.
-
-        Raises
-        ------
-        ConfigError
-            The dtype is not a float dtype.
-        """
-        call = f"{type(self).__name__}.dequantize"
-        target = self.dtype if dtype is None else float_dtype(call, dtype)
-        return self._rows(0, self.rows, target).reshape(self.shape)
-
-    def _rows(self, start: int, stop: int, dtype: np.dtype[Any]) -> Array:
-        """Return rows of the dense weight, counted through all matrices of a stack."""
-        return self._dense(slice(start, stop), slice(0, self.shape[-1]), dtype)
-
-    def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
-        """Return a stack in ``dtype``; matrices of groups without rows may hold anything.
-
-        ``offsets`` (experts + 1,) says where the rows of each group begin.
-        """
-        return self.dequantize(dtype)
-
-    def astype(self, dtype: Any) -> Array:
-        """Return the dense weight, a new array."""
-        return self.dequantize(dtype)
-
     def moved(self, place: Callable[[Any], Any]) -> Self:
         """Return the weight with each of its arrays replaced by ``place(array)``."""
         return type(self)(**{n: place(array) for n, array in self.held().items()}, **self.facts())
 
-    def computed_in(self, dtype: Any) -> Self:
-        """Return the same weight with another default dtype, without copying its arrays."""
-        other = copy.copy(self)
-        other.dtype = float_dtype(f"{type(self).__name__}.computed_in", dtype)
-        return other
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise DTypeError(f"{self!r} is not an array; pass its dequantize()")
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice | int) -> Array:
-        kind: Any = rows
-        if self.ndim == 3 and is_integer(kind):
-            number, height = range(len(self))[kind], self.shape[1]
-            return self._rows(number * height, (number + 1) * height, self.dtype)
-        start, stop, step = kind.indices(len(self)) if isinstance(kind, slice) else (0, 0, 0)
-        if step != 1 or self.ndim != 2:
-            what = "rows in order are" if self.ndim == 2 else "one matrix is"
-            raise ConfigError(f"{self!r}: only {what} taken; dequantize it for [{rows}]")
-        return self._rows(start, max(start, stop), self.dtype)
-
     def __repr__(self) -> str:
         sizes = " x ".join(map(str, self.shape))
         return f"{type(self).__name__}({sizes}, {self.nbytes} bytes)"
-
-    def product(self, a: Array, out: Array, add: bool) -> None:
-        """Write ``a @ W`` to out, or add it, in chunks of columns of W."""
-        for part in self._chunks(a, self.shape[1], self.shape[0]):
-            chunk = self._dense(slice(0, self.shape[0]), part, a.dtype)
-            gemm(a, chunk, out=out[:, part], add=add)
-            del chunk  # frees it before the next one is allocated
-
-    def product_transposed(self, a: Array, out: Array, add: bool) -> None:
-        """Write ``a @ W.T`` to out, or add it: a kernel for few rows, or chunks of rows of W."""
-        if not is_fixed() and self._few_rows(a, out, add):
-            return
-        for part in self._chunks(a, self.shape[0], self.shape[1]):
-            chunk = self._dense(part, slice(0, self.shape[1]), a.dtype)
-            gemm(a, chunk.T, out=out[:, part], add=add)
-            del chunk
-
-    def _chunks(self, like: Array, length: int, other: int) -> Any:
-        """Yield the slices of an axis of ``length``; the other axis has length ``other``."""
-        size = max(like.dtype.itemsize, 1 if on_gpu(like) else 4)  # NumPy computes in float32
-        step = max(1, CHUNK_BYTES[on_gpu(like)] // max(1, other * size))
-        if step > CHUNK_STEP:
-            step -= step % CHUNK_STEP
-        starts = representative_steps(like, range(0, length, step))
-        return (slice(start, min(start + step, length)) for start in starts)
 
 
 def beside(weights: Sequence[Quantized]) -> Sequence[Quantized]:
@@ -251,7 +257,7 @@ def beside(weights: Sequence[Quantized]) -> Sequence[Quantized]:
 class Transposed(Stored):
     """The transpose of a quantized weight, as an operand of products."""
 
-    def __init__(self, weight: Quantized) -> None:
+    def __init__(self, weight: Any) -> None:
         self.weight, self.dtype, self.home = weight, weight.dtype, weight.home
         self.shape = weight.shape[::-1]
 

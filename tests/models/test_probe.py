@@ -1,0 +1,120 @@
+"""What is saved or exported computes what the model does, or has no name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import models
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models.adapters.adapter import Adapter
+from unsloth_cupy.models.folders import checkpoint_files
+from unsloth_cupy.models.gguf import _tensors
+
+from .exported import IN_LLAMA_CPP, make
+from .peers import MIXTURES, SIZES
+
+WIDE = {"model_type": "llama", "hidden_size": 256}
+
+
+def adapted(folder: Path, config: Any = WIDE, **options: Any) -> models.Transformer:
+    """Return a model with an adapter that changes it, both saved."""
+    model = make(folder / "base", config)
+    model.add_adapter(2, base=str(folder / "base"), **options)
+    draw = np.random.default_rng(1)
+    for array in model.adapter.parameters.values():
+        array[...] += 0.05 * draw.standard_normal(array.shape)
+    model.save_adapter(folder / "adapter")
+    return model
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4_0", "q2_k"])
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_an_export_of_other_weights_is_refused(
+    kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge that leaves a layer out is no rounding, however coarse the file is."""
+    model = adapted(tmp_path)
+    source: Any = model if place == "memory" else tmp_path / "adapter"
+    merge = Adapter.merge
+
+    def without(self: Any, name: str, weight: Any, *given: Any, **options: Any) -> Any:
+        lost = name.endswith("layers.1.mlp.up_proj.weight")
+        return weight if lost else merge(self, name, weight, *given, **options)
+
+    monkeypatch.setattr(Adapter, "merge", without)
+    problem = r"what is written computes other numbers than .*: they differ by 0\.\d+ of their size"
+    with pytest.raises(ConfigError, match=problem):
+        models.export_gguf(source, tmp_path / "m.gguf", kind=kind, tokenizer=tmp_path / "base")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter", "base"]
+    monkeypatch.undo()
+    models.export_gguf(source, tmp_path / "m.gguf", kind=kind, tokenizer=tmp_path / "base")
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q3_k_m"])
+def test_a_file_with_other_weights_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose rows are not in llama.cpp's order."""
+    model = adapted(tmp_path)
+    monkeypatch.setattr(_tensors, "interleaved", lambda array, heads: array)
+    problem = r"what is written as model\.layers\.0\.self_attn\.q_proj\.weight differs by"
+    with pytest.raises(ConfigError, match=problem):
+        models.export_gguf(model, tmp_path / "m.gguf", kind=kind, tokenizer=tmp_path / "base")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize("label", IN_LLAMA_CPP)
+def test_what_rounding_explains_is_written(label: str, tmp_path: Path) -> None:
+    """Of every family, with what llama.cpp has in another form."""
+    config = IN_LLAMA_CPP[label]
+    adapted(tmp_path, config)
+    for kind in ("f32", "q4_0"):
+        models.export_gguf(tmp_path / "adapter", tmp_path / f"{kind}.gguf", kind=kind)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dora": True}, {"tokens": [5, 9]}, {"modules": ["embed_tokens"]}, {"init": "pissa"},
+        {"targets": ["lm_head", "q_proj"]}, {"merge_into": "q4_0"}, {"merge_into": "nf4"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_part_of_an_adapter_is_compared(options: dict[str, Any], tmp_path: Path) -> None:
+    model = adapted(tmp_path, WIDE | {"tie_word_embeddings": False}, **options)
+    for number, source in enumerate((model, tmp_path / "adapter")):
+        kind = "q4_0" if options.get("merge_into") == "q4_0" else "q8_0"
+        file = tmp_path / f"{number}.gguf"
+        models.export_gguf(source, file, kind=kind, tokenizer=tmp_path / "base")
+
+
+@pytest.mark.parametrize("config", [WIDE, MIXTURES["mixtral"]], ids=["llama", "mixtral"])
+def test_a_save_of_other_weights_is_refused(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder keeps what it had."""
+    model = models.create(SIZES | config, seed=0)
+    model.save(tmp_path / "m")
+    before = {each.name: each.read_bytes() for each in (tmp_path / "m").iterdir()}
+    tensors_of = checkpoint_files.tensors_of
+
+    def shifted(name: str, *given: Any) -> Any:
+        own = tensors_of(name, *given)
+        rolled = name == "lm_head.weight"
+        return {n: np.roll(a, 1, axis=0) for n, a in own.items()} if rolled else own
+
+    monkeypatch.setattr(checkpoint_files, "tensors_of", shifted)
+    with pytest.raises(ConfigError, match="save: what is written computes other numbers than"):
+        model.save(tmp_path / "m")
+    after = {each.name: each.read_bytes() for each in (tmp_path / "m").iterdir()}
+    assert after == before
+
+
+def test_weights_that_are_not_finite_are_saved(tmp_path: Path) -> None:
+    """A run that diverged is kept for a look at it."""
+    model = models.create(SIZES | WIDE, seed=0)
+    model.table[...] = np.nan
+    model.save(tmp_path / "m")
+    assert np.isnan(models.load(tmp_path / "m").table).all()

@@ -20,9 +20,9 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ConfigError
+from ...errors import ConfigError, ShapeError
 from ..common.no_kernel import no_kernel
-from ._chunks import Chunks, chosen, turned
+from ._chunks import Chunks, chosen
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
@@ -31,7 +31,7 @@ WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in share
 
 @op(
     "q(batch, tokens, heads, dim), k(batch, tokens, heads, dim),"
-    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads): param,"
+    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads, channels?): param,"
     " beta(batch, tokens, value_heads): param,"
     " initial?(states, value_heads, dim, value_dim): stat, offsets?(texts+1): int"
     " -> out(batch, tokens, value_heads, value_dim),"
@@ -115,8 +115,8 @@ def gated_delta_rule(
         state = chunks.begin(number, begin, state)
         own = chunks.at(number)
         _, u = own.solve(state)
-        part = own.fade * (own.q @ turned(own.k)) @ u
-        part += own.into * (own.q @ state)
+        part = own.scores() @ u
+        part += own.read(own.q, state)
         chunks.give(number, out, part)
         state = own.end(state, u)
         final[layout.text[number]] = state
@@ -249,8 +249,13 @@ def _launch_backward(
 
 
 # ---- checks and what both directions need --------------------------------------------------------
-def _check(call: str, q: Any, initial: Any, offsets: Any, chunk: Any) -> None:
-    """Raise unless texts have a state each and chunks have tokens."""
+def _check(call: str, q: Any, decay: Any, initial: Any, offsets: Any, chunk: Any) -> None:
+    """Raise unless texts have a state each, chunks have tokens and decays fit keys."""
+    channels, dim = decay.shape[3:], q.shape[3:]
+    if channels and channels != dim:
+        cure = "pass one decay for each column of k, or one for all without that axis"
+        problem = f"{call}: decay has {channels[0]} channels and k {dim[0]}; {cure}"
+        raise ShapeError(problem, expected=dim[0], actual=channels[0])
     if type(chunk) is not int or chunk < 1:
         raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, as 64")
     check_texts(call, q, initial, offsets)

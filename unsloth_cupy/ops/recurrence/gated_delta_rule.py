@@ -31,7 +31,7 @@ WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in share
 
 @op(
     "q(batch, tokens, heads, dim), k(batch, tokens, heads, dim),"
-    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads, channels?): param,"
+    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads, decays?): param,"
     " beta(batch, tokens, value_heads): param,"
     " initial?(states, value_heads, dim, value_dim): stat, offsets?(texts+1): int"
     " -> out(batch, tokens, value_heads, value_dim),"

@@ -169,9 +169,9 @@ def delta_of(read: Reader) -> Delta:
         known["linear_value_head_dim"] = read.get("linear_value_head_dim") or dim
         read = Reader({**read.values, **known}, read.family)
     if stored == "short":
-        sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), "num_heads")
-        sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), "head_dim")
-        known = {name: read.size(f"linear_{key}") for name, key in sizes.items()}
+        heads, dim = read.size("linear_num_heads"), read.size("linear_head_dim")
+        known = {f"linear_num_{name}_heads": heads for name in ("key", "value")}
+        known |= {f"linear_{name}_head_dim": dim for name in ("key", "value")}
         read = Reader({**read.values, **known}, read.family)
     keys, values = (read.size(f"linear_num_{name}_heads") for name in ("key", "value"))
     if values % keys:

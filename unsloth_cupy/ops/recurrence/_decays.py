@@ -172,7 +172,7 @@ def _halves(array: Array, half: int) -> tuple[Array, Array]:
 
 
 def _blocks(square: Array, half: int) -> tuple[Array, Any]:
-    """Return a view of squares and the index in it of the pairs of halves, (parts, ..., half, half).
+    """Return a view of squares and the index of the pairs of halves, (parts, ..., half, half).
 
     Rows are of upper halves, columns of the lower halves of the same parts.
     """

@@ -1,12 +1,14 @@
 """The gated delta rule, a linear attention whose state forgets and corrects itself.
 
-S_t = exp(decay_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T        out_t = scale S_t^T q_t
+S_t = (I - beta_t k_t k_t^T) exp(decay_t) S_(t-1) + beta_t k_t v_t^T        out_t = scale S_t^T q_t
+
+decay_t is a number of a head, or a diagonal: a number for each row of S (Kimi Delta Attention).
 
 Tokens are computed by chunks (UT transform), and only states pass from one to the next.  Backward
 computes the states of all chunks again: forward keeps nothing.
 
 Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2025; Yang et al., Parallelizing Linear
-Transformers with the Delta Rule over Sequence Length, 2024.
+Transformers with the Delta Rule over Sequence Length, 2024; Kimi Team, Kimi Linear, 2025.
 """
 
 import functools
@@ -54,14 +56,16 @@ def gated_delta_rule(
 
     For each value head, with a state S of (dim, value_dim), ``S = exp(decay) * S``, then ``S = S +
     beta * k (v - S^T k)^T``, then ``out = scale * S^T q``.  q and k are used as they are: models
-    normalise them before.  Value head h reads key head ``h // (value_heads // heads)``.
+    normalise them before.  Value head h reads key head ``h // (value_heads // heads)``.  With a
+    decay for each column of k, each row of S shrinks by its own: Kimi Delta Attention.
 
     Parameters
     ----------
     q, k : (batch, tokens, heads, dim) float
     v : (batch, tokens, value_heads, value_dim) float
-    decay : (batch, tokens, value_heads) dtype of q or float32
-        The logarithm of the factor by which the state shrinks before a token; -inf empties it.
+    decay : (batch, tokens, value_heads) or (batch, tokens, value_heads, dim) dtype of q or float32
+        The logarithm of the factor by which the state, or each of its rows, shrinks before a token;
+        -inf empties it.
     beta : (batch, tokens, value_heads) dtype of q or float32
         The share of the error that a token corrects, from 0 to 1, or to 2.
     initial : (batch or texts, value_heads, dim, value_dim) float32, optional
@@ -371,7 +375,13 @@ def _of_chunks(
     slots, heads = _slots(q, offsets), sizes["heads"] * sizes["groups"]
     square, rows = (slots, heads, CHUNK, CHUNK), (slots, heads, CHUNK, q.shape[3])
     backward, channels = chosen["BACKWARD"], chosen["CHANNELS"]
-    wanted = [(square, True), (square, True), (square, backward), (rows, channels), (rows, channels)]
+    wanted = [
+        (square, True),
+        (square, True),
+        (square, backward),
+        (rows, channels),
+        (rows, channels),
+    ]
     made = [empty(shape, FLOAT32, like=q) if there else None for shape, there in wanted]
     if channels:
         kernel = load("gated_delta_rule_channels.cu", "delta_channel_chunks", q, chosen)

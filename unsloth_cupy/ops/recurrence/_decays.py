@@ -37,7 +37,7 @@ def from_here(array: Array) -> Array:
 def up_to_here(array: Array) -> Array:
     """Return for each row the sum of those before it."""
     result = np.zeros_like(array)
-    np.cumsum(array[..., :-1, :], axis=-2, out=result[..., 1:, :])
+    result[..., 1:, :] = np.cumsum(array[..., :-1, :], axis=-2)
     return result
 
 
@@ -118,8 +118,9 @@ class OfChannels(NamedTuple):
         """Return those of q, k and decay from dp and dc, of p = pairs(q, k) and c = pairs(k, k)."""
         size = self.g.shape[-2]
         whole = _whole(size)
-        diagonal = np.diagonal(dp, axis1=-2, axis2=-1)[..., None]
-        dq, dk = (_padded(diagonal * each, whole) for each in (k, q))
+        each = np.arange(size, like=k)
+        alone = dp[..., each, each][..., None]  # of a query and its own key
+        dq, dk = _padded(alone * k, whole), _padded(alone * q, whole)
         q, k = _padded(q, whole), _padded(k, whole)
         dp, dc = (_padded(turned(_padded(turned(each), whole)), whole) for each in (dp, dc))
         ddecay = np.zeros_like(dq)

@@ -95,7 +95,7 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
 }
 
 // out and the last states; with BACKWARD, U and the state before each chunk.
-KERNEL(THREADS, 2)
+KERNEL(THREADS, CHANNELS ? 1 : 2)
 delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
              const D *__restrict__ decay, const E *__restrict__ beta,
              const float *__restrict__ initial, const I *__restrict__ offsets,

@@ -19,8 +19,8 @@
 //   known; no logarithms are summed, so that no digits are lost, however strong decays are.
 #include <common/delta.cuh>
 
-constexpr int WARPS = THREADS / 32, EACH = CHUNK / WARPS;  // tokens of a warp; a lane has a channel
-constexpr int PARTS = (DIM + SLAB - 1) / SLAB;             // of channels
+constexpr int WARPS = THREADS / 32, EACH = CHUNK / WARPS;     // tokens of a warp, a lane's channel
+constexpr int PARTS = DIM > 0 ? (DIM + SLAB - 1) / SLAB : 1;  // of channels
 using Slab = Tile<CHUNK, SLAB>;
 
 DEVICE int lane_of() { return threadIdx.x % 32; }
@@ -100,7 +100,8 @@ template <int H> struct Pairs {
 #pragma unroll
         for (int n = 0; n < PER; n++) by_query[n] = by_key[n] = 0;
     }
-    DEVICE void add(const Slab &queries, const Slab &keys, const Own &own, Fades &fades, Of &whole) {
+    DEVICE void add(const Slab &queries, const Slab &keys, const Own &own, Fades &fades,
+                    Of &whole) {
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
@@ -110,7 +111,7 @@ template <int H> struct Pairs {
         }
         __syncthreads();
         each([&](int row, int column, float &query, float &key) {
-#pragma unroll
+#pragma unroll 2
             for (int c = 0; c < SLAB; c += 4) {
                 const Vector<float, 4> a = queries.four(row, c), b = keys.four(row, c);
                 const Vector<float, 4> right = keys.four(column, c);
@@ -126,7 +127,7 @@ template <int H> struct Pairs {
 };
 
 // As delta_chunks, and exp(g) and exp(g[63] - g) of each channel.
-KERNEL(THREADS, 2)
+KERNEL(THREADS, 1)
 delta_channel_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restrict__ decay,
                      const E *__restrict__ beta, const I *__restrict__ offsets,
                      float *__restrict__ scores, float *__restrict__ solve,
@@ -154,7 +155,8 @@ delta_channel_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *
         const int channel = part * SLAB + lane_of();
         Own own;
         Fades fades;
-        own.load(q, k, (first * s.heads + value_head / s.groups) * DIM, s.heads * DIM, count, channel);
+        const long long at = (first * s.heads + value_head / s.groups) * DIM;
+        own.load(q, k, at, s.heads * DIM, count, channel);
         begin(fades, decay + (first * heads + value_head) * DIM, heads * DIM, count, channel);
         __syncthreads();
 #pragma unroll
@@ -164,7 +166,7 @@ delta_channel_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *
         }
         __syncthreads();
         if (threadIdx.x < CHUNK)
-#pragma unroll
+#pragma unroll 4
             for (int c = 0; c < SLAB; c++)
                 diagonal = fmaf(queries.at(threadIdx.x, c), keys.at(threadIdx.x, c), diagonal);
         by_1.add(queries, keys, own, fades, whole);
@@ -189,7 +191,8 @@ delta_channel_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *
         t.at(row, column) = query * s.scale;
         a.at(row, column) = key;
     };
-    by_32.each(put), by_16.each(put), by_8.each(put), by_4.each(put), by_2.each(put), by_1.each(put);
+    by_32.each(put), by_16.each(put), by_8.each(put);
+    by_4.each(put), by_2.each(put), by_1.each(put);
     if (threadIdx.x < CHUNK) t.at(threadIdx.x, threadIdx.x) = diagonal * s.scale;
     __syncthreads();
     for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS) {
@@ -202,8 +205,10 @@ delta_channel_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *
     }
     __syncthreads();
     invert(a, t);
-    for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS)
-        solve[matrix * CHUNK * CHUNK + i] = i % CHUNK <= i / CHUNK ? t.at(i / CHUNK, i % CHUNK) : 0.0f;
+    for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS) {
+        const int row = i / CHUNK, column = i % CHUNK;
+        solve[matrix * CHUNK * CHUNK + i] = column <= row ? t.at(row, column) : 0.0f;
+    }
 }
 
 // X and Y, which are 0 above the diagonal, and the gradients of v and beta.
@@ -262,9 +267,10 @@ delta_pair_gradients(const T *__restrict__ dout, const E *__restrict__ beta,
     }
 }
 
-// to[t] += the sum of `values` from t on, or with UPPER false of those before t, within halves of
+// to[t] += the sum of `values` from t on, or unless `upper` of those before t, within halves of
 // W warps.
-template <int W> DEVICE void pass(float (&to)[EACH], const float (&values)[EACH], bool upper, Of &total) {
+template <int W>
+DEVICE void pass(float (&to)[EACH], const float (&values)[EACH], bool upper, Of &total) {
     const int warp = threadIdx.x / 32, start = warp / W * W;
     float sum = 0;
 #pragma unroll
@@ -289,7 +295,8 @@ struct Gradients {
     float query[EACH], key[EACH], decay[EACH];
 
     // Of pairs of halves of H tokens, which are a warp's own.
-    template <int H> DEVICE void near(const Square &x, const Square &y, const Own &own, Fades &fades, Of &whole) {
+    template <int H>
+    DEVICE void near(const Square &x, const Square &y, const Own &own, Fades &fades, Of &whole) {
 #pragma unroll
         for (int top = 0; top < EACH; top += 2 * H) {
             float early[H] = {}, late[H];
@@ -351,7 +358,8 @@ struct Gradients {
                 for (int i = 0; i < 4; i++) before[i] = keys.at(j + i, lane_of());
 #pragma unroll
                 for (int e = 0; e < EACH; e++) {
-                    const Vector<float, 4> left = x.four(row_of(e), j), right = y.four(row_of(e), j);
+                    const Vector<float, 4> left = x.four(row_of(e), j);
+                    const Vector<float, 4> right = y.four(row_of(e), j);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         by_query[e] = fmaf(left.at[i], before[i], by_query[e]);
@@ -362,7 +370,8 @@ struct Gradients {
         } else {
 #pragma unroll 1
             for (int row = other; row < other + H; row++) {
-                const float late_query = queries.at(row, lane_of()), late_key = keys.at(row, lane_of());
+                const float late_query = queries.at(row, lane_of());
+                const float late_key = keys.at(row, lane_of());
 #pragma unroll
                 for (int from = 0; from < EACH; from += 4) {
                     const Vector<float, 4> left = x.four(row, row_of(from));
@@ -388,7 +397,8 @@ struct Gradients {
 
 // sum[e] += left[row of e] . right[lane], over `depth` columns.
 template <class A, class B>
-DEVICE void add_products(float (&sum)[EACH], const Slab &a, const Slab &b, int depth, A left, B right) {
+DEVICE void add_products(float (&sum)[EACH], const Slab &a, const Slab &b, int depth, A left,
+                         B right) {
 #pragma unroll 1
     for (int from = 0; from < depth; from += SLAB) {
         __syncthreads();
@@ -413,7 +423,7 @@ DEVICE void add_products(float (&sum)[EACH], const Slab &a, const Slab &b, int d
 }
 
 // dq, dk and ddecay of 32 channels.
-KERNEL(THREADS, 2)
+KERNEL(THREADS, 1)
 delta_channel_gradients(const T *__restrict__ dout, const T *__restrict__ q,
                         const T *__restrict__ k, const D *__restrict__ decay,
                         const E *__restrict__ beta, const I *__restrict__ offsets,
@@ -424,7 +434,7 @@ delta_channel_gradients(const T *__restrict__ dout, const T *__restrict__ q,
                         const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(float, memory);
     __shared__ Of whole, total;
-    __shared__ float both[SLAB];  // of each channel, what passes from the state before to that after
+    __shared__ float both[SLAB];  // of a channel, what passes from the state before to that after
     const Slab queries{memory}, keys{memory + Slab::SIZE};
     const Square x{keys.start + Slab::SIZE}, y{x.start + Square::SIZE};
     const int heads = s.heads * s.groups, part = blockIdx.x % PARTS;

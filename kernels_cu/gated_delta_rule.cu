@@ -35,12 +35,12 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
     const long long first = text.first(slot - text.slot);
     const int count = text.count(slot - text.slot);
     if (count <= 0) return;
-    constexpr int SLAB = DEPTH < CHUNK ? DEPTH : CHUNK;
-    const Tile<CHUNK, SLAB> queries{memory}, keys{memory + Square::SIZE};
+    constexpr int PART = DEPTH < CHUNK ? DEPTH : CHUNK;
+    const Tile<CHUNK, PART> queries{memory}, keys{memory + Square::SIZE};
     const int x = thread_x(), y = thread_y();
     float by_query[M][M] = {}, by_key[M][M] = {};  // rows y * M + m, columns x + n * SIDE
 #pragma unroll 1
-    for (int from = 0; from < DEPTH; from += SLAB) {
+    for (int from = 0; from < DEPTH; from += PART) {
         const long long at = (first * s.heads + head) * DIM + from;
         const int stride = s.heads * DIM;
         if (from) __syncthreads();
@@ -48,7 +48,7 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
         keys.load<LANES>(k + at, stride, count, DIM - from);
         __syncthreads();
 #pragma unroll 2
-        for (int depth = 0; depth < SLAB; depth += 4) {
+        for (int depth = 0; depth < PART; depth += 4) {
             Vector<float, 4> left[2][M], right[M];
 #pragma unroll
             for (int m = 0; m < M; m++) {
@@ -88,44 +88,22 @@ delta_chunks(const T *__restrict__ q, const T *__restrict__ k, const D *__restri
                 t.at(row, column) = row == column;
             }
         __syncthreads();
-        // blocks of `half` are inverted: so are those of twice that; above the diagonal is A21 T11
-#pragma unroll 1
-        for (int half = 1; half < CHUNK; half *= 2) {
-            const auto pairs = [&](auto use) {
-                for (int i = threadIdx.x; i < CHUNK / 2 * half; i += THREADS) {
-                    const int top = i / (half * half) * 2 * half;
-                    use(top, top + half, i / half % half, i % half);
-                }
-                __syncthreads();
-            };
-            pairs([&](int top, int low, int row, int column) {
-                float sum = 0;
-                for (int j = column; j < half; j++)
-                    sum = fmaf(a.at(low + row, top + j), t.at(top + j, top + column), sum);
-                t.at(top + row, low + column) = sum;
-            });
-            pairs([&](int top, int low, int row, int column) {
-                float sum = 0;
-                for (int j = 0; j <= row; j++)
-                    sum = fmaf(t.at(low + row, low + j), t.at(top + j, low + column), sum);
-                t.at(low + row, top + column) = -sum;
-            });
-        }
+        invert(a, t);
         for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS)
             solve[matrix + i] = i % CHUNK <= i / CHUNK ? t.at(i / CHUNK, i % CHUNK) : 0.0f;
     }
 }
 
-constexpr int ROWS = DEPTH / SIDE;  // rows of the state that a thread holds
-
 // out and the last states; with BACKWARD, U and the state before each chunk.
-KERNEL(THREADS, 2)
+KERNEL(THREADS, CHANNELS ? 1 : 2)
 delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
              const D *__restrict__ decay, const E *__restrict__ beta,
              const float *__restrict__ initial, const I *__restrict__ offsets,
              const float *__restrict__ scores, const float *__restrict__ solve,
+             const float *__restrict__ into, const float *__restrict__ onward,
              T *__restrict__ out, float *__restrict__ final, float *__restrict__ u,
-             float *__restrict__ states, const __grid_constant__ Sizes s) {
+             float *__restrict__ states, float *__restrict__ rest,
+             const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(float, memory);
     __shared__ Factors factors;
     const Keys keys{memory};
@@ -150,17 +128,18 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
         const int stride = s.heads * DIM;
         const T *const token = v + (first * heads + value_head) * s.values + from;
         const int down = heads * s.values;
+        const float *const into_of = CHANNELS ? into + matrix * CHUNK * DIM : nullptr;
         __syncthreads();
         set(factors, decay, beta, first, count, value_head, s);
         square.load<4>(solve + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
         float part[M][N] = {}, of_state[M][N] = {}, next[ROWS][N];
         if constexpr (!BACKWARD) {
-            keys.load<LANES>(q + at, stride, count, DIM);
+            keys.load<LANES>(q + at, stride, count, DIM, into_of);
             __syncthreads();
             add_rows(of_state, keys, state, DEPTH);
             __syncthreads();
         }
-        keys.load<LANES>(k + at, stride, count, DIM);
+        keys.load<LANES>(k + at, stride, count, DIM, into_of);
         __syncthreads();
         if constexpr (BACKWARD) {
             float *const to = states + matrix * DIM * s.values + from;
@@ -173,7 +152,10 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
         each(part, [&](int row, int column, float read) {
             const bool inside = row < count && column < width;
             const float value = inside ? (float)token[row * down + column] : 0.0f;
-            values.at(row, column) = factors.beta[row] * fmaf(-factors.into[row], read, value);
+            const float error = fmaf(-factors.into[row], read, value);
+            values.at(row, column) = factors.beta[row] * error;
+            if (BACKWARD && CHANNELS && column < width)
+                rest[(matrix * CHUNK + row) * s.values + from + column] = error;
         });
         __syncthreads();
 #pragma unroll
@@ -188,6 +170,8 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
                 u[(matrix * CHUNK + row) * s.values + from + column] = value;
         });
         if constexpr (!BACKWARD) square.load<4>(scores + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
+        if constexpr (CHANNELS)
+            keys.load<LANES>(k + at, stride, count, DIM, onward + matrix * CHUNK * DIM);
         __syncthreads();
         if constexpr (!BACKWARD) {
 #pragma unroll
@@ -201,10 +185,12 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
             });
         }
 #pragma unroll
-        for (int m = 0; m < ROWS; m++)
+        for (int m = 0; m < ROWS; m++) {
+            const int row = thread_y() * ROWS + m;
+            const float whole = CHANNELS ? whole_of(into_of, row) : factors.whole;
 #pragma unroll
-            for (int n = 0; n < N; n++)
-                next[m][n] = factors.whole * state.at(thread_y() * ROWS + m, column + n);
+            for (int n = 0; n < N; n++) next[m][n] = whole * state.at(row, column + n);
+        }
         add_columns(next, keys, values, 0, [&](int row) { return factors.onward[row]; });
         __syncthreads();
         each(next, [&](int row, int column, float value) { state.at(row, column) = value; });
@@ -225,6 +211,7 @@ delta_step(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict
            const __grid_constant__ Sizes s) {
     __shared__ __align__(16) float memory[State::SIZE];
     __shared__ float vectors[2][DEPTH], sums[3][COLUMNS];  // q and k; S^T q, S^T k and q . k
+    __shared__ float factors[CHANNELS ? DEPTH : 1];
     const State state{memory};
     const int heads = s.heads * s.groups, value_head = blockIdx.x / s.tiles % heads;
     const long long number = blockIdx.x / (s.tiles * heads), token = number * heads + value_head;
@@ -241,15 +228,20 @@ delta_step(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict
     for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
         vectors[0][i] = i < DIM ? (float)q[at + i] : 0.0f;
         vectors[1][i] = i < DIM ? (float)k[at + i] : 0.0f;
+        if constexpr (CHANNELS) factors[i] = i < DIM ? expf((float)decay[token * DIM + i]) : 0.0f;
     }
-    const float factor = expf(fmaxf((float)decay[token], -800.0f));
+    const float factor = CHANNELS ? 1.0f : expf(fmaxf((float)decay[token], -800.0f));
+    const auto of_row = [&](int row) { return CHANNELS ? factors[row] : factor; };
     const float value = inside ? (float)v[token * s.values + column] : 0.0f;
     __syncthreads();
     if (warp < 3) {
         float sum = 0;
 #pragma unroll 16
-        for (int row = 0; row < DEPTH; row++)
-            sum = fmaf(vectors[warp == 1][row], warp < 2 ? state.at(row, lane) : vectors[1][row], sum);
+        for (int row = 0; row < DEPTH; row++) {
+            float left = vectors[warp == 1][row];
+            if (CHANNELS && warp < 2) left *= factors[row];
+            sum = fmaf(left, warp < 2 ? state.at(row, lane) : vectors[1][row], sum);
+        }
         sums[warp][lane] = sum;
     }
     __syncthreads();
@@ -258,7 +250,7 @@ delta_step(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict
 #pragma unroll
     for (int row = warp; row < DIM; row += THREADS / COLUMNS)
         final[own + row * s.values] =
-            fmaf(vectors[1][row], u, factor * state.at(row, lane));
+            fmaf(vectors[1][row], u, of_row(row) * state.at(row, lane));
     if (warp == 0)
         out[token * s.values + column] =
             (T)fmaf(sums[2][lane] * s.scale, u, sums[0][lane] * (factor * s.scale));

@@ -22,14 +22,13 @@
 //   of sums over all pairs would be lost in rounding where decays are strong.
 #include <common/delta.cuh>
 
-constexpr int ROWS = DEPTH / SIDE;  // rows of the state that a thread holds
-
 KERNEL(THREADS, 2)
 delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfinal,
                       const T *__restrict__ q, const T *__restrict__ k,
                       const D *__restrict__ decay, const E *__restrict__ beta,
                       const I *__restrict__ offsets, const float *__restrict__ scores,
-                      const float *__restrict__ solve, float *__restrict__ db,
+                      const float *__restrict__ solve, const float *__restrict__ into,
+                      const float *__restrict__ onward, float *__restrict__ db,
                       float *__restrict__ dstates, float *__restrict__ dinitial,
                       const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(float, memory);
@@ -54,9 +53,11 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
         const int count = text.count(chunk);
         const long long at = (first * s.heads + head) * DIM;
         const int stride = s.heads * DIM;
+        const float *const into_of = CHANNELS ? into + matrix * CHUNK * DIM : nullptr;
+        const float *const onward_of = CHANNELS ? onward + matrix * CHUNK * DIM : nullptr;
         __syncthreads();
         set(factors, decay, beta, first, count, value_head, s);
-        keys.load<LANES>(k + at, stride, count, DIM);
+        keys.load<LANES>(k + at, stride, count, DIM, onward_of);
         square.load<4>(scores + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
         douts.load<LANES>(dout + (first * heads + value_head) * s.values + from,
                           heads * s.values, count, width);
@@ -76,6 +77,7 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
         each(part, [&](int row, int column, float value) { values.at(row, column) = value; });
         __syncthreads();
         square.load<4>(solve + matrix * CHUNK * CHUNK, CHUNK, CHUNK, CHUNK);
+        if constexpr (CHANNELS) keys.load<LANES>(k + at, stride, count, DIM, into_of);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -89,14 +91,16 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
         });
         __syncthreads();
 #pragma unroll
-        for (int m = 0; m < ROWS; m++)
+        for (int m = 0; m < ROWS; m++) {
+            const int row = thread_y() * ROWS + m;
+            const float whole = CHANNELS ? whole_of(into_of, row) : factors.whole;
 #pragma unroll
-            for (int n = 0; n < N; n++)
-                next[m][n] = factors.whole * state.at(thread_y() * ROWS + m, column + n);
+            for (int n = 0; n < N; n++) next[m][n] = whole * state.at(row, column + n);
+        }
         add_columns(next, keys, values, 0,
                     [&](int row) { return -factors.beta[row] * factors.into[row]; });
         __syncthreads();
-        keys.load<LANES>(q + at, stride, count, DIM);
+        keys.load<LANES>(q + at, stride, count, DIM, into_of);
         __syncthreads();
         add_columns(next, keys, douts, 0, [&](int row) { return s.scale * factors.into[row]; });
         __syncthreads();
@@ -107,48 +111,6 @@ delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfin
         if (i % COLUMNS < width)
             dinitial[own + i / COLUMNS * s.values + i % COLUMNS] =
                 state.at(i / COLUMNS, i % COLUMNS);
-}
-
-constexpr int SLAB = 32;  // depth of the parts in which products are computed
-using Left = Tile<CHUNK, SLAB>;
-using Right = Tile<(DEPTH < CHUNK ? CHUNK : DEPTH), SLAB>;
-
-// sum += left @ right^T; rows y * M + m, columns x + n * SIDE.  left(row, k) and right(column, k)
-// read values, of which those along k are side by side; with TURNED, in right those along columns.
-template <bool TURNED = false, int COUNT, class A, class B>
-DEVICE void multiply(float (&sum)[M][COUNT], float *memory, int depth, A left, B right) {
-    const Left a{memory};
-    const Right b{memory + Left::SIZE};
-    const int x = thread_x(), y = thread_y();
-#pragma unroll 1
-    for (int from = 0; from < depth; from += SLAB) {
-        __syncthreads();
-#pragma unroll 4
-        for (int i = threadIdx.x; i < CHUNK * SLAB; i += THREADS)
-            a.at(i / SLAB, i % SLAB) = left(i / SLAB, from + i % SLAB);
-#pragma unroll 4
-        for (int i = threadIdx.x; i < COUNT * SIDE * SLAB; i += THREADS) {
-            const int column = TURNED ? i % (COUNT * SIDE) : i / SLAB;
-            const int k = TURNED ? i / (COUNT * SIDE) : i % SLAB;
-            b.at(column, k) = right(column, from + k);
-        }
-        __syncthreads();
-#pragma unroll 2
-        for (int k = 0; k < SLAB; k += 4) {
-            Vector<float, 4> rows[M];
-#pragma unroll
-            for (int m = 0; m < M; m++) rows[m] = a.four(y * M + m, k);
-#pragma unroll
-            for (int n = 0; n < COUNT; n++) {
-                const Vector<float, 4> column = b.four(x + n * SIDE, k);
-#pragma unroll
-                for (int m = 0; m < M; m++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        sum[m][n] = fmaf(rows[m].at[i], column.at[i], sum[m][n]);
-            }
-        }
-    }
 }
 
 struct Rows { float after[CHUNK], before[CHUNK], dbeta[CHUNK]; };

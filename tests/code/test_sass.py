@@ -93,6 +93,9 @@ OTHERS = {
     "delta_state_gradients": (READ,),
     "delta_chunk_gradients": (),  # a warp reads and writes neighbouring values
     "delta_step": (),
+    "delta_channel_chunks": (),  # a lane has a channel, and writes neighbouring values of results
+    "delta_pair_gradients": (),  # as delta_chunk_gradients
+    "delta_channel_gradients": (READ,),
     "grouped_float32": (),  # a warp reads neighbouring values, into registers
     "group_tiles": (),  # three numbers for each tile
     "group_sums": (),  # a warp reads 32 neighbouring columns

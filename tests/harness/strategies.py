@@ -213,6 +213,11 @@ def _scales_of(axis: str) -> Callable[[Draw, Sizes], None]:
     return scales
 
 
+def _texts_of_channels(draw: Draw, sizes: Sizes) -> None:
+    _texts(draw, sizes)
+    sizes["decays"] = sizes["dim"]
+
+
 def _third_layer(draw: Draw, sizes: Sizes) -> None:
     sizes["given"] = dict.fromkeys(("weight3", "a3", "b3"), draw(st.booleans()))
 
@@ -244,7 +249,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "balance_loss_forward": _rows_of_a_layer,
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,
-    "gated_delta_rule": _texts,
+    "gated_delta_rule": _texts_of_channels,
 }
 
 

@@ -454,6 +454,25 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **BALANCED,
         "num_hidden_layers": 4,
     },
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        **HEADS,
+        **{key: value for key, value in ROUTED.items() if key != "n_routed_experts"},
+        **{"num_experts": 6, "rms_norm_eps": 1e-2, "linear_num_heads": 2, "linear_head_dim": 6},
+        **{"linear_conv_kernel_dim": 3, "first_k_dense_replace": 2},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "kimi_linear released": {
+        "model_type": "kimi_linear",
+        **HEADS,
+        **{"q_lora_rank": None, "moe_intermediate_size": 12, "num_experts": 6},
+        **{"num_experts_per_token": 2, "num_shared_experts": 1, "moe_renormalize": False},
+        "rms_norm_eps": 1e-2,
+        "linear_attn_config": {
+            **{"num_heads": 4, "head_dim": 6, "short_conv_kernel_size": 4},
+            **{"kda_layers": [1, 2], "full_attn_layers": [3]},
+        },
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         **HEADS,

@@ -93,13 +93,23 @@ def test_states_follow_the_rows_of_a_cache():
     assert drawn.tokens.shape[0] == 4
 
 
-def test_adapters(tmp_path):
+OF_CHANNELS = {"f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"}
+
+
+@pytest.mark.parametrize(
+    ("label", "layer", "expected"),
+    [
+        ("qwen3_5_text", "linear_attn", {f"in_proj_{n}" for n in ("qkv", "z", "b", "a")}),
+        ("kimi_linear", "layers.0.self_attn", {f"{n}_proj" for n in "qkvb"} | OF_CHANNELS),
+    ],
+)
+def test_adapters(label, layer, expected, tmp_path):
     """All projections of a layer have one; saved, read and merged they compute the same."""
-    model = create(DENSE, seed=0)
+    model = create(CONFIGS[label], seed=0)
     model.save(tmp_path / "m")
     model.add_adapter(3, seed=1)
-    modules = {name.rpartition(".")[2] for name in model.adapter.scales if "linear_attn" in name}
-    assert modules == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    modules = {name.rpartition(".")[2] for name in model.adapter.scales if layer in name}
+    assert modules == expected | {"o_proj" if label == "kimi_linear" else "out_proj"}
     rng = np.random.default_rng(0)
     for array in model.adapter.parameters.values():
         array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
@@ -111,7 +121,7 @@ def test_adapters(tmp_path):
     near(read.logits(TOKENS), expected)
 
 
-@pytest.mark.parametrize("label", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("label", ["qwen3_5_text", "qwen3_next", "kimi_linear"])
 def test_a_plan_bounds_memory(label):
     config = CONFIGS[label] | {"hidden_size": 64, "vocab_size": 512}
     ids = np.random.default_rng(0).integers(3, 512, (2, 96))
@@ -146,6 +156,22 @@ def test_a_plan_bounds_memory(label):
 def test_what_is_not_known_is_named(change, message):
     with pytest.raises(ConfigError, match=message):
         parse(DENSE | change)
+
+
+def test_the_released_form_of_kimi_linear():
+    """Its layers are counted from 1, and its keys have other names than transformers'."""
+    config = CONFIGS["kimi_linear released"]
+    linear = config["linear_attn_config"]
+    parsed = parse(config)
+    assert parsed.layer_types == ("linear_attention", "linear_attention", "full_attention")
+    assert (parsed.delta.key_heads, parsed.delta.key_dim, parsed.experts.k) == (4, 6, 2)
+    assert parsed.experts.sparse == (False, True, True)
+    for change, message in (
+        ({"kda_layers": [0, 1]}, "linear_attn_config lists 3 of 3 layers; it must list each once"),
+        ({"gate": 1}, "linear_attn_config.gate is not read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(config | {"linear_attn_config": linear | change})
 
 
 def test_layers_by_an_interval():

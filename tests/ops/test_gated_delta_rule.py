@@ -38,14 +38,16 @@ def case(
     *lengths: int,
     batch: int = 0,
     strength: float = 0.1,
+    channels: bool = False,
     **how: Any,
 ) -> Case:
     """Return a call on texts of these lengths; with ``batch``, on rows of one length."""
     rows, tokens, value_heads = batch or 1, sum(lengths), heads * groups
     of_keys, of_values = (rows, tokens, heads, dim), (rows, tokens, value_heads)
+    of_decays = (*of_values, dim) if channels else of_values
     arrays: dict[str, Any] = {
         **dict.fromkeys(("q", "k"), lambda rng: unit(rng.standard_normal(of_keys))),
-        "decay": lambda rng: -strength * np.abs(rng.standard_normal(of_values)),
+        "decay": lambda rng: -strength * np.abs(rng.standard_normal(of_decays)),
         "beta": lambda rng: rng.random(of_values),
     }
     if not batch:
@@ -61,8 +63,12 @@ class TestGatedDeltaRule(KernelParity):
         {
             **{"batch": 1, "tokens": tokens, "heads": 2, "value_heads": 4, "states": 1, "texts": 1},
             **{"dim": dim, "value_dim": value_dim},
+            **({"decays": dim} if channels else {}),
         }
-        for tokens, dim, value_dim in ((128, 64, 64), (128, 128, 128), (1, 128, 128), (64, 9, 7))
+        for channels, tokens, dim, value_dim in (
+            *((False, 128, 64, 64), (False, 128, 128, 128), (True, 128, 128, 128)),
+            *((False, 1, 128, 128), (True, 1, 128, 128), (False, 64, 9, 7), (True, 64, 9, 7)),
+        )
     )
     options = ({"chunk": 64},)
     cases = (
@@ -84,9 +90,30 @@ class TestGatedDeltaRule(KernelParity):
     )
 
 
+class TestGatedDeltaRuleOfChannels(KernelParity):
+    op = "gated_delta_rule"
+    cases = tuple(
+        case(*rest, channels=True, **{"given": ["initial"], **how})  # type: ignore[arg-type]
+        for *rest, how in (
+            ("a head for two", 1, 2, 16, 16, 3, {"batch": 2, "given": []}),
+            ("odd sizes", 1, 1, 9, 7, 6, {"batch": 1, "scale": 0.3}),
+            ("two chunks", 1, 1, 8, 4, 70, {"batch": 1}),
+            ("texts", 1, 1, 8, 8, 3, 0, 65, 1, 0, {"kind": np.int32}),
+            ("parts of channels", 1, 1, 40, 36, 34, {"batch": 1}),
+            ("one token", 1, 2, 40, 36, 1, {"batch": 2}),
+            ("no tokens", 1, 1, 8, 4, 0, {"batch": 2}),
+            ("no columns of keys", 1, 1, 0, 4, 3, {"batch": 1, "given": []}),
+            ("chunks of 16", 1, 1, 8, 4, 40, {"batch": 1, "chunk": 16}),
+        )
+    )
+
+
 class TestGatedDeltaRuleStrongDecay(KernelParity):
     op = "gated_delta_rule"
-    cases = (case("one", 1, 1, 8, 4, 66, batch=1, given=["initial"], strength=20.0),)
+    cases = tuple(
+        case(label, 1, 1, 8, 4, 66, batch=1, given=["initial"], strength=20.0, channels=channels)
+        for label, channels in (("of tokens", False), ("of channels", True))
+    )
     test_gradient_matches_finite_differences = None  # differences do not resolve slopes of e^-20
 
 
@@ -206,21 +233,26 @@ def by_tokens(q: Any, k: Any, v: Any, decay: Any, beta: Any, state: Any, scale: 
     for t in range(q.shape[1]):
         groups = v.shape[2] // q.shape[2]
         key, query = (a[:, t].repeat(groups, axis=1) for a in (k, q))
-        state = np.exp(decay[:, t])[..., None, None] * state
+        factor = np.exp(decay[:, t])
+        state = (factor if factor.ndim == 3 else factor[..., None])[..., None] * state
         error = v[:, t] - np.einsum("bhkv,bhk->bhv", state, key)
         state = state + np.einsum("bh,bhk,bhv->bhkv", beta[:, t], key, error)
         outs.append(scale * np.einsum("bhkv,bhk->bhv", state, query))
     return np.stack(outs, axis=1), state
 
 
+both_decays = pytest.mark.parametrize("channels", [(), (8,)], ids=["of tokens", "of channels"])
+
+
+@both_decays
 @pytest.mark.parametrize("strength", [0.0, 0.01, 1.0, 30.0, 1000.0])
-def test_chunks_are_the_recurrence(strength: float) -> None:
+def test_chunks_are_the_recurrence(strength: float, channels: tuple[int, ...]) -> None:
     """In float64 along a text of many chunks; decays of every strength, keys that repeat."""
     rng = np.random.default_rng(0)
     q, k = unit(rng.standard_normal((2, 2, 300, 2, 8)))
     k[:, 100:200] = k[:, 100:101]  # powers of A would be as large as 2^64
     v, state = rng.standard_normal((2, 300, 4, 6)), rng.standard_normal((2, 4, 8, 6))
-    decay, beta = -strength * rng.random((2, 300, 4)), rng.random((2, 300, 4))
+    decay, beta = -strength * rng.random((2, 300, 4, *channels)), rng.random((2, 300, 4))
     beta[:, 100:200] = 1
     out, final = uc.gated_delta_rule(q, k, v, decay, beta, initial=state)
     expected = by_tokens(q, k, v, decay, beta, state, 8**-0.5)
@@ -232,11 +264,41 @@ def test_chunks_are_the_recurrence(strength: float) -> None:
         np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_decay_that_empties_the_state() -> None:
+@pytest.mark.parametrize("strength", [0.3, 30.0])
+def test_channels_as_torch_differentiates_them(strength: float) -> None:
+    """The recurrence of channels, a token at a time, in float64."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    q, k = unit(rng.standard_normal((2, 1, 70, 1, 8)))
+    v, dout = rng.standard_normal((2, 1, 70, 2, 6))
+    initial, dfinal = rng.standard_normal((2, 1, 2, 8, 6))
+    decay, beta = -strength * rng.random((1, 70, 2, 8)), rng.random((1, 70, 2))
+    arrays = q, k, v, decay, beta, initial
+    tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
+    queries, keys, values, decays, shares, state = tensors
+    outs = []
+    for t in range(70):
+        state = state * decays[:, t].exp()[..., None]
+        key, query = keys[:, t].expand(1, 2, 8), queries[:, t].expand(1, 2, 8)
+        error = values[:, t] - (state * key[..., None]).sum(2)
+        state = state + (shares[:, t, :, None] * key)[..., None] * error[:, :, None]
+        outs.append(8**-0.5 * (state * query[..., None]).sum(2))
+    results = torch.stack(outs, 1), state
+    actual = uc.gated_delta_rule(*arrays[:5], initial=initial)
+    for ours, expected in zip(actual, results, strict=True):
+        np.testing.assert_allclose(ours, expected.detach(), rtol=1e-10, atol=1e-12)
+    expected = torch.autograd.grad(results, tensors, [torch.tensor(a) for a in (dout, dfinal)])
+    gradients = uc.gated_delta_rule_backward(dout, dfinal, *arrays, None)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@both_decays
+def test_a_decay_that_empties_the_state(channels: tuple[int, ...]) -> None:
     """-inf: the texts before and after it are apart, in results and in gradients."""
     rng = np.random.default_rng(0)
     q, k, v = unit(rng.standard_normal((3, 1, 90, 1, 8)).astype(np.float32))
-    decay, beta = np.zeros((1, 90, 1), np.float32), np.ones((1, 90, 1), np.float32)
+    decay, beta = np.zeros((1, 90, 1, *channels), np.float32), np.ones((1, 90, 1), np.float32)
     decay[0, 40] = -np.inf
 
     def run() -> list[Any]:
@@ -253,13 +315,15 @@ def test_a_decay_that_empties_the_state() -> None:
             np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
 
 
-def drawn(lengths: tuple[int, ...], dtype: Any, dim: int = 8) -> dict[str, np.ndarray]:
+def drawn(
+    lengths: tuple[int, ...], dtype: Any, channels: tuple[int, ...] = (), dim: int = 8
+) -> dict[str, np.ndarray]:
     """Return the arrays of packed texts, their states and the gradients of both results."""
     rng = np.random.default_rng(0)
     tokens = sum(lengths)
     q, k = unit(rng.standard_normal((2, 1, tokens, 1, dim)))
     v, dout = rng.standard_normal((2, 1, tokens, 2, 4))
-    decay, beta = -rng.random((1, tokens, 2)), rng.random((1, tokens, 2))
+    decay, beta = -rng.random((1, tokens, 2, *channels)), rng.random((1, tokens, 2))
     arrays = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "dout": dout}
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     states = np.promote_types(dtype, np.float32)
@@ -277,9 +341,9 @@ def both_ways(arrays: dict[str, np.ndarray], offsets: Any) -> list[Any]:
     return [out, *gradients, final, dinitial]
 
 
-def packed_and_alone(lengths: tuple[int, ...], dtype: Any) -> None:
+def packed_and_alone(lengths: tuple[int, ...], dtype: Any, channels: tuple[int, ...]) -> None:
     """Raise unless packed texts have the bits of each text alone, in all results."""
-    arrays, offsets = drawn(lengths, dtype), np.cumsum([0, *lengths])
+    arrays, offsets = drawn(lengths, dtype, channels), np.cumsum([0, *lengths])
     packed = both_ways(arrays, offsets)
     for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
         state = {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
@@ -291,20 +355,23 @@ def packed_and_alone(lengths: tuple[int, ...], dtype: Any) -> None:
             assert each.tobytes() == parts[text : text + 1].tobytes()
 
 
+@both_decays
 @pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, np.dtype("float64")], ids=str)
-def test_packed_texts_have_the_bits_of_each_alone(dtype: Any) -> None:
-    packed_and_alone((5, 0, 130, 1, 64, 3), dtype)
+def test_packed_texts_have_the_bits_of_each_alone(dtype: Any, channels: tuple[int, ...]) -> None:
+    packed_and_alone((5, 0, 130, 1, 64, 3), dtype, channels)
 
 
-def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
+@both_decays
+def test_kernels_of_packed_texts_have_the_bits_of_each_alone(channels: tuple[int, ...]) -> None:
     """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
     with emulator():
-        packed_and_alone((5, 0, 1, 66, 2), KERNEL_DTYPES[1])
+        packed_and_alone((5, 0, 1, 66, 2), KERNEL_DTYPES[1], channels)
 
 
-def test_any_schedule() -> None:
+@both_decays
+def test_any_schedule(channels: tuple[int, ...]) -> None:
     """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 4), np.float32)
+    arrays = drawn((3, 4), np.float32, channels)
     with emulator():
         expected = both_ways(arrays, np.array([0, 3, 7]))
     with emulator(seed=3):
@@ -316,18 +383,20 @@ class Unread(np.ndarray):
     """An array that plays one of a device, which the host must not read."""
 
 
-def test_texts_of_a_device_are_not_read() -> None:
+@both_decays
+def test_texts_of_a_device_are_not_read(channels: tuple[int, ...]) -> None:
     """The definition pads them then, and their number of chunks is an upper bound."""
     for lengths in ((5, 0, 130, 1, 64, 3), (0, 0), (64,), (0, 7, 0)):
-        arrays, offsets = drawn(lengths, np.float64), np.cumsum([0, *lengths])
+        arrays, offsets = drawn(lengths, np.float64, channels), np.cumsum([0, *lengths])
         expected, actual = (both_ways(arrays, o) for o in (offsets, offsets.view(Unread)))
         for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_a_state_goes_on_with_a_text() -> None:
+@both_decays
+def test_a_state_goes_on_with_a_text(channels: tuple[int, ...]) -> None:
     """In pieces of any length, down to one token."""
-    arrays = drawn((100,), np.float64)
+    arrays = drawn((100,), np.float64, channels)
     inputs = [arrays[name] for name in NAMES]
     whole, last = uc.gated_delta_rule(*inputs)
     state, at, parts = None, 0, []
@@ -352,6 +421,8 @@ def test_wrong_calls() -> None:
         uc.gated_delta_rule(*one, offsets=np.array([0, 7]))
     with pytest.raises(ShapeError, match="initial has 3 states"):
         uc.gated_delta_rule(*one, initial=np.zeros((3, 2, 4, 4), np.float32))
+    with pytest.raises(ShapeError, match="decay has 3 channels and k 4; pass one decay for each"):
+        uc.gated_delta_rule(q, q, q, q[..., :3], decay)
     three = np.ones((2, 6, 3, 4), np.float32)
     with pytest.raises(ShapeError, match="value_heads=3 must be a multiple of heads=2"):
         uc.gated_delta_rule(q, q, three, three[..., 0], three[..., 0])

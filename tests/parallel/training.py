@@ -17,7 +17,7 @@ from unsloth_cupy.parallel import (
     part,
 )
 
-from ..models.peers import RELATIVES, SIZES
+from ..models.peers import MIXTURES, RELATIVES, SIZES
 from .ranks import close, likelihoods
 
 CONFIG = {
@@ -144,11 +144,13 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
     windows, latent = CONFIG | layers, SIZES | RELATIVES["youtu"]
     heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
     states = SIZES | RELATIVES["qwen3_5_text"] | heads
+    channels = SIZES | MIXTURES["kimi_linear"] | {"linear_num_heads": 4}
     for config, kind in (
         *((CONFIG, "ring"), (windows, "ring"), (windows, "ulysses")),
         *((latent, "ring"), (latent, "ulysses"), (states, "ring"), (states, "ulysses")),
+        (channels, "ring"),
     ):
-        divided = kind == "ulysses" or config is states
+        divided = kind == "ulysses" or config in (states, channels)
         if divided and config["num_attention_heads"] % comm.size:
             continue
         whole, model = (models.create(config, seed=1) for _ in range(2))

@@ -155,10 +155,13 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         index = (*index[:gap], *(slice(None),) * rest, *index[gap + 1 :])
         if any(array.dtype == bool for array in arrays):  # elements are zeros: none is chosen
             return self.of((0, *self.shape[arrays[0].ndim :]), self.dtype)
-        first = next(i for i, part in enumerate(index) if part is arrays[0])
         plain = tuple(slice(1) if isinstance(i, ARRAYS) else i for i in index)
-        sizes = list(self.form[plain].shape)
-        sizes[first : first + len(arrays)] = np.broadcast_shapes(*(a.shape for a in arrays))
+        chosen = [at for at, part in enumerate(index) if isinstance(part, (*ARRAYS, int))]
+        axes = [part for part in index if not isinstance(part, int)]
+        own = [at for at, part in enumerate(axes) if isinstance(part, ARRAYS)]
+        sizes = [size for at, size in enumerate(self.form[plain].shape) if at not in own]
+        first = own[0] if chosen[-1] - chosen[0] < len(chosen) else 0  # apart, they come first
+        sizes[first:first] = np.broadcast_shapes(*(array.shape for array in arrays))
         return self.of(sizes, self.dtype)
 
     def __setitem__(self, index: Any, value: Any) -> None:

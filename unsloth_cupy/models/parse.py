@@ -10,6 +10,7 @@ from .configs.config import LINEAR, SLIDING, Config, Delta, Latent, Rope
 from .configs.families import FAMILIES
 from .configs.family import Family
 from .configs.heads import CAUSAL, NONE, head_of, labels_of
+from .configs.kimi_config import of_kimi
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, layers_of
 from .configs.parse_rope import rope_of
@@ -46,6 +47,7 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     """Return the ``Config`` of a text model's config.json, read as that of a family."""
+    values = values if family.delta != "short" else of_kimi(values)
     check_keys(values, family)
     read = Reader(values, family)
     facts = values.get("quantization_config")
@@ -165,6 +167,11 @@ def delta_of(read: Reader) -> Delta:
         known["linear_key_head_dim"] = read.get("linear_key_head_dim") or dim
         dim = 2 * known["linear_key_head_dim"]
         known["linear_value_head_dim"] = read.get("linear_value_head_dim") or dim
+        read = Reader({**read.values, **known}, read.family)
+    if stored == "short":
+        heads, dim = read.size("linear_num_heads"), read.size("linear_head_dim")
+        known = {f"linear_num_{name}_heads": heads for name in ("key", "value")}
+        known |= {f"linear_{name}_head_dim": dim for name in ("key", "value")}
         read = Reader({**read.values, **known}, read.family)
     keys, values = (read.size(f"linear_num_{name}_heads") for name in ("key", "value"))
     if values % keys:

@@ -180,8 +180,9 @@ class Delta:
 
     Queries and keys have ``key_heads`` of ``key_dim``, values ``value_heads`` of ``value_dim``.
     The projections are ``stored`` "fused", head by head in two matrices, "split" in four, or
-    "apart", each by itself.  ``beta`` is at most ``most``; ``eps`` is that of the norm behind the
-    rule, None: of all norms.
+    "apart", each by itself.  ``short`` ones, each by itself, make the decay of every channel of a
+    key, and the gate, of vectors as long as a head.  ``beta`` is at most ``most``; ``eps`` is that
+    of the norm behind the rule, None: of all norms.
     """
 
     key_heads: int
@@ -189,7 +190,7 @@ class Delta:
     key_dim: int
     value_dim: int
     taps: int
-    stored: str  # fused, split or apart
+    stored: str  # fused, split, apart or short
     most: float = 1.0
     eps: float | None = None
 
@@ -198,6 +199,10 @@ class Delta:
         """The rows of the projections of a token, by their names."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         few = self.value_heads
+        if self.stored == "short":
+            sizes = {"q": keys, "k": keys, "v": values, "g_a": self.value_dim, "b": few}
+            sizes |= {"forget_gate.f_a": self.key_dim}
+            return {f"{name}_proj": size for name, size in sizes.items()}
         if self.stored == "apart":
             sizes = {"q": keys, "k": keys, "v": values, "g": values, "b": few, "a": few}
             return {f"{name}_proj": size for name, size in sizes.items()}
@@ -209,15 +214,28 @@ class Delta:
     @property
     def after(self) -> tuple[str, str]:
         """The names of the norm and of the projection behind the rule."""
-        return ("o_norm", "o_proj") if self.stored == "apart" else ("norm", "out_proj")
+        apart = self.stored in ("apart", "short")
+        return ("o_norm", "o_proj") if apart else ("norm", "out_proj")
+
+    @property
+    def module(self) -> str:
+        """The name of the module in a block."""
+        return "self_attn." if self.stored == "short" else "linear_attn."
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a layer."""
         values, (norm, output) = self.value_heads * self.value_dim, self.after
         for name, size in self.projections.items():
             yield f"{name}.weight", (size, hidden)
-        yield "conv1d.weight", (2 * self.key_heads * self.key_dim + values, 1, self.taps)
-        yield from ((name, (self.value_heads,)) for name in ("A_log", "dt_bias"))
+        keys = self.key_heads * self.key_dim
+        yield "conv1d.weight", (2 * keys + values, 1, self.taps)
+        if self.stored == "short":
+            yield "g_b_proj.weight", (values, self.value_dim)
+            yield "forget_gate.f_b_proj.weight", (keys, self.key_dim)
+            yield "forget_gate.A_log", (1, 1, self.value_heads, 1)
+            yield "forget_gate.dt_bias", (keys,)
+        else:
+            yield from ((name, (self.value_heads,)) for name in ("A_log", "dt_bias"))
         yield f"{norm}.weight", (self.value_dim,)
         yield f"{output}.weight", (hidden, values)
 
@@ -344,7 +362,8 @@ class Config:
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
         if self.delta is not None and not self.attends(layer):
-            yield from ((f"linear_attn.{n}", shape) for n, shape in self.delta.shapes(self.hidden))
+            rule = self.delta
+            yield from ((f"{rule.module}{n}", shape) for n, shape in rule.shapes(self.hidden))
         else:
             yield from self._attention_shapes()
         yield from self._feed_forward_shapes(layer)

@@ -27,9 +27,9 @@ class Family:
     max_window_layers on), every second one of the early ones, or most (all but every
     sliding_window_pattern-th); with linear all but every full_attention_interval-th have no
     attention.  ``rotates`` says which layers rotate queries and keys: all, those that
-    no_rope_layers lists with 1, the sliding ones, these where there is a window, or all where
-    rope_theta is not null.  ``facts`` are keys that say what the family has anyway; ... stands for
-    any value.
+    no_rope_layers lists with 1, the sliding ones, these where there is a window, all where
+    rope_theta is not null, or none.  ``facts`` are keys that say what the family has anyway; ...
+    stands for any value.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -54,14 +54,14 @@ class Family:
     local: bool = False  # sliding layers keep their positions where rope_scaling stretches others
     of_rope: tuple[str, ...] = ()  # keys of rope_parameters that it alone reads
     partial: bool = False  # partial_rotary_factor also counts where rope_type is default
-    rotates: str = "all"  # all, listed, sliding, windowed or by_theta
+    rotates: str = "all"  # all, listed, sliding, windowed, by_theta or none
     parallel: str | bool = False
     obeys: tuple[str, ...] = ()  # keys that scale, cap or clip, if it reads them
     facts: Mapping[str, Any] = field(default_factory=dict)
     sinks: bool = False
     experts: Mixture | None = None
     left_out: str = ""  # of the names of tensors in files: a pattern
-    delta: str | None = None  # fused, split or apart: the projections of layers with a delta rule
+    delta: str | None = None  # ``Delta.stored`` of layers with a delta rule
     delta_norms: Norms | None = None  # of their blocks, where they are others
     gated: bool = False  # the output of attention
     latent: bool = False  # attention with short vectors of keys and values

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .family import AFTER, BEFORE, Family
-from .mixtures import DEEPSEEK2, GLM4, KEYS, LISTED, QWEN2, QWEN35, STEPPED
+from .mixtures import DEEPSEEK2, GLM4, KEYS, KIMI, LISTED, QWEN2, QWEN35, STEPPED
 
 DELTA = {
     "head_dim": 256,
@@ -108,6 +108,27 @@ HYBRIDS: Mapping[str, Family] = {
         },
         delta="apart",
         delta_norms=BEFORE,
+    ),
+    "kimi_linear": Family(
+        {
+            **LATENT,
+            **KEYS,
+            **{"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+            **{"q_lora_rank": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 1_048_576},
+            **{"num_experts": 256, "num_local_experts": None, "n_shared_experts": 1},
+            **{"num_experts_per_tok": 8, "moe_intermediate_size": 1024, "norm_topk_prob": True},
+            **{"routed_scaling_factor": 2.446, "n_group": 1, "topk_group": 1},
+            "mlp_layer_types": None,
+        },
+        "linear",
+        rotates="none",
+        facts={
+            **{**FURTHER, **ROUTER, "mla_use_nope": True},
+            **{"moe_router_activation_func": "sigmoid", "use_grouped_topk": ...},
+        },
+        experts=KIMI,
+        delta="short",
+        latent=True,
     ),
     "deepseek_v2": Family(
         {

@@ -115,6 +115,20 @@ GLM4 = Mixture(
 )
 DEEPSEEK2 = replace(GLM4, scores="softmax", normalize=False, grouped="topk_method", correction=None)
 LISTED = replace(GLM4, layers="listed")
+KIMI = replace(
+    LISTED,
+    count=("num_experts", "num_local_experts"),
+    files={
+        **W123,
+        **{
+            f"mlp.{name}": (f"{SPARSE}.{name}",)
+            for name in (
+                *("gate.weight", "gate.e_score_correction_bias"),
+                *(f"shared_experts.{each}_proj.weight" for each in ("gate", "up", "down")),
+            )
+        },
+    },
+)
 ERNIE = Mixture(
     count=("moe_num_experts", "num_experts"),
     k=("moe_k", "num_experts_per_tok"),

@@ -47,8 +47,8 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
             parameters = read.values.get("rope_parameters")
             null = isinstance(parameters, dict) and parameters.get("rope_theta", 0) is None
             return (not null,) * layers, _types(read, layers)
-        case _:
-            return (True,) * layers, _types(read, layers)
+        case which:
+            return (which != "none",) * layers, _types(read, layers)
 
 
 def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
@@ -91,6 +91,9 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
 def _linear(read: Reader, layers: int) -> tuple[str, ...]:
     """Return which layers have attention; the others have a gated delta rule."""
     types = read.get("layer_types")
+    if types is None and read.family.delta == "short":
+        every = range(layers)
+        return tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in every)
     if types is None:
         period = read.size("full_attention_interval")
         types = [FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers)]

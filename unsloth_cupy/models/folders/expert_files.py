@@ -6,6 +6,7 @@ model.layers.0.mlp.experts.gate_up_proj                  (experts, hidden, 2 inn
                                                          columns of gate and up in turns
 model.layers.0.mlp.experts.gate_up_proj_blocks, _scales  its rows, (2 inner, hidden), in MXFP4
 model.layers.0.linear_attn.q_conv1d.weight               rows of conv1d.weight, as k_ and v_conv1d
+model.layers.0.self_attn.A_log                           forget_gate.A_log in kimi_linear
 model.layers.0.attention_layer_norm.weight               input_layernorm.weight in olmo_hybrid
 """
 
@@ -134,15 +135,47 @@ def places(config: Config) -> dict[str, Place]:
         if experts is not None and experts.sparse[layer]:
             prefix = f"model.layers.{layer}."
             found |= {prefix + name: place for name, place in _of_layer(config, experts, prefix)}
+    if config.delta is not None and config.delta.stored in ("apart", "short"):
+        found |= dict(_of_convolutions(config, config.delta))
     if config.delta is not None and config.delta.stored == "apart":
-        found |= dict(_of_olmo(config, config.delta))
+        found |= dict(_of_olmo(config))
+    if config.delta is not None and config.delta.stored == "short":
+        found |= dict(_of_kimi(config, config.delta))
     return found
 
 
-def _of_olmo(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of an olmo_hybrid that have other names, or are parts of others."""
+def _of_convolutions(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
+    """Yield the convolutions of queries, keys and values, which are one in memory."""
     keys, width = rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim
     ends = (0, keys, 2 * keys, 2 * keys + width)
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}.{rule.module}"
+        for name, (start, stop) in zip("qkv", pairwise(ends), strict=True):
+            shape = (stop - start, 1, rule.taps)
+            place = Place(f"{prefix}conv1d.weight", shape, rows=slice(start, stop))
+            if not config.attends(layer):
+                yield f"{prefix}{name}_conv1d.weight", place
+
+
+def _of_kimi(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of a kimi_linear that have other names."""
+    shapes = dict(rule.shapes(config.hidden))
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        for name, shape in {} if config.attends(layer) else shapes.items():
+            if name.startswith("forget_gate."):
+                place = Place(f"{prefix}{rule.module}{name}", shape)
+                yield f"{prefix}{rule.module}{name.removeprefix('forget_gate.')}", place
+        if config.experts is None or not config.experts.sparse[layer]:
+            sizes = (config.inner, config.hidden)
+            for name in ("gate", "up", "down"):
+                shape = sizes if name != "down" else sizes[::-1]
+                place = Place(f"{prefix}mlp.{name}_proj.weight", shape)
+                yield f"{prefix}block_sparse_moe.{name}_proj.weight", place
+
+
+def _of_olmo(config: Config) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of an olmo_hybrid that have other names."""
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         after = f"{prefix}post_attention_layernorm.weight"
@@ -151,10 +184,6 @@ def _of_olmo(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
             continue
         before = f"{prefix}input_layernorm.weight"
         yield f"{prefix}attention_layer_norm.weight", Place(before, (config.hidden,))
-        for name, (start, stop) in zip("qkv", pairwise(ends), strict=True):
-            shape = (stop - start, 1, rule.taps)
-            place = Place(f"{prefix}linear_attn.conv1d.weight", shape, rows=slice(start, stop))
-            yield f"{prefix}linear_attn.{name}_conv1d.weight", place
 
 
 def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[str, Place]]:

@@ -18,7 +18,7 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
     if config.delta is not None and not config.attends(layer):
-        return delta_layer(call, config.delta, layer, f"{prefix}linear_attn.", x)
+        return delta_layer(call, config.delta, layer, prefix + config.delta.module, x)
     if config.latent is not None:
         out = latent_attention_heads(call, config.latent, layer, module, x)
         return _output(call, module, out)

@@ -4,6 +4,8 @@
     y = gated_norm(rule(q, k, v, decay, beta), x A_z) A_out
     decay = -exp(A_log) softplus(x A_a + dt_bias)      beta = sigmoid(x A_b)
 
+With decays of channels A_a and A_z are products of two, and the gate is a sigmoid.
+
 Ranks that divide the tokens exchange them for heads: each computes all tokens of some heads.
 
 In a cache a layer keeps the last inputs of its convolution, and the state of its rule.  Padding
@@ -28,7 +30,7 @@ from ...parallel.taped import taped, value_of
 from ...placement import to_device_of
 from ..configs.config import Config, Delta
 from .context import Context
-from .elements import beside, taken
+from .elements import beside, gated, taken
 
 EPS = 1e-6  # of the lengths of queries and keys
 
@@ -41,7 +43,7 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     mixed, z, beta, decay = _projected(call, rule, module, x)
     taps = parameters[f"{module}conv1d.weight"]
     taps = taps.reshape(taps.shape[0], taps.shape[2])
-    decay = _decays(decay, parameters[f"{module}A_log"], parameters[f"{module}dt_bias"])
+    decay = _decays(rule, decay, parameters, module)
     beta, offsets, own = _shares(beta, rule.most), call.offsets, rule
     if call.context is not None:
         own, offsets = _of_rank(rule, call.context), call.context.offsets
@@ -61,7 +63,11 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     z = z.reshape(batch, tokens, rule.value_heads, rule.value_dim)
     norm, output = rule.after
     eps = config.eps if rule.eps is None else rule.eps
-    y = gated_rms_norm(y, z, parameters[f"{module}{norm}.weight"], eps=eps)
+    weight = parameters[f"{module}{norm}.weight"]
+    if rule.stored == "short":
+        y = gated(rms_norm(y, weight, eps=eps), z)
+    else:
+        y = gated_rms_norm(y, z, weight, eps=eps)
     y = y.reshape(batch, tokens, rule.value_heads * rule.value_dim)
     return call.project(parameters, [f"{module}{output}"], y)[0]
 
@@ -74,6 +80,11 @@ def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
         return projected
     if rule.stored == "apart":
         return [beside(*projected[:3]), *projected[3:]]
+    if rule.stored == "short":
+        q, k, v, gate, beta, decay = projected
+        (gate,) = call.project(call.parameters, [f"{module}g_b_proj"], gate)
+        (decay,) = call.project(call.parameters, [f"{module}forget_gate.f_b_proj"], decay)
+        return [beside(q, k, v), gate, beta, decay]
     many, few = projected
     rows, groups = x.shape[:2], rule.value_heads // rule.key_heads
     many = many.reshape(*rows, rule.key_heads, many.shape[-1] // rule.key_heads)
@@ -115,9 +126,17 @@ def _by_heads(
         first = start + context.comm.rank * part.shape[2] * dim
         chosen.append(np.arange(first, first + part.shape[2] * dim))
     taps = taken(taps, to_device_of(np.concatenate(chosen), value_of(taps)), 0)
-    few = (context.by_heads(each.reshape(*each.shape, 1)) for each in (beta, decay))
-    beta, decay = (each.reshape(*each.shape[:3]) for each in few)
+    beta, decay = (
+        context.by_heads(each) if each.ndim == 4 else _of_heads(context, each)
+        for each in (beta, decay)
+    )
     return [beside(*channels), taps, beta, decay]
+
+
+def _of_heads(context: Context, x: Any) -> Any:
+    """Return (rows, tokens, heads) of this rank's heads."""
+    x = context.by_heads(x.reshape(*x.shape, 1))
+    return x.reshape(*x.shape[:3])
 
 
 def _of_length_1(x: Any) -> Any:
@@ -138,8 +157,14 @@ def _without_padding(x: Any, mask: Any) -> Any:
     return taped("delta_layer", kept(value_of(x)), lambda dy, wanted: {"x": kept(dy)}, x=x)
 
 
-def _decays(a: Any, log: Any, bias: Any) -> Any:
-    """Return -exp(log) softplus(a + bias), in float32 or wider."""
+def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> Any:
+    """Return -exp(log) softplus(a + bias), in float32 or wider: of heads, or of their channels."""
+    if rule.stored == "short":
+        module += "forget_gate."
+    log, bias = parameters[f"{module}A_log"], parameters[f"{module}dt_bias"]
+    if rule.stored == "short":
+        a = a.reshape(*a.shape[:2], rule.key_heads, rule.key_dim)
+        log, bias = log.reshape(rule.key_heads, 1), bias.reshape(rule.key_heads, rule.key_dim)
     arrays = tuple(map(value_of, (a, log, bias)))
     wide = np.promote_types(arrays[0].dtype, FLOAT32)
     x, rate = arrays[0].astype(wide) + arrays[2].astype(wide), np.exp(arrays[1].astype(wide))
@@ -147,8 +172,9 @@ def _decays(a: Any, log: Any, bias: Any) -> Any:
 
     def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
         dx = -dy * rate * sigmoid(x)
-        axes = tuple(range(dy.ndim - 1))
-        gradients = {"a": dx, "log": (dy * y).sum(axis=axes), "bias": dx.sum(axis=axes)}
+        gradients = {"a": dx, "log": (dy * y).sum(axis=(0, 1)), "bias": dx.sum(axis=(0, 1))}
+        if dy.ndim == 4:
+            gradients["log"] = gradients["log"].sum(axis=-1, keepdims=True)
         dtypes = zip(gradients.items(), arrays, strict=True)
         return {name: rounded(each, array.dtype) for (name, each), array in dtypes}
 

@@ -1,7 +1,7 @@
 """The gated delta rule by chunks of tokens, in NumPy; a chunk of one token is the recurrence.
 
 In a chunk that begins with state S, with g the sums of its decays so far and F[i, j] =
-exp(g[i] - g[j]) for j <= i, else 0:
+exp(g[i] - g[j]) for j <= i, else 0, all of which channels may have each their own:
 
     (I + A) U = B      A = beta F K K^T below its diagonal      B = beta (V - exp(g) K S)
     out = exp(g) Q S + (F Q K^T) U              S' = exp(g[-1]) S + (exp(g[-1] - g) K)^T U
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.dtypes import Array
-
-LEAST = -800.0  # a decay below it counts as this: exp is 0 in every dtype, and sums are finite
+from ._decays import OfChannels, OfTokens, from_here, turned, up_to_here
 
 
 class Layout:
@@ -83,60 +82,56 @@ class Chunk(NamedTuple):
     k: Array
     v: Array  # (batch, heads, groups, chunk, value_dim)
     beta: Array  # (batch, heads, groups, chunk, 1)
-    into: Array  # exp(g)
-    onward: Array  # exp(g[-1] - g)
-    whole: Array  # exp(g[-1])
-    fade: Array  # F, (batch, heads, groups, chunk, chunk)
-    kk: Array  # K K^T
-    below: Array  # A
+    decays: OfTokens | OfChannels
+    alike: Array  # F K K^T below its diagonal, (batch, heads, groups, chunk, chunk)
     inverse: Array  # of I + A
+
+    def scores(self) -> Array:
+        """Return F Q K^T."""
+        return self.decays.pairs(self.q, self.k)
+
+    def read(self, rows: Array, state: Array) -> Array:
+        """Return what rows of queries or keys read of the state before the chunk."""
+        product: Array = (self.decays.into * rows) @ state
+        return product
 
     def solve(self, state: Array) -> tuple[Array, Array]:
         """Return V - exp(g) K S, and U."""
-        rest = self.v - self.into * (self.k @ state)
+        rest = self.v - self.read(self.k, state)
         return rest, self.inverse @ (self.beta * rest)
 
     def end(self, state: Array, u: Array) -> Array:
         """Return the state after the chunk."""
-        return self.whole * state + turned(self.onward * self.k) @ u
+        return self.decays.whole * state + turned(self.decays.onward * self.k) @ u
 
     def gradients(self, state: Array, do: Array, dend: Array) -> tuple[Array, ...]:
         """Return those of q, scaled, k, v, decay, beta and of the state before the chunk."""
         rest, u = self.solve(state)
-        p = self.fade * (self.q @ turned(self.k))
+        decays, p = self.decays, self.scores()
         du = turned(p) @ do
-        du += (self.onward * self.k) @ dend
+        du += (decays.onward * self.k) @ dend
         db = turned(self.inverse) @ du
         dv = self.beta * db
-        da, dp, strict = -(db @ turned(u)), do @ turned(u), np.tril(self.fade, -1)
-        dqk, dkk = dp * self.fade, da * self.beta * strict
+        da, dp = np.tril(-(db @ turned(u)), -1), np.tril(do @ turned(u))
         dbeta = (db * rest).sum(axis=-1)
-        dbeta += (da * strict * self.kk).sum(axis=-1)
-        from_q = self.into * (do @ turned(state))
-        from_k = -self.into * (dv @ turned(state))
-        from_end = self.onward * (u @ turned(dend))
-        dstate = self.whole * dend
+        dbeta += (da * self.alike).sum(axis=-1)
+        from_q = decays.into * (do @ turned(state))
+        from_k = -decays.into * (dv @ turned(state))
+        from_end = decays.onward * (u @ turned(dend))
+        dstate = decays.whole * dend
+        dq, dk, ddecay = decays.gradients(self.q, self.k, dp, self.beta * da, p, self.alike)
+        dq += from_q
+        dk += from_k + from_end
         # exp(decay[t]) is a factor of all that passes from before t to t or later: no terms cancel
-        pairs = np.cumsum(dp * p + da * self.below, axis=-1)
-        across = np.tril(pairs, -1).sum(axis=-2)
-        after = (self.q * from_q + self.k * from_k).sum(axis=-1)
-        before = (self.k * from_end).sum(axis=-1)
-        ddecay = np.cumsum(after[..., ::-1], axis=-1)[..., ::-1]
-        ddecay = ddecay + (state * dstate).sum(axis=(-1, -2))[..., None]
-        ddecay[..., 1:] += across[..., :-1] + np.cumsum(before, axis=-1)[..., :-1]
-        dstate += turned(self.into * self.q) @ do
-        dstate -= turned(self.into * self.k) @ dv
-        dq = from_q + dqk @ self.k
-        dk = from_k + from_end + turned(dqk) @ self.q + (dkk + turned(dkk)) @ self.k
+        ddecay += from_here(decays.total(self.q * from_q + self.k * from_k))
+        ddecay += up_to_here(decays.total(self.k * from_end))
+        ddecay += decays.total(turned((state * dstate).sum(axis=-1, keepdims=True)))
+        dstate += turned(decays.into * self.q) @ do
+        dstate -= turned(decays.into * self.k) @ dv
         return (
             *(dq.sum(axis=2, keepdims=True), dk.sum(axis=2, keepdims=True)),
             *(dv, ddecay, dbeta, dstate),
         )
-
-
-def turned(array: Array) -> Array:
-    """Return matrices transposed."""
-    return array.swapaxes(-1, -2)
 
 
 class Chunks:
@@ -175,17 +170,10 @@ class Chunks:
         q, k, v, decay, beta = (self.take(number, array) for array in self.arrays)
         q *= self.scale
         beta = beta[..., None]
-        g = np.cumsum(np.maximum(decay, LEAST), axis=-1, dtype=np.float64)  # differences cancel
-        row = np.arange(g.shape[-1], like=q)
-        away = np.where(row[:, None] >= row, g[..., :, None] - g[..., None, :], -np.inf)
-        fade = np.exp(away.astype(q.dtype))
-        onward = np.exp((g[..., -1:] - g).astype(q.dtype))[..., None]
-        into = np.exp(g.astype(q.dtype))[..., None]
-        kk = k @ turned(k)
-        below = np.tril(beta * fade * kk, -1)
-        return Chunk(
-            *(q, k, v, beta, into, onward, into[..., -1:, :], fade, kk, below, inverse(below))
-        )
+        kind: Any = OfTokens if decay.ndim == 4 else OfChannels
+        decays = kind.of(decay[..., None] if kind is OfTokens else decay, q.dtype)
+        alike = np.tril(decays.pairs(k, k), -1)
+        return Chunk(q, k, v, beta, decays, alike, inverse(beta * alike))
 
     def begin(self, number: int, initial: Array, state: Array | None) -> Array:
         """Return the state before a chunk, from that after the one before it."""

@@ -1,12 +1,14 @@
 """The gated delta rule, a linear attention whose state forgets and corrects itself.
 
-S_t = exp(decay_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T        out_t = scale S_t^T q_t
+S_t = (I - beta_t k_t k_t^T) exp(decay_t) S_(t-1) + beta_t k_t v_t^T        out_t = scale S_t^T q_t
+
+decay_t is a number of a head, or a diagonal: a number for each row of S (Kimi Delta Attention).
 
 Tokens are computed by chunks (UT transform), and only states pass from one to the next.  Backward
 computes the states of all chunks again: forward keeps nothing.
 
 Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2025; Yang et al., Parallelizing Linear
-Transformers with the Delta Rule over Sequence Length, 2024.
+Transformers with the Delta Rule over Sequence Length, 2024; Kimi Team, Kimi Linear, 2025.
 """
 
 import functools
@@ -20,18 +22,18 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ConfigError
+from ...errors import ConfigError, ShapeError
 from ..common.no_kernel import no_kernel
-from ._chunks import Chunks, chosen, turned
+from ._chunks import Chunks, chosen
 from ._texts import check_texts, count_of, ends, offsets_of
 
-CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
+CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
 WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
 
 
 @op(
     "q(batch, tokens, heads, dim), k(batch, tokens, heads, dim),"
-    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads): param,"
+    " v(batch, tokens, value_heads, value_dim), decay(batch, tokens, value_heads, decays?): param,"
     " beta(batch, tokens, value_heads): param,"
     " initial?(states, value_heads, dim, value_dim): stat, offsets?(texts+1): int"
     " -> out(batch, tokens, value_heads, value_dim),"
@@ -54,14 +56,16 @@ def gated_delta_rule(
 
     For each value head, with a state S of (dim, value_dim), ``S = exp(decay) * S``, then ``S = S +
     beta * k (v - S^T k)^T``, then ``out = scale * S^T q``.  q and k are used as they are: models
-    normalise them before.  Value head h reads key head ``h // (value_heads // heads)``.
+    normalise them before.  Value head h reads key head ``h // (value_heads // heads)``.  With a
+    decay for each column of k, each row of S shrinks by its own: Kimi Delta Attention.
 
     Parameters
     ----------
     q, k : (batch, tokens, heads, dim) float
     v : (batch, tokens, value_heads, value_dim) float
-    decay : (batch, tokens, value_heads) dtype of q or float32
-        The logarithm of the factor by which the state shrinks before a token; -inf empties it.
+    decay : (batch, tokens, value_heads) or (batch, tokens, value_heads, dim) dtype of q or float32
+        The logarithm of the factor by which the state, or each of its rows, shrinks before a token;
+        -inf empties it.
     beta : (batch, tokens, value_heads) dtype of q or float32
         The share of the error that a token corrects, from 0 to 1, or to 2.
     initial : (batch or texts, value_heads, dim, value_dim) float32, optional
@@ -115,8 +119,8 @@ def gated_delta_rule(
         state = chunks.begin(number, begin, state)
         own = chunks.at(number)
         _, u = own.solve(state)
-        part = own.fade * (own.q @ turned(own.k)) @ u
-        part += own.into * (own.q @ state)
+        part = own.scores() @ u
+        part += own.read(own.q, state)
         chunks.give(number, out, part)
         state = own.end(state, u)
         final[layout.text[number]] = state
@@ -148,10 +152,11 @@ def _launch(
         kernel = load("gated_delta_rule.cu", "delta_step", q, chosen)
         kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
         return out, final
-    scores, solve, _ = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
+    scores, solve, _, *factors = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
     kernel = load("gated_delta_rule.cu", "delta_states", q, chosen)
     kernel[blocks, THREADS, _shared(dim, 1)](
-        *(q, k, v, decay, beta, initial, offsets, scores, solve, out, final, None, None, sizes)
+        *(q, k, v, decay, beta, initial, offsets, scores, solve, *factors, out, final),
+        *(None, None, None, sizes),
     )
     return out, final
 
@@ -225,32 +230,50 @@ def _launch_backward(
     forward = constants(INITIAL=initial is not None, BACKWARD=True)
     backward = constants(FINAL=dfinal is not None)
     slots, blocks = _slots(q, offsets), texts * value_heads * sizes["tiles"]
-    scores, solve, alike = _of_chunks(q, k, decay, beta, offsets, forward, sizes)
+    scores, solve, alike, *factors = _of_chunks(q, k, decay, beta, offsets, forward, sizes)
     shape = slots, value_heads, CHUNK, value_dim
     u, db = (empty(shape, FLOAT32, like=q) for _ in range(2))
+    rest = empty(shape, FLOAT32, like=q) if forward["CHANNELS"] else None
     shape = slots, value_heads, dim, value_dim
     states, dstates = (empty(shape, FLOAT32, like=q) for _ in range(2))
     kernel = load("gated_delta_rule.cu", "delta_states", q, forward)
     kernel[blocks, THREADS, _shared(dim, 1)](
-        *(*given, initial, offsets, scores, solve, None, None, u, states, sizes)
+        *(*given, initial, offsets, scores, solve, *factors, None, None, u, states, rest, sizes)
     )
     dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=q)
     file = "gated_delta_rule_backward.cu"
     kernel = load(file, "delta_state_gradients", q, backward)
     kernel[blocks, THREADS, _shared(dim, 2)](
-        *(dout, dfinal, q, k, decay, beta, offsets, scores, solve, db, dstates, dinitial, sizes)
+        *(dout, dfinal, q, k, decay, beta, offsets, scores, solve, *factors, db, dstates),
+        *(dinitial, sizes),
     )
-    gradients = [empty(array.shape, array.dtype, like=q) for array in given]
-    kernel = load(file, "delta_chunk_gradients", q, backward)
-    kernel[slots * q.shape[2], THREADS, _shared_of_chunks(dim)](
-        *(dout, *given, offsets, scores, alike, u, db, states, dstates, *gradients, sizes)
+    gradients = dq, dk, dv, ddecay, dbeta = [empty(a.shape, a.dtype, like=q) for a in given]
+    if rest is None:
+        kernel = load(file, "delta_chunk_gradients", q, backward)
+        kernel[slots * q.shape[2], THREADS, _shared_of_chunks(dim)](
+            *(dout, *given, offsets, scores, alike, u, db, states, dstates, *gradients, sizes)
+        )
+        return *gradients, dinitial
+    pairs, file = (scores, solve), "gated_delta_rule_channels.cu"  # both have been read
+    kernel = load(file, "delta_pair_gradients", q, forward)
+    kernel[slots * value_heads, THREADS](
+        *(dout, beta, offsets, alike, u, db, rest, *pairs, dv, dbeta, sizes)
+    )
+    kernel = load(file, "delta_channel_gradients", q, forward)
+    kernel[slots * q.shape[2] * max(1, -(-dim // SLAB)), THREADS, _shared_of_channels()](
+        *(dout, q, k, decay, beta, offsets, *pairs, u, db, states, dstates, dq, dk, ddecay, sizes)
     )
     return *gradients, dinitial
 
 
 # ---- checks and what both directions need --------------------------------------------------------
-def _check(call: str, q: Any, initial: Any, offsets: Any, chunk: Any) -> None:
-    """Raise unless texts have a state each and chunks have tokens."""
+def _check(call: str, q: Any, decay: Any, initial: Any, offsets: Any, chunk: Any) -> None:
+    """Raise unless texts have a state each, chunks have tokens and decays fit keys."""
+    channels, dim = decay.shape[3:], q.shape[3:]
+    if channels and channels != dim:
+        cure = "pass one decay for each column of k, or one for all without that axis"
+        problem = f"{call}: decay has {channels[0]} channels and k {dim[0]}; {cure}"
+        raise ShapeError(problem, expected=dim[0], actual=channels[0])
     if type(chunk) is not int or chunk < 1:
         raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, as 64")
     check_texts(call, q, initial, offsets)
@@ -311,7 +334,8 @@ def _constants_of(decay: Array, beta: Array, offsets: Array | None, *rows: Array
     q, _, v, *_ = rows
     dtypes = q.dtype, decay.dtype, beta.dtype, getattr(offsets, "dtype", None)
     vector = min(4, lanes(math.gcd(q.shape[3], v.shape[3]), *rows))
-    return functools.partial(_constants, dtypes, q.shape[3], vector)
+    channels = decay.ndim == 4
+    return functools.partial(_constants, dtypes, q.shape[3], vector, CHANNELS=channels)
 
 
 def _sizes(q: Array, v: Array, offsets: Array | None, scale: float | None) -> dict[str, Any]:
@@ -343,16 +367,29 @@ def _of_chunks(
     offsets: Array | None,
     chosen: Constants,
     sizes: dict[str, Any],
-) -> tuple[Array, Array, Array | None]:
-    """Return the matrices of all chunks that do not depend on states: see delta_chunks."""
-    slots, heads = _slots(q, offsets), sizes["heads"]
-    shape = slots, heads * sizes["groups"], CHUNK, CHUNK
-    count = 3 if chosen["BACKWARD"] else 2
-    made = [empty(shape, FLOAT32, like=q) for _ in range(count)] + [None] * (3 - count)
-    kernel = load("gated_delta_rule.cu", "delta_chunks", q, chosen)
-    kernel[slots * heads, THREADS](q, k, decay, beta, offsets, *made, sizes)
-    scores, solve, alike = made
-    return scores, solve, alike
+) -> list[Array | None]:
+    """Return the matrices of all chunks that do not depend on states: see delta_chunks.
+
+    They are scores, solve, alike, into and onward.
+    """
+    slots, heads = _slots(q, offsets), sizes["heads"] * sizes["groups"]
+    square, rows = (slots, heads, CHUNK, CHUNK), (slots, heads, CHUNK, q.shape[3])
+    backward, channels = chosen["BACKWARD"], chosen["CHANNELS"]
+    wanted = [
+        (square, True),
+        (square, True),
+        (square, backward),
+        (rows, channels),
+        (rows, channels),
+    ]
+    made = [empty(shape, FLOAT32, like=q) if there else None for shape, there in wanted]
+    if channels:
+        kernel = load("gated_delta_rule_channels.cu", "delta_channel_chunks", q, chosen)
+        kernel[slots * heads, THREADS](q, k, decay, beta, offsets, *made, sizes)
+    else:
+        kernel = load("gated_delta_rule.cu", "delta_chunks", q, chosen)
+        kernel[slots * sizes["heads"], THREADS](q, k, decay, beta, offsets, *made[:3], sizes)
+    return made
 
 
 def _depth(dim: int) -> int:
@@ -371,3 +408,8 @@ def _shared_of_chunks(dim: int) -> int:
     """Return the bytes of shared memory of delta_chunk_gradients."""
     depth, slab = max(_depth(dim), CHUNK), 32
     return 4 * ((CHUNK + depth) * (slab + 4) + 3 * CHUNK * (CHUNK + 4))
+
+
+def _shared_of_channels() -> int:
+    """Return the bytes of shared memory of delta_channel_gradients."""
+    return 4 * (2 * CHUNK * (SLAB + 4) + 2 * CHUNK * (CHUNK + 4))

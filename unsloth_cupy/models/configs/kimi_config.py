@@ -1,0 +1,47 @@
+"""The keys of Kimi Linear's config.json, in its released form and in transformers'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ConfigError
+from .config import FULL, LINEAR
+
+KEYS = {
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+OF_LINEAR = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+TYPES = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # their layers are counted from 1
+
+
+def of_kimi(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the keys that other families have.
+
+    Raises
+    ------
+    ConfigError
+        linear_attn_config has a key that is not known, or does not list each layer once.
+    """
+    read = {KEYS.get(key, key): value for key, value in values.items()}
+    layers, first = read.get("num_hidden_layers"), read.pop("first_k_dense_replace", 1)
+    if type(layers) is not int:
+        return read  # which is refused further on
+    if read.get("mlp_layer_types") is None and type(first) is int:
+        read["mlp_layer_types"] = ["dense" if n < first else "sparse" for n in range(layers)]
+    linear = read.pop("linear_attn_config", None) or {}
+    if unread := sorted(linear.keys() - OF_LINEAR.keys() - TYPES.keys()):
+        raise ConfigError(f"config: linear_attn_config.{unread[0]} is not read; remove it")
+    read |= {OF_LINEAR[key]: value for key, value in linear.items() if key in OF_LINEAR}
+    if read.get("layer_types") is None and TYPES.keys() <= linear.keys():
+        types = {layer: kind for key, kind in TYPES.items() for layer in linear[key]}
+        if sorted(types) != [*range(1, layers + 1)]:
+            problem = f"linear_attn_config lists {len(types)} of {layers} layers"
+            raise ConfigError(f"config: {problem}; it must list each once, counted from 1")
+        read["layer_types"] = [types[layer] for layer in range(1, layers + 1)]
+    return read

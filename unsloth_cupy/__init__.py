@@ -66,6 +66,8 @@ from .ops.activations.swiglu import swiglu_backward as swiglu_backward
 from .ops.activations.swiglu import swiglu_backward_ as swiglu_backward_
 from .ops.activations.swiglu_mlp import swiglu_mlp as swiglu_mlp
 from .ops.activations.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
+from .ops.activations.xielu import xielu as xielu
+from .ops.activations.xielu import xielu_backward as xielu_backward
 
 # Linear
 from .ops.linear.embedding import embedding as embedding
@@ -165,6 +167,8 @@ from .ops.elements.arithmetic import scale as scale
 from .ops.elements.arithmetic import transpose as transpose
 from .ops.elements.cast import accumulate_ as accumulate_
 from .ops.elements.cast import cast as cast
+from .ops.elements.elementwise import clip as clip
+from .ops.elements.elementwise import clip_backward as clip_backward
 from .ops.elements.elementwise import divide as divide
 from .ops.elements.elementwise import exp as exp
 from .ops.elements.elementwise import log as log

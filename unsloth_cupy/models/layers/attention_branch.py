@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from ...ops.elements.elementwise import clip
 from ...ops.position.qk_norm_rope import qk_norm_rope
 from ...ops.position.rope import rope
 from ...ops.position.rope_qk import rope_qk
 from .call import Call
 from .delta_layer import delta_layer
-from .elements import clip, gated
+from .elements import gated
 from .latent_attention import latent_attention_heads
 from .norms import divided_norm, head_norm
 
@@ -35,7 +36,7 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     if config.query_key_norm == "projection":
         q, k = (divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     if config.clip is not None:
-        q, k, v = (clip(each, config.clip) for each in (q, k, v))
+        q, k, v = (clip(each, limit=config.clip) for each in (q, k, v))
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
     if config.gated:
         q, gate = q[..., : config.dim], q[..., config.dim :]

@@ -7,11 +7,12 @@ from ...ops.activations.geglu import geglu
 from ...ops.activations.relu2 import relu2
 from ...ops.activations.swiglu import swiglu
 from ...ops.activations.swiglu_mlp import swiglu_mlp
+from ...ops.activations.xielu import xielu
 from ...ops.elements.arithmetic import add, multiply
 from ..adapters.adapter import Adapter
 from ..configs.config import BUFFERS, Config
 from .call import Call
-from .elements import gated, gelu, xielu
+from .elements import gated, gelu
 from .experts_layer import experts_of_tokens
 from .norms import divided_norm
 

@@ -13,6 +13,7 @@ from .configs.heads import CAUSAL, NONE, head_of, labels_of
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, layers_of
 from .configs.parse_rope import rope_of
+from .configs.parse_states import multipliers_of, state_space_of
 from .configs.reading import Reader, check_keys, token_ids
 from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
@@ -93,7 +94,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
     depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")
     residual = read.obeyed("residual_multiplier") or (depth or layers**0.5) / layers**0.5
-    logit_scale = read.obeyed("logit_scale") or 1 / (read.obeyed("logits_scaling") or 1)
+    logit_scale = read.obeyed("logit_scale") or read.obeyed("lm_head_multiplier")
+    logit_scale = logit_scale or 1 / (read.obeyed("logits_scaling") or 1)
     normed = read.says(family.query_key_if)
     head = head_of(values)
     read.flag("attention_bias")
@@ -101,7 +103,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         model_type=values["model_type"],
         vocab=read.size("vocab_size"),
         hidden=hidden,
-        inner=read.size("intermediate_size"),
+        inner=read.size(family.inner),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -111,9 +113,12 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         layer_types=layer_types,
         window=read.size("sliding_window") if SLIDING in layer_types else None,
         ropes=ropes,
-        scale=latent_scale(latent, ropes)
-        or read.obeyed("attention_multiplier")
-        or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5,
+        scale=(
+            latent_scale(latent, ropes)
+            or read.obeyed("attention_multiplier")
+            or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
+        )
+        * (read.obeyed("key_multiplier") or 1),
         softcap=read.obeyed("attn_logit_softcapping"),
         logit_softcap=read.obeyed("final_logit_softcapping"),
         norms=replace(norms, before_mlp=None) if parallel else norms,
@@ -148,7 +153,9 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         latent=latent,
         delta=None if family.delta is None else delta_of(read),
         delta_norms=family.delta_norms,
+        space=state_space_of(read),
         gated=family.gated,
+        **multipliers_of(read),
         gate=family.gate,
         head=head,
         labels=labels_of(values, head),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .names import TEXT
+from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
@@ -59,6 +60,9 @@ class Names:
     down: str = "down_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate_up: str = "gate_up_proj"  # where one matrix has both
+    recurrent: str = "linear_attn"  # what layers without attention have
 
 
 OWN_NAMES = Names()
@@ -103,8 +107,14 @@ class Experts:
     correction_in: str = "gate."  # what is before the name of the correction
     correction_row: bool = False  # files have it as the row of a matrix
     shared_in: str = "shared_experts"
+    shared_beside: bool = False  # the shared expert is beside the module of the others
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+
+    @property
+    def shared_module(self) -> str:
+        """The name of the shared expert in a layer."""
+        return self.shared_in if self.shared_beside else f"{self.module}.{self.shared_in}"
 
     @property
     def clamps(self) -> dict[str, float]:
@@ -291,7 +301,11 @@ class Config:
     latent: Latent | None = None
     delta: Delta | None = None  # of the layers of type LINEAR
     delta_norms: Norms | None = None  # of their blocks, where other than ``norms``
+    space: StateSpace | None = None  # of the layers of type LINEAR, or of all
     gated: bool = False  # the output of attention, by what its queries' projection has more
+    gate_scale: float = 1.0  # of an MLP
+    down_scale: float = 1.0  # of its output
+    attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and its output
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -303,6 +317,16 @@ class Config:
     def attends(self, layer: int) -> bool:
         """Return whether this layer has attention."""
         return self.layer_types[layer] != LINEAR
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers have states, which pass from token to token."""
+        return self.delta is not None or self.space is not None
+
+    @property
+    def beside(self) -> bool:
+        """Whether layers have a recurrence beside attention."""
+        return self.space is not None and self.space.beside
 
     def norms_of(self, layer: int) -> Norms:
         """Return the norms of a block."""
@@ -338,9 +362,11 @@ class Config:
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
-        if self.delta is not None and not self.attends(layer):
-            yield from ((f"linear_attn.{n}", shape) for n, shape in self.delta.shapes(self.hidden))
-        else:
+        rule = self.delta or self.space
+        if rule is not None and (self.beside or not self.attends(layer)):
+            module = self.names.recurrent
+            yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))
+        if self.attends(layer):
             yield from self._attention_shapes()
         yield from self._feed_forward_shapes(layer)
         if self.activation == "xielu":
@@ -392,12 +418,12 @@ class Config:
         if self.experts is not None and self.experts.sparse[layer]:
             yield from self._experts_shapes(self.experts)
         else:
-            yield from self._mlp_shapes("mlp", self.inner)
+            yield from self._mlp_shapes(self.names.mlp, self.inner)
 
     def _mlp_shapes(self, module: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a dense MLP."""
         hidden, names = self.hidden, self.names
-        projections = {"gate_up_proj": 2 * inner} if "mlp" in self.fused else {}
+        projections = {names.gate_up: 2 * inner} if "mlp" in self.fused else {}
         projections |= {"gate_proj": inner} if self.gate and not projections else {}
         projections |= {} if "mlp" in self.fused else {names.up: inner}
         for name, size in projections.items():
@@ -417,7 +443,7 @@ class Config:
             yield f"{module}.{experts.correction_in}{CORRECTION}", (count,)
         yield from experts.stacks(hidden).items()
         if experts.shared:
-            yield from self._mlp_shapes(f"{module}.{experts.shared_in}", experts.shared)
+            yield from self._mlp_shapes(experts.shared_module, experts.shared)
         if experts.shared_gate:
             yield f"{module}.{experts.shared_in}_gate.weight", (1, hidden)
 

@@ -4,7 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from .family import AFTER, BEFORE, Family
-from .mixtures import DEEPSEEK2, GLM4, KEYS, LISTED, QWEN2, QWEN35, STEPPED
+from .config import Names, Norms
+from .dense_families import GRANITE_FACTORS
+from .mixtures import (
+    DEEPSEEK2,
+    GLM4,
+    GRANITE_HYBRID,
+    KEYS,
+    LISTED,
+    QWEN2,
+    QWEN35,
+    STEPPED,
+)
+from .state_space import MAMBA, MAMBA_DEFAULTS, MAMBA_FACTS
 
 DELTA = {
     "head_dim": 256,
@@ -53,6 +65,13 @@ DEEPSEEK = {
     "n_group": 8,
     "topk_group": 4,
     "max_position_embeddings": 4096,
+}
+BAMBA = Norms(before_mlp="pre_ff_layernorm", last="final_layernorm")
+FACTORS = {  # of Falcon-H1
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+    **dict.fromkeys(("mlp_multipliers", "ssm_multipliers"), None),
 }
 HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two that are read
 ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
@@ -108,6 +127,61 @@ HYBRIDS: Mapping[str, Family] = {
         },
         delta="apart",
         delta_norms=BEFORE,
+    ),
+    "bamba": Family(
+        {
+            **MAMBA_DEFAULTS,
+            "attn_layer_indices": None,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 262_144,
+        },
+        "linear",
+        BAMBA,
+        mlp_bias="mlp_bias",
+        names=Names(mlp="feed_forward", recurrent="mamba"),
+        partial=True,
+        facts={**MAMBA_FACTS, "z_loss_coefficient": 0.0},
+        space=MAMBA,
+    ),
+    "granitemoehybrid": Family(
+        {
+            **GRANITE_FACTORS,
+            **KEYS,
+            **MAMBA_DEFAULTS,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+        },
+        "linear",
+        names=Names(
+            mlp="shared_mlp", gate_up="input_linear", down="output_linear", recurrent="mamba"
+        ),
+        fused=("mlp",),
+        rotates="by_type",
+        obeys=tuple(GRANITE_FACTORS),
+        facts=MAMBA_FACTS,
+        experts=GRANITE_HYBRID,
+        space=MAMBA,
+        inner="shared_intermediate_size",
+    ),
+    "falcon_h1": Family(
+        {
+            **MAMBA_DEFAULTS,
+            **FACTORS,
+            "mamba_d_ssm": 1024,
+            **{"mamba_norm_before_gate": True, "mamba_rms_norm": False, "projectors_bias": False},
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+        },
+        norms=BAMBA,
+        mlp_bias="mlp_bias",
+        names=Names(mlp="feed_forward", recurrent="mamba"),
+        obeys=("embedding_multiplier", "lm_head_multiplier", "key_multiplier"),
+        facts=MAMBA_FACTS,
+        space={**MAMBA, "inner": "mamba_d_ssm"},
+        space_beside=True,
     ),
     "deepseek_v2": Family(
         {

@@ -1,5 +1,7 @@
 """What the layers of a config.json are: the activation, windows, and which of them rotate."""
 
+from typing import Any
+
 from ...errors import ConfigError
 from .config import FULL, LINEAR, SLIDING
 from .reading import Reader
@@ -47,6 +49,9 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
             parameters = read.values.get("rope_parameters")
             null = isinstance(parameters, dict) and parameters.get("rope_theta", 0) is None
             return (not null,) * layers, _types(read, layers)
+        case "by_type":
+            rotates = read.get("position_embedding_type") == "rope"
+            return (rotates,) * layers, _types(read, layers)
         case _:
             return (True,) * layers, _types(read, layers)
 
@@ -89,8 +94,10 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
 
 
 def _linear(read: Reader, layers: int) -> tuple[str, ...]:
-    """Return which layers have attention; the others have a gated delta rule."""
+    """Return which layers have attention; the others have a recurrence."""
     types = read.get("layer_types")
+    if read.family.space is not None:
+        types = _of_states(read, types, layers)
     if types is None:
         period = read.size("full_attention_interval")
         types = [FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers)]
@@ -103,6 +110,18 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
             f" each {FULL!r} or {LINEAR!r}, not {types!r}"
         )
     return tuple(types)
+
+
+def _of_states(read: Reader, types: Any, layers: int) -> Any:
+    """Return the types of layers, of which those with states may have older names."""
+    if types is None:
+        chosen = read.get("attn_layer_indices") or []
+        if not isinstance(chosen, list) or not {*chosen} <= {*range(layers)}:
+            problem = f"attn_layer_indices is {chosen!r}"
+            raise ConfigError(f"config: {problem}; it must list numbers of layers below {layers}")
+        return [FULL if layer in chosen else LINEAR for layer in range(layers)]
+    names = {"mamba": LINEAR, "attention": FULL}
+    return [names.get(str(each), each) for each in types] if isinstance(types, list) else types
 
 
 def _slides(read: Reader, layers: int, rotated: tuple[bool, ...]) -> list[bool]:

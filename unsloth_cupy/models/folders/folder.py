@@ -335,7 +335,7 @@ def create(
 
 
 DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them
-ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias")
+ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias", ".D")
 
 
 def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) -> Array:

@@ -59,6 +59,32 @@ def taken(x: Any, places: Any, axis: int) -> Any:
     return taped("taken", value[(*before, places)], back, x=x)
 
 
+def split(x: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return consecutive parts of the last axis; the gradient of x is written once."""
+    value = value_of(x)
+    places = [slice(*pair) for pair in pairwise(np.cumsum([0, *sizes]).tolist())]
+    parts = tuple(value[..., place] for place in places)
+
+    def back(*arguments: Any) -> dict[str, Any]:
+        dx, (*dys, _) = np.zeros_like(value), arguments
+        for place, dy in zip(places, dys, strict=True):
+            if dy is not None:
+                dx[..., place] = dy
+        return {"x": dx}
+
+    return taped("split", parts, back, x=x)  # type: ignore[no-any-return]
+
+
+def without_padding(x: Any, mask: Any) -> Any:
+    """Return x (batch, tokens, hidden) with zeros at padding."""
+    real = (mask != 0)[..., None]
+
+    def kept(array: Any) -> Any:
+        return np.where(real, array, array.dtype.type(0))
+
+    return taped("without_padding", kept(value_of(x)), lambda dy, wanted: {"x": kept(dy)}, x=x)
+
+
 def beside(*parts: Any) -> Any:
     """Return arrays joined along the last axis."""
     values = [value_of(part) for part in parts]

@@ -73,7 +73,7 @@ class Division:
 
     def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
-        if config.delta is not None and (ranks > 1 or stages is not None):
+        if config.recurrent and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
             cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")

@@ -36,6 +36,9 @@ STATES = {
     **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
     "mamba_chunk_size": 8,
 }
+MIXER = {
+    **{"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+}
 MULTIPLIERS = {
     **{"embedding_multiplier": 3.0, "logits_scaling": 2.5},
     **{"residual_multiplier": 0.6, "attention_multiplier": 0.3},
@@ -277,6 +280,20 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 40,
         "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "mamba2": {"model_type": "mamba2", **MIXER, "num_hidden_layers": 3},
+    "mamba2 biases": {
+        "model_type": "mamba2",
+        **MIXER,
+        **{"num_hidden_layers": 2, "n_groups": 1, "use_bias": True, "use_conv_bias": False},
+        "time_step_limit": [0.1, 0.8],
+        "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
+        **{"chunk_size": 8, "head_dim": 8, "mlp_bias": True, "time_step_min": 0.3},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     },
     "falcon_h1": {"model_type": "falcon_h1", **STATES, "mamba_d_ssm": None},
     "falcon_h1 factors": {

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .configs.config import LINEAR, SLIDING, Config, Delta, Latent, Rope
+from .configs.config import LINEAR, MLP, SLIDING, Config, Delta, Latent, Rope
 from .configs.families import FAMILIES
 from .configs.family import Family
 from .configs.heads import CAUSAL, NONE, head_of, labels_of
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, layers_of
 from .configs.parse_rope import rope_of
-from .configs.parse_states import multipliers_of, state_space_of
+from .configs.parse_states import multipliers_of, state_space_of, with_types
 from .configs.reading import Reader, check_keys, token_ids
 from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
@@ -47,6 +47,7 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     """Return the ``Config`` of a text model's config.json, read as that of a family."""
+    values = with_types(values)
     check_keys(values, family)
     read = Reader(values, family)
     facts = values.get("quantization_config")
@@ -88,7 +89,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         )
     rotated, layer_types = layers_of(read, layers)
     turned = dim if latent is None else latent.rotated
-    ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR})}
+    ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR, MLP})}
     activation = activation_of(read)
     parallel, norms = read.says(family.parallel), family.norms
     embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
@@ -154,6 +155,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         delta=None if family.delta is None else delta_of(read),
         delta_norms=family.delta_norms,
         space=state_space_of(read),
+        single=family.single,
         gated=family.gated,
         **multipliers_of(read),
         gate=family.gate,

@@ -8,6 +8,7 @@ from .names import TEXT
 from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+MLP = "mlp"  # a layer of that alone
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
 CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
 STACKS = ("gate_up_proj", "down_proj")  # of experts
@@ -62,6 +63,7 @@ class Names:
     key_norm: str = "k_norm"
     mlp: str = "mlp"
     gate_up: str = "gate_up_proj"  # where one matrix has both
+    attention: str = "self_attn"
     recurrent: str = "linear_attn"  # what layers without attention have
 
 
@@ -303,6 +305,7 @@ class Config:
     delta_norms: Norms | None = None  # of their blocks, where other than ``norms``
     space: StateSpace | None = None  # of the layers of type LINEAR, or of all
     gated: bool = False  # the output of attention, by what its queries' projection has more
+    single: bool = False  # a block has one branch: attention, a recurrence or an MLP
     gate_scale: float = 1.0  # of an MLP
     down_scale: float = 1.0  # of its output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and its output
@@ -316,7 +319,7 @@ class Config:
 
     def attends(self, layer: int) -> bool:
         """Return whether this layer has attention."""
-        return self.layer_types[layer] != LINEAR
+        return self.layer_types[layer] not in (LINEAR, MLP)
 
     @property
     def recurrent(self) -> bool:
@@ -363,12 +366,13 @@ class Config:
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
         rule = self.delta or self.space
-        if rule is not None and (self.beside or not self.attends(layer)):
+        if rule is not None and (self.beside or self.layer_types[layer] == LINEAR):
             module = self.names.recurrent
             yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))
         if self.attends(layer):
             yield from self._attention_shapes()
-        yield from self._feed_forward_shapes(layer)
+        if not self.single or self.layer_types[layer] == MLP:
+            yield from self._feed_forward_shapes(layer)
         if self.activation == "xielu":
             yield from ((f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
             yield from ((f"mlp.act_fn.{name}", ()) for name in BUFFERS)
@@ -393,25 +397,25 @@ class Config:
             yield from self._projection_shapes()
         else:
             for name, shape in latent.shapes(self.heads, self.hidden):
-                yield f"self_attn.{name}", shape
-        yield f"self_attn.{names.output}.weight", (self.hidden, queries)
+                yield f"{self.names.attention}.{name}", shape
+        yield f"{self.names.attention}.{names.output}.weight", (self.hidden, queries)
         if self.output_bias:
-            yield f"self_attn.{names.output}.bias", (self.hidden,)
+            yield f"{self.names.attention}.{names.output}.bias", (self.hidden,)
         for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
-            yield from self._query_key_shapes(f"self_attn.{name}", heads)
+            yield from self._query_key_shapes(f"{self.names.attention}.{name}", heads)
         if self.sinks:
-            yield "self_attn.sinks", (self.heads,)
+            yield f"{self.names.attention}.sinks", (self.heads,)
 
     def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters that project a token into queries, keys and values."""
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if "qkv" in self.fused:
-            yield "self_attn.qkv_proj.weight", (queries + 2 * keys, self.hidden)
+            yield f"{self.names.attention}.qkv_proj.weight", (queries + 2 * keys, self.hidden)
         for name, size in (("q", queries * (1 + self.gated)), ("k", keys), ("v", keys)):
             if "qkv" not in self.fused:
-                yield f"self_attn.{name}_proj.weight", (size, self.hidden)
+                yield f"{self.names.attention}.{name}_proj.weight", (size, self.hidden)
             if self.qkv_bias:
-                yield f"self_attn.{name}_proj.bias", (size,)
+                yield f"{self.names.attention}.{name}_proj.bias", (size,)
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of the MLP of a block, or of its experts."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...errors import ConfigError
-from .config import FULL, LINEAR, SLIDING
+from .config import FULL, LINEAR, MLP, SLIDING
 from .reading import Reader
 
 ACTIVATIONS = {
@@ -22,7 +22,7 @@ def activation_of(read: Reader) -> str:
     """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
     gemma = read.family.scaled_embedding
     named = read.get("hidden_activation") if gemma else None
-    name = named or read.not_null("hidden_act")
+    name = named or read.not_null(read.family.activation)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
@@ -49,6 +49,8 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
             parameters = read.values.get("rope_parameters")
             null = isinstance(parameters, dict) and parameters.get("rope_theta", 0) is None
             return (not null,) * layers, _types(read, layers)
+        case "none":
+            return (False,) * layers, _types(read, layers)
         case "by_type":
             rotates = read.get("position_embedding_type") == "rope"
             return (rotates,) * layers, _types(read, layers)
@@ -104,10 +106,11 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
         if read.family.delta == "apart" and FULL not in types:
             types[-1] = FULL  # one at least
         return tuple(types)
-    if not isinstance(types, list) or len(types) != layers or not {*types} <= {FULL, LINEAR}:
+    known = {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= known:
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"
-            f" each {FULL!r} or {LINEAR!r}, not {types!r}"
+            f" each {' or '.join(map(repr, sorted(known)))}, not {types!r}"
         )
     return tuple(types)
 

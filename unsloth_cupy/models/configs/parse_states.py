@@ -5,10 +5,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from .config import FULL, LINEAR, MLP
 from .reading import Reader
 from .state_space import StateSpace
 
+OF_TYPES = ("hybrid_override_pattern", "layers_block_type")
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}  # of hybrid_override_pattern
 OF_PARTS = 5  # factors of gate, x, b, c and dt
+
+
+def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with layer_types, where a Nemotron-H says them otherwise.
+
+    Raises
+    ------
+    ConfigError
+        A layer has experts, which have no gate, or its letter is unknown.
+    """
+    if values.get("model_type") != "nemotron_h":
+        return values
+    pattern, types = values.get("hybrid_override_pattern"), values.get("layers_block_type")
+    if types is None and isinstance(pattern, str):
+        types = [LETTERS.get(letter, letter) for letter in pattern]
+    if not isinstance(types, list):
+        problem = f"layers_block_type is {types!r}"
+        raise ConfigError(f"config: {problem}; it must list the types of all layers")
+    if "moe" in types:
+        problem = f"layers_block_type has 'moe' at {types.index('moe')}"
+        raise ConfigError(f"config: {problem}: experts without a gate are not known")
+    own = {key: value for key, value in values.items() if key not in OF_TYPES}
+    return {**own, "layer_types": types, "num_hidden_layers": len(types)}
 
 
 def state_space_of(read: Reader) -> StateSpace | None:

@@ -15,6 +15,15 @@ MAMBA = {
     "conv_bias": "mamba_conv_bias",
     "bias": "mamba_proj_bias",
 }
+MAMBA2 = {
+    **{"heads": "num_heads", "dim": "head_dim", "groups": "n_groups", "state": "state_size"},
+    **{"taps": "conv_kernel", "expand": "expand", "conv_bias": "use_conv_bias", "bias": "use_bias"},
+}
+NEMOTRON = {
+    **{"heads": "mamba_num_heads", "dim": "mamba_head_dim", "groups": "n_groups"},
+    **{"state": "ssm_state_size", "taps": "conv_kernel", "conv_bias": "use_conv_bias"},
+    **{"bias": "use_bias", "activation": "mamba_hidden_act", "least": "time_step_min"},
+}
 MAMBA_DEFAULTS: Mapping[str, Any] = {
     **{"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256},
     **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},

@@ -21,7 +21,7 @@ from ...ops.quantized.mxfp4 import BLOCK, Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
-from ..configs.names import is_stack
+from ..configs.names import BACKBONE, EMBEDDINGS, TABLE, TEXT, is_stack
 
 PACKED = ("_blocks", "_scales")
 
@@ -123,9 +123,19 @@ def places(config: Config) -> dict[str, Place]:
         if experts is not None and experts.sparse[layer]:
             prefix = f"model.layers.{layer}."
             found |= {prefix + name: place for name, place in _of_layer(config, experts, prefix)}
+    if config.single:
+        found |= dict(_of_backbone(config))
     if config.delta is not None and config.delta.stored == "apart":
         found |= dict(_of_olmo(config, config.delta))
     return found
+
+
+def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of models whose files have Mamba's names."""
+    for name, shape in config.shapes().items():
+        if name.startswith(TEXT):
+            own = EMBEDDINGS if name == TABLE else name
+            yield BACKBONE + own.removeprefix(TEXT), Place(name, shape)
 
 
 def _of_olmo(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:

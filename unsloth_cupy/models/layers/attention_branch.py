@@ -17,7 +17,7 @@ from .state_space_layer import state_space_layer
 
 def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     """Return the attention branch of normalised x."""
-    config, module = call.config, prefix + "self_attn."
+    config, module = call.config, f"{prefix}{call.config.names.attention}."
     recurrent = f"{prefix}{config.names.recurrent}."
     if config.delta is not None and not config.attends(layer):
         return delta_layer(call, config.delta, layer, recurrent, x)

@@ -512,7 +512,7 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "k": lambda draw, sizes, arrays: draw(st.integers(1, arrays["logits"].shape[-1])),
     "scores": _some("softmax", "softmax_of_k", "sigmoid", "sqrt_softplus"),
     **dict.fromkeys(("groups", "top_groups", "limit", "experts_mlp_forward.alpha"), _some(None)),
-    "clip.limit": _some(0.5, 8.0),
+    "bound": _some(0.5, 8.0),
     "activation": _some("swiglu", "geglu", "geglu_tanh"),
     "causal_conv.activation": _some("silu", None),
     **dict.fromkeys(("gated_delta_rule.chunk", "ssd.chunk"), _some(64, 1, 3)),

@@ -14,7 +14,7 @@ from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
 
-from .peers import MIXTURES, RELATIVES, SIZES
+from .peers import MIXTURES, RELATIVES, SIZES, make
 
 def recurs(family):
     return family.delta is not None or family.space is not None
@@ -60,6 +60,28 @@ def test_packed_texts_padding_and_caches(label):
     assert again == loss
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(actual[name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        ("bamba", {"mamba_proj_bias": True, "time_step_limit": [0.3, 0.9]}),
+        ("mamba2", {"use_bias": True, "time_step_limit": [0.1, 0.8]}),
+        ("nemotron_h", {"use_bias": True, "time_step_min": 0.3}),
+        ("falcon_h1 factors", {"mamba_proj_bias": True}),
+    ],
+)
+def test_whole_texts_alone(label, change, tmp_path):
+    """transformers lets padding through a bias, and does not bound the rate of a token alone."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    peer = make(tmp_path, CONFIGS[label] | change)
+    with torch.no_grad():
+        expected = peer(input_ids=torch.tensor(TOKENS), use_cache=False).logits.numpy()
+    model = load(tmp_path)
+    near(model.logits(TOKENS), expected)
+    mask = np.arange(12) >= np.array([[4], [0]])
+    near(model.logits(TOKENS, mask=mask)[0, 4:], model.logits(TOKENS[:1, 4:])[0])
 
 
 def new_cache(model, batch=2):

@@ -7,7 +7,7 @@ from unsloth_cupy.errors import ConfigError
 from ..harness.parity import Case, KernelParity, Parity
 
 # The public names, as other people's programs call them.
-PUBLIC = ("clip(x, *, limit)",)
+PUBLIC = ("clip(x, *, bound)",)
 
 
 def positive(*shape):
@@ -61,18 +61,18 @@ class TestLog(Parity):
 class TestClip(KernelParity):
     op = "clip"
     cases = (
-        Case("odd", axes=[2, 3, 13], limit=1.2, arrays={"x": apart(2, 3, 13)}),
-        Case("inside", axes=[7], limit=3.0, arrays={"x": apart(7)}),
-        Case("slices", axes=[2, 3, 40], gaps=True, limit=9.0),
-        Case("scalar", axes=[], limit=8.0),
-        Case("empty", axes=[0, 3], limit=1.0),
+        Case("odd", axes=[2, 3, 13], bound=1.2, arrays={"x": apart(2, 3, 13)}),
+        Case("inside", axes=[7], bound=3.0, arrays={"x": apart(7)}),
+        Case("slices", axes=[2, 3, 40], gaps=True, bound=9.0),
+        Case("scalar", axes=[], bound=8.0),
+        Case("empty", axes=[0, 3], bound=1.0),
     )
 
 
-def test_a_nan_stays_one_and_limits_are_positive():
+def test_a_nan_stays_one_and_bounds_are_positive():
     x = np.array([np.nan, np.inf, -np.inf], np.float32)
-    np.testing.assert_array_equal(uc.clip(x, limit=2.0), [np.nan, 2, -2])
-    np.testing.assert_array_equal(uc.clip_backward(x, x, limit=2.0), 0)
-    for limit in (0.0, -1.0):
+    np.testing.assert_array_equal(uc.clip(x, bound=2.0), [np.nan, 2, -2])
+    np.testing.assert_array_equal(uc.clip_backward(x, x, bound=2.0), 0)
+    for bound in (0.0, -1.0):
         with pytest.raises(ConfigError, match="pass a positive number, as 8"):
-            uc.clip(x, limit=limit)
+            uc.clip(x, bound=bound)

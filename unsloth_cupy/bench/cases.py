@@ -93,7 +93,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         **dict.fromkeys(("outputs", "outputs2", "outputs3"), scale.hidden),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
         "few": 4,
-        **{"one": 1, "state": 128},
+        **{"one": 1, "state": 128, "bound": 1.0},
         "half": scale.dim // 2,
         "value_dim": scale.dim,
         "batch": 1,
@@ -288,8 +288,6 @@ def draw(
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
         known["shape"] = (2, *known["axes"])
-    if op.__name__ == "clip":
-        known["limit"] = 1.0
     if op.__name__ == "latent_attention_forward":  # a scale has no default only here
         known |= {"scale": scale.dim**-0.5, "rank": max(1, scale.dim // 2)}
     creators = meaning(scale, rng)

@@ -50,7 +50,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
     if config.query_key_norm == "projection":
         q, k = (divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     if config.clip is not None:
-        q, k, v = (clip(each, limit=config.clip) for each in (q, k, v))
+        q, k, v = (clip(each, bound=config.clip) for each in (q, k, v))
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
     if config.gated:
         q, gate = q[..., : config.dim], q[..., config.dim :]

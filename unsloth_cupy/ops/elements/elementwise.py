@@ -77,39 +77,39 @@ def log_backward(dy: Array, x: Array) -> Array:
     return dy / x
 
 
-@op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: t["x"].clamp(-o["limit"], o["limit"]))
-def clip(x: Array, *, limit: float) -> Array:
-    """Return ``y = min(max(x, -limit), limit)``, as OLMo does with queries, keys and values.
+@op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: t["x"].clamp(-o["bound"], o["bound"]))
+def clip(x: Array, *, bound: float) -> Array:
+    """Return ``y = min(max(x, -bound), bound)``, as OLMo does with queries, keys and values.
 
     Raises
     ------
     ConfigError
-        limit is not a positive number.
+        bound is not a positive number.
 
     Examples
     --------
     >>> import numpy as np
     >>> from unsloth_cupy import clip, clip_backward
     >>> x = np.array([-9.0, 0.5, 8.0], np.float32)
-    >>> np.testing.assert_array_equal(clip(x, limit=8.0), [-8, 0.5, 8])
-    >>> np.testing.assert_array_equal(clip_backward(np.ones_like(x), x, limit=8.0), [0, 1, 1])
+    >>> np.testing.assert_array_equal(clip(x, bound=8.0), [-8, 0.5, 8])
+    >>> np.testing.assert_array_equal(clip_backward(np.ones_like(x), x, bound=8.0), [0, 1, 1])
     """
-    return x.clip(-limit, limit)
+    return x.clip(-bound, bound)
 
 
 @clip.gradient
-def clip_backward(dy: Array, x: Array, *, limit: float) -> Array:
-    """Return the gradient of x: dy where ``|x| <= limit``, else 0."""
-    return np.where(np.abs(x) <= limit, dy, dy.dtype.type(0))
+def clip_backward(dy: Array, x: Array, *, bound: float) -> Array:
+    """Return the gradient of x: dy where ``|x| <= bound``, else 0."""
+    return np.where(np.abs(x) <= bound, dy, dy.dtype.type(0))
 
 
-def _check_limit(call: str, limit: float) -> None:
-    """Raise unless the limit is positive."""
-    if limit <= 0:
-        raise ConfigError(f"{call}: limit={limit!r}; pass a positive number, as 8")
+def _check_bound(call: str, bound: float) -> None:
+    """Raise unless the bound is positive."""
+    if bound <= 0:
+        raise ConfigError(f"{call}: bound={bound!r}; pass a positive number, as 8")
 
 
-clip.require(_check_limit)
-clip_backward.require(_check_limit)
+clip.require(_check_bound)
+clip_backward.require(_check_bound)
 by_element(clip, "arithmetic.cu")
 by_element(clip_backward, "arithmetic.cu")

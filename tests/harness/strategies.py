@@ -313,7 +313,9 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
     **dict.fromkeys(("grouped_linear.offsets", "nf4_dequantize_.offsets"), _ends("assignments")),
-    **dict.fromkeys(("causal_conv.offsets", "gated_delta_rule.offsets", "ssd.offsets"), _ends("tokens")),
+    **dict.fromkeys(
+        ("causal_conv.offsets", "gated_delta_rule.offsets", "ssd.offsets"), _ends("tokens")
+    ),
     **dict.fromkeys(("gated_delta_rule.q", "gated_delta_rule.k"), _unit),
     "decay": lambda rng, shape, sizes: -rng.random(shape),
     "gated_delta_rule.beta": lambda rng, shape, sizes: rng.random(shape),

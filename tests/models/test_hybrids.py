@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from unsloth_cupy import CheckpointConfig, PagedKVCache
 from unsloth_cupy.errors import ConfigError, RangeError
@@ -15,6 +16,7 @@ from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
 
 from .peers import MIXTURES, RELATIVES, SIZES, make
+
 
 def recurs(family):
     return family.delta is not None or family.space is not None
@@ -116,13 +118,26 @@ def test_states_follow_the_rows_of_a_cache():
     assert drawn.tokens.shape[0] == 4
 
 
-def test_adapters(tmp_path):
+@pytest.mark.parametrize(
+    ("label", "module", "layers"),
+    [
+        ("qwen3_5_text", "linear_attn", "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj"),
+        ("granitemoehybrid dense", "mamba", "in_proj out_proj"),
+        ("mamba2", "mixer", "in_proj out_proj"),
+        (
+            "nemotron_h",
+            "mixer",
+            "in_proj out_proj up_proj down_proj q_proj k_proj v_proj o_proj",
+        ),
+    ],
+)
+def test_adapters(label, module, layers, tmp_path):
     """All projections of a layer have one; saved, read and merged they compute the same."""
-    model = create(DENSE, seed=0)
+    model = create(CONFIGS[label], seed=0)
     model.save(tmp_path / "m")
     model.add_adapter(3, seed=1)
-    modules = {name.rpartition(".")[2] for name in model.adapter.scales if "linear_attn" in name}
-    assert modules == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    names = [name for name in model.adapter.scales if f".{module}." in name]
+    assert {name.rpartition(".")[2] for name in names} == {*layers.split()}
     rng = np.random.default_rng(0)
     for array in model.adapter.parameters.values():
         array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
@@ -134,9 +149,11 @@ def test_adapters(tmp_path):
     near(read.logits(TOKENS), expected)
 
 
-@pytest.mark.parametrize("label", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("label", ["qwen3_5_text", "qwen3_next", "bamba", "falcon_h1", "mamba2"])
 def test_a_plan_bounds_memory(label):
     config = CONFIGS[label] | {"hidden_size": 64, "vocab_size": 512}
+    if label in ("bamba", "falcon_h1", "mamba2"):
+        config |= {"expand" if label == "mamba2" else "mamba_expand": 1}
     ids = np.random.default_rng(0).integers(3, 512, (2, 96))
     plan = plan_memory(config, batch=2, tokens=96, dtype="float32", device="cpu")
     model = create(config, seed=0)
@@ -169,6 +186,54 @@ def test_a_plan_bounds_memory(label):
 def test_what_is_not_known_is_named(change, message):
     with pytest.raises(ConfigError, match=message):
         parse(DENSE | change)
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "message"),
+    [
+        ("bamba", {"mamba_n_heads": 6}, "mamba_n_heads=6 times mamba_d_head=8 is not 64"),
+        ("bamba", {"mamba_d_head": 0}, "mamba_d_head is 0; it must be a positive integer"),
+        ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
+        ("bamba", {"time_step_limit": [0.5, 0.1]}, "time_step_limit is .*0 <= least <= most"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices is .*numbers of layers below 3"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act is that of the convolutions; it must be si"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*it must list 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": 2}, "mlp_multipliers is 2; it must list two numbers"),
+        ("nemotron_h", {"layers_block_type": ["moe"]}, "'moe' at 0: experts without a gate are no"),
+        ("nemotron_h", {"layers_block_type": ["mpl"]}, "layer_types must be a list .* or 'mlp'"),
+        ("nemotron_h", {"layers_block_type": None}, "layers_block_type is None; it must list"),
+    ],
+)
+def test_what_is_not_known_of_states_is_named(label, change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(CONFIGS[label] | change)
+
+
+def test_older_names_of_layers():
+    """Letters of released Nemotron-H, and types of older granites."""
+    config = {name: x for name, x in CONFIGS["nemotron_h"].items() if name != "layers_block_type"}
+    expected = parse(CONFIGS["nemotron_h"]).layer_types
+    assert parse(config | {"hybrid_override_pattern": "M-*M"}).layer_types == expected
+    config = CONFIGS["granitemoehybrid"]
+    types = {"layer_types": ["mamba", "attention", "mamba"]}
+    assert parse(config | types).layer_types == parse(config).layer_types
+
+
+def test_names_of_a_backbone(tmp_path):
+    """Files and adapters have the names of transformers."""
+    model = create(CONFIGS["mamba2"], seed=0)
+    model.save(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        assert {"backbone.embeddings.weight", "backbone.norm_f.weight"} <= {*file.keys()}
+        assert {name.partition(".")[0] for name in file.keys()} == {"backbone", "lm_head"}  # noqa: SIM118
+    model.add_adapter(2, seed=0)
+    model.save_adapter(tmp_path / "a")
+    with safe_open(tmp_path / "a" / "adapter_model.safetensors", "np") as file:
+        prefixes = {name.rpartition(".layers.")[0] for name in file.keys()}  # noqa: SIM118
+    assert prefixes == {"base_model.model.backbone"}
+    read = load(tmp_path, lora=tmp_path / "a")
+    np.testing.assert_array_equal(read.logits(TOKENS), model.logits(TOKENS))
 
 
 def test_layers_by_an_interval():

@@ -87,7 +87,16 @@ def drawn(
     b, c = rng.standard_normal((2, 1, tokens, groups, state)) * state**-0.5
     dt = rng.standard_normal((1, tokens, heads))
     a_log, d, dt_bias = rng.standard_normal((3, heads))
-    arrays = {"x": x, "dt": dt, "a_log": a_log, "b": b, "c": c, "d": d, "dt_bias": dt_bias, "dy": dy}
+    arrays = {
+        "x": x,
+        "dt": dt,
+        "a_log": a_log,
+        "b": b,
+        "c": c,
+        "d": d,
+        "dt_bias": dt_bias,
+        "dy": dy,
+    }
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     wide = np.promote_types(dtype, np.float32)
     initial, dfinal = rng.standard_normal((2, len(lengths), heads, state, 4)).astype(wide)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .family import AFTER, BEFORE, Family
 from .config import Names, Norms
 from .dense_families import GRANITE_FACTORS
+from .family import AFTER, BEFORE, Family
 from .mixtures import (
     DEEPSEEK2,
     GLM4,

@@ -49,10 +49,8 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
             parameters = read.values.get("rope_parameters")
             null = isinstance(parameters, dict) and parameters.get("rope_theta", 0) is None
             return (not null,) * layers, _types(read, layers)
-        case "none":
-            return (False,) * layers, _types(read, layers)
-        case "by_type":
-            rotates = read.get("position_embedding_type") == "rope"
+        case "none" | "by_type" as kind:
+            rotates = kind == "by_type" and read.get("position_embedding_type") == "rope"
             return (rotates,) * layers, _types(read, layers)
         case _:
             return (True,) * layers, _types(read, layers)

@@ -74,13 +74,19 @@ def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
         up = parameters[f"{module}{config.names.up}.weight"]
         return parameters[module + "gate_proj.weight"], up, down
     shape, size = (config.inner, config.hidden), config.inner * config.hidden
-    fused = parameters[f"{module}{config.names.gate_up}.weight"].reshape(1, -1)  # tapes only split last axes
+    fused = parameters[f"{module}{config.names.gate_up}.weight"].reshape(
+        1, -1
+    )  # tapes only split last axes
     return fused[..., :size].reshape(*shape), fused[..., size:].reshape(*shape), down
 
 
 def check_chunked(config: Config, adapter: Adapter | None) -> None:
     """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLP of such a model."""
-    adapted = [] if adapter is None else [name for name in adapter.scales if f".{config.names.mlp}." in name]
+    adapted = (
+        []
+        if adapter is None
+        else [name for name in adapter.scales if f".{config.names.mlp}." in name]
+    )
     kind = f"the MLP of a {config.model_type} model"
     if config.experts is not None:
         problem = f"{kind} has experts"

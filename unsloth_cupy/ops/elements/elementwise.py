@@ -1,4 +1,4 @@
-"""Elementwise arithmetic besides ``add``, ``multiply`` and ``scale``: for custom losses, and clip."""
+"""Elementwise arithmetic besides ``add``, ``multiply`` and ``scale``: clip, and for losses."""
 
 from collections.abc import Set
 

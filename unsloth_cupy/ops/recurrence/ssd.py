@@ -1,4 +1,4 @@
-"""State space duality (SSD), the recurrence of Mamba2: a state that forgets, and takes what it is told.
+"""State space duality (SSD), the recurrence of Mamba2.
 
 S_t = exp(-exp(a_log) r_t) S_(t-1) + r_t b_t x_t^T        y_t = S_t^T c_t + d x_t
 r_t = clip(softplus(dt_t + dt_bias), least, most)
@@ -25,6 +25,7 @@ from ...errors import ConfigError
 from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
+from ..common.strides import with_head_strides
 from ._chunks import LEAST, Layout, chosen, turned
 from ._texts import check_texts, count_of, ends, offsets_of
 
@@ -264,7 +265,8 @@ def _launch_backward(
     )
     if teams > 1:
         column_sums(both.reshape(2, teams, -1), db, dc)
-    ddt, sums_of = empty(dt.shape, dt.dtype, like=x), empty((2, dt.size // heads, heads), FLOAT32, like=x)
+    ddt = empty(dt.shape, dt.dtype, like=x)
+    sums_of = empty((2, batch * tokens, heads), FLOAT32, like=x)
     call.run(
         *("ssd_rate_gradients", -(-dt.size // 256), dt, a_log, dt_bias, rates[1], drates, ddecays),
         *(ddt, sums_of, dt.size, heads, call.sizes["tiles"], *call.bounds),
@@ -291,7 +293,7 @@ def _rates(
 
 
 class _Chunk(NamedTuple):
-    """What a chunk needs of its own tokens; arrays are (batch, groups, heads of one, chunk, ...)."""
+    """What a chunk needs of its tokens; arrays are (batch, groups, heads of one, chunk, ...)."""
 
     x: Array
     rate: Array  # (..., chunk, 1)
@@ -514,13 +516,12 @@ class _Launches:
 
 
 def _by_token(array: Array) -> tuple[Array, int]:
-    """Return an array whose tokens are a fixed number of values apart, and that number.
+    """Return an array whose heads are side by side, and how many values its tokens are apart.
 
-    A slice of the last axis of a wider array, by heads, is read without a copy.
+    A part of the last axis of a wider array, by heads, is read without a copy.
     """
-    size, (batch, tokens, heads, dim) = array.itemsize, array.shape
-    outer, step, inner, own = array.strides
-    if own == size and inner == dim * size and (batch == 1 or outer == tokens * step):
-        if step % size == 0 and heads * dim * size <= step < 2**31 * size:
-            return array, step // size
+    heads, dim = array.shape[2:]
+    values, (of_token, of_head) = with_head_strides(array)
+    if of_head == dim and of_token < 2**31:
+        return values, of_token
     return contiguous(array), heads * dim

@@ -391,31 +391,32 @@ class Config:
 
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of attention."""
-        names, latent = self.names, self.latent
+        names, latent, module = self.names, self.latent, self.names.attention
         queries = self.heads * (self.dim if latent is None else latent.value)
         if latent is None:
             yield from self._projection_shapes()
         else:
             for name, shape in latent.shapes(self.heads, self.hidden):
-                yield f"{self.names.attention}.{name}", shape
-        yield f"{self.names.attention}.{names.output}.weight", (self.hidden, queries)
+                yield f"{module}.{name}", shape
+        yield f"{module}.{names.output}.weight", (self.hidden, queries)
         if self.output_bias:
-            yield f"{self.names.attention}.{names.output}.bias", (self.hidden,)
+            yield f"{module}.{names.output}.bias", (self.hidden,)
         for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
-            yield from self._query_key_shapes(f"{self.names.attention}.{name}", heads)
+            yield from self._query_key_shapes(f"{module}.{name}", heads)
         if self.sinks:
-            yield f"{self.names.attention}.sinks", (self.heads,)
+            yield f"{module}.sinks", (self.heads,)
 
     def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters that project a token into queries, keys and values."""
+        module = self.names.attention
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if "qkv" in self.fused:
-            yield f"{self.names.attention}.qkv_proj.weight", (queries + 2 * keys, self.hidden)
+            yield f"{module}.qkv_proj.weight", (queries + 2 * keys, self.hidden)
         for name, size in (("q", queries * (1 + self.gated)), ("k", keys), ("v", keys)):
             if "qkv" not in self.fused:
-                yield f"{self.names.attention}.{name}_proj.weight", (size, self.hidden)
+                yield f"{module}.{name}_proj.weight", (size, self.hidden)
             if self.qkv_bias:
-                yield f"{self.names.attention}.{name}_proj.bias", (size,)
+                yield f"{module}.{name}_proj.bias", (size,)
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of the MLP of a block, or of its experts."""
@@ -449,7 +450,7 @@ class Config:
         if experts.shared:
             yield from self._mlp_shapes(experts.shared_module, experts.shared)
         if experts.shared_gate:
-            yield f"{module}.{experts.shared_in}_gate.weight", (1, hidden)
+            yield f"{experts.shared_module}_gate.weight", (1, hidden)
 
     def _query_key_shapes(self, name: str, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a norm of queries or keys."""

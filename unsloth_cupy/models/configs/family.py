@@ -27,10 +27,9 @@ class Family:
     max_window_layers on), every second one of the early ones, or most (all but every
     sliding_window_pattern-th); with linear all but every full_attention_interval-th have no
     attention.  ``rotates`` says which layers rotate queries and keys: all, those that
-    no_rope_layers lists with 1, the sliding ones, these where there is a window, or all where
-    rope_theta is not null, or position_embedding_type is rope;
-    or none.  ``facts`` are keys that say what the family has anyway; ... stands for
-    any value.
+    no_rope_layers lists with 1, the sliding ones, these where there is a window, all where
+    rope_theta is not null, or position_embedding_type is rope; or none.  ``facts`` are keys that
+    say what the family has anyway; ... stands for any value.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)

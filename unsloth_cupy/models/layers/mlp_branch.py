@@ -96,7 +96,7 @@ def check_chunked(config: Config, adapter: Adapter | None) -> None:
         problem = f"{kind} has no gate"
     elif config.activation != "silu":
         problem = f"{kind} has the activation {config.activation}, not silu"
-    elif config.gate_scale * config.down_scale != 1:
+    elif (config.gate_scale, config.down_scale) != (1, 1):
         problem = f"{kind} multiplies its gate or its output"
     elif config.sub_norms or config.mlp_bias:
         problem = f"{kind} has {'a norm' if config.sub_norms else 'biases'} inside"

@@ -61,7 +61,7 @@ def state_space_of(read: Reader) -> StateSpace | None:
     if "least" in names:
         least, most = read.number(names["least"]), None
     bias = read.flag(names["bias"])
-    common = {
+    common: dict[str, Any] = {
         **{"heads": heads, "dim": dim, "groups": groups, "least": least, "most": most},
         **{name: read.size(names[name]) for name in ("state", "taps")},
         **{"conv_bias": read.flag(names["conv_bias"]), "bias": bias},

@@ -59,20 +59,19 @@ def taken(x: Any, places: Any, axis: int) -> Any:
     return taped("taken", value[(*before, places)], back, x=x)
 
 
-def split(x: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
+def split(x: Any, sizes: Sequence[int]) -> Any:
     """Return consecutive parts of the last axis; the gradient of x is written once."""
     value = value_of(x)
     places = [slice(*pair) for pair in pairwise(np.cumsum([0, *sizes]).tolist())]
     parts = tuple(value[..., place] for place in places)
 
     def back(*arguments: Any) -> dict[str, Any]:
-        dx, (*dys, _) = np.zeros_like(value), arguments
+        dx, (*dys, _) = np.empty_like(value), arguments
         for place, dy in zip(places, dys, strict=True):
-            if dy is not None:
-                dx[..., place] = dy
+            dx[..., place] = 0 if dy is None else dy
         return {"x": dx}
 
-    return taped("split", parts, back, x=x)  # type: ignore[no-any-return]
+    return taped("split", parts, back, x=x)
 
 
 def without_padding(x: Any, mask: Any) -> Any:

@@ -351,7 +351,8 @@ class _Chunks:
         chunk: int,
     ) -> None:
         packed = None if offsets is None else offsets_of(call, x, offsets)
-        self.layout, self.groups = Layout(*x.shape[:2], packed, chunk), b.shape[2]
+        batch, tokens = x.shape[:2]
+        self.layout, self.groups = Layout(batch, tokens, packed, chunk), b.shape[2]
         self.texts, self.sizes = count_of(len(x), offsets), (b.shape[3], x.shape[3])
         self.arrays = [self.layout.lay(array) for array in (x, rate, decay, b, c)]
 
@@ -442,7 +443,10 @@ class _Launches:
     ) -> None:
         (batch, tokens, heads, dim), (groups, state) = x.shape, b.shape[2:]
         (self.x, of_x), (self.b, of_b), (self.c, of_c) = map(_by_token, (x, b, c))
-        self.dy, of_dy = (None, 0) if dy is None else _by_token(dy)
+        self.dy: Array | None = None
+        of_dy = 0
+        if dy is not None:
+            self.dy, of_dy = _by_token(dy)
         self.strides = {"x": of_x, "b": of_b, "c": of_c, "dy": of_dy}
         self.offsets, texts = offsets, count_of(batch, offsets)
         self.slots = batch * tokens // CHUNK + texts  # at most one for each text stays empty
@@ -461,13 +465,12 @@ class _Launches:
         rows = [each for each in (self.x, self.b, self.c, self.dy) if each is not None]
         vector = math.gcd(dim, state, *(each for each in self.strides.values() if each))
         arrays = {"R": dt, "A": a_log, "O": d, "Q": dt_bias, "I": offsets}
-        absent = {"I": np.dtype("int32")}
-        dtypes = [
-            absent.get(name, x.dtype) if array is None else array.dtype
-            for name, array in arrays.items()
-        ]
+        absent = {"I": np.dtype("int32")}  # else the dtype of x
+        dtypes = [absent.get(n, x.dtype) if a is None else a.dtype for n, a in arrays.items()]
         self.constants = functools.partial(
-            *(_constants, ("T", "D", "E", *arrays), (x.dtype, FLOAT32, FLOAT32, *dtypes)),
+            _constants,
+            ("T", "D", "E", *arrays),
+            (x.dtype, FLOAT32, FLOAT32, *dtypes),
             DIM=state,
             LANES=min(4, lanes(vector, *rows)),
             PACKED=offsets is not None,

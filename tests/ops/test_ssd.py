@@ -116,8 +116,10 @@ def both_ways(arrays: dict[str, Any], offsets: Any, **options: Any) -> list[Any]
 @pytest.mark.parametrize("bounds", [(0.0, np.inf), (0.5, 1.0)])
 def test_the_scan_of_transformers(bounds: tuple[float, float]) -> None:
     """Both results, and all gradients by torch, in float64."""
-    torch = pytest.importorskip("torch")
-    bamba = pytest.importorskip("transformers.models.bamba.modeling_bamba")
+    torch = pytest.importorskip("torch", reason="torch computes the references")
+    bamba = pytest.importorskip(
+        "transformers.models.bamba.modeling_bamba", reason="transformers computes the references"
+    )
     arrays = drawn((70,), np.float64)
     given = {n: torch.from_numpy(arrays[n]).requires_grad_() for n in (*NAMES, "initial")}
     torch.set_default_dtype(torch.float64)

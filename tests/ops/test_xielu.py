@@ -33,8 +33,10 @@ class TestXielu(KernelParity):
 
 
 def test_the_module_of_transformers() -> None:
-    torch = pytest.importorskip("torch")
-    activations = pytest.importorskip("transformers.activations")
+    torch = pytest.importorskip("torch", reason="torch computes the references")
+    activations = pytest.importorskip(
+        "transformers.activations", reason="transformers computes the references"
+    )
     module = activations.XIELUActivation(dtype=torch.float64)
     x = torch.linspace(-30, 5, 91, dtype=torch.float64, requires_grad=True)
     expected = module._xielu_python(x)

@@ -81,6 +81,16 @@ def log_backward(dy: Array, x: Array) -> Array:
 def clip(x: Array, *, bound: float) -> Array:
     """Return ``y = min(max(x, -bound), bound)``, as OLMo does with queries, keys and values.
 
+    Parameters
+    ----------
+    x : (*axes) float
+    bound : float
+        The largest magnitude.
+
+    Returns
+    -------
+    y : (*axes) float
+
     Raises
     ------
     ConfigError

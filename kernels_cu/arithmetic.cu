@@ -1,6 +1,7 @@
 // Elementwise sums and products.
 //
 //   add c = a + b        multiply c = a * b, da = dc * b, db = dc * a        scale y = factor * x
+//   clip y = min(max(x, -bound), bound), dx = dy where |x| <= bound, else 0
 //
 //   traffic     elements * sizeof(T) * (arrays that are read + arrays that are written)
 //   constants   T         dtype of every array
@@ -56,4 +57,25 @@ KERNEL(THREADS) scale(const T *x, T *y, const __grid_constant__ Rows rows, float
 #pragma unroll
     for (int j = 0; j < LANES; j++) v[j] *= factor;
     at.store(y, 1, v);
+}
+
+KERNEL(THREADS) clip(const T *x, T *y, const __grid_constant__ Rows rows, float bound) {
+    const Access<STRIDED> at(rows);
+    float v[LANES];
+    at.load(v, x, 0);
+#pragma unroll
+    for (int j = 0; j < LANES; j++)  // a NaN stays a NaN
+        v[j] = v[j] > bound ? bound : v[j] < -bound ? -bound : v[j];
+    at.store(y, 1, v);
+}
+
+KERNEL(THREADS)
+clip_backward(const T *dy, const T *x, T *dx, const __grid_constant__ Rows rows, float bound) {
+    const Access<STRIDED> at(rows);
+    float d[LANES], v[LANES];
+    at.load(d, dy, 0);
+    at.load(v, x, 1);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) d[j] = fabsf(v[j]) <= bound ? d[j] : 0.0f;
+    at.store(dx, 2, d);
 }

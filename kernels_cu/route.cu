@@ -52,7 +52,6 @@ DEVICE Row row_of_thread(long long rows) {
     return {row < rows ? row : rows - 1, (int)threadIdx.x % ROW_THREADS, row < rows};
 }
 
-DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
 DEVICE float score_of(float x) {
     if constexpr (SCORES == SIGMOID) return sigmoid(x);

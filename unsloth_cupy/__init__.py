@@ -66,6 +66,8 @@ from .ops.activations.swiglu import swiglu_backward as swiglu_backward
 from .ops.activations.swiglu import swiglu_backward_ as swiglu_backward_
 from .ops.activations.swiglu_mlp import swiglu_mlp as swiglu_mlp
 from .ops.activations.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
+from .ops.activations.xielu import xielu as xielu
+from .ops.activations.xielu import xielu_backward as xielu_backward
 
 # Linear
 from .ops.linear.embedding import embedding as embedding
@@ -103,6 +105,8 @@ from .ops.recurrence.causal_conv import causal_conv as causal_conv
 from .ops.recurrence.causal_conv import causal_conv_backward as causal_conv_backward
 from .ops.recurrence.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from .ops.recurrence.gated_delta_rule import gated_delta_rule_backward as gated_delta_rule_backward
+from .ops.recurrence.ssd import ssd as ssd
+from .ops.recurrence.ssd import ssd_backward as ssd_backward
 
 # Quantized
 from .ops.quantized.int8 import Int8 as Int8
@@ -166,6 +170,8 @@ from .ops.elements.arithmetic import scale as scale
 from .ops.elements.arithmetic import transpose as transpose
 from .ops.elements.cast import accumulate_ as accumulate_
 from .ops.elements.cast import cast as cast
+from .ops.elements.elementwise import clip as clip
+from .ops.elements.elementwise import clip_backward as clip_backward
 from .ops.elements.elementwise import divide as divide
 from .ops.elements.elementwise import exp as exp
 from .ops.elements.elementwise import log as log

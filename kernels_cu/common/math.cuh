@@ -3,6 +3,7 @@
 
 // 1 / (1 + exp(-x)), exact in both limits: an infinite exp gives 0.
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1 + expf(-x)); }
+DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
 // exp(x) for x <= 0, in two instructions and a multiplication; relative error |x| * 2^-23.
 DEVICE float exp_below(float x) { return exp2f(x * 1.4426950408889634f); }

@@ -250,6 +250,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,
     "gated_delta_rule": _texts_of_channels,
+    "ssd": _texts,
 }
 
 
@@ -328,7 +329,9 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
     **dict.fromkeys(("grouped_linear.offsets", "nf4_dequantize_.offsets"), _ends("assignments")),
-    **dict.fromkeys(("causal_conv.offsets", "gated_delta_rule.offsets"), _ends("tokens")),
+    **dict.fromkeys(
+        ("causal_conv.offsets", "gated_delta_rule.offsets", "ssd.offsets"), _ends("tokens")
+    ),
     **dict.fromkeys(("gated_delta_rule.q", "gated_delta_rule.k"), _unit),
     "decay": lambda rng, shape, sizes: -rng.random(shape),
     "gated_delta_rule.beta": lambda rng, shape, sizes: rng.random(shape),
@@ -527,9 +530,12 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "k": lambda draw, sizes, arrays: draw(st.integers(1, arrays["logits"].shape[-1])),
     "scores": _some("softmax", "softmax_of_k", "sigmoid", "sqrt_softplus"),
     **dict.fromkeys(("groups", "top_groups", "limit", "experts_mlp_forward.alpha"), _some(None)),
+    "bound": _some(0.5, 8.0),
     "activation": _some("swiglu", "geglu", "geglu_tanh"),
     "causal_conv.activation": _some("silu", None),
-    "gated_delta_rule.chunk": _some(64, 1, 3),
+    **dict.fromkeys(("gated_delta_rule.chunk", "ssd.chunk"), _some(64, 1, 3)),
+    "dt_min": _some(0.0, 0.3),
+    "dt_max": _some(None, 0.9),
     "sort_by_expert_forward.count": _some(3, 70),
     "max_queries": _most("max_queries"),
     "max_keys": _most("max_keys"),

@@ -32,6 +32,17 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.5, 3.0, 7.0],
 }
+STATES = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
+    "mamba_chunk_size": 8,
+}
+MIXER = {
+    **{"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+}
+MULTIPLIERS = {
+    **{"embedding_multiplier": 3.0, "logits_scaling": 2.5},
+    **{"residual_multiplier": 0.6, "attention_multiplier": 0.3},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -249,6 +260,65 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
     },
+    "bamba": {"model_type": "bamba", **STATES, "attn_layer_indices": [1]},
+    "bamba biases": {
+        "model_type": "bamba",
+        **STATES,
+        "mamba_n_groups": 1,
+        "mamba_conv_bias": False,
+        "attn_layer_indices": [0, 2],
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "granitemoehybrid dense": {
+        "model_type": "granitemoehybrid",
+        **STATES,
+        **MULTIPLIERS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "rope",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "mamba2": {"model_type": "mamba2", **MIXER, "num_hidden_layers": 3},
+    "mamba2 biases": {
+        "model_type": "mamba2",
+        **MIXER,
+        **{"num_hidden_layers": 2, "n_groups": 1, "use_conv_bias": False},
+        "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
+        **{"chunk_size": 8, "head_dim": 8, "mlp_bias": True},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "falcon_h1": {"model_type": "falcon_h1", **STATES, "mamba_d_ssm": None},
+    "falcon_h1 factors": {
+        "model_type": "falcon_h1",
+        **STATES,
+        "mamba_d_head": 4,
+        "mamba_d_ssm": 32,
+        "mamba_rms_norm": True,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 0.9,
+        "ssm_out_multiplier": 1.2,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+        "mlp_multipliers": [0.6, 1.4],
+        "embedding_multiplier": 1.5,
+        "lm_head_multiplier": 0.7,
+    },
+    "falcon_h1 norm behind the gate": {
+        "model_type": "falcon_h1",
+        **STATES,
+        "mamba_n_groups": 1,
+        "mamba_d_ssm": None,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
     "minicpm3": {
         "model_type": "minicpm3",
         **HEADS,
@@ -428,6 +498,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "rope_theta": 300.0,
             "partial_rotary_factor": 0.25,
         },
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        **STATES,
+        **MULTIPLIERS,
+        **BALANCED,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "qwen3_next": {
         "model_type": "qwen3_next",

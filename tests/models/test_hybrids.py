@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import safetensors.numpy
+from safetensors import safe_open
 
 from unsloth_cupy import CheckpointConfig, PagedKVCache
 from unsloth_cupy.errors import ConfigError, RangeError
@@ -17,12 +18,17 @@ from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
 
-from .peers import MIXTURES, RELATIVES, SIZES
+from .peers import MIXTURES, RELATIVES, SIZES, make
+
+
+def recurs(family):
+    return family.delta is not None or family.space is not None
+
 
 CONFIGS = {
     name: SIZES | config
     for name, config in (RELATIVES | MIXTURES).items()
-    if FAMILIES[config["model_type"]].delta is not None
+    if recurs(FAMILIES[config["model_type"]])
 }
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
 DENSE = CONFIGS["qwen3_5_text"]
@@ -34,7 +40,7 @@ def near(actual, expected):
 
 def test_every_family_has_a_case():
     kinds = {config["model_type"] for config in CONFIGS.values()}
-    assert kinds == {name for name, family in FAMILIES.items() if family.delta is not None}
+    assert kinds == {name for name, family in FAMILIES.items() if recurs(family)}
 
 
 @pytest.mark.parametrize("label", CONFIGS)
@@ -59,6 +65,28 @@ def test_packed_texts_padding_and_caches(label):
     assert again == loss
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(actual[name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        ("bamba", {"mamba_proj_bias": True, "time_step_limit": [0.3, 0.9]}),
+        ("mamba2", {"use_bias": True, "time_step_limit": [0.1, 0.8]}),
+        ("nemotron_h", {"use_bias": True, "time_step_min": 0.3}),
+        ("falcon_h1 factors", {"mamba_proj_bias": True}),
+    ],
+)
+def test_whole_texts_alone(label, change, tmp_path):
+    """transformers lets padding through a bias, and does not bound the rate of a token alone."""
+    torch = pytest.importorskip("torch", reason="torch computes the references")
+    pytest.importorskip("transformers", reason="transformers computes the references")
+    peer = make(tmp_path, CONFIGS[label] | change)
+    with torch.no_grad():
+        expected = peer(input_ids=torch.tensor(TOKENS), use_cache=False).logits.numpy()
+    model = load(tmp_path)
+    near(model.logits(TOKENS), expected)
+    mask = np.arange(12) >= np.array([[4], [0]])
+    near(model.logits(TOKENS, mask=mask)[0, 4:], model.logits(TOKENS[:1, 4:])[0])
 
 
 def new_cache(model, batch=2):
@@ -93,23 +121,31 @@ def test_states_follow_the_rows_of_a_cache():
     assert drawn.tokens.shape[0] == 4
 
 
-OF_CHANNELS = {"f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"}
-
-
 @pytest.mark.parametrize(
-    ("label", "layer", "expected"),
+    ("label", "module", "layers"),
     [
-        ("qwen3_5_text", "linear_attn", {f"in_proj_{n}" for n in ("qkv", "z", "b", "a")}),
-        ("kimi_linear", "layers.0.self_attn", {f"{n}_proj" for n in "qkvb"} | OF_CHANNELS),
+        ("qwen3_5_text", "linear_attn", "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj"),
+        (
+            "kimi_linear",
+            "layers.0.self_attn",
+            "q_proj k_proj v_proj b_proj f_a_proj f_b_proj g_a_proj g_b_proj o_proj",
+        ),
+        ("granitemoehybrid dense", "mamba", "in_proj out_proj"),
+        ("mamba2", "mixer", "in_proj out_proj"),
+        (
+            "nemotron_h",
+            "mixer",
+            "in_proj out_proj up_proj down_proj q_proj k_proj v_proj o_proj",
+        ),
     ],
 )
-def test_adapters(label, layer, expected, tmp_path):
+def test_adapters(label, module, layers, tmp_path):
     """All projections of a layer have one; saved, read and merged they compute the same."""
     model = create(CONFIGS[label], seed=0)
     model.save(tmp_path / "m")
     model.add_adapter(3, seed=1)
-    modules = {name.rpartition(".")[2] for name in model.adapter.scales if layer in name}
-    assert modules == expected | {"o_proj" if label == "kimi_linear" else "out_proj"}
+    names = [name for name in model.adapter.scales if f".{module}." in name]
+    assert {name.rpartition(".")[2] for name in names} == {*layers.split()}
     rng = np.random.default_rng(0)
     for array in model.adapter.parameters.values():
         array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
@@ -121,9 +157,13 @@ def test_adapters(label, layer, expected, tmp_path):
     near(read.logits(TOKENS), expected)
 
 
-@pytest.mark.parametrize("label", ["qwen3_5_text", "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize(
+    "label", ["qwen3_5_text", "qwen3_next", "kimi_linear", "bamba", "falcon_h1", "mamba2"]
+)
 def test_a_plan_bounds_memory(label):
     config = CONFIGS[label] | {"hidden_size": 64, "vocab_size": 512}
+    if label in ("bamba", "falcon_h1", "mamba2"):
+        config |= {"expand" if label == "mamba2" else "mamba_expand": 1}
     ids = np.random.default_rng(0).integers(3, 512, (2, 96))
     plan = plan_memory(config, batch=2, tokens=96, dtype="float32", device="cpu")
     model = create(config, seed=0)
@@ -172,6 +212,54 @@ def test_the_released_form_of_kimi_linear():
     ):
         with pytest.raises(ConfigError, match=message):
             parse(config | {"linear_attn_config": linear | change})
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "message"),
+    [
+        ("bamba", {"mamba_n_heads": 6}, "mamba_n_heads=6 times mamba_d_head=8 is not 64"),
+        ("bamba", {"mamba_d_head": 0}, "mamba_d_head is 0; it must be a positive integer"),
+        ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
+        ("bamba", {"time_step_limit": [0.5, 0.1]}, "time_step_limit is .*0 <= least <= most"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices is .*numbers of layers below 3"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act is that of the convolutions; it must be si"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*it must list 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": 2}, "mlp_multipliers is 2; it must list two numbers"),
+        ("nemotron_h", {"layers_block_type": ["moe"]}, "'moe' at 0: experts without a gate are no"),
+        ("nemotron_h", {"layers_block_type": ["mpl"]}, "layer_types must be a list .* or 'mlp'"),
+        ("nemotron_h", {"layers_block_type": None}, "layers_block_type is None; it must list"),
+    ],
+)
+def test_what_is_not_known_of_states_is_named(label, change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(CONFIGS[label] | change)
+
+
+def test_older_names_of_layers():
+    """Letters of released Nemotron-H, and types of older granites."""
+    config = {name: x for name, x in CONFIGS["nemotron_h"].items() if name != "layers_block_type"}
+    expected = parse(CONFIGS["nemotron_h"]).layer_types
+    assert parse(config | {"hybrid_override_pattern": "M-*M"}).layer_types == expected
+    config = CONFIGS["granitemoehybrid"]
+    types = {"layer_types": ["mamba", "attention", "mamba"]}
+    assert parse(config | types).layer_types == parse(config).layer_types
+
+
+def test_names_of_a_backbone(tmp_path):
+    """Files and adapters have the names of transformers."""
+    model = create(CONFIGS["mamba2"], seed=0)
+    model.save(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        assert {"backbone.embeddings.weight", "backbone.norm_f.weight"} <= {*file.keys()}
+        assert {name.partition(".")[0] for name in file.keys()} == {"backbone", "lm_head"}  # noqa: SIM118
+    model.add_adapter(2, seed=0)
+    model.save_adapter(tmp_path / "a")
+    with safe_open(tmp_path / "a" / "adapter_model.safetensors", "np") as file:
+        prefixes = {name.rpartition(".layers.")[0] for name in file.keys()}  # noqa: SIM118
+    assert prefixes == {"base_model.model.backbone"}
+    read = load(tmp_path, lora=tmp_path / "a")
+    np.testing.assert_array_equal(read.logits(TOKENS), model.logits(TOKENS))
 
 
 def test_layers_by_an_interval():

@@ -29,7 +29,7 @@ PARSED = {label: parse(SIZES | config) for label, config in FAMILIES.items()}
 REFUSED = {  # families that no order is known for
     label
     for label, config in PARSED.items()
-    if config.delta is not None or any(rope.original for rope in config.ropes.values())
+    if config.recurrent or any(rope.original for rope in config.ropes.values())
 }
 
 

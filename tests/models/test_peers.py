@@ -7,6 +7,7 @@ from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
+from unsloth_cupy.models.configs.names import parameter_name
 from unsloth_cupy.models.folders.expert_files import file_tensors
 from unsloth_cupy.models.generate import Options, _draw
 from unsloth_cupy.models.text.chat import CHATML_TOKENS
@@ -45,7 +46,8 @@ def test_loss_logits_and_gradients(pair, side):
     assert np.abs(logits - out.logits.detach().numpy())[real].max() < 1e-4
     loss, gradients = model.loss_and_gradients(data["ids"], labels, mask=mask)
     assert abs(loss - out.loss.item()) < 1e-5
-    expected = {n: p.grad.numpy() for n, p in peer.named_parameters() if p.grad is not None}
+    named = ((parameter_name(n), p.grad) for n, p in peer.named_parameters())
+    expected = {name: gradient.numpy() for name, gradient in named if gradient is not None}
     assert set(gradients) == set(expected)
     in_file = file_tensors(model.config)
     for name, own in gradients.items():

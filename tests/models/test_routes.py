@@ -27,7 +27,7 @@ def model_of(label):
 def test_what_sampled_is_what_trains(label, where, monkeypatch):
     """Other routers than those that drew change nothing but the weights of the experts."""
     model = model_of(label)
-    steps = where == "steps" and model.config.delta is None
+    steps = where == "steps" and not model.config.recurrent
     monkeypatch.setattr(next_logits, "_steps_on_device", lambda *_: steps)
     drawn = model.rollouts(PROMPTS, samples=2, max_new_tokens=5, seed=1, stop=())
     experts = model.config.experts

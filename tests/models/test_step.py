@@ -23,7 +23,11 @@ KINDS = [
     "qwen3",
     "phi3",
     "olmo2",
-    *(k for k, each in RELATIVES.items() if FAMILIES[each["model_type"]].delta is None),
+    *(
+        k
+        for k, each in RELATIVES.items()
+        if FAMILIES[each["model_type"]].delta is None and FAMILIES[each["model_type"]].space is None
+    ),
 ]
 
 

@@ -93,6 +93,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         **dict.fromkeys(("outputs", "outputs2", "outputs3"), scale.hidden),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
         "few": 4,
+        **{"one": 1, "state": 128, "bound": 1.0},
         "half": scale.dim // 2,
         "value_dim": scale.dim,
         "batch": 1,

@@ -64,12 +64,13 @@ class Lora:
         from ..models.adapters.adapter import linear_layers
         from ..models.adapters.adapter_stacks import targets_of
         from ..models.configs.heads import CAUSAL, CLASSIFIERS
+        from ..models.configs.names import is_attention
 
         names = [*linear_layers(config)]
         known = [*sorted({name.rpartition(".")[2] for name in names}), *targets_of(config)]
         targets: Any = self.targets
         if targets == ATTENTION:
-            targets = sorted({n.rpartition(".")[2] for n in names if ".self_attn." in n})
+            targets = sorted({n.rpartition(".")[2] for n in names if is_attention(config, n)})
         elif targets == ALL:
             targets = None
         elif isinstance(targets, str):

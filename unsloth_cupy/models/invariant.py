@@ -35,7 +35,7 @@ def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None
     kind = config.model_type
     if divided:
         refuse("ranks that divide a model or its rows add in another order")
-    if config.delta is not None:
+    if config.recurrent:
         refuse(f"layers of a {kind} that have no attention add in chunks of a call")
     if config.bit_layers:
         refuse(f"the layers of a {kind} round their inputs, which have no fixed order here")

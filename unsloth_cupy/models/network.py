@@ -330,7 +330,7 @@ class Network(Summary):
             problem = f"the attention of a {self.config.model_type} has sinks"
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
             raise ConfigError(f"Transformer: {problem}, which ranks do not divide; {cure}")
-        if self.config.delta is not None:
+        if self.config.recurrent:
             self._check_recurrent(rows, context)
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
@@ -372,6 +372,9 @@ class Network(Summary):
         """Raise a ConfigError for a call whose layers without attention have no states."""
         kind = f"layers of a {self.config.model_type} that have no attention"
         rule = self.config.delta
+        if context is not None and self.config.space is not None:
+            cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
+            raise ConfigError(f"Transformer: ranks do not divide the tokens of {kind}; {cure}")
         if context is not None and rule is not None and rule.key_heads % context.comm.size:
             ranks, cure = context.comm.size, "use fewer, or divide the batch, not its tokens"
             problem = f"{ranks} ranks do not divide the {rule.key_heads} heads of {kind}"

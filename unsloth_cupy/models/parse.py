@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from .configs.config import LINEAR, SLIDING, Config, Delta, Latent, Rope
+from .configs.config import LINEAR, MLP, SLIDING, Config, Delta, Latent, Rope
 from .configs.families import FAMILIES
 from .configs.family import Family
 from .configs.heads import CAUSAL, NONE, head_of, labels_of
@@ -14,6 +14,7 @@ from .configs.kimi_config import of_kimi
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, layers_of
 from .configs.parse_rope import rope_of
+from .configs.parse_states import multipliers_of, state_space_of, with_types
 from .configs.reading import Reader, check_keys, token_ids
 from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
@@ -47,7 +48,7 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     """Return the ``Config`` of a text model's config.json, read as that of a family."""
-    values = values if family.delta != "short" else of_kimi(values)
+    values = with_types(of_kimi(values) if family.delta == "short" else values)
     check_keys(values, family)
     read = Reader(values, family)
     facts = values.get("quantization_config")
@@ -89,13 +90,14 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         )
     rotated, layer_types = layers_of(read, layers)
     turned = dim if latent is None else latent.rotated
-    ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR})}
+    ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR, MLP})}
     activation = activation_of(read)
     parallel, norms = read.says(family.parallel), family.norms
     embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
     depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")
     residual = read.obeyed("residual_multiplier") or (depth or layers**0.5) / layers**0.5
-    logit_scale = read.obeyed("logit_scale") or 1 / (read.obeyed("logits_scaling") or 1)
+    logit_scale = read.obeyed("logit_scale") or read.obeyed("lm_head_multiplier")
+    logit_scale = logit_scale or 1 / (read.obeyed("logits_scaling") or 1)
     normed = read.says(family.query_key_if)
     head = head_of(values)
     read.flag("attention_bias")
@@ -103,7 +105,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         model_type=values["model_type"],
         vocab=read.size("vocab_size"),
         hidden=hidden,
-        inner=read.size("intermediate_size"),
+        inner=read.size(family.inner),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -113,9 +115,12 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         layer_types=layer_types,
         window=read.size("sliding_window") if SLIDING in layer_types else None,
         ropes=ropes,
-        scale=latent_scale(latent, ropes)
-        or read.obeyed("attention_multiplier")
-        or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5,
+        scale=(
+            latent_scale(latent, ropes)
+            or read.obeyed("attention_multiplier")
+            or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
+        )
+        * (read.obeyed("key_multiplier") or 1),
         softcap=read.obeyed("attn_logit_softcapping"),
         logit_softcap=read.obeyed("final_logit_softcapping"),
         norms=replace(norms, before_mlp=None) if parallel else norms,
@@ -150,7 +155,10 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         latent=latent,
         delta=None if family.delta is None else delta_of(read),
         delta_norms=family.delta_norms,
+        space=state_space_of(read),
+        single=family.single,
         gated=family.gated,
+        **multipliers_of(read),
         gate=family.gate,
         head=head,
         labels=labels_of(values, head),

@@ -49,6 +49,8 @@ LIBRARY = {
     "causal_conv": ("expf",),
     "gated_delta_rule": ("expf",),
     "gated_rms_norm": ("expf",),
+    "ssd": ("expf", "log1pf"),
+    "xielu": ("expf", "expm1f", "log1pf"),
     "apply_rotary_embedding": ("sincospif",),
 }
 CHOSEN: list[list["Job"]] = []  # shared by the forked processes of a run

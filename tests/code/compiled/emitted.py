@@ -40,6 +40,9 @@ ALIGNED_OTHERWISE = {
     "log_probs_backward": "`lead` moves the begin of a row to an aligned address",
     "delta_states": "LANES divides the distance of rows; a workspace has rows of 256 bytes",
     "delta_state_gradients": "LANES divides the distance of rows, as in delta_states",
+    "ssd_chunks": "LANES divides the distances of tokens, which Strides has",
+    "ssd_states": "LANES divides the distances of tokens; a workspace has rows of 256 bytes",
+    "ssd_state_gradients": "LANES divides the distances of tokens, as in ssd_states",
     "rescale": "a table of addresses also has the alignment of each array",
     "measure": "a table of addresses also has the alignment of each array",
     "adamw_step": "a table of addresses also has the alignment of each array",
@@ -49,7 +52,10 @@ ALIGNED_OTHERWISE = {
     "int8_linear": "a pair of columns begins at an even column, which PAIRS asserts",
     "ternary_linear": "WIDE and X_WIDE give the alignment of rows of words and of x, not LANES",
 }
-WORKSPACES = ("delta_states", "delta_state_gradients")  # they read those, whatever LANES is
+WORKSPACES = (  # they read those, whatever LANES is
+    *("delta_states", "delta_state_gradients"),
+    *("ssd_states", "ssd_state_gradients"),
+)
 SPLIT = {  # kernels with stores side by side that are not joined, and why
     "causal_conv": "the inputs that a text leaves, once a text: side by side with one tap before",
     "causal_conv_backward": "sums of taps, once a tile: side by side where there are four",

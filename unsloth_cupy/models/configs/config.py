@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .names import TEXT
+from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+MLP = "mlp"  # a layer of that alone
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
 CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
 STACKS = ("gate_up_proj", "down_proj")  # of experts
@@ -59,6 +61,10 @@ class Names:
     down: str = "down_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate_up: str = "gate_up_proj"  # where one matrix has both
+    attention: str = "self_attn"
+    recurrent: str = "linear_attn"  # what layers without attention have
 
 
 OWN_NAMES = Names()
@@ -103,8 +109,14 @@ class Experts:
     correction_in: str = "gate."  # what is before the name of the correction
     correction_row: bool = False  # files have it as the row of a matrix
     shared_in: str = "shared_experts"
+    shared_beside: bool = False  # the shared expert is beside the module of the others
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+
+    @property
+    def shared_module(self) -> str:
+        """The name of the shared expert in a layer."""
+        return self.shared_in if self.shared_beside else f"{self.module}.{self.shared_in}"
 
     @property
     def clamps(self) -> dict[str, float]:
@@ -217,11 +229,6 @@ class Delta:
         apart = self.stored in ("apart", "short")
         return ("o_norm", "o_proj") if apart else ("norm", "out_proj")
 
-    @property
-    def module(self) -> str:
-        """The name of the module in a block."""
-        return "self_attn." if self.stored == "short" else "linear_attn."
-
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a layer."""
         values, (norm, output) = self.value_heads * self.value_dim, self.after
@@ -314,7 +321,12 @@ class Config:
     latent: Latent | None = None
     delta: Delta | None = None  # of the layers of type LINEAR
     delta_norms: Norms | None = None  # of their blocks, where other than ``norms``
+    space: StateSpace | None = None  # of the layers of type LINEAR, or of all
     gated: bool = False  # the output of attention, by what its queries' projection has more
+    single: bool = False  # a block has one branch: attention, a recurrence or an MLP
+    gate_scale: float = 1.0  # of an MLP
+    down_scale: float = 1.0  # of its output
+    attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and its output
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -325,7 +337,17 @@ class Config:
 
     def attends(self, layer: int) -> bool:
         """Return whether this layer has attention."""
-        return self.layer_types[layer] != LINEAR
+        return self.layer_types[layer] not in (LINEAR, MLP)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers have states, which pass from token to token."""
+        return self.delta is not None or self.space is not None
+
+    @property
+    def beside(self) -> bool:
+        """Whether layers have a recurrence beside attention."""
+        return self.space is not None and self.space.beside
 
     def norms_of(self, layer: int) -> Norms:
         """Return the norms of a block."""
@@ -361,12 +383,14 @@ class Config:
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name inside of a block and the shape of each parameter of a block."""
-        if self.delta is not None and not self.attends(layer):
-            rule = self.delta
-            yield from ((f"{rule.module}{n}", shape) for n, shape in rule.shapes(self.hidden))
-        else:
+        rule = self.delta or self.space
+        if rule is not None and (self.beside or self.layer_types[layer] == LINEAR):
+            module = self.names.recurrent
+            yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))
+        if self.attends(layer):
             yield from self._attention_shapes()
-        yield from self._feed_forward_shapes(layer)
+        if not self.single or self.layer_types[layer] == MLP:
+            yield from self._feed_forward_shapes(layer)
         if self.activation == "xielu":
             yield from ((f"mlp.act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
             yield from ((f"mlp.act_fn.{name}", ()) for name in BUFFERS)
@@ -385,43 +409,44 @@ class Config:
 
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of attention."""
-        names, latent = self.names, self.latent
+        names, latent, module = self.names, self.latent, self.names.attention
         queries = self.heads * (self.dim if latent is None else latent.value)
         if latent is None:
             yield from self._projection_shapes()
         else:
             for name, shape in latent.shapes(self.heads, self.hidden):
-                yield f"self_attn.{name}", shape
-        yield f"self_attn.{names.output}.weight", (self.hidden, queries)
+                yield f"{module}.{name}", shape
+        yield f"{module}.{names.output}.weight", (self.hidden, queries)
         if self.output_bias:
-            yield f"self_attn.{names.output}.bias", (self.hidden,)
+            yield f"{module}.{names.output}.bias", (self.hidden,)
         for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
-            yield from self._query_key_shapes(f"self_attn.{name}", heads)
+            yield from self._query_key_shapes(f"{module}.{name}", heads)
         if self.sinks:
-            yield "self_attn.sinks", (self.heads,)
+            yield f"{module}.sinks", (self.heads,)
 
     def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters that project a token into queries, keys and values."""
+        module = self.names.attention
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if "qkv" in self.fused:
-            yield "self_attn.qkv_proj.weight", (queries + 2 * keys, self.hidden)
+            yield f"{module}.qkv_proj.weight", (queries + 2 * keys, self.hidden)
         for name, size in (("q", queries * (1 + self.gated)), ("k", keys), ("v", keys)):
             if "qkv" not in self.fused:
-                yield f"self_attn.{name}_proj.weight", (size, self.hidden)
+                yield f"{module}.{name}_proj.weight", (size, self.hidden)
             if self.qkv_bias:
-                yield f"self_attn.{name}_proj.bias", (size,)
+                yield f"{module}.{name}_proj.bias", (size,)
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of the MLP of a block, or of its experts."""
         if self.experts is not None and self.experts.sparse[layer]:
             yield from self._experts_shapes(self.experts)
         else:
-            yield from self._mlp_shapes("mlp", self.inner)
+            yield from self._mlp_shapes(self.names.mlp, self.inner)
 
     def _mlp_shapes(self, module: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a dense MLP."""
         hidden, names = self.hidden, self.names
-        projections = {"gate_up_proj": 2 * inner} if "mlp" in self.fused else {}
+        projections = {names.gate_up: 2 * inner} if "mlp" in self.fused else {}
         projections |= {"gate_proj": inner} if self.gate and not projections else {}
         projections |= {} if "mlp" in self.fused else {names.up: inner}
         for name, size in projections.items():
@@ -441,9 +466,9 @@ class Config:
             yield f"{module}.{experts.correction_in}{CORRECTION}", (count,)
         yield from experts.stacks(hidden).items()
         if experts.shared:
-            yield from self._mlp_shapes(f"{module}.{experts.shared_in}", experts.shared)
+            yield from self._mlp_shapes(experts.shared_module, experts.shared)
         if experts.shared_gate:
-            yield f"{module}.{experts.shared_in}_gate.weight", (1, hidden)
+            yield f"{experts.shared_module}_gate.weight", (1, hidden)
 
     def _query_key_shapes(self, name: str, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the parameters of a norm of queries or keys."""

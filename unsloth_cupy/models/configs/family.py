@@ -28,8 +28,8 @@ class Family:
     sliding_window_pattern-th); with linear all but every full_attention_interval-th have no
     attention.  ``rotates`` says which layers rotate queries and keys: all, those that
     no_rope_layers lists with 1, the sliding ones, these where there is a window, all where
-    rope_theta is not null, or none.  ``facts`` are keys that say what the family has anyway; ...
-    stands for any value.
+    rope_theta is not null, or position_embedding_type is rope; or none.  ``facts`` are keys that
+    say what the family has anyway; ... stands for any value.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -64,4 +64,9 @@ class Family:
     delta: str | None = None  # ``Delta.stored`` of layers with a delta rule
     delta_norms: Norms | None = None  # of their blocks, where they are others
     gated: bool = False  # the output of attention
+    space: Mapping[str, str] | None = None  # keys of layers with a recurrence of Mamba2
+    space_beside: bool = False  # beside attention in every layer
+    inner: str = "intermediate_size"  # of dense layers
+    activation: str = "hidden_act"
+    single: bool = False  # blocks have one branch
     latent: bool = False  # attention with short vectors of keys and values

@@ -3,8 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .config import Names, Norms
+from .dense_families import GRANITE_FACTORS
 from .family import AFTER, BEFORE, Family
-from .mixtures import DEEPSEEK2, GLM4, KEYS, KIMI, LISTED, QWEN2, QWEN35, STEPPED
+from .mixtures import (
+    DEEPSEEK2,
+    GLM4,
+    GRANITE_HYBRID,
+    KEYS,
+    KIMI,
+    LISTED,
+    QWEN2,
+    QWEN35,
+    STEPPED,
+)
+from .state_space import MAMBA, MAMBA2, MAMBA_DEFAULTS, MAMBA_FACTS, NEMOTRON
 
 DELTA = {
     "head_dim": 256,
@@ -53,6 +66,24 @@ DEEPSEEK = {
     "n_group": 8,
     "topk_group": 4,
     "max_position_embeddings": 4096,
+}
+BAMBA = Norms(before_mlp="pre_ff_layernorm", last="final_layernorm")
+SINGLE = Norms("norm", before_mlp=None, last="norm_f")
+MIXER_FACTS: Mapping[str, Any] = {  # of rounding, of how weights are drawn, and of other programs
+    **dict.fromkeys(("residual_in_fp32", "rescale_prenorm_residual", "chunk_size"), ...),
+    **dict.fromkeys(("time_step_max", "time_step_floor"), ...),
+}
+EXPERTS_OF_NEMOTRON = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "moe_latent_size"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
+    "mtp_layers_block_type",
+)
+FACTORS = {  # of Falcon-H1
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+    **dict.fromkeys(("mlp_multipliers", "ssm_multipliers"), None),
 }
 HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two that are read
 ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
@@ -121,6 +152,7 @@ HYBRIDS: Mapping[str, Family] = {
             "mlp_layer_types": None,
         },
         "linear",
+        names=Names(recurrent="self_attn"),
         rotates="none",
         facts={
             **{**FURTHER, **ROUTER, "mla_use_nope": True},
@@ -129,6 +161,106 @@ HYBRIDS: Mapping[str, Family] = {
         experts=KIMI,
         delta="short",
         latent=True,
+    ),
+    "bamba": Family(
+        {
+            **MAMBA_DEFAULTS,
+            "attn_layer_indices": None,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 262_144,
+        },
+        "linear",
+        BAMBA,
+        mlp_bias="mlp_bias",
+        names=Names(mlp="feed_forward", recurrent="mamba"),
+        partial=True,
+        facts={**MAMBA_FACTS, "z_loss_coefficient": 0.0},
+        space=MAMBA,
+    ),
+    "granitemoehybrid": Family(
+        {
+            **GRANITE_FACTORS,
+            **KEYS,
+            **MAMBA_DEFAULTS,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+        },
+        "linear",
+        names=Names(
+            mlp="shared_mlp", gate_up="input_linear", down="output_linear", recurrent="mamba"
+        ),
+        fused=("mlp",),
+        rotates="by_type",
+        obeys=tuple(GRANITE_FACTORS),
+        facts=MAMBA_FACTS,
+        experts=GRANITE_HYBRID,
+        space=MAMBA,
+        inner="shared_intermediate_size",
+    ),
+    "falcon_h1": Family(
+        {
+            **MAMBA_DEFAULTS,
+            **FACTORS,
+            "mamba_d_ssm": 1024,
+            **{"mamba_norm_before_gate": True, "mamba_rms_norm": False, "projectors_bias": False},
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+        },
+        norms=BAMBA,
+        mlp_bias="mlp_bias",
+        names=Names(mlp="feed_forward", recurrent="mamba"),
+        obeys=("embedding_multiplier", "lm_head_multiplier", "key_multiplier"),
+        facts=MAMBA_FACTS,
+        space={**MAMBA, "inner": "mamba_d_ssm"},
+        space_beside=True,
+    ),
+    "mamba2": Family(
+        {
+            **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2},
+            **{"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_limit": None},
+            **{"num_attention_heads": 1, "intermediate_size": 1},  # it has neither
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.1,
+            "max_position_embeddings": 2**20,  # as many as there are
+        },
+        "linear",
+        SINGLE,
+        eps="layer_norm_epsilon",
+        names=Names(recurrent="mixer"),
+        facts={**MIXER_FACTS, "time_step_rank": ..., "time_step_min": ...},
+        space=MAMBA2,
+        single=True,
+    ),
+    "nemotron_h": Family(
+        {
+            **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+            **{"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_min": 1e-3},
+            **{"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5},
+            **{"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 4096},
+        },
+        "linear",
+        SINGLE,
+        eps="layer_norm_epsilon",
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias="mlp_bias",
+        names=Names(attention="mixer", mlp="mixer", recurrent="mixer"),
+        gate=False,
+        rotates="none",
+        facts={
+            **MIXER_FACTS,
+            **dict.fromkeys(("expand", "time_step_limit", "num_logits_to_keep"), ...),
+            **dict.fromkeys(("use_mamba_kernels", "mamba_ssm_cache_dtype"), ...),
+            "num_nextn_predict_layers": 0,
+            "mamba_proj_bias": ...,  # transformers reads use_bias
+            **dict.fromkeys(EXPERTS_OF_NEMOTRON, ...),  # of layers that are refused
+        },
+        activation="mlp_hidden_act",
+        space=NEMOTRON,
+        single=True,
     ),
     "deepseek_v2": Family(
         {

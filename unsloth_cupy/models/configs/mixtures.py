@@ -35,6 +35,8 @@ class Mixture:
     shared: tuple[str, ...] = ()  # keys whose product is the inner size of the shared expert
     shared_gate: bool = False
     shared_in: str = "shared_experts"
+    shared_beside: bool = False  # the shared expert is beside the module of the others
+    optional: bool = False  # models without experts say that there are 0
     balanced: bool = True  # transformers adds the router's loss where output_router_logits asks
     module: str = "mlp"
     router: str = "gate"
@@ -95,6 +97,13 @@ GRANITE = Mixture(
         f"{SPARSE}.experts.{STACKS[1]}": (f"{SPARSE}.output_linear.weight",),
         f"{SPARSE}.router.weight": (f"{SPARSE}.router.layer.weight",),
     },
+)
+GRANITE_HYBRID = replace(
+    GRANITE,
+    shared=("shared_intermediate_size",),
+    shared_in="shared_mlp",
+    shared_beside=True,
+    optional=True,
 )
 PHIMOE = Mixture(
     mixer=True, router="router", files={**W123, "mlp.router.weight": (f"{SPARSE}.gate.weight",)}

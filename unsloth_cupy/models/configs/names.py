@@ -4,19 +4,22 @@
     layers.0.mlp.up_proj.weight                              of a body without its head
     model.language_model.layers.0.mlp.up_proj.weight         in a model that also reads images
     language_model.model.layers.0.mlp.up_proj.weight         the same, in older files
+    backbone.layers.0.mixer.in_proj.weight                   in a model without attention
 
 What a model that reads images or sounds has besides its language model is left out.
 """
 
 import re
+from typing import Any
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ADAPTED = "base_model.model."  # before the names of an adapter's tensors
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a classifier
 TEXT, IMAGES = "model.", "model.language_model."  # before the names of a body's modules
+BACKBONE, EMBEDDINGS = "backbone.", "model.embeddings.weight"  # Mamba's names of a body and a table
 BODY = re.compile(
-    r"(?:(?:model|language_model|text_model)\.){0,3}"
-    r"(?=(?:embed_tokens|layers|norm|final_layernorm)\.)"
+    r"(?:(?:model|language_model|text_model|backbone)\.){0,3}"
+    r"(?=(?:embed_tokens|embeddings|layers|norm|norm_f|final_layernorm)\.)"
 )
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
 ROLES = {
@@ -37,13 +40,20 @@ def parameter_name(stored: str) -> str | None:
     if LEFT_OUT.match(stored):
         return None
     if body := BODY.match(stored):
-        return stored if body[0] == TEXT else TEXT + stored[body.end() :]
+        own = stored if body[0] == TEXT else TEXT + stored[body.end() :]
+        return TABLE if own == EMBEDDINGS else own
     return HEADS.sub("", stored)
 
 
 def is_norm(name: str) -> bool:
     """Return whether a parameter is the weight of a norm, which may have a row for each head."""
     return name.endswith("norm.weight")
+
+
+def is_attention(config: Any, name: str) -> bool:
+    """Return whether a parameter or a module is of the attention of a block."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    return f".{config.names.attention}." in name and config.attends(int(layer))
 
 
 def is_router(name: str) -> bool:

@@ -16,6 +16,8 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
     rules = read.family.experts
     if rules is None:
         return None
+    if rules.optional and read.get(rules.count[0]) in (0, None):
+        return None
     count, k = (_size(read, keys) for keys in (rules.count, rules.k))
     name = activation_of(read)
     if name not in ACTIVATIONS:
@@ -56,6 +58,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         correction_in=rules.correction or "",
         correction_row=rules.correction_row,
         shared_in=rules.shared_in,
+        shared_beside=rules.shared_beside,
         files=rules.files,
         transposed=rules.transposed,
     )

@@ -1,7 +1,9 @@
 """What the layers of a config.json are: the activation, windows, and which of them rotate."""
 
+from typing import Any
+
 from ...errors import ConfigError
-from .config import FULL, LINEAR, SLIDING
+from .config import FULL, LINEAR, MLP, SLIDING
 from .reading import Reader
 
 ACTIVATIONS = {
@@ -20,7 +22,7 @@ def activation_of(read: Reader) -> str:
     """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
     gemma = read.family.scaled_embedding
     named = read.get("hidden_activation") if gemma else None
-    name = named or read.not_null("hidden_act")
+    name = named or read.not_null(read.family.activation)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
@@ -47,8 +49,11 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
             parameters = read.values.get("rope_parameters")
             null = isinstance(parameters, dict) and parameters.get("rope_theta", 0) is None
             return (not null,) * layers, _types(read, layers)
-        case which:
-            return (which != "none",) * layers, _types(read, layers)
+        case "none" | "by_type" as kind:
+            rotates = kind == "by_type" and read.get("position_embedding_type") == "rope"
+            return (rotates,) * layers, _types(read, layers)
+        case _:
+            return (True,) * layers, _types(read, layers)
 
 
 def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
@@ -89,23 +94,38 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
 
 
 def _linear(read: Reader, layers: int) -> tuple[str, ...]:
-    """Return which layers have attention; the others have a gated delta rule."""
+    """Return which layers have attention; the others have a recurrence."""
     types = read.get("layer_types")
     if types is None and read.family.delta == "short":
         every = range(layers)
         return tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in every)
+    if read.family.space is not None:
+        types = _of_states(read, types, layers)
     if types is None:
         period = read.size("full_attention_interval")
         types = [FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers)]
         if read.family.delta == "apart" and FULL not in types:
             types[-1] = FULL  # one at least
         return tuple(types)
-    if not isinstance(types, list) or len(types) != layers or not {*types} <= {FULL, LINEAR}:
+    known = {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= known:
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"
-            f" each {FULL!r} or {LINEAR!r}, not {types!r}"
+            f" each {' or '.join(map(repr, sorted(known)))}, not {types!r}"
         )
     return tuple(types)
+
+
+def _of_states(read: Reader, types: Any, layers: int) -> Any:
+    """Return the types of layers, of which those with states may have older names."""
+    if types is None:
+        chosen = read.get("attn_layer_indices") or []
+        if not isinstance(chosen, list) or not {*chosen} <= {*range(layers)}:
+            problem = f"attn_layer_indices is {chosen!r}"
+            raise ConfigError(f"config: {problem}; it must list numbers of layers below {layers}")
+        return [FULL if layer in chosen else LINEAR for layer in range(layers)]
+    names = {"mamba": LINEAR, "attention": FULL}
+    return [names.get(str(each), each) for each in types] if isinstance(types, list) else types
 
 
 def _slides(read: Reader, layers: int, rotated: tuple[bool, ...]) -> list[bool]:

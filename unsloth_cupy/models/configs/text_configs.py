@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from .heads import CAUSAL, LABELS, class_of, head_of
-from .names import IMAGES, TEXT
+from .names import BACKBONE, IMAGES, TEXT
 
 # Keys of a multimodal config.json that override those of its text_config.
 OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
@@ -52,6 +52,8 @@ BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
 def body_of(values: Mapping[str, Any]) -> str:
     """Return what is before the names of the body's modules: see ``Config.body``."""
     outer = values.get("model_type")
+    if outer == "mamba2":
+        return BACKBONE
     nested = isinstance(outer, str) and outer in OUTER and "text_config" in values
     return BODIES.get(str(outer), IMAGES) if nested else TEXT
 

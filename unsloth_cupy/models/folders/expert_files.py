@@ -23,7 +23,7 @@ from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
-from ..configs.names import is_stack
+from ..configs.names import BACKBONE, EMBEDDINGS, TABLE, TEXT, is_stack
 
 PACKED = ("_blocks", "_scales")
 
@@ -135,6 +135,8 @@ def places(config: Config) -> dict[str, Place]:
         if experts is not None and experts.sparse[layer]:
             prefix = f"model.layers.{layer}."
             found |= {prefix + name: place for name, place in _of_layer(config, experts, prefix)}
+    if config.single:
+        found |= dict(_of_backbone(config))
     if config.delta is not None and config.delta.stored in ("apart", "short"):
         found |= dict(_of_convolutions(config, config.delta))
     if config.delta is not None and config.delta.stored == "apart":
@@ -144,12 +146,20 @@ def places(config: Config) -> dict[str, Place]:
     return found
 
 
+def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of models whose files have Mamba's names."""
+    for name, shape in config.shapes().items():
+        if name.startswith(TEXT):
+            own = EMBEDDINGS if name == TABLE else name
+            yield BACKBONE + own.removeprefix(TEXT), Place(name, shape)
+
+
 def _of_convolutions(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
     """Yield the convolutions of queries, keys and values, which are one in memory."""
     keys, width = rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim
     ends = (0, keys, 2 * keys, 2 * keys + width)
     for layer in range(config.layers):
-        prefix = f"model.layers.{layer}.{rule.module}"
+        prefix = f"model.layers.{layer}.{config.names.recurrent}."
         for name, (start, stop) in zip("qkv", pairwise(ends), strict=True):
             shape = (stop - start, 1, rule.taps)
             place = Place(f"{prefix}conv1d.weight", shape, rows=slice(start, stop))
@@ -164,8 +174,8 @@ def _of_kimi(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
         prefix = f"model.layers.{layer}."
         for name, shape in {} if config.attends(layer) else shapes.items():
             if name.startswith("forget_gate."):
-                place = Place(f"{prefix}{rule.module}{name}", shape)
-                yield f"{prefix}{rule.module}{name.removeprefix('forget_gate.')}", place
+                module = f"{prefix}{config.names.recurrent}."
+                yield module + name.removeprefix("forget_gate."), Place(module + name, shape)
         if config.experts is None or not config.experts.sparse[layer]:
             sizes = (config.inner, config.hidden)
             for name in ("gate", "up", "down"):

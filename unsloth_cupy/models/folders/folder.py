@@ -26,6 +26,7 @@ from ..adapters.into import quantize_of
 from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
+from ..configs.heads import CAUSAL
 from ..configs.text_configs import text_config
 from ..gguf.opening import folder_of
 from ..parse import parse
@@ -342,7 +343,7 @@ def create(
 
 
 DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them
-ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias")
+ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias", ".D")
 
 
 def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) -> Array:
@@ -383,7 +384,7 @@ def _division(
     if not given:
         return None
     if experts is not None and config.head != CAUSAL:
-        problem = f"experts are divided of language models, and the head of this one is {config.head!r}"
+        problem = f"it has the head {config.head!r}, and experts of language models are divided"
         raise ConfigError(f"load(experts=): {problem}; divide its tensors, blocks or batch")
     for name, comm in given.items():
         check_communicator(f"load({name}=)", comm)

@@ -15,7 +15,7 @@ from ..ranks.division import Division
 
 GROUPS = (
     [f"self_attn.{n}_proj.weight" for n in "qkv"],
-    ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    *([f"{module}.{n}_proj.weight" for n in ("gate", "up")] for module in ("mlp", "feed_forward")),
 )
 
 

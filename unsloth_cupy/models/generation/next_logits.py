@@ -293,7 +293,7 @@ def _steps_on_device(model: Network, most: int) -> bool:
     It needs a GPU, rotary angles that do not change up to that length, and weights that stay whole
     in memory, which those gathered block by block do not.
     """
-    if stages_of(model) is not None or model.gather is not None or model.config.delta is not None:
+    if stages_of(model) is not None or model.gather is not None or model.config.recurrent:
         return False
     ropes = model.config.ropes.values()
     fixed = all(rope.original is None or most <= rope.original for rope in ropes)

@@ -497,7 +497,7 @@ def _check_file(
     after = source.probed._replace(read=read, adapter=None)
     check_same(call, source.probed, after, own=own_tokens(adapter))
     for name, home in homes.items():
-        parts = {home.stored, *(stored for _, stored in home.more.values())}
+        parts = {home.stored, *(stored for _, stored in home.parts.values())}
         error = math.hypot(*(errors.get(part.removesuffix(AS_STORED), 0.0) for part in parts))
         check_written(call, name, source.read(name), written(name), error)
 

@@ -2,23 +2,38 @@
 
 from typing import Any
 
+from ...ops.elements.arithmetic import add, scale
+from ...ops.elements.elementwise import clip
 from ...ops.position.qk_norm_rope import qk_norm_rope
 from ...ops.position.rope import rope
 from ...ops.position.rope_qk import rope_qk
 from .call import Call
 from .delta_layer import delta_layer
-from .elements import clip, gated
+from .elements import gated
 from .latent_attention import latent_attention_heads
 from .norms import divided_norm, head_norm
+from .state_space_layer import state_space_layer
 
 
 def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     """Return the attention branch of normalised x."""
-    config, module = call.config, prefix + "self_attn."
+    config, module = call.config, f"{prefix}{call.config.names.attention}."
+    recurrent = f"{prefix}{config.names.recurrent}."
+    if config.delta is not None and not config.attends(layer):
+        return delta_layer(call, config.delta, layer, recurrent, x)
+    if config.space is not None and (config.beside or not config.attends(layer)):
+        y = state_space_layer(call, config.space, layer, recurrent, x)
+        return add(y, _attention(call, layer, module, x)) if config.attends(layer) else y
+    return _attention(call, layer, module, x)
+
+
+def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
+    """Return the attention of normalised x."""
+    config = call.config
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
-    if config.delta is not None and not config.attends(layer):
-        return delta_layer(call, config.delta, layer, prefix + config.delta.module, x)
+    before = config.attention_scales[0]
+    x = x if before == 1 else scale(x, factor=before)
     if config.latent is not None:
         out = latent_attention_heads(call, config.latent, layer, module, x)
         return _output(call, module, out)
@@ -35,7 +50,7 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     if config.query_key_norm == "projection":
         q, k = (divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     if config.clip is not None:
-        q, k, v = (clip(each, config.clip) for each in (q, k, v))
+        q, k, v = (clip(each, bound=config.clip) for each in (q, k, v))
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
     if config.gated:
         q, gate = q[..., : config.dim], q[..., config.dim :]
@@ -61,7 +76,9 @@ def _output(call: Call, module: str, out: Any) -> Any:
     out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
     if config.sub_norms:
         out = divided_norm(call, module, "attn_sub_norm", out)
-    return call.project(call.parameters, [module + config.names.output], out)[0]
+    (out,) = call.project(call.parameters, [module + config.names.output], out)
+    after = config.attention_scales[1]
+    return out if after == 1 else scale(out, factor=after)
 
 
 def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
     h = x + norm(attention(norm(x)))
     y = h + norm(mlp(norm(h)))          the config says which of the four norms exist
     y = x + attention(norm(x)) + mlp(norm(x))                   in parallel blocks
+    y = x + branch(norm(x))                                     in blocks of a single branch
 
 A residual sum and the norm after it are one op, so a block returns (branch, stream), the terms of
 the sum.  Parameters are looked up by Hugging Face names; a bias only where there is one.
@@ -23,7 +24,7 @@ from ...placement import stream
 from ...training.checkpoint import CheckpointConfig, checkpoint
 from ..adapters.adapter import PREFIX
 from ..adapters.outer_weights import embedding_of
-from ..configs.config import Config, Rope
+from ..configs.config import MLP, Config, Rope
 from ..ranks.division import Division, entered, joined
 from .attention_branch import attention_branch
 from .call import Call
@@ -116,6 +117,9 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
     norms, prefix, config = call.config.norms_of(layer), f"model.layers.{layer}.", call.config
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
+    if config.single:
+        run = mlp_branch if config.layer_types[layer] == MLP else attention_branch
+        return run(call, layer, prefix, x), stream
     if config.parallel:
         x = entered(ranks, x)
         branch = add(attention_branch(call, layer, prefix, x), mlp_branch(call, layer, prefix, x))

@@ -30,7 +30,7 @@ from ...parallel.taped import taped, value_of
 from ...placement import to_device_of
 from ..configs.config import Config, Delta
 from .context import Context
-from .elements import beside, gated, taken
+from .elements import beside, gated, taken, without_padding
 
 EPS = 1e-6  # of the lengths of queries and keys
 
@@ -39,7 +39,7 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     """Return the branch of normalised x."""
     config: Config = call.config
     parameters, (batch, tokens, _) = call.parameters, x.shape
-    x = x if call.mask is None else _without_padding(x, call.mask)
+    x = x if call.mask is None else without_padding(x, call.mask)
     mixed, z, beta, decay = _projected(call, rule, module, x)
     taps = parameters[f"{module}conv1d.weight"]
     taps = taps.reshape(taps.shape[0], taps.shape[2])
@@ -145,16 +145,6 @@ def _of_length_1(x: Any) -> Any:
     kind = np.promote_types(x.dtype, FLOAT32)
     unit = np.full_like(value_of(x), dim**-0.5, kind, shape=(dim,))
     return rms_norm(x, unit, eps=EPS / dim)
-
-
-def _without_padding(x: Any, mask: Any) -> Any:
-    """Return x (batch, tokens, hidden) with zeros at padding."""
-    real = (mask != 0)[..., None]
-
-    def kept(array: Any) -> Any:
-        return np.where(real, array, array.dtype.type(0))
-
-    return taped("delta_layer", kept(value_of(x)), lambda dy, wanted: {"x": kept(dy)}, x=x)
 
 
 def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> Any:

@@ -19,18 +19,6 @@ def gelu(x: Any, *, approximate: bool) -> Any:
     return geglu(x, np.ones_like(value), approximate=approximate)
 
 
-def clip(x: Any, most: float) -> Any:
-    """Return min(max(x, -most), most); the gradient is 0 where x is beyond."""
-    value = value_of(x)
-    wide = value.astype(np.promote_types(value.dtype, FLOAT32), copy=False)
-
-    def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        inside = np.abs(wide) <= most
-        return {"x": rounded(np.where(inside, dy.astype(wide.dtype, copy=False), 0), dy.dtype)}
-
-    return taped("clip", rounded(wide.clip(-most, most), value.dtype), back, x=x)
-
-
 def stacked(rows: Sequence[Any]) -> Any:
     """Return vectors as the rows of a matrix."""
     names = [f"row_{i}" for i in range(len(rows))]
@@ -69,6 +57,31 @@ def taken(x: Any, places: Any, axis: int) -> Any:
         return {"x": dx}
 
     return taped("taken", value[(*before, places)], back, x=x)
+
+
+def split(x: Any, sizes: Sequence[int]) -> Any:
+    """Return consecutive parts of the last axis; the gradient of x is written once."""
+    value = value_of(x)
+    places = [slice(*pair) for pair in pairwise(np.cumsum([0, *sizes]).tolist())]
+    parts = tuple(value[..., place] for place in places)
+
+    def back(*arguments: Any) -> dict[str, Any]:
+        dx, (*dys, _) = np.empty_like(value), arguments
+        for place, dy in zip(places, dys, strict=True):
+            dx[..., place] = 0 if dy is None else dy
+        return {"x": dx}
+
+    return taped("split", parts, back, x=x)
+
+
+def without_padding(x: Any, mask: Any) -> Any:
+    """Return x (batch, tokens, hidden) with zeros at padding."""
+    real = (mask != 0)[..., None]
+
+    def kept(array: Any) -> Any:
+        return np.where(real, array, array.dtype.type(0))
+
+    return taped("without_padding", kept(value_of(x)), lambda dy, wanted: {"x": kept(dy)}, x=x)
 
 
 def beside(*parts: Any) -> Any:
@@ -118,41 +131,3 @@ def clamped_swiglu(gate: Any, up: Any, *, limit: float, alpha: float) -> Any:
 
     y = rounded(u * g * sigma, arrays[0].dtype)
     return taped("clamped_swiglu", y, back, gate=gate, up=up)
-
-
-def xielu(x: Any, alpha_p: Any, alpha_n: Any, beta: Any, eps: Any) -> Any:
-    """Return the expanded integral of the exponential linear unit, element by element.
-
-    y = p x^2 + beta x                                  where x > 0,  p = log(1 + exp(alpha_p))
-    y = n (exp(min(x, eps)) - 1 - x) + beta x           elsewhere,
-                                                        n = beta + log(1 + exp(alpha_n))
-
-    Huang and Schlag, Deriving Activation Functions Using Integration, 2024.
-    """
-    arrays = [value_of(each) for each in (x, alpha_p, alpha_n, beta, eps)]
-    dtype = np.promote_types(arrays[0].dtype, FLOAT32)
-    z, up, down, slope, least = (array.astype(dtype, copy=False) for array in arrays)
-    p, n = np.logaddexp(up, 0), slope + np.logaddexp(down, 0)
-
-    def terms() -> tuple[Any, Any]:
-        """Return what p and n multiply."""
-        positive, below = np.maximum(z, 0), np.minimum(z, 0)
-        bent = np.where(z > 0, 0, np.expm1(np.minimum(below, least)) - below)
-        return np.square(positive), bent
-
-    def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        wide = dy.astype(dtype, copy=False)
-        squared, bent = terms()
-        curve = np.where(z < least, np.exp(np.minimum(z, least)), 0) - 1
-        slopes = np.where(z > 0, 2 * p * np.maximum(z, 0), n * curve) + slope
-        sums = {
-            "alpha_p": (wide * squared).sum() / (1 + np.exp(-up)),
-            "alpha_n": (wide * bent).sum() / (1 + np.exp(-down)),
-        }
-        kinds = {"alpha_p": arrays[1].dtype, "alpha_n": arrays[2].dtype}
-        dalphas = {name: rounded(sums[name], kinds[name]) for name in sums if name in wanted}
-        return {"x": rounded(wide * slopes, dy.dtype), **dalphas}
-
-    squared, bent = terms()
-    y = rounded(p * squared + n * bent + slope * z, arrays[0].dtype)
-    return taped("xielu", y, back, x=x, alpha_p=alpha_p, alpha_n=alpha_n)

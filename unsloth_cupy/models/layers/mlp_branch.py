@@ -7,11 +7,12 @@ from ...ops.activations.geglu import geglu
 from ...ops.activations.relu2 import relu2
 from ...ops.activations.swiglu import swiglu
 from ...ops.activations.swiglu_mlp import swiglu_mlp
-from ...ops.elements.arithmetic import add, multiply
+from ...ops.activations.xielu import xielu
+from ...ops.elements.arithmetic import add, multiply, scale
 from ..adapters.adapter import Adapter
 from ..configs.config import BUFFERS, Config
 from .call import Call
-from .elements import gated, gelu, xielu
+from .elements import gated, gelu
 from .experts_layer import experts_of_tokens
 from .norms import divided_norm
 
@@ -20,14 +21,14 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     """Return the MLP branch of normalised x, or that of a mixture of experts."""
     experts = call.config.experts
     if experts is None or not experts.sparse[layer]:
-        return _dense_mlp(call, prefix + "mlp.", x)
+        return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x)
     module = f"{prefix}{experts.module}."
     y = experts_of_tokens(call, layer, module, x)
     if not experts.shared:
         return y
-    shared = _dense_mlp(call, f"{module}{experts.shared_in}.", x)
+    shared = _dense_mlp(call, f"{prefix}{experts.shared_module}.", x)
     if experts.shared_gate:
-        (gate,) = call.project(call.parameters, [f"{module}{experts.shared_in}_gate"], x)
+        (gate,) = call.project(call.parameters, [f"{prefix}{experts.shared_module}_gate"], x)
         shared = gated(shared, gate)
     return add(y, shared)
 
@@ -38,12 +39,15 @@ def _dense_mlp(call: Call, module: str, x: Any) -> Any:
     if call.chunked_mlp:
         return swiglu_mlp(x, *_mlp_weights(call, module))
     if "mlp" in config.fused:
-        (fused,) = call.project(parameters, [module + "gate_up_proj"], x)
-        gate, up = fused[..., : config.inner], fused[..., config.inner :]
+        (fused,) = call.project(parameters, [module + names.gate_up], x)
+        inner = fused.shape[-1] // 2
+        gate, up = fused[..., :inner], fused[..., inner:]
     elif config.gate:
         gate, up = call.project(parameters, [module + "gate_proj", module + names.up], x)
     else:
         (gate,) = call.project(parameters, [module + names.up], x)
+    if config.gate_scale != 1:
+        gate = scale(gate, factor=config.gate_scale)
     match config.activation:
         case "silu":
             y = swiglu(gate, up)
@@ -58,7 +62,8 @@ def _dense_mlp(call: Call, module: str, x: Any) -> Any:
             y = gelu(gate, approximate=name == "gelu_tanh")
     if config.sub_norms:
         y = divided_norm(call, module, "ffn_sub_norm", y)
-    return call.project(parameters, [module + names.down], y)[0]
+    (y,) = call.project(parameters, [module + names.down], y)
+    return y if config.down_scale == 1 else scale(y, factor=config.down_scale)
 
 
 def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
@@ -69,13 +74,19 @@ def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
         up = parameters[f"{module}{config.names.up}.weight"]
         return parameters[module + "gate_proj.weight"], up, down
     shape, size = (config.inner, config.hidden), config.inner * config.hidden
-    fused = parameters[module + "gate_up_proj.weight"].reshape(1, -1)  # tapes only split last axes
+    fused = parameters[f"{module}{config.names.gate_up}.weight"].reshape(
+        1, -1
+    )  # tapes only split last axes
     return fused[..., :size].reshape(*shape), fused[..., size:].reshape(*shape), down
 
 
 def check_chunked(config: Config, adapter: Adapter | None) -> None:
     """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLP of such a model."""
-    adapted = [] if adapter is None else [name for name in adapter.scales if ".mlp." in name]
+    adapted = (
+        []
+        if adapter is None
+        else [name for name in adapter.scales if f".{config.names.mlp}." in name]
+    )
     kind = f"the MLP of a {config.model_type} model"
     if config.experts is not None:
         problem = f"{kind} has experts"
@@ -85,6 +96,8 @@ def check_chunked(config: Config, adapter: Adapter | None) -> None:
         problem = f"{kind} has no gate"
     elif config.activation != "silu":
         problem = f"{kind} has the activation {config.activation}, not silu"
+    elif (config.gate_scale, config.down_scale) != (1, 1):
+        problem = f"{kind} multiplies its gate or its output"
     elif config.sub_norms or config.mlp_bias:
         problem = f"{kind} has {'a norm' if config.sub_norms else 'biases'} inside"
     elif adapted:

@@ -96,7 +96,7 @@ class Division:
         if self.experts is not None:
             check_experts(config, self.experts, alone=comm.size == 1 and stages is None)
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
-        if config.delta is not None and (ranks > 1 or stages is not None):
+        if config.recurrent and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
             cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
@@ -376,7 +376,7 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         raise ConfigError(f"Division: {problem}; save it, and load that")
     if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
         raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
-    tables = [name for name in adapter.outer if _split(name)[0] != "score"]
+    tables = [name for name in adapter.outer if division._split(name)[0] != "score"]
     if tables:
         problem = f"the adapter trains {module_of(tables[0])}, of which ranks keep parts"
         cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic besides ``add``, ``multiply`` and ``scale``, for custom losses."""
+"""Elementwise arithmetic besides ``add``, ``multiply`` and ``scale``: clip, and for losses."""
 
 from collections.abc import Set
 
@@ -6,6 +6,8 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
+from ...errors import ConfigError
+from ..common.elementwise import by_element
 
 
 @op("a(*axes), b(*axes) -> c(*axes)")
@@ -73,3 +75,51 @@ def log(x: Array) -> Array:
 def log_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x."""
     return dy / x
+
+
+@op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: t["x"].clamp(-o["bound"], o["bound"]))
+def clip(x: Array, *, bound: float) -> Array:
+    """Return ``y = min(max(x, -bound), bound)``, as OLMo does with queries, keys and values.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    bound : float
+        The largest magnitude.
+
+    Returns
+    -------
+    y : (*axes) float
+
+    Raises
+    ------
+    ConfigError
+        bound is not a positive number.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import clip, clip_backward
+    >>> x = np.array([-9.0, 0.5, 8.0], np.float32)
+    >>> np.testing.assert_array_equal(clip(x, bound=8.0), [-8, 0.5, 8])
+    >>> np.testing.assert_array_equal(clip_backward(np.ones_like(x), x, bound=8.0), [0, 1, 1])
+    """
+    return x.clip(-bound, bound)
+
+
+@clip.gradient
+def clip_backward(dy: Array, x: Array, *, bound: float) -> Array:
+    """Return the gradient of x: dy where ``|x| <= bound``, else 0."""
+    return np.where(np.abs(x) <= bound, dy, dy.dtype.type(0))
+
+
+def _check_bound(call: str, bound: float) -> None:
+    """Raise unless the bound is positive."""
+    if bound <= 0:
+        raise ConfigError(f"{call}: bound={bound!r}; pass a positive number, as 8")
+
+
+clip.require(_check_bound)
+clip_backward.require(_check_bound)
+by_element(clip, "arithmetic.cu")
+by_element(clip_backward, "arithmetic.cu")

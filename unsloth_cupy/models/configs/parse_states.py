@@ -1,0 +1,125 @@
+"""The layers with the recurrence of Mamba2 that a config.json describes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ConfigError
+from .config import FULL, LINEAR, MLP
+from .reading import Reader
+from .state_space import StateSpace
+
+OF_TYPES = ("hybrid_override_pattern", "layers_block_type")
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}  # of hybrid_override_pattern
+OF_PARTS = 5  # factors of gate, x, b, c and dt
+
+
+def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with layer_types, where a Nemotron-H says them otherwise.
+
+    Raises
+    ------
+    ConfigError
+        A layer has experts, which have no gate, or its letter is unknown.
+    """
+    if values.get("model_type") != "nemotron_h":
+        return values
+    pattern, types = values.get("hybrid_override_pattern"), values.get("layers_block_type")
+    if types is None and isinstance(pattern, str):
+        types = [LETTERS.get(letter, letter) for letter in pattern]
+    if not isinstance(types, list):
+        problem = f"layers_block_type is {types!r}"
+        raise ConfigError(f"config: {problem}; it must list the types of all layers")
+    if "moe" in types:
+        problem = f"layers_block_type has 'moe' at {types.index('moe')}"
+        raise ConfigError(f"config: {problem}: experts without a gate are not known")
+    own = {key: value for key, value in values.items() if key not in OF_TYPES}
+    return {**own, "layer_types": types, "num_hidden_layers": len(types)}
+
+
+def state_space_of(read: Reader) -> StateSpace | None:
+    """Return the layers that a config.json describes; None for a family without them."""
+    names = read.family.space
+    if names is None:
+        return None
+    heads, groups = read.size(names["heads"]), read.size(names["groups"])
+    dim, inner = read.get(names["dim"]), _inner(read, names)
+    if dim in ("auto", None):
+        dim = inner // heads
+    elif type(dim) is not int or dim < 1:
+        raise ConfigError(f"config: {names['dim']} is {dim!r}; it must be a positive integer")
+    if dim * heads != inner:
+        problem = f"{names['heads']}={heads} times {names['dim']}={dim} is not {inner}"
+        raise ConfigError(f"config: {problem}, the inner size of the layers with states")
+    if heads % groups:
+        problem = f"{names['heads']}={heads} is not a multiple of {names['groups']}={groups}"
+        raise ConfigError(f"config: {problem}")
+    if read.get(names.get("activation", "hidden_act")) not in ("silu", "swish"):
+        problem = f"{names.get('activation', 'hidden_act')} is that of the convolutions"
+        raise ConfigError(f"config: {problem}; it must be silu")
+    least, most = _limits(read)
+    if "least" in names:
+        least, most = read.number(names["least"]), None
+    bias = read.flag(names["bias"])
+    common: dict[str, Any] = {
+        **{"heads": heads, "dim": dim, "groups": groups, "least": least, "most": most},
+        **{name: read.size(names[name]) for name in ("state", "taps")},
+        **{"conv_bias": read.flag(names["conv_bias"]), "bias": bias},
+    }
+    if not read.family.space_beside:
+        return StateSpace(**common, out_bias=bias)
+    norm = "before" if read.flag("mamba_norm_before_gate") else "after"
+    scales = read.get("ssm_multipliers") or [1.0] * OF_PARTS
+    if not _numbers(scales, OF_PARTS):
+        problem = f"ssm_multipliers is {scales!r}"
+        raise ConfigError(f"config: {problem}; it must list {OF_PARTS} numbers")
+    return StateSpace(
+        **common,
+        out_bias=read.flag("projectors_bias"),
+        norm=norm if read.flag("mamba_rms_norm") else None,
+        beside=True,
+        scale=read.number("ssm_in_multiplier"),
+        scales=tuple(map(float, scales)) if {*scales} != {1} else (),
+        out_scale=read.number("ssm_out_multiplier"),
+    )
+
+
+def multipliers_of(read: Reader) -> dict[str, Any]:
+    """Return the factors of the other branches of a layer, which few families have."""
+    if not read.family.space_beside:
+        return {}
+    of_mlp = read.get("mlp_multipliers") or [1.0, 1.0]
+    if not _numbers(of_mlp, 2):
+        raise ConfigError(f"config: mlp_multipliers is {of_mlp!r}; it must list two numbers")
+    both = (read.number(f"attention_{side}_multiplier") for side in ("in", "out"))
+    gate, down = map(float, of_mlp)
+    return {"gate_scale": gate, "down_scale": down, "attention_scales": tuple(both)}
+
+
+def _inner(read: Reader, names: Mapping[str, str]) -> int:
+    """Return the channels of x."""
+    if "inner" in names and read.get(names["inner"]) is not None:
+        return read.size(names["inner"])
+    if "expand" not in names:
+        return read.size(names["heads"]) * read.size(names["dim"])
+    return int(read.number(names["expand"]) * read.size("hidden_size"))
+
+
+def _limits(read: Reader) -> tuple[float, float | None]:
+    """Return the bounds of rates; transformers writes an infinite one as an object."""
+    limits = read.get("time_step_limit")
+    if limits is None:
+        return 0.0, None
+    values = list(limits) if isinstance(limits, list | tuple) else []
+    endless = ({"__float__": "Infinity"}, math.inf, None)
+    values = [math.inf if any(value == one for one in endless) else value for value in values]
+    if not _numbers(values, 2) or not 0 <= values[0] <= values[1]:
+        problem = f"time_step_limit is {limits!r}"
+        raise ConfigError(f"config: {problem}; it must list two numbers, 0 <= least <= most")
+    return float(values[0]), None if values[1] == math.inf else float(values[1])
+
+
+def _numbers(values: Any, count: int) -> bool:
+    """Return whether these are so many numbers."""
+    listed = isinstance(values, list | tuple) and len(values) == count
+    return listed and all(type(each) in (int, float) for each in values)

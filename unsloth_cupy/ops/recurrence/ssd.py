@@ -1,0 +1,530 @@
+"""State space duality (SSD), the recurrence of Mamba2.
+
+S_t = exp(-exp(a_log) r_t) S_(t-1) + r_t b_t x_t^T        y_t = S_t^T c_t + d x_t
+r_t = clip(softplus(dt_t + dt_bias), least, most)
+
+Tokens are computed by chunks, and only states pass from one to the next.  Backward computes the
+states of all chunks again: forward keeps nothing.
+
+Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured
+State Space Duality, 2024.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import contiguous, empty, lanes
+from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import ConfigError
+from ..activations.swiglu import sigmoid
+from ..common.columns import column_sums
+from ..common.no_kernel import no_kernel
+from ..common.strides import with_head_strides
+from ._chunks import LEAST, Layout, chosen, turned
+from ._texts import check_texts, count_of, ends, offsets_of
+
+CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
+WIDEST = 256  # rows of a state: 32 columns of it are in shared memory
+HEADS = 16  # whose gradients of b and c one block adds
+
+
+@op(
+    "x(batch, tokens, heads, dim), dt(batch, tokens, heads): param, a_log(heads): param,"
+    " b(batch, tokens, groups, state), c(batch, tokens, groups, state), d?(heads): param,"
+    " dt_bias?(heads): param, initial?(states, heads, state, dim): stat, offsets?(texts+1): int"
+    " -> y(batch, tokens, heads, dim), final(ends, heads, state, dim): stat where heads % groups",
+    bound=ends,
+)
+def ssd(
+    x: Array,
+    dt: Array,
+    a_log: Array,
+    b: Array,
+    c: Array,
+    d: Array | None = None,
+    dt_bias: Array | None = None,
+    *,
+    initial: Array | None = None,
+    offsets: Array | None = None,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    chunk: int = 64,
+) -> tuple[Array, Array]:
+    """Run the recurrence of Mamba2 along the tokens of each text.
+
+    For each head, with a state S of (state, dim) and a rate ``r = clip(softplus(dt + dt_bias),
+    dt_min, dt_max)``: ``S = exp(-exp(a_log) * r) * S + r * b x^T``, then ``y = S^T c + d * x``.
+    Head h reads group ``h // (heads // groups)`` of b and c.
+
+    Parameters
+    ----------
+    x : (batch, tokens, heads, dim) float
+    dt : (batch, tokens, heads) dtype of x or float32
+        How far each token moves the state, before its softplus.
+    a_log : (heads,) dtype of x or float32
+        The logarithm of the speed at which a state is forgotten.
+    b, c : (batch, tokens, groups, state) float
+        What the state is written and read with.
+    d : (heads,) dtype of x or float32, optional
+        The share of x that passes by the state.
+    dt_bias : (heads,) dtype of x or float32, optional
+    initial : (batch or texts, heads, state, dim) float32, optional
+        The state before each text: ``final`` of what came before.  0 by default.
+    offsets : (texts + 1,) int, optional
+        Texts are packed in one row, batch 1: the index of the first token of each, then the number
+        of tokens.  Results have the bits of each text alone.
+    dt_min, dt_max : float
+        Bounds of the rate (``time_step_limit``); dt_max None: there is none above.
+    chunk : int
+        Tokens that are computed together; the results differ by rounding.  1 is the recurrence.
+        The kernels have 64.
+
+    Returns
+    -------
+    y : (batch, tokens, heads, dim) float
+    final : (batch or texts, heads, state, dim) float32
+        The state after each text.
+
+    Raises
+    ------
+    RangeError
+        Offsets do not rise from 0 to the number of tokens.  On a GPU the host does not read them.
+    ConfigError
+        chunk is below 1, dt_min is negative or above dt_max.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import ssd, ssd_backward
+    >>> x = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1)
+    >>> one = np.ones((1, 4, 1, 1), np.float32)  # b and c: a state of one number
+    >>> dt = np.full((1, 4, 1), 50, np.float32)  # rates of 1, where they may not be larger
+    >>> a_log = np.full(1, -np.inf, np.float32)  # nothing is forgotten: a running sum
+    >>> y, final = ssd(x, dt, a_log, one, one, dt_max=1.0)
+    >>> np.testing.assert_array_equal(y[0, :, 0, 0], [0, 1, 3, 6])
+    >>> _, state = ssd(*(a[:, :3] for a in (x, dt)), a_log, one[:, :3], one[:, :3], dt_max=1.0)
+    >>> step = x[:, 3:], dt[:, 3:], a_log, one[:, 3:], one[:, 3:]
+    >>> last, final = ssd(*step, initial=state, dt_max=1.0)
+    >>> np.testing.assert_array_equal(last, y[:, 3:])
+    >>> dx, ddt, da_log, db, dc, dd, ddt_bias, dinitial = ssd_backward(
+    ...     y, None, x, dt, a_log, one, one, None, None, None, None, dt_max=1.0
+    ... )
+    """
+    rate, decay, _ = _rates(dt, a_log, dt_bias, dt_min, dt_max)
+    chunks = _Chunks("ssd", x, rate, decay, b, c, offsets, chunk)
+    begin, layout, state = chunks.begin(initial), chunks.layout, None
+    final, y = begin.copy(), np.zeros_like(chunks.arrays[0])
+    for number in range(len(layout.spans)):
+        own, state = chunks.at(number), chunks.before(number, begin, state)
+        part = own.fade * (own.c @ turned(own.b)) @ own.u
+        part += own.into * (own.c @ state)
+        chunks.give(number, y, part)
+        state = own.end(state)
+        final[layout.text[number]] = state
+    y = layout.back(y)
+    if d is not None:
+        y += d[:, None] * x
+    return y, final.reshape(len(begin), x.shape[2], b.shape[3], x.shape[3])
+
+
+@ssd.kernel(strided=("x", "b", "c"))
+def _launch(
+    x: Array,
+    dt: Array,
+    a_log: Array,
+    b: Array,
+    c: Array,
+    d: Array | None,
+    dt_bias: Array | None,
+    initial: Array | None,
+    offsets: Array | None,
+    dt_min: float,
+    dt_max: float | None,
+    chunk: int,
+) -> Any:
+    if (reason := _without_kernel(b, chunk)) is not None:
+        return no_kernel(reason)
+    call = _Launches(x, dt, a_log, b, c, d, dt_bias, initial, offsets, dt_min, dt_max)
+    y = empty(x.shape, x.dtype, like=x)
+    final = empty((call.sizes["texts"], x.shape[2], b.shape[3], x.shape[3]), FLOAT32, like=x)
+    if x.shape[1] == 1 and offsets is None:
+        rows = call.x, dt, a_log, call.b, call.c, d, dt_bias, initial, y, final
+        call.run("ssd_step", call.walks, *rows, call.sizes, call.strides, *call.bounds)
+    else:
+        call.states(call.rates(dt, a_log, dt_bias), d, initial, call.scores(), y, final, None)
+    return y, final
+
+
+@ssd.gradient
+def ssd_backward(
+    dy: Array,
+    dfinal: Array | None,
+    x: Array,
+    dt: Array,
+    a_log: Array,
+    b: Array,
+    c: Array,
+    d: Array | None,
+    dt_bias: Array | None,
+    initial: Array | None,
+    offsets: Array | None,
+    *,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    chunk: int = 64,
+) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None, Array | None]:
+    """Return the gradients of x, dt, a_log, b, c, d, dt_bias and initial; dfinal None is 0."""
+    rate, decay, slope = _rates(dt, a_log, dt_bias, dt_min, dt_max)
+    chunks = _Chunks("ssd_backward", x, rate, decay, b, c, offsets, chunk)
+    begin, layout = chunks.begin(initial), chunks.layout
+    count, state, states = len(layout.spans), None, list[Array]()
+    for number in range(count):
+        state = chunks.before(number, begin, state)
+        states.append(state)
+        state = chunks.at(number).end(state) if number + 1 < count else None
+    ends_of = np.zeros_like(begin) if dfinal is None else dfinal.reshape(begin.shape)
+    dinitial, dstate = ends_of.copy(), np.zeros_like(begin[:1])
+    results, dys = [np.zeros_like(array) for array in chunks.arrays], layout.lay(dy)
+    for number in reversed(range(count)):
+        dstate = chosen(layout.last[number], ends_of[layout.text[number]], dstate)
+        own = chunks.at(number)
+        *gradients, dstate = own.gradients(states.pop(), chunks.take(number, dys), dstate)
+        for array, part in zip(results, gradients, strict=True):
+            chunks.give(number, array, part)
+        dinitial[layout.text[number]] = dstate
+    dx, drate, ddecay, db, dc = (layout.back(array) for array in results)
+    ddt = slope * (drate - np.exp(a_log) * ddecay)
+    da_log, dd = (ddecay * decay).sum(axis=(0, 1)), None
+    if d is not None:
+        dx += d[:, None] * dy
+        dd = (dy * x).sum(axis=(0, 1, 3))
+    shape = len(begin), x.shape[2], b.shape[3], x.shape[3]
+    return (
+        *(dx, ddt, da_log, db, dc, dd, None if dt_bias is None else ddt.sum(axis=(0, 1))),
+        None if initial is None else dinitial.reshape(shape),
+    )
+
+
+@ssd_backward.kernel(strided=("dy", "x", "b", "c"))
+def _launch_backward(
+    dy: Array,
+    dfinal: Array | None,
+    x: Array,
+    dt: Array,
+    a_log: Array,
+    b: Array,
+    c: Array,
+    d: Array | None,
+    dt_bias: Array | None,
+    initial: Array | None,
+    offsets: Array | None,
+    dt_min: float,
+    dt_max: float | None,
+    chunk: int,
+) -> Any:
+    if (reason := _without_kernel(b, chunk)) is not None:
+        return no_kernel(reason)
+    call = _Launches(x, dt, a_log, b, c, d, dt_bias, initial, offsets, dt_min, dt_max, dy)
+    (batch, tokens, heads, dim), (groups, state) = x.shape, b.shape[2:]
+    rates, scores, slots = call.rates(dt, a_log, dt_bias), call.scores(), call.slots
+    shape = slots, heads, state, dim
+    states, dstates = (empty(shape, FLOAT32, like=x) for _ in range(2))
+    call.states(rates, d, initial, scores, None, None, states)
+    dx = empty(x.shape, x.dtype, like=x)
+    dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=x)
+    drates, skips = (
+        empty((call.sizes["tiles"], batch * tokens, heads), FLOAT32, like=x) for _ in range(2)
+    )
+    parts, teams = call.parts, -(-(heads // groups) // HEADS)
+    ddecays = empty((parts, batch * tokens, heads), FLOAT32, like=x)
+    db, dc = (empty(b.shape, x.dtype, like=x) for _ in range(2))
+    sums = [db, dc]
+    if teams > 1:
+        both = empty((2, teams, *b.shape), FLOAT32, like=x)
+        sums = [both[0], both[1]]
+    more = {"FINAL": dfinal is not None, "HEADS": HEADS, "G": sums[0].dtype}
+    call.run(
+        *("ssd_state_gradients", call.walks, call.dy, dfinal, call.x, *rates, call.b, call.c, d),
+        *(offsets, scores, dx, drates, skips, dstates, dinitial, call.sizes, call.strides),
+        shared=call.shared,
+        **more,
+    )
+    call.run(
+        *("ssd_chunk_gradients", (slots * groups, parts, teams), call.dy, call.x, *rates, call.b),
+        *(call.c, offsets, scores, states, dstates, *sums, ddecays, call.sizes, call.strides),
+        shared=call.shared_of_chunks,
+        **more,
+    )
+    if teams > 1:
+        column_sums(both.reshape(2, teams, -1), db, dc)
+    ddt = empty(dt.shape, dt.dtype, like=x)
+    sums_of = empty((2, batch * tokens, heads), FLOAT32, like=x)
+    call.run(
+        *("ssd_rate_gradients", -(-dt.size // 256), dt, a_log, dt_bias, rates[1], drates, ddecays),
+        *(ddt, sums_of, dt.size, heads, call.sizes["tiles"], *call.bounds),
+        **more,
+    )
+    da_log = empty(a_log.shape, a_log.dtype, like=x)
+    ddt_bias = None if dt_bias is None else empty(dt_bias.shape, dt_bias.dtype, like=x)
+    column_sums(sums_of[: 1 if dt_bias is None else 2], da_log, ddt_bias)
+    dd = None if d is None else empty(d.shape, d.dtype, like=x)
+    if dd is not None:
+        column_sums(skips.reshape(1, -1, heads), dd, None)
+    return dx, ddt, da_log, db, dc, dd, ddt_bias, dinitial
+
+
+# ---- the definition ------------------------------------------------------------------------------
+def _rates(
+    dt: Array, a_log: Array, dt_bias: Array | None, least: float, most: float | None
+) -> tuple[Array, Array, Array]:
+    """Return the rates of tokens, the decays of states, and the slopes of rates."""
+    raw = dt if dt_bias is None else dt + dt_bias
+    free = np.logaddexp(raw, raw.dtype.type(0))
+    rate = free.clip(least, most)
+    return rate, -np.exp(a_log) * rate, np.where(rate == free, sigmoid(raw), 0)
+
+
+class _Chunk(NamedTuple):
+    """What a chunk needs of its tokens; arrays are (batch, groups, heads of one, chunk, ...)."""
+
+    x: Array
+    rate: Array  # (..., chunk, 1)
+    b: Array  # (batch, groups, 1, chunk, state)
+    c: Array
+    into: Array  # exp(g), g the sums of decays
+    onward: Array  # exp(g[-1] - g)
+    whole: Array  # exp(g[-1])
+    fade: Array  # exp(g[i] - g[j]) for j <= i, else 0: (..., chunk, chunk)
+
+    @property
+    def u(self) -> Array:
+        """What is written to the state, each with its b."""
+        return self.rate * self.x
+
+    def end(self, state: Array) -> Array:
+        """Return the state after the chunk."""
+        return self.whole * state + turned(self.onward * self.b) @ self.u
+
+    def gradients(self, state: Array, dy: Array, dend: Array) -> tuple[Array, ...]:
+        """Return those of x without d, rate, decay, b, c and of the state before the chunk."""
+        p = self.fade * (self.c @ turned(self.b))
+        du = turned(p) @ dy + (self.onward * self.b) @ dend
+        dp = dy @ turned(self.u)
+        from_c = self.into * (dy @ turned(state))
+        from_end = self.onward * (self.u @ turned(dend))
+        dstate = self.whole * dend
+        # exp(decay[t]) is a factor of all that passes from before t to t or later: no terms cancel
+        across = np.tril(np.cumsum(dp * p, axis=-1), -1).sum(axis=-2)
+        ddecay = np.cumsum((self.c * from_c).sum(axis=-1)[..., ::-1], axis=-1)[..., ::-1]
+        ddecay = ddecay + (state * dstate).sum(axis=(-1, -2))[..., None]
+        before = np.cumsum((self.b * from_end).sum(axis=-1), axis=-1)
+        ddecay[..., 1:] += across[..., :-1] + before[..., :-1]
+        dstate += turned(self.into * self.c) @ dy
+        pairs = dp * self.fade
+        dc, db = from_c + pairs @ self.b, from_end + turned(pairs) @ self.c
+        return (
+            *(self.rate * du, (du * self.x).sum(axis=-1), ddecay),
+            *(db.sum(axis=2, keepdims=True), dc.sum(axis=2, keepdims=True), dstate),
+        )
+
+
+class _Chunks:
+    """The chunks of a call."""
+
+    def __init__(
+        self,
+        call: str,
+        x: Array,
+        rate: Array,
+        decay: Array,
+        b: Array,
+        c: Array,
+        offsets: Array | None,
+        chunk: int,
+    ) -> None:
+        packed = None if offsets is None else offsets_of(call, x, offsets)
+        batch, tokens = x.shape[:2]
+        self.layout, self.groups = Layout(batch, tokens, packed, chunk), b.shape[2]
+        self.texts, self.sizes = count_of(len(x), offsets), (b.shape[3], x.shape[3])
+        self.arrays = [self.layout.lay(array) for array in (x, rate, decay, b, c)]
+
+    def begin(self, initial: Array | None) -> Array:
+        """Return the states before texts, (texts, groups, heads of one, state, dim)."""
+        x = self.arrays[0]
+        shape = self.texts, self.groups, x.shape[2] // max(self.groups, 1), *self.sizes
+        if initial is not None:
+            return initial.reshape(shape)
+        return np.zeros(shape, np.promote_types(x.dtype, FLOAT32), like=x)
+
+    def before(self, number: int, begin: Array, state: Array | None) -> Array:
+        """Return the state before a chunk, from that after the one before it."""
+        own: Array = begin[self.layout.text[number]]
+        return own if state is None else chosen(self.layout.first[number], own, state)
+
+    def take(self, number: int, array: Array) -> Array:
+        """Return one chunk of an array, (batch, groups, heads of one, chunk, ...)."""
+        part = array[:, slice(*self.layout.spans[number])]
+        each = part.shape[2] // max(self.groups, 1)
+        part = part.reshape(*part.shape[:2], self.groups, each, *part.shape[3:])
+        return np.moveaxis(part, 1, 3).copy()
+
+    def give(self, number: int, array: Array, part: Array) -> None:
+        """Write such a chunk."""
+        to = array[:, slice(*self.layout.spans[number])]
+        to[...] = np.moveaxis(part, 3, 1).reshape(to.shape)
+
+    def at(self, number: int) -> _Chunk:
+        """Return one chunk."""
+        x, rate, decay, b, c = (self.take(number, array) for array in self.arrays)
+        g = np.cumsum(np.maximum(decay, LEAST), axis=-1, dtype=np.float64)  # differences cancel
+        row = np.arange(g.shape[-1], like=x)
+        away = np.where(row[:, None] >= row, g[..., :, None] - g[..., None, :], -np.inf)
+        fade = np.exp(away.astype(x.dtype))
+        onward = np.exp((g[..., -1:] - g).astype(x.dtype))[..., None]
+        into = np.exp(g.astype(x.dtype))[..., None]
+        return _Chunk(x, rate[..., None], b, c, into, onward, into[..., -1:, :], fade)
+
+
+# ---- checks and launches -------------------------------------------------------------------------
+def _check(
+    call: str, x: Any, initial: Any, offsets: Any, dt_min: float, dt_max: float | None, chunk: Any
+) -> None:
+    """Raise unless texts have a state each, chunks have tokens and bounds are in order."""
+    if type(chunk) is not int or chunk < 1:
+        raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, as 64")
+    if not 0 <= dt_min <= (math.inf if dt_max is None else dt_max):
+        problem = f"{call}: dt_min={dt_min!r}, dt_max={dt_max!r}"
+        raise ConfigError(f"{problem}; pass 0 <= dt_min <= dt_max, or None for no bound above")
+    check_texts(call, x, initial, offsets)
+
+
+ssd.require(_check)
+ssd_backward.require(_check)
+
+
+def _without_kernel(b: Array, chunk: int) -> str | None:
+    """Return why the kernels do not compute a call; None if they do."""
+    if chunk != CHUNK:
+        return f"chunk={chunk}: the kernels have chunks of {CHUNK}"
+    return f"state={b.shape[3]}: the kernels have up to {WIDEST}" if b.shape[3] > WIDEST else None
+
+
+@functools.cache
+def _constants(names: tuple[str, ...], dtypes: tuple[Any, ...], **more: Any) -> Constants:
+    """Return the constants of common/ssd.cuh."""
+    return Constants(**dict(zip(names, dtypes, strict=True)), **more)
+
+
+class _Launches:
+    """The launches of a call: what their kernels share."""
+
+    def __init__(
+        self,
+        x: Array,
+        dt: Array,
+        a_log: Array,
+        b: Array,
+        c: Array,
+        d: Array | None,
+        dt_bias: Array | None,
+        initial: Array | None,
+        offsets: Array | None,
+        least: float,
+        most: float | None,
+        dy: Array | None = None,
+    ) -> None:
+        (batch, tokens, heads, dim), (groups, state) = x.shape, b.shape[2:]
+        (self.x, of_x), (self.b, of_b), (self.c, of_c) = map(_by_token, (x, b, c))
+        self.dy: Array | None = None
+        of_dy = 0
+        if dy is not None:
+            self.dy, of_dy = _by_token(dy)
+        self.strides = {"x": of_x, "b": of_b, "c": of_c, "dy": of_dy}
+        self.offsets, texts = offsets, count_of(batch, offsets)
+        self.slots = batch * tokens // CHUNK + texts  # at most one for each text stays empty
+        self.bounds = float(least), math.inf if most is None else float(most)
+        self.sizes = {
+            **{"tokens": batch * tokens, "each": tokens, "texts": texts, "heads": groups},
+            **{"groups": heads // groups, "values": dim, "tiles": -(-dim // COLUMNS), "scale": 1.0},
+        }
+        self.walks = texts * heads * self.sizes["tiles"]
+        depth = max(16, min(128, 1 << (state - 1).bit_length()))
+        self.parts = -(-state // depth)
+        self.shared = 4 * (
+            CHUNK * (depth + 4) + CHUNK * (CHUNK + 4) + (self.parts * depth + CHUNK) * COLUMNS
+        )
+        self.shared_of_chunks = 4 * ((CHUNK + max(depth, CHUNK)) * 36 + CHUNK * (CHUNK + 4))
+        rows = [each for each in (self.x, self.b, self.c, self.dy) if each is not None]
+        vector = math.gcd(dim, state, *(each for each in self.strides.values() if each))
+        arrays = {"R": dt, "A": a_log, "O": d, "Q": dt_bias, "I": offsets}
+        absent = {"I": np.dtype("int32")}  # else the dtype of x
+        dtypes = [absent.get(n, x.dtype) if a is None else a.dtype for n, a in arrays.items()]
+        self.constants = functools.partial(
+            _constants,
+            ("T", "D", "E", *arrays),
+            (x.dtype, FLOAT32, FLOAT32, *dtypes),
+            DIM=state,
+            LANES=min(4, lanes(vector, *rows)),
+            PACKED=offsets is not None,
+            LOW=least > 0,
+            HIGH=most is not None,
+            INITIAL=initial is not None,
+        )
+
+    def run(self, name: str, blocks: Any, *arguments: Any, shared: int = 0, **more: Any) -> None:
+        """Run a kernel, with further constants."""
+        file = "ssd_backward.cu" if name.endswith("_gradients") else "ssd.cu"
+        kernel = load(file, name, self.x, self.constants(**({"BACKWARD": False} | more)))
+        kernel[blocks, THREADS, shared](*arguments)
+
+    def rates(self, dt: Array, a_log: Array, dt_bias: Array | None) -> tuple[Array, Array]:
+        """Return decays and rates of all tokens."""
+        decay, rate = (empty(dt.shape, FLOAT32, like=dt) for _ in range(2))
+        arrays = dt, a_log, dt_bias, decay, rate
+        blocks, heads = -(-dt.size // 256), dt.shape[2]
+        self.run("ssd_rates", blocks, *arrays, dt.size, heads, *self.bounds)
+        return decay, rate
+
+    def scores(self) -> Array:
+        """Return the products of c and b of all chunks."""
+        groups = self.sizes["heads"]
+        scores = empty((self.slots, groups, CHUNK, CHUNK), FLOAT32, like=self.x)
+        arrays = self.b, self.c, self.offsets, scores
+        self.run("ssd_chunks", self.slots * groups, *arrays, self.sizes, self.strides)
+        return scores
+
+    def states(
+        self,
+        rates: tuple[Array, Array],
+        d: Array | None,
+        initial: Array | None,
+        scores: Array,
+        *results: Array | None,
+    ) -> None:
+        """Write y and the last states, or the states before all chunks."""
+        arrays = self.x, *rates, self.b, self.c, d, initial, self.offsets, scores, *results
+        self.run(
+            *("ssd_states", self.walks, *arrays, self.sizes, self.strides),
+            shared=self.shared,
+            BACKWARD=results[-1] is not None,
+        )
+
+
+def _by_token(array: Array) -> tuple[Array, int]:
+    """Return an array whose heads are side by side, and how many values its tokens are apart.
+
+    A part of the last axis of a wider array, by heads, is read without a copy.
+    """
+    heads, dim = array.shape[2:]
+    values, (of_token, of_head) = with_head_strides(array)
+    if of_head == dim and of_token < 2**31:
+        return values, of_token
+    return contiguous(array), heads * dim

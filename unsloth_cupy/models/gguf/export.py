@@ -330,8 +330,9 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
         words, whole = chosen or model.folder, held(model, arrays, adapter)
         stacks = {n for n, array in arrays.items() if is_stack(n) and isinstance(array, Mxfp4)}
         stacks -= {n for n in stacks if adapter is not None and adapter.adds_to(n)}
-        facts = adapter, words, name, whole, kind, exact, stacks
-        return Source(model.config, model.texts, *reads, *facts)
+        return Source(
+            model.config, model.texts, *reads, adapter, words, name, whole, kind, exact, stacks
+        )
     stored = stored_model("export_gguf", model, base)
     kind, exact = _kind_of(stored.adapter, kind)
 
@@ -349,8 +350,10 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
     name, words = stored.path.resolve().name, chosen or stored.words
     stacks = {n for n, home in stored.homes.items() if is_stack(n) and home.kind is Mxfp4}
     stacks -= {n for n in stacks if stored.adapter is not None and stored.adapter.adds_to(n)}
-    facts = stored.adapter, words, name, probed(stored), kind, exact, stacks
-    return Source(stored.config, stored.texts, *reads, *facts)
+    adapter, whole = stored.adapter, probed(stored)
+    return Source(
+        stored.config, stored.texts, *reads, adapter, words, name, whole, kind, exact, stacks
+    )
 
 
 def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:

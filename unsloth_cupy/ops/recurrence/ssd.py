@@ -26,7 +26,8 @@ from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
-from ._chunks import LEAST, Layout, chosen, turned
+from ._chunks import Layout, chosen
+from ._decays import LEAST, turned
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh

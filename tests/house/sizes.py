@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2060,
     "models": 10400,
     "memory": 1030,
-    "finetune": 6340,
+    "finetune": 6380,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

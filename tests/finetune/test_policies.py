@@ -419,7 +419,8 @@ def test_rollouts_hold_what_is_planned(case: str) -> None:
     with memory_pool(None, None, held=[*model.parameters.values(), *held]) as pool:
         pool.reset_peak()
         drawn()
-        assert planned == pytest.approx(pool.peak + more, rel=0.02)
+        measured = pool.peak + more
+        assert planned == pytest.approx(measured, rel=0.02)  # objects of Python count too
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,8 @@ def test_what_does_not_fit_is_refused() -> None:
     mixture = models.create(SIZES | MIXTURES["qwen2_moe"], seed=0)
     with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
         mixture.add_adapter(2, merge_into="int8")
-    with pytest.raises(ConfigError, match=r"train_through\('q8_0'\): the experts of a qwen2_moe"):
+    mixture = models.create(SIZES | MIXTURES["gpt_oss"], seed=0)
+    with pytest.raises(ConfigError, match=r"train_through\('q8_0'\): llama.cpp's gpt-oss limits"):
         mixture.add_adapter(2, merge_into="q8_0")
     with pytest.raises(ConfigError, match="there is no adapter; call add_adapter"):
         model.train_through("nf4")
@@ -352,6 +353,19 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="through nf4 already"):
         model.train_through("q4_0")
     assert np.isfinite(model.loss(IDS, IDS))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_experts_in_a_gguf_file(kind: str, tmp_path: Path) -> None:
+    """Stacks are rounded as the tensors are that the file has of them."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    make(tmp_path / "base", SIZES | MIXTURES["mixtral"] | wide)
+    model = models.load(tmp_path / "base")
+    model.add_adapter(2, base=str(tmp_path / "base"), merge_into=kind)
+    expected = learned(model).logits(IDS)
+    model.save_adapter(tmp_path / "adapter")
+    _, file = merged(tmp_path, kind)
+    np.testing.assert_array_equal(file.logits(IDS), expected)
 
 
 def test_half_precision_uses_the_weights_of_the_file(tmp_path: Path) -> None:

@@ -79,15 +79,14 @@ DEVICE void round_block(float (&v)[WIDTH], const float *levels, float size) {
         }
     } else if constexpr (KIND == Q4_0 || KIND == Q5_0) {
         constexpr int HALF_STEPS = KIND == Q4_0 ? 8 : 16;
-        unsigned sign = 2;  // 2 * WIDTH * MEMBERS at most; of the first such value, the lowest bit
         const int member = threadIdx.x % MEMBERS;
-        unsigned first = 0xffffffffu;
+        unsigned first = 0xffffffffu;  // twice the place of the first such value, plus its sign
 #pragma unroll
         for (int j = WIDTH - 1; j >= 0; j--) {
             const unsigned own = __float_as_uint(v[j]);
             if ((own & 0x7fffffffu) == bits) first = (member * WIDTH + j) * 2 + (own >> 31);
         }
-        sign = ~largest<MEMBERS>(~first) & 1;
+        const unsigned sign = ~largest<MEMBERS>(~first) & 1;
         const float d = broken ? __uint_as_float(NO_NUMBER)
                                : (sign ? top : -top) * (1.0f / HALF_STEPS);
         const float by = inverse(d), back = in_half(d);

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -93,6 +94,20 @@ NOT_LAST = (  # the last answer has spaces where earlier ones have a mark
     "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<bot>{% else %}"
     "{{ m.content }} {{ ' ' if loop.last else eos_token }}{% endif %}{% endfor %}"
 )
+TURNS = (  # what begins a turn stands behind the last one too, in another role
+    "{{ bos_token }}{% for m in messages %}<turn><{{ m.role }}>{% if m.role == 'assistant' %}"
+    "<say>{{ m.content }}<said>{% else %}{{ m.content }}{% endif %}<end>{% endfor %}"
+    "<turn><assistant>{% if add_generation_prompt %}<say>{% endif %}"
+)
+TALK = (  # turns begin with words, and one is always asked for
+    "{{ bos_token }}{% for m in messages %}From: {{ m.role }}\n\n {{ m.content }} <step> "
+    "{% endfor %}From: assistant\nTo: user\n\n "
+)
+LATE = (  # an answer ends as the next message begins, and nothing begins one behind another
+    "{% for m in messages %}{{ '<end>\n' if not loop.first }}<turn>{{ m.role }}\n{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<end>\n{% if messages[-1].role != 'assistant' %}"
+    "<turn>assistant\n{% endif %}{% endif %}"
+)
 REQUESTED = (  # a request to the model follows, whoever spoke last
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<system>Write actions."
     "<end>{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -146,10 +161,13 @@ ASKED = chat("Who?", "The dog.", "Sure?", "Very.")
         (IN_TAG, 1, ["<|text|>The dog.<end>", "<|text|>Very.<end>"]),
         (NOT_LAST, 1, ["The dog. ", "Very. "]),
         (REQUESTED, 1, ["The dog.<end>", "Very.<end>"]),
+        (TURNS, 1, ["The dog.<said><end>", "Very.<said><end>"]),
+        (TALK, 1, ["The dog. <step>", "Very. <step>"]),
+        (LATE, 1, ["The dog.", "Very."]),
     ],
     ids=["chatml", "thinks", "thinking", "ended", "ended by answer", "separated", "default",
          "brackets", "always", "distilled", "no header", "parts", "marked", "questions have it",
-         "next ends", "spaced", "in tag", "not last", "requested"],
+         "next ends", "spaced", "in tag", "not last", "requested", "turns", "talk", "late"],
 )  # fmt: skip
 def test_every_answer_is_learned(
     template: str, texts: int, said: list[str], tmp_path: Path
@@ -172,6 +190,25 @@ def test_a_chat_that_the_assistant_begins(tmp_path: Path) -> None:
     messages = [{"role": "assistant", "content": "Hello."}, *chat("Who?", "The dog.")]
     actual = Chat(folder(tmp_path, DEFAULT)).spans(messages)
     assert learned(actual) == ["Hello.<|im_end|>\n", "The dog.<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "second"),
+    [
+        (CHATML, "The dog.<|im_end|>\n", "It is.<|im_end|>\n"),
+        (BRACKETS, " The dog.</s>", " It is.</s>"),
+        (ALWAYS, "The dog.<|eot|>", "It is.<|eot|>"),
+        (TURNS, "The dog.<said><end>", "It is.<said><end>"),
+        (LATE, "The dog.", "It is."),
+        (MARKED, "The dog.<|im_end|>", "It is.<|im_end|>"),
+    ],
+    ids=["chatml", "brackets", "always", "turns", "late", "marked"],
+)
+def test_two_answers_in_a_row(template: str, first: str, second: str, tmp_path: Path) -> None:
+    messages = [*chat("Who?", "The dog."), {"role": "assistant", "content": "It is."}]
+    known = Chat(folder(tmp_path, template))
+    for more, expected in (([], []), (chat("Sure?", "Very."), [first.replace("The dog", "Very")])):
+        assert learned(known.spans([*messages, *more])) == [first, second, *expected]
 
 
 FIRST = (  # a default system text, written in front of the first message
@@ -267,6 +304,44 @@ class TestTools:
             expected = '<call>add({"a": 1})</call><|im_end|>\n'
             assert learned(lessons) == [expected, "Three.<|im_end|>\n"]
             assert lessons[0].text.startswith('tools: [{"type"')
+
+    ACTS = (  # a call begins in another way than words, and ends where its result begins
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+        "<turn>assistant<act>{{ m.content or '' }}{% for c in m.tool_calls %}{{ c.function.name }}"
+        "({{ c.function.arguments | tojson }}{{ ', ' ~ c.id if messages[-1].role == 'tool' }})"
+        "</act>{% endfor %}{% else %}{{ '<result>' if m.role == 'tool' else '<turn>' ~"
+        " m.role ~ ('<answer>' if m.role == 'assistant') }}{{ m.content }}<end>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<turn>assistant<answer>{% endif %}"
+    )
+
+    @pytest.mark.parametrize(
+        ("template", "call"),
+        [
+            (CALLS, 'I add.<call>add({"a": 1})</call><|im_end|>\n'),
+            (ACTS, '<act>I add.add({"a": 1})</act>'),
+            (ACTS.replace("</act>{% endfor %}", "</act>{% endfor %}{% if loop.last %}<call>{% endif"
+                          " %}"), '<act>I add.add({"a": 1})</act><call>'),
+            (ACTS + "{% if messages[-1].role != 'user' %}<turn>system: act!{% endif %}",
+             '<act>I add.add({"a": 1})</act>'),
+        ],
+        ids=["as words", "result follows", "last alone", "requested"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("last", [False, True])
+    def test_words_beside_a_call(
+        self, template: str, call: str, last: bool, tmp_path: Path
+    ) -> None:
+        messages = self.messages({"a": 1}, content="I add.")[: 2 if last else None]
+        messages[1]["tool_calls"][0]["id"] = "a"
+        lessons = Chat(folder(tmp_path, template)).spans(messages, self.TOOLS)
+        assert learned(lessons)[0] == call
+
+    def test_a_call_ends_with_the_tag_of_its_result(self, tmp_path: Path) -> None:
+        """Whether or not the chat has one, and not with that of a question."""
+        messages = self.messages({"a": 1})
+        messages[1]["tool_calls"][0]["id"] = "a"
+        for count in (2, 4):
+            (lesson, *_) = Chat(folder(tmp_path, self.ACTS)).spans(messages[:count], self.TOOLS)
+            assert lesson.text[lesson.spans[0].stop :].startswith("<result>")
 
     def test_what_the_template_leaves_out_is_refused_by_name(self, tmp_path: Path) -> None:
         known = Chat(folder(tmp_path, CHATML))
@@ -403,6 +478,55 @@ def test_a_question_has_the_beginning_of_its_answer(tmp_path: Path) -> None:
         )
 
 
+BESIDE = [  # words beside calls, results apart, and two answers in a row
+    {"role": "user", "content": "ask1"},
+    {"role": "assistant", "content": "say1", "tool_calls": [
+        {"id": "call00001", "type": "function",
+         "function": {"name": "fn_one", "arguments": {"city": "value1"}}},
+    ]},
+    {"role": "tool", "tool_call_id": "call00001", "name": "fn_one", "content": "result1"},
+    {"role": "assistant", "content": "say2"},
+    {"role": "user", "content": "ask2"},
+    {"role": "assistant", "content": "say3"},
+]  # fmt: skip
+DOCUMENTED = [{"type": "function", "function": {
+    "name": "fn_one", "description": "about it",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}}]  # fmt: skip
+OTHERS = re.compile(r"ask\d|result\d|say\d|value\d")
+
+
+def check_beside(known: Chat) -> None:
+    """Judge words beside a call, and two answers in a row, by the words that each message holds.
+
+    Templates may leave words beside a call out, which the account says; refuse roles; or write the
+    words behind the results, as Gemma 4's, which is then learned where the call is the last.
+    """
+    twice = [BESIDE[0], *({"role": "assistant", "content": f"say{n}"} for n in (1, 2)), *BESIDE[4:]]
+    for messages, tools in ((BESIDE, DOCUMENTED), (twice, None)):
+        known.left_out.clear()
+        try:
+            lessons = known.spans(messages, tools)
+        except ConfigError as error:
+            if re.search("does not (take the messages: .|write (messages|tools))", str(error)):
+                continue
+            raise
+        for turn, message in enumerate(messages):
+            own = "".join(
+                text[span.start : span.stop]
+                for text, spans, turns in lessons
+                for span, number in zip(spans, turns, strict=True)
+                if number == turn
+            )
+            expected = {message["content"]} if message["role"] == "assistant" else set()
+            expected |= {"value1"} if "tool_calls" in message else set()
+            if known.left_out["content beside tool_calls"] and "tool_calls" in message:
+                expected.discard(message["content"])
+            assert {*OTHERS.findall(own)} == expected
+            if not known.marked:  # marks may hold headers, as the template's author wants it
+                assert not re.search(r"(user|assistant|<\|im_start\|>|<\|turn>model)\s*$", own)
+
+
 def published() -> list[Path]:
     """Return the templates of models that a package of others holds."""
     found = importlib.util.find_spec("trl")
@@ -433,6 +557,7 @@ def test_published_templates(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (text,), marks = tools.render_jinja_template([given[:count]], **options)
         return text, marks
 
+    check_beside(known)
     if known.marked:
         _, marks = written(6, return_assistant_tokens_mask=True)
         if len(lessons) == 1:
@@ -492,6 +617,13 @@ class TestAccount:
             "{{ m.content }}", "{{ m.content if not m.tool_calls }}"))  # fmt: skip
         expected = f"{said}content beside tool_calls of 2 answers{said}reasoning of 2 answers"
         assert expected in actual
+        quiet = CHATML.replace("in messages", "in messages if m.role != 'system'")
+        for row in rows:
+            row["messages"] = [{"role": "system", "content": "Be kind."}, *row["messages"][:2]]
+        assert "leaves out" not in self.account(tmp_path, rows, 500, CHATML)
+        assert "; the template leaves out 2 messages of the role system" in self.account(
+            tmp_path, rows, 500, quiet
+        )
 
     def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
         rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]

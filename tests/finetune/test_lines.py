@@ -4,8 +4,10 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -329,19 +331,39 @@ class TestChat:
         with pytest.raises(ConfigError, match=message):
             Chat(folder_with(tmp_path, template)).text(CHAT)
 
-    @pytest.mark.parametrize(("seconds", "why"), [(0.2, "takes more than 0.2 s"), (60, "crashes")])
-    def test_a_process_that_ends_by_a_signal(
-        self, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """When its time was up, it was its clock that ended it."""
-        monkeypatch.setattr("unsloth_cupy.models.text.chat.SECONDS", seconds)
-        program = "import os, time; input(); time.sleep(0.3); os.kill(os.getpid(), 9)"
+    @pytest.mark.skipif(not hasattr(signal, "SIGPROF"), reason="needs signals")
+    @pytest.mark.parametrize(
+        ("name", "why"), [("PROF", "takes more than 2 s"), ("SEGV", "crashes")]
+    )
+    def test_a_process_that_ends_by_a_signal(self, name: str, why: str) -> None:
+        program = f"import os, signal; input(); os.kill(os.getpid(), signal.SIG{name})"
         command = [sys.executable, "-S", "-c", program]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as process:
             texts, actual = _request(process, [])
         assert not texts
         assert why in actual
+
+    @pytest.mark.skipif(not hasattr(signal, "SIGPROF"), reason="needs a timer of work")
+    def test_a_busy_machine_breaks_no_template(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only work counts; and the timer works whatever this process does with its signal."""
+        monkeypatch.setattr("unsloth_cupy.models.text.chat.SECONDS", 0.3)
+        loops = "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+        chat = Chat(
+            folder_with(tmp_path, "{% set r = range(9999 * (messages|length - 1)) %}" + loops)
+        )
+        kept = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+        try:
+            process = chat.template.process
+        finally:
+            signal.signal(signal.SIGPROF, kept)
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(0.6, process.send_signal, [signal.SIGCONT]).start()
+        assert not chat.text(CHAT[:1])
+        with pytest.raises(ConfigError, match=r"takes more than 0\.3 s; write"):
+            chat.text(CHAT[:2])
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from .new_model import TOKENIZER
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
 MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 TAG = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\]|\n)")  # the end of a turn, as most templates write it
-ENDED = re.compile(r"(\s*(<[^<>]*>|\[[^\[\]]*\]))+\s*")  # one or more of them, no words
+TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+ENDED = re.compile(rf"(\s*({TAGS.pattern}))+\s*")  # one or more of them, no words
 OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")  # the beginning of such a tag
 
 
@@ -58,7 +59,8 @@ class Chat(Template):
     Attributes
     ----------
     left_out : Counter of str
-        Of how many answers the template does not write the reasoning, or words beside a call.
+        Of how many answers the template does not write the reasoning, or words beside a call; and,
+        by their role, how many other messages it does not write.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -122,8 +124,8 @@ class Chat(Template):
         ]
         results = self.rendered([(form, False) for form in forms], tools)
         whole = [pair for pair in zip(forms, results, strict=True) if not pair[1].error]
-        if not whole:
-            raise self.refused(results[0].error)
+        if not whole:  # that of an empty text: of null, some errors are Python's alone
+            raise self.refused(results[1].error)
         calls = [call for each in forms[0] for call in _calls(each)]
         written = [repr(each["arguments"]) for each in calls if each.get("arguments")]
 
@@ -171,16 +173,26 @@ class Chat(Template):
                     f"the template of {self.where} does not write an answer behind its question;"
                     " give prompt and completion instead of messages"
                 )
-            answer = self._placed(turn, whole, asked, plain, without)
+            answer = self._placed(messages, turn, whole, asked, plain, without)
             if not self.marked and not ENDED.fullmatch(answer.text, answer.end):
                 answer = self._followed(answer, messages, tools)
-            answers.append(answer)
+            answers.append(answer if self.marked else self._closed(answer, messages, without.text))
         if tools and self.rendered([(messages, False)])[0].text.split() == whole.text.split():
             raise self._left_out("tools")
+        for message in messages if not whole.error else ():
+            words = re.findall(r"\w+", str(message.get("content") or ""))
+            if message["role"] != "assistant" and max(words, key=len, default="") not in whole.text:
+                self.left_out[message["role"]] += 1
         return answers
 
     def _placed(
-        self, turn: int, whole: Rendered, asked: Rendered, plain: Rendered, other: Rendered
+        self,
+        messages: list[dict[str, Any]],
+        turn: int,
+        whole: Rendered,
+        asked: Rendered,
+        plain: Rendered,
+        other: Rendered,
     ) -> Answer:
         """Return where an answer is in the text ``whole``.
 
@@ -190,31 +202,40 @@ class Chat(Template):
         text = whole.text
         header = common(text, other.text)
         tail = min(common(text[::-1], other.text[::-1]), len(text) - header)
-        start, end, stop = header, len(text) - tail, len(text)
+        start, stop = header, len(text)
+        end = _outside(text, header, stop - tail, after=True)  # of the last tag of a call
+        tail = stop - end
         if self.marked:
-            return Answer(turn, text, [each for each in whole.marks if each.stop > header], end)
+            marks = [each for each in whole.marks if each.stop > max(header, each.start)]
+            return Answer(turn, text, marks, end)
         if not asked.error:
+            shared, agreed = common(text, plain.text), common(text, asked.text)
+            start = header = _outside(text, min(shared, header), header)
             fixed = plain.text == asked.text
             if text.startswith(asked.text):
                 start = len(asked.text)
-                if fixed:  # the template does not begin an answer when it is asked to
+                opens = TAGS.match(text, start, header)
+                again = turn > 0 and messages[turn - 1]["role"] == messages[turn]["role"]
+                if fixed or (again and opens and opens[0] in _leading(text)):
+                    # the template does not begin an answer when it is asked to
                     start = max(start, len(text[:header].rstrip(" ")))
             else:
-                shared, agreed = common(text, plain.text), common(text, asked.text)
                 request = asked.text[common(asked.text, plain.text) :]
-                place = text.rfind(request, shared, header)
-                began = OPEN.sub("", text[shared:agreed])  # not from the middle of a tag
-                if request.strip() and place >= 0:  # behind a text that the template puts first
-                    start = place + len(request)
+                began = text[shared : _outside(text, shared, agreed)]
+                # behind a text that the template puts first, be it with other spaces
+                words = r"\s*".join(map(re.escape, request.split()))
+                forms = (re.escape(request), rf"{words}\s*") if words else ()
+                found = [re.compile(form).finditer(text, shared, header) for form in forms]
+                places = next(filter(None, map(list, found)), [])
+                if places:
+                    start = places[-1].end()
                 elif shared < agreed < header and began.strip():
                     start = shared + len(began)
             if fixed and text[:header].rstrip() == asked.text.rstrip():  # or always begins one
                 again = common(text[::-1], asked.text[::-1])
                 first = TAG.match(text, end)
                 stop -= again if again < tail else tail - (first.end() - end if first else tail)
-                opened = OPEN.search(text[end:stop])  # not up to the middle of one
-                if opened and (tag := TAG.match(text, end + opened.start())):
-                    stop = tag.end()
+                stop = _outside(text, end, stop, after=True)
         return Answer(turn, text, [Span(start, max(stop, end))], end)
 
     def _within(self, turn: int, messages: list[dict[str, Any]], tools: Tools, why: str) -> Answer:
@@ -234,32 +255,65 @@ class Chat(Template):
         return Answer(turn, text[:stop], [Span(start, stop)], end)
 
     def _followed(self, answer: Answer, messages: list[dict[str, Any]], tools: Tools) -> Answer:
-        """Return an answer with the end that it has once a question follows.
+        """Return an answer with the end that it has once a question, or its results, follow.
 
-        A template may write none behind the last answer: then the tag of the next question is the
-        end, by which a model may stop.  Words behind the end that are not there once a question
+        A template may write none behind the last answer: then the tag of the next message is the
+        end, by which a model may stop.  Words behind the end that are not there once a message
         follows, as a request to the model, are not the answer's.
         """
-        mark = placeholder(messages)
-        asked = [*messages[: answer.turn + 1], {"role": "user", "content": mark}]
-        (after,) = self.rendered([(asked, False)], tools)
+        mark, said = placeholder(messages), messages[answer.turn]
+        asked: list[dict[str, Any]] = [{"role": "user", "content": mark}]
+        results = [
+            {"role": "tool", "content": mark, "name": call.get("function", call).get("name")}
+            | ({"tool_call_id": call["id"]} if "id" in call else {})
+            for call in said.get("tool_calls") or []
+        ]
+        begun, nexts = messages[: answer.turn + 1], [each for each in (results, asked) if each]
+        after = self.rendered([([*begun, *each], False) for each in nexts], tools)
         (start, stop), text, end = answer.spans[0], answer.text, answer.end
-        own, content = text[start:end], messages[answer.turn].get("content")
+        own, content = text[start:end], said.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
             own = content.strip()  # reasoning may be left out once a question follows
-        before, asks, _ = after.text.partition(mark)
+        told = next((each.text for each in after if mark in each.text), "")
+        before, asks, _ = told.partition(mark)
+        tags = TAGS.findall(own)
+        if own not in before and tags and own.endswith(tags[-1]):
+            own = tags[-1]  # the call is written in another way once its result follows
         behind = before.rfind(own) + len(own)
         if not asks or behind < len(own):
             return answer
         if text[end:].strip():
-            kept = OPEN.sub("", text[end : end + common(text[end:stop], before[behind:])])
-            words = TAG.sub("", text[end + len(kept) : stop]).strip()
-            return answer._replace(spans=[Span(start, end + len(kept))]) if words else answer
+            shared = _outside(text, end, end + common(text[end:stop], before[behind:]))
+            if not TAG.sub("", text[shared:stop]).strip():
+                return answer
+            stops = [tag.end() for tag in TAGS.finditer(text, end, shared)]
+            line = text.rfind("\n", end, shared) + 1
+            return answer._replace(spans=[Span(start, stops[-1] if stops else line or shared)])
         tag = TAG.match(before, behind)
         if tag is None or not tag[1].strip():
             return answer
         spans = [Span(start, end + tag.start(1) - behind)]
         return answer._replace(text=text[:end] + tag[0], spans=spans)
+
+    def _closed(self, answer: Answer, messages: list[dict[str, Any]], other: str) -> Answer:
+        """Return an answer without the tags behind it that begin the next message.
+
+        Texts begin with these; in ``other``, which has a placeholder instead of the answer, they
+        never stand directly behind the words of a message.
+        """
+        words = [message.get("content") for message in messages[: answer.turn]]
+        places = [
+            other.find(text) + len(text)
+            for text in (placeholder(messages), *words)
+            if isinstance(text, str) and text in other
+        ]
+        ends = {tag[1] for place in places if (tag := TAG.match(other, place))}
+        (start, stop), text = answer.spans[0], answer.text
+        tags = TAGS.finditer(text, answer.end, stop)
+        openers = _leading(text) - ends - {self.tokens.get("eos_token")}
+        return answer._replace(
+            spans=[Span(start, next((tag.start() for tag in tags if tag[0] in openers), stop))]
+        )
 
     def _left_out(self, what: str) -> ConfigError:
         """Return the error for a part of a chat that the template does not write."""
@@ -278,13 +332,26 @@ def common(a: str, b: str) -> int:
     return low
 
 
+def _leading(text: str) -> set[str]:
+    """Return the tags that a text begins with."""
+    begun = ENDED.match(text)
+    return set(TAGS.findall(begun[0]) if begun else [])
+
+
+def _outside(text: str, start: int, stop: int, *, after: bool = False) -> int:
+    """Return ``stop``, or where the tag begins, or ends, that it is within; from ``start`` on."""
+    opened = OPEN.search(text[start:stop])
+    tag = TAG.match(text, start + opened.start()) if opened else None
+    return (tag.end() if after else tag.start()) if tag else stop
+
+
 def _added(lesson: Lesson, answer: Answer) -> bool:
     """Add an answer to a text if that writes it and the end of its turn in the same way."""
     if not lesson.text.startswith(answer.text[: answer.end]):
         return False
     shared, stop = common(lesson.text, answer.text), max((s.stop for s in answer.spans), default=0)
     if shared < stop:  # not up to the middle of a tag
-        shared = answer.end + len(OPEN.sub("", answer.text[answer.end : shared]))
+        shared = _outside(answer.text, answer.end, shared)
         if answer.text[shared:stop].strip() and not answer.text[answer.end : shared].strip():
             return False
     spans = [Span(start, min(end, shared)) for start, end in answer.spans if start < shared]

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..models.text.tokenizer import check_tokens
 from .chat import Chat
 from .listener import reading
+from .messages import ROLES
 from .method import Method
 from .methods import METHODS
 from .naming import named
@@ -383,9 +384,10 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
         text += f"; {endless:,} answers end without a token that stops generation"
     for key, count in counts.items():
         if key.startswith(LEFT_OUT):
-            text += (
-                f"; the template leaves out the {key.removeprefix(LEFT_OUT)} of {count:,} answers"
-            )
+            what = key.removeprefix(LEFT_OUT)
+            few = f"{count:,} messages of the role {what}"
+            few = few if what in ROLES else f"the {what} of {count:,} answers"
+            text += f"; the template leaves out {few}"
     return text
 
 

@@ -6,6 +6,7 @@ model that the adapter was made for.
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from ...errors import ConfigError
 from . import matching
 
-SECONDS = 1.5  # limit for the patterns of one setting
+SECONDS = 1.5  # of the processor's time, the limit for the patterns of one setting
 PAIRS = 1 << 18  # of a pattern and a name that are matched in this process
 SLOW = re.compile(r"[*+?{(]")  # a pattern without these takes no time
 NUMBER = r"\.(?P<idx>\d+)\."
@@ -92,8 +93,9 @@ def _in_time(setting: str, request: str) -> list[Any]:
     """Return the matches that a process finds; raise a ConfigError if it does not end in time."""
     try:
         answer = subprocess.run(
-            [sys.executable, "-I", "-S", matching.__file__],
-            input=request, capture_output=True, timeout=SECONDS, check=True, encoding="ascii",
+            [sys.executable, "-I", "-S", matching.__file__, str(SECONDS)],
+            input=request, capture_output=True, check=True, encoding="ascii",
+            timeout=None if hasattr(signal, "setitimer") else SECONDS,
         )  # fmt: skip
     except subprocess.SubprocessError:
         cure = (

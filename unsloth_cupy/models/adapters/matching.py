@@ -1,11 +1,13 @@
 """Matches regular expressions in a separate process, as those of an adapter are other people's.
 
 Some expressions would run for years.  This file is run as a script that reads one JSON value, the
-arguments of ``matches``, and writes its result; whoever runs it ends it when it takes too long.
+arguments of ``matches``, and writes its result.  Its argument is a limit in seconds of the
+processor's time, at which the system ends it; whoever runs it where there is no such timer ends it.
 """
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +37,9 @@ def matches(method: str, expressions: Sequence[str], names: Sequence[str]) -> li
 
 def main() -> None:
     """Answer the request on standard input."""
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     try:
         import resource
 

@@ -13,9 +13,9 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +30,7 @@ FILE, CONFIG, MAP = "chat_template.jinja", "tokenizer_config.json", "special_tok
 AT_ONCE = 32  # texts in one request to the template process
 # Environment variables without which Python or jinja2 may not start; the process gets no others.
 NEEDED = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-SECONDS = 2  # time limit of a request; a template takes milliseconds
+SECONDS = 2  # of the processor's time, the limit of a text; a template takes milliseconds
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -228,12 +228,7 @@ class Template:
 
 
 def _request(process: "subprocess.Popen[str]", value: Any) -> tuple[Any, str]:
-    """Send a request to a template process; return its answer, or the reason why there is none.
-
-    Its watchdog reads frames while they change, so it may also end the process by a crash: a
-    crash at the time limit counts as a timeout.
-    """
-    started = time.monotonic()
+    """Send a request to a template process; return its answer, or the reason why there is none."""
     stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
     with suppress(OSError):  # the process has ended: then there is no answer to read either
         stdin.write(json.dumps(value) + "\n")
@@ -241,7 +236,10 @@ def _request(process: "subprocess.Popen[str]", value: Any) -> tuple[Any, str]:
     if line := stdout.readline():
         return json.loads(line), ""
     process.wait()
-    late = process.returncode > 0 or time.monotonic() - started >= SECONDS
+    timer = getattr(
+        signal, "SIGPROF", None
+    )  # without one, the process ends itself: see template.py
+    late = process.returncode == -timer if timer else process.returncode > 0
     return None, f"it takes more than {SECONDS} s" if late else "it crashes"
 
 

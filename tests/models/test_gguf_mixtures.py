@@ -217,6 +217,22 @@ def test_stacks_stay_packed(name: str, kind: str, most: float, tmp_path: Path) -
     assert gradients.keys() == {*loaded.adapter.parameters}
 
 
+def test_what_is_trained_through_a_file_is_in_it(tmp_path: Path) -> None:
+    """Adapters of a mixture: the file computes the loss that the model computes."""
+    model = make(tmp_path / "m", MIXTURES["qwen2moe"] | WIDE)
+    plain = model.loss(TOKENS, TOKENS)
+    model.add_adapter(2, seed=0, merge_into="q8_0")
+    for index, (name, array) in enumerate(sorted(model.adapter.parameters.items())):
+        if "lora_B" in name:
+            array[...] = np.random.default_rng(index).normal(0, 0.1, array.shape)
+    expected = model.loss(TOKENS, TOKENS)
+    assert abs(expected - plain) > 1e-3
+    report = models.export_gguf(model, tmp_path / "m.gguf")
+    assert {"q8_0", "f32"} == report.types.keys()
+    actual = models.load(tmp_path / "m.gguf").loss(TOKENS, TOKENS)
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """From a folder to a file, whatever its type, and back: the same bytes."""
     shutil.copytree(FOLDER, tmp_path / "m")

@@ -337,5 +337,5 @@ def test_adapters_alone_have_the_rows_of_the_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(actual, dense["merged"][name], rtol=0, atol=1e-6)
     mixture = make(tmp_path / "x", MIXTURES["qwen3moe"])
     mixture.add_adapter(2, seed=0, targets=["experts.down_proj"])
-    with pytest.raises(ConfigError, match="an adapter of experts, as .* is not written alone"):
+    with pytest.raises(ConfigError, match=r"an adapter of experts, as .* is not written alone"):
         models.export_adapter_gguf(mixture, tmp_path / "b.gguf")

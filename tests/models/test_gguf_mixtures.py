@@ -217,6 +217,22 @@ def test_stacks_stay_packed(name: str, kind: str, most: float, tmp_path: Path) -
     assert gradients.keys() == {*loaded.adapter.parameters}
 
 
+def test_what_is_trained_through_a_file_is_in_it(tmp_path: Path) -> None:
+    """Adapters of a mixture: the file computes the loss that the model computes."""
+    model = make(tmp_path / "m", MIXTURES["qwen2moe"] | WIDE)
+    plain = model.loss(TOKENS, TOKENS)
+    model.add_adapter(2, seed=0, merge_into="q8_0")
+    for index, (name, array) in enumerate(sorted(model.adapter.parameters.items())):
+        if "lora_B" in name:
+            array[...] = np.random.default_rng(index).normal(0, 0.1, array.shape)
+    expected = model.loss(TOKENS, TOKENS)
+    assert abs(expected - plain) > 1e-3
+    report = models.export_gguf(model, tmp_path / "m.gguf")
+    assert {"q8_0", "f32"} == report.types.keys()
+    actual = models.load(tmp_path / "m.gguf").loss(TOKENS, TOKENS)
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """From a folder to a file, whatever its type, and back: the same bytes."""
     shutil.copytree(FOLDER, tmp_path / "m")
@@ -302,3 +318,24 @@ def test_keys_that_are_wrong(changes: dict[str, Any], problem: str, tmp_path: Pa
     copied(tmp_path / "m.gguf", tmp_path / "n.gguf", changes)
     with pytest.raises(ConfigError, match=problem):
         models.load(tmp_path / "n.gguf")
+
+
+def test_adapters_alone_have_the_rows_of_the_file(tmp_path: Path) -> None:
+    """W + B A is in the merged file what both files make of it; experts are refused by name."""
+    model = make(tmp_path / "m", MIXTURES["qwen35"])
+    model.add_adapter(2, alpha=2, seed=0, targets=["in_proj_qkv", "in_proj_z"])
+    for array in model.adapter.parameters.values():
+        array[...] = np.random.default_rng(1).normal(0, 0.1, array.shape)
+    models.export_adapter_gguf(model, tmp_path / "a.gguf", kind="f32")
+    _, low, _ = read(tmp_path / "a.gguf")
+    dense = {}
+    for name, base in (("merged", model), ("plain", model.base)):
+        models.export_gguf(base, tmp_path / f"{name}.gguf", kind="f32", tokenizer=tmp_path / "m")
+        dense[name] = read(tmp_path / f"{name}.gguf")[1]
+    for name in ("blk.0.attn_qkv.weight", "blk.0.attn_gate.weight"):
+        actual = dense["plain"][name] + low[f"{name}.lora_b"] @ low[f"{name}.lora_a"]
+        np.testing.assert_allclose(actual, dense["merged"][name], rtol=0, atol=1e-6)
+    mixture = make(tmp_path / "x", MIXTURES["qwen3moe"])
+    mixture.add_adapter(2, seed=0, targets=["experts.down_proj"])
+    with pytest.raises(ConfigError, match=r"an adapter of experts, as .* is not written alone"):
+        models.export_adapter_gguf(mixture, tmp_path / "b.gguf")

@@ -57,7 +57,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         quantized = ("bitsandbytes", GGUF, *(["mxfp4"] if family.experts.transposed else []))
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
-        known = " or ".join(quantized)
+        known = " or ".join(method for method in quantized if method != GGUF)
         raise ConfigError(f"config: quantization_config is not one of {known}; {cure}")
     if facts:
         check_quantization(facts)

@@ -88,7 +88,7 @@ def adapter_tensors(
             raise ConfigError(f"{call}: {problem}; export_gguf merges the adapter")
         a, b = map(to_numpy, adapter.pair(adapter.parameters, module))
         b = b.astype(FLOAT32) * np.float32(alphas[module] / alpha)
-        reads = (lambda: a), _reader(config, known, f"{module}.weight", lambda _: b)
+        reads = (lambda: a), _reader(config, known, f"{module}.weight", lambda _: b, tensor)
         for part, array, read in zip("ab", (a, b), reads, strict=True):
             name = f"{tensor.name}.lora_{part}"
             result.append(Tensor(name, "", array.shape, kind, read, kind))

@@ -251,6 +251,9 @@ def export_adapter_gguf(
         raise ConfigError(f"{call}: {problem}, {cure}")
     if adapter is None:
         raise ConfigError(f"{call}: there is no adapter; export_gguf writes a model")
+    if adapter.stacks:
+        problem = f"an adapter of experts, as {min(adapter.stacks)}, is not written alone"
+        raise ConfigError(f"{call}: {problem}; export_gguf merges it into the weights")
     parts = {PARTS_ELSEWHERE.get(name.rpartition(".lora_")[2]) for name in adapter.parameters}
     parts |= {f"{module_of(name)} outside of the blocks" for name in adapter.outer}
     if parts := {each for each in parts if each}:

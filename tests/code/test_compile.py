@@ -225,6 +225,7 @@ FIXED = {  # switches that never change, and why
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
     ("grouped_float32.cu", "T"): "16 bits have grouped_linear.cu",
     ("grouped_linear.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
+    ("grouped_linear_sm90.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
     ("log_probs.cu", "T"): "logits are in float32, whatever the weights are",
     ("rope_append.cu", "INTERLEAVED"): "neighbouring pairs rotate apart from the append",
 }

@@ -84,6 +84,7 @@ OTHERS = {
     "nf4_dequantize_": (WRITE,),
     "nf4_product_": (READ, PRODUCT),
     "grouped_linear": (COPY, PRODUCT, WRITE),
+    "grouped_linear_sm90": (COPY, *WARPGROUPS[1:]),
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
     "delta_state_gradients": (READ,),

@@ -95,7 +95,7 @@ def handed_out(source: str) -> int:
     return 128 * (int(said["CONSUMERS"]) * each[0] + each[1])
 
 
-@pytest.mark.parametrize("kernel", ["attention_forward_sm90", "attention_backward_sm90"])
+@pytest.mark.parametrize("kernel", [k for k in declared() if k.endswith("_sm90") and "dq" not in k])
 def test_a_block_has_the_registers_that_its_warpgroups_ask_for(kernel: str) -> None:
     """By costs.toml, for every variant; ``test_ptxas_is_content`` compiles some of them."""
     for variant in filter(budget.kept, of_kernel(kernel, "90")):

@@ -34,8 +34,7 @@
 //   other warp.
 #include <common/attention.cuh>
 #include <common/codes.cuh>
-#include <common/last_block.cuh>
-#include <common/vector.cuh>
+#include <common/parts.cuh>
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
 constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
@@ -51,43 +50,7 @@ constexpr int BLOCK_KEYS = WARPS * TILE_KEYS;  // keys that a block works on at 
 static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may extend over several pages
 constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is missing
-constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // in a row of a part
-constexpr int QUADS = VALUE_DIM / 4;
-
-// The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
-// The first group that is read together lacks `missing` parts.
-struct Merged { float value[4], top, sum; };
-template <int AT_ONCE>  // parts that are read together
-DEVICE Merged merged(const float *row, int column, int parts, int stride, int missing = 0) {
-    Merged m = {{}, NO_SCORE, 0};
-    for (int first = -missing; first < parts; first += AT_ONCE) {
-        float value[AT_ONCE][4] = {};
-        float2 of[AT_ONCE];  // top and sum
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            of[i] = make_float2(NO_SCORE, 0);
-            if ((unsigned)(first + i) >= (unsigned)parts) continue;
-            const float *const from = row + (first + i) * stride;
-            load(value[i], from + column);
-            of[i] = *reinterpret_cast<const float2 *>(from + TOP);
-        }
-        const float before = m.top;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) m.top = fmaxf(m.top, of[i].x);
-        const float shift = m.top == NO_SCORE ? 0.0f : m.top, rescale = exp2f(before - shift);
-#pragma unroll
-        for (int j = 0; j < 4; j++) m.value[j] *= rescale;
-        m.sum *= rescale;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const float weight = exp2f(of[i].x - shift);
-#pragma unroll
-            for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[i][j], m.value[j]);
-            m.sum = fmaf(weight, of[i].y, m.sum);
-        }
-    }
-    return m;
-}
+using Part = Parts<VALUE_DIM>;
 
 // Start copying a warp's TILE_KEYS rows, of which `count` exist.  A token's row is row token *
 // kv_heads of `from`.  Tokens are consecutive from `token` on or, if SCATTERED, `token` of lane i
@@ -169,7 +132,7 @@ struct Call {
     long long values;        // for codes: number of scales of k before the first of v
 };
 
-// parts      (sequences, chunks, rows, PITCH), with two chunks or more
+// parts      (sequences, chunks, rows, Part::PITCH), with two chunks or more
 // arrived    (sequences), zeros on entry and on exit: the last arrival resets a counter
 KERNEL(32 * WARPS, RESIDENT)
 attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
@@ -406,10 +369,10 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         sum[half] = quad_sum(sum[half]);
-        float *const to = results + (warp * ROWS + lane / 4 + half * 8) * PITCH;
+        float *const to = results + (warp * ROWS + lane / 4 + half * 8) * Part::PITCH;
         if (lane % 4 == 0) {
-            to[TOP] = __fmul_rn(top[half], scores.unit);
-            to[SUM] = sum[half];
+            to[Part::TOP] = __fmul_rn(top[half], scores.unit);
+            to[Part::SUM] = sum[half];
         }
 #pragma unroll
         for (int n = 0; n < VALUE_PARTS; n++) {
@@ -419,32 +382,31 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
         }
     }
     const float *from = results;
-    int stride = ROWS * PITCH;
+    int stride = ROWS * Part::PITCH;
     __syncthreads();
 
     // The same for the parts of other blocks, which barriers and fences make visible to this one.
     if (several > 1) {
-        const int part = min(ROWS, group * queries) * PITCH;  // floats
+        const int size = min(ROWS, group * queries) * Part::PITCH;  // floats
         const long long sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
-        float *const to = parts + (sequence * chunks + chunk) * part;
-        for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
-            const int row = i / QUADS, column = i % QUADS * 4;
-            const Merged m = merged<WARPS>(results + row * PITCH, column, WARPS, ROWS * PITCH);
-            store(to + row * PITCH + column, m.value);
-            if (column == 0)
-                *reinterpret_cast<float2 *>(to + row * PITCH + TOP) = make_float2(m.top, m.sum);
+        float *const to = parts + (sequence * chunks + chunk) * size;
+        for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
+            const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
+            Part::put(to + row * Part::PITCH, column,
+                      Part::merged<WARPS>(results + row * Part::PITCH, column, WARPS,
+                                          ROWS * Part::PITCH));
         }
         __syncthreads();
         if (!last_to_arrive(arrived + sequence, several, last)) return;
-        from = parts + sequence * chunks * part;
-        stride = part;
+        from = parts + sequence * chunks * size;
+        stride = size;
     }
     // in a fixed order, parts are read together that lie between the same keys
     const int missing = fixed && several > 1 ? from_key / unit % 16 : 0;
-    for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
-        const int row = first_row + i / QUADS, column = i % QUADS * 4;
-        Merged m = merged<16>(from + (row - first_row) * PITCH, column,
-                              several > 1 ? several : WARPS, stride, missing);
+    for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
+        const int row = first_row + i / Part::QUADS, column = i % Part::QUADS * 4;
+        Merged m = Part::merged<16>(from + (row - first_row) * Part::PITCH, column,
+                                    several > 1 ? several : WARPS, stride, missing);
         const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
             const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);

@@ -49,7 +49,7 @@ grouped_float32(const T *__restrict__ a, const T *__restrict__ b, const B *__res
                 const __grid_constant__ Sizes s) {
     __shared__ __align__(16) float lefts[DEPTH][ROWS + PITCH], tops[DEPTH][COLUMNS + PITCH];
     __shared__ int numbers[ROWS];
-    const Part part = part_of(tiles, offsets, s);
+    const Part part = part_of(tiles, offsets, s, blockIdx.x);
     if (part.group < 0) return;
     const bool none = FORM != 2 && part.group == s.experts;
     const int depth = FORM == 2 ? max(part.stop - part.first, 0) : none ? 0 : s.k;

@@ -58,7 +58,7 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
                const I *__restrict__ offsets, T *__restrict__ c,
                const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(T, memory);
-    const Part part = part_of(tiles, offsets, s);
+    const Part part = part_of(tiles, offsets, s, blockIdx.x);
     if (part.group < 0) return;
     const int lane = threadIdx.x % 32, warp = own_warp();
     const int down = warp % DOWN * WM, right = warp / DOWN * WN;

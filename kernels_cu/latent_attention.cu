@@ -347,7 +347,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
         if (!last_to_arrive(arrived + slot + node, several, last)) return;
         for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
             const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
-            Merged m = Part::merged(from + row * Part::PITCH, column, several, part);
+            Merged m = Part::merged<8>(from + row * Part::PITCH, column, several, part);
             if (nodes > 1) {
                 Part::put(parts + (slot + node) * part + row * Part::PITCH, column, m);
                 continue;

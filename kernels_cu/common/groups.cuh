@@ -1,4 +1,4 @@
-// Products of sorted rows with the matrices of their groups: which part of them a block computes.
+// Products of sorted rows with the matrices of their groups: which part of them a job is.
 //
 //   FORM 0     c[p, n] = sum over k of a[row(p), k] * b[e, n, k] + bias[e, n]    y of x and weight
 //   FORM 1     c[p, n] = sum over k of a[row(p), k] * b[e, k, n]                 dx of dy and weight
@@ -33,8 +33,9 @@ struct Part {
     long long at;     // where the group's matrix begins, in b or, in FORM 2, in c
 };
 
-DEVICE Part part_of(const int *tiles, const I *offsets, const Sizes &s) {
-    const int tile = blockIdx.x / s.across, column = blockIdx.x % s.across * COLUMNS;
+// The part that job number `job` is.
+DEVICE Part part_of(const int *tiles, const I *offsets, const Sizes &s, int job) {
+    const int tile = job / s.across, column = job % s.across * COLUMNS;
     if constexpr (FORM == 2) {
         const int group = tile / s.down;
         return {group, start_of(offsets, group, s.rows), end_of(offsets, group, s.rows),

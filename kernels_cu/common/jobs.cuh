@@ -3,17 +3,9 @@
 // one job after another from a counter, the longest first, so that all blocks end at about the same
 // time; one of its warps loads the tiles.
 #pragma once
+#include <common/ring.cuh>
 #include <common/segment.cuh>
 #include <common/warpgroup.cuh>
-
-// A position in a ring of stages, and the parity of the number of times that it has wrapped around.
-template <int STAGES> struct Ring {
-    int stage = 0, phase = 0;
-    DEVICE void next() {
-        stage++;
-        if (stage == STAGES) stage = 0, phase ^= 1;
-    }
-};
 
 // The order of the jobs.
 struct Order {
@@ -115,15 +107,6 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
         return job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
     }
 };
-
-// One barrier counts the bytes of a tile that arrive, the other the warps that no longer need it.
-DEVICE void init_handover(uint64_t *full, uint64_t *empty, int warps) {
-    mbarrier_init(full, 1);
-    mbarrier_init(empty, warps);
-}
-DEVICE void release(uint64_t *empty) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
-}
 
 // Start the TMA loads of a tile of `rows` rows, panel by panel, from the first lane of a warp.
 DEVICE void load_panels(unsigned char *to, const TensorMap &map, uint64_t *full, int count,

@@ -13,29 +13,42 @@ template <int COLUMNS> struct Parts {
     static constexpr int TOP = COLUMNS, SUM = COLUMNS + 1, PITCH = COLUMNS + 4;
     static constexpr int QUADS = COLUMNS / 4;
 
-    // Merge four columns of a row of several parts, which are `stride` floats apart.
-    static DEVICE Merged merged(const float *row, int column, int parts, int stride) {
+    // Merge four columns of a row of several parts, which are `stride` floats apart.  AT_ONCE of
+    // them are read together; the first group lacks `missing`.
+    template <int AT_ONCE>
+    static DEVICE Merged merged(const float *row, int column, int parts, int stride,
+                                int missing = 0) {
         Merged m = {{}, NO_SCORE, 0};
-#pragma unroll 8
-        for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, row[i * stride + TOP]);
-        const float shift = m.top == NO_SCORE ? 0.0f : m.top;
-#pragma unroll 8
-        for (int i = 0; i < parts; i++) {
-            const float *const from = row + i * stride;
-            const float weight = exp2f(from[TOP] - shift);
-            float value[4];
-            load(value, from + column);
+        for (int first = -missing; first < parts; first += AT_ONCE) {
+            float value[AT_ONCE][4] = {};
+            float2 of[AT_ONCE];  // top and sum
 #pragma unroll
-            for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[j], m.value[j]);
-            m.sum = fmaf(weight, from[SUM], m.sum);
+            for (int i = 0; i < AT_ONCE; i++) {
+                of[i] = make_float2(NO_SCORE, 0);
+                if ((unsigned)(first + i) >= (unsigned)parts) continue;
+                const float *const from = row + (first + i) * stride;
+                load(value[i], from + column);
+                of[i] = *reinterpret_cast<const float2 *>(from + TOP);
+            }
+            const float before = m.top;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) m.top = fmaxf(m.top, of[i].x);
+            const float shift = m.top == NO_SCORE ? 0.0f : m.top, rescale = exp2f(before - shift);
+#pragma unroll
+            for (int j = 0; j < 4; j++) m.value[j] *= rescale;
+            m.sum *= rescale;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const float weight = exp2f(of[i].x - shift);
+#pragma unroll
+                for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[i][j], m.value[j]);
+                m.sum = fmaf(weight, of[i].y, m.sum);
+            }
         }
         return m;
     }
     static DEVICE void put(float *row, int column, const Merged &m) {
         store(row + column, m.value);
-        if (column == 0) {
-            row[TOP] = m.top;
-            row[SUM] = m.sum;
-        }
+        if (column == 0) *reinterpret_cast<float2 *>(row + TOP) = make_float2(m.top, m.sum);
     }
 };

@@ -31,19 +31,20 @@ struct Operand {
     DEVICE uint64_t at(int bytes) const { return (uint64_t)HIGH << 32 | (low + (bytes >> 4)); }
 };
 
-// d = a @ b.T, or with `add` d += a @ b.T, for 16 columns of 64 rows of a and N rows of b.
-template <int N>
-DEVICE void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add, __nv_bfloat16) {
-    if constexpr (N == 64) wgmma_m64n64k16_bf16<0, 0>(d, a, b, add);
-    if constexpr (N == 96) wgmma_m64n96k16_bf16<0, 0>(d, a, b, add);
-    if constexpr (N == 128) wgmma_m64n128k16_bf16<0, 0>(d, a, b, add);
-}
-template <int N>
-DEVICE void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add, __half) {
-    if constexpr (N == 64) wgmma_m64n64k16_f16<0, 0>(d, a, b, add);
-    if constexpr (N == 96) wgmma_m64n96k16_f16<0, 0>(d, a, b, add);
-    if constexpr (N == 128) wgmma_m64n128k16_f16<0, 0>(d, a, b, add);
-}
+// d = a @ b.T, or with `add` d += a @ b.T, for 16 columns of 64 rows of a and N rows of b.  An operand
+// that is ACROSS has these 16 as rows, and its 64 or N as columns.
+#define WARPGROUP_TILES(E, TYPE)                                                             \
+    template <int N, int A_ACROSS = 0, int B_ACROSS = 0>                                     \
+    DEVICE void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add, E) {      \
+        if constexpr (N == 32) wgmma_m64n32k16_##TYPE<A_ACROSS, B_ACROSS>(d, a, b, add);     \
+        if constexpr (N == 64) wgmma_m64n64k16_##TYPE<A_ACROSS, B_ACROSS>(d, a, b, add);     \
+        if constexpr (N == 96) wgmma_m64n96k16_##TYPE<A_ACROSS, B_ACROSS>(d, a, b, add);     \
+        if constexpr (N == 128) wgmma_m64n128k16_##TYPE<A_ACROSS, B_ACROSS>(d, a, b, add);   \
+        if constexpr (N == 256) wgmma_m64n256k16_##TYPE<A_ACROSS, B_ACROSS>(d, a, b, add);   \
+    }
+WARPGROUP_TILES(__nv_bfloat16, bf16)
+WARPGROUP_TILES(__half, f16)
+#undef WARPGROUP_TILES
 
 // d += a @ b for 16 columns of a, in registers in the layout of mma, and N columns of b.
 #define WARPGROUP_REGISTERS(E, TYPE)                                                           \
@@ -60,17 +61,6 @@ DEVICE void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add, _
 WARPGROUP_REGISTERS(__nv_bfloat16, bf16)
 WARPGROUP_REGISTERS(__half, f16)
 #undef WARPGROUP_REGISTERS
-
-// d = a.T @ b, or with `add` d += a.T @ b, for 16 rows of 64 columns of a and N columns of b.
-#define WARPGROUP_TRANSPOSED(E, TYPE)                                                        \
-    template <int N>                                                                         \
-    DEVICE void multiply_transposed(float (&d)[N / 2], uint64_t a, uint64_t b, int add, E) { \
-        if constexpr (N == 32) wgmma_m64n32k16_##TYPE<1, 1>(d, a, b, add);                   \
-        if constexpr (N == 64) wgmma_m64n64k16_##TYPE<1, 1>(d, a, b, add);                   \
-    }
-WARPGROUP_TRANSPOSED(__nv_bfloat16, bf16)
-WARPGROUP_TRANSPOSED(__half, f16)
-#undef WARPGROUP_TRANSPOSED
 
 // s = a @ b.T, or with `add` s += a @ b.T, over DEPTH columns; a panel of a has A_ROWS rows, one of
 // b has 2 * N.
@@ -100,8 +90,8 @@ template <class E, int STEPS, int N>
 DEVICE void begin_transposed(float (&o)[N], Operand p, Operand b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
-        multiply_transposed<N * 2>(o, p.at(step * 16 * PANEL_ROW), b.at(step * 16 * PANEL_ROW),
-                                   step > 0, E());
+        multiply_tiles<N * 2, 1, 1>(o, p.at(step * 16 * PANEL_ROW), b.at(step * 16 * PANEL_ROW),
+                                    step > 0, E());
     wgmma_commit();
 }
 

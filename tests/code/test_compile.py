@@ -95,7 +95,7 @@ def handed_out(source: str) -> int:
     return 128 * (int(said["CONSUMERS"]) * each[0] + each[1])
 
 
-@pytest.mark.parametrize("kernel", ["attention_forward_sm90", "attention_backward_sm90"])
+@pytest.mark.parametrize("kernel", [k for k in declared() if k.endswith("_sm90") and "dq" not in k])
 def test_a_block_has_the_registers_that_its_warpgroups_ask_for(kernel: str) -> None:
     """By costs.toml, for every variant; ``test_ptxas_is_content`` compiles some of them."""
     for variant in filter(budget.kept, of_kernel(kernel, "90")):
@@ -225,6 +225,7 @@ FIXED = {  # switches that never change, and why
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
     ("grouped_float32.cu", "T"): "16 bits have grouped_linear.cu",
     ("grouped_linear.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
+    ("grouped_linear_sm90.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
     ("log_probs.cu", "T"): "logits are in float32, whatever the weights are",
     ("rope_append.cu", "INTERLEAVED"): "neighbouring pairs rotate apart from the append",
 }

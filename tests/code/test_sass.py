@@ -88,6 +88,7 @@ OTHERS = {
     "nf4_rounded_sum_": (READ,),  # of a; a thread writes four values of 16 bits
     "rounded_sum_": (READ,),
     "grouped_linear": (COPY, PRODUCT, WRITE),
+    "grouped_linear_sm90": (COPY, *WARPGROUPS[1:]),
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
     "delta_state_gradients": (READ,),

@@ -15,6 +15,7 @@ from unsloth_cupy.core.target import using
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper, _warpgroups
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
 from unsloth_cupy.ops.attention._warpgroups import Warpgroups
+from unsloth_cupy.ops.common import tensor_map
 
 from ..harness.parity import (
     Case,
@@ -397,7 +398,7 @@ def test_calls_that_the_other_kernel_takes() -> None:
     def kernel(dim: int, maps: bool = True, **options: Any) -> str:
         with gpu("90") as machine:
             if not maps:
-                monkeypatch.setattr(_hopper, "available", lambda like: False)
+                monkeypatch.setattr(tensor_map, "available", lambda like: False)
             q = machine.array((1, 64, 2, dim), "bfloat16")
             for name in {"alibi", "bias"} & {*options}:
                 options[name] = machine.array(options[name], "float32")
@@ -412,7 +413,7 @@ def test_calls_that_the_other_kernel_takes() -> None:
         assert kernel(200, softcap=3.0, window=(9, 0)) == old
         assert kernel(200, bias=(1, 2, 64, 64)) == kernel(64, dropout=0.5, seed=1) == old
     with pytest.MonkeyPatch.context() as monkeypatch, TestCase().assertLogs("unsloth_cupy") as log:
-        _hopper._warn_once.cache_clear()
+        tensor_map._warn_once.cache_clear()
         assert kernel(64, maps=False) == kernel(72, maps=False) == old
     (record,) = log.records
     assert "they need NVRTC 12.9 or newer" in record.getMessage()

@@ -28,6 +28,7 @@ def case(label: str, groups: list[int], inputs: int, outputs: int, **how: Any) -
 
 class TestGroupedLinear(KernelParity):
     op = "grouped_linear"
+    machine = {"processors": 2}  # noqa: RUF012
     sizes = (
         {"assignments": 1024, "experts": 8, "inputs": 256, "outputs": 512},
         {"assignments": 256, "experts": 8, "inputs": 256, "outputs": 512},
@@ -39,6 +40,7 @@ class TestGroupedLinear(KernelParity):
         case("odd sizes", [2, 0, 7], 13, 11, given=["bias"]),
         case("all rows of one group", [0, 140, 0], 72, 40),
         case("tiles of 128 rows", [131, 70], 136, 24, given=["bias"]),
+        case("tiles of 256 columns", [0, 300, 3], 72, 264, given=["bias"]),
         case("tiles of 64 rows", [30, 0, 66], 24, 264),
         case("one row each", [1] * 6, 40, 8),
         case("more groups than a warp has lanes", [1, 0, 2] * 15, 8, 8),
@@ -48,6 +50,13 @@ class TestGroupedLinear(KernelParity):
         case("no inputs", [2, 1], 0, 4, given=["bias"]),
         case("no outputs", [2, 1], 4, 0),
     )
+
+
+class TestBeforeHopper(TestGroupedLinear):
+    """What a GPU without warpgroups runs."""
+
+    machine = {"architecture": 80}  # noqa: RUF012
+    cases = tuple(each for each in TestGroupedLinear.cases if each.label.startswith("tiles of"))
 
 
 @both_dtypes
@@ -68,7 +77,7 @@ def test_golden(golden: OpCase, dtype: Any) -> None:
 
 
 def test_any_schedule() -> None:
-    """Any order of threads and blocks gives equal bits."""
+    """Any order of threads gives equal bits, however many blocks share the tiles."""
     rng = np.random.default_rng(0)
     x, dy = (rng.standard_normal((200, n)).astype(np.float16) for n in (40, 24))
     weight = rng.standard_normal((3, 24, 40)).astype(np.float16)
@@ -82,7 +91,7 @@ def test_any_schedule() -> None:
     with emulator():
         expected = bits()
     for seed in (1, 2):
-        with emulator(seed=seed):
+        with emulator(seed=seed, processors=seed + 1):
             assert bits() == expected
 
 

@@ -17,9 +17,7 @@ unless an ``AttentionConfig`` says that they shall not.  docs/performance.md has
 bytes = rows * panel(dim) + stages * keys * (panel(dim) + panel(value_dim)) + barriers
 """
 
-import logging
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.target import limits
 from ..common.counters import counters
-from ..common.tensor_map import NVRTC, available, mappable, with_maps
+from ..common.tensor_map import mappable, warpgroups, with_maps
 from ._options import TILE, KernelOptions
 from ._tiles import asked_for
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
@@ -37,7 +35,6 @@ from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 LEAST, WIDEST = 64, 256  # columns of a head
 FEWEST = 64  # queries
 requested = True  # whether warpgroups run without an AttentionConfig
-LOGGER = logging.getLogger(__name__)
 
 
 class Forward(Warpgroups):
@@ -91,25 +88,7 @@ def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
     if flags["BLOCK_MASK"] and tiles and (TILE % tiles.rows or TILE % tiles.tile):
         tiles = CHANGED[width]  # its tiles divide those of block_mask
     room = tiles and tiles.bytes(q.shape[-1], v.shape[-1]) <= limits(q).shared
-    return tiles if room and supported(q) else None
-
-
-def supported(q: Array) -> bool:
-    """Return whether the compiler and the driver support warpgroups; if not, log it once."""
-    known = available(q)
-    if not known:
-        _warn_once()
-    return known
-
-
-@cache
-def _warn_once() -> None:
-    """Log once that the compiler or the driver does not support warpgroups."""
-    LOGGER.warning(
-        "attention runs without warpgroups: they need NVRTC %s or newer and a driver of CUDA 12; "
-        "pip install -U nvidia-cuda-nvrtc-cu12",
-        ".".join(map(str, NVRTC)),
-    )
+    return tiles if room and warpgroups(q) else None
 
 
 def launch_on_warpgroups(

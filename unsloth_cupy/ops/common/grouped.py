@@ -17,12 +17,14 @@ from ...core.kernel import load
 from ...core.replay import is_fixed
 from ...core.source import Constants
 from ...core.target import limits
+from .tensor_map import warpgroups
 
 FORWARD, ROWS, WEIGHTS = 0, 1, 2  # FORM of groups.cuh: y, dx and dweight
 MOST = 1023  # groups of the kernel that lists tiles
 COLUMNS, DEPTH, STAGES = 128, 64, 3  # of a block in 16 bits: 96 KiB with 128 rows, sm_86 has 99
 SMALL, SMALL_DEPTH = 64, 16  # rows and columns, and depth, of a block in float32
-THREADS = 256
+THREADS, HOPPER_THREADS = 256, 384
+LARGE = 128  # rows of a tile of groups that have 64 or more
 
 
 class Groups(NamedTuple):
@@ -47,7 +49,7 @@ def tile_height(dtype: Any, rows: int, experts: int) -> int:
     if dtype == FLOAT32 or is_fixed():
         return SMALL
     mean = rows / experts
-    return 128 if mean >= 64 else 64 if mean >= 24 else 16
+    return LARGE if mean >= 64 else 64 if mean >= 24 else 16
 
 
 def groups_of(
@@ -82,22 +84,28 @@ def multiply(
     n = out.shape[-1]
     m, k = (out.shape[1], 0) if form == WEIGHTS else (0, a.shape[-1])
     wide = n % 8 == m % 8 == k % 8 == 0 and lanes(8, a, b, out) == 8
-    chosen = _constants(
-        *(a.dtype, None if bias is None else bias.dtype, groups.offsets.dtype),
-        *(form, a_top, b_top, groups.height, wide if narrow else True),
-        2 if wide and limits(a).architecture < 100 else 1,
-    )
+    key = a.dtype, None if bias is None else bias.dtype, groups.offsets.dtype, form, a_top, b_top
+    hopper = wide and narrow and groups.height == LARGE and warpgroups(a)
+    if hopper:
+        file, chosen = "grouped_linear_sm90.cu", _on_warpgroups(*key, n > COLUMNS)
+    else:
+        file = "grouped_linear.cu" if narrow else "grouped_float32.cu"
+        resident = 2 if wide and limits(a).architecture < 100 else 1
+        chosen = _constants(*key, groups.height, wide if narrow else True, resident)
     rows, columns = chosen["ROWS"], chosen["COLUMNS"]
     across, down = -(-n // columns), -(-m // rows)
-    tiles = groups.experts * down if form == WEIGHTS else groups.tiles.shape[0]
+    jobs = across * (groups.experts * down if form == WEIGHTS else groups.tiles.shape[0])
     sizes = {"experts": groups.experts, "rows": groups.rows}
     sizes |= {"m": m, "n": n, "k": k, "across": across, "down": down}
-    file = "grouped_linear.cu" if narrow else "grouped_float32.cu"
+    arrays = a, b, contiguous(bias), groups.order if groups.top else None
+    listed = None if form == WEIGHTS else groups.tiles
     kernel = load(file, file.removesuffix(".cu"), a, chosen)
-    kernel[tiles * across, THREADS, _shared_bytes(rows) if narrow else 0](
-        *(a, b, contiguous(bias), groups.order if groups.top else None),
-        *(None if form == WEIGHTS else groups.tiles, groups.offsets, out, sizes),
-    )
+    if hopper:  # blocks are persistent
+        shape = min(jobs, limits(a).processors), HOPPER_THREADS, _hopper_bytes(chosen)
+        kernel[shape](*arrays, listed, groups.offsets, out, sizes, jobs)
+    else:
+        shape = jobs, THREADS, _shared_bytes(rows) if narrow else 0
+        kernel[shape](*arrays, listed, groups.offsets, out, sizes)
 
 
 def add_rows(
@@ -118,6 +126,11 @@ def add_rows(
 def _shared_bytes(rows: int) -> int:
     """Return the bytes of the ring, or of the result if that is larger."""
     return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS)
+
+
+def _hopper_bytes(chosen: Constants) -> int:
+    """Return the bytes of the ring of grouped_linear_sm90.cu and of its barriers."""
+    return int(chosen["STAGES"] * (2 * DEPTH * (chosen["ROWS"] + chosen["COLUMNS"]) + 16))
 
 
 @cache
@@ -152,6 +165,27 @@ def _constants(
         DOWN=1 if rows == 16 else 2,
         RESIDENT=resident,
         WIDE=wide,
+    )
+
+
+@cache
+def _on_warpgroups(
+    dtype: Any, bias: Any, offsets: Any, form: int, a_top: int, b_top: int, wide: bool
+) -> Constants:
+    """Return the constants of grouped_linear_sm90.cu.
+
+    Two warpgroups have 64 x 256 sums each, or 64 x 128 of a narrow c: 128 registers of a thread, or
+    64.  The ring fills 192 KiB.
+    """
+    return Constants(
+        **{"T": dtype, "B": bias or dtype, "I": offsets, "FORM": form},
+        **{"A_TOP": a_top, "B_TOP": b_top, "BIAS": bias is not None},
+        ROWS=LARGE,
+        COLUMNS=2 * COLUMNS if wide else COLUMNS,
+        STAGES=4 if wide else 6,
+        CONSUMERS=LARGE // 64,
+        REGISTERS=208,
+        PRODUCER=88,
     )
 
 

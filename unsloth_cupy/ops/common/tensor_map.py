@@ -11,6 +11,7 @@ replayed launch looks the address up, and a captured graph holds the map, as it 
 import copy
 import ctypes
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from ...core import gpu
 from ...core.arrays import contiguous
 from ...core.dtypes import BFLOAT16
 from ...core.kernel import Kernel
-from ...core.target import target_of
+from ...core.target import limits, target_of
 from ...errors import KernelError
 from .strides import in_chunks
 
@@ -33,6 +34,7 @@ TYPES = {np.dtype("float16"): 6, BFLOAT16: 9}
 SWIZZLE_128B, L2_256B, NOTHING = 3, 3, 0
 BYTES, ALIGNED = 128, 64  # size and alignment of a map
 NVRTC = (12, 9)  # the first version that accepts -arch=sm_90a before CuPy's own -arch
+LOGGER = logging.getLogger(__name__)
 KEPT = 4096  # entries of each cache; a process has far fewer such arrays alive
 
 
@@ -57,6 +59,29 @@ def available(like: Any) -> bool:
     if target is None or hasattr(target, "tensor_map"):
         return target is not None
     return encoder() is not None and gpu.cupy().cuda.nvrtc.getVersion() >= NVRTC
+
+
+def warpgroups(like: Any) -> bool:
+    """Return whether kernels on the device of ``like`` can multiply by warpgroups: on sm_90.
+
+    Where only the compiler or the driver is in the way, the log says so once.
+    """
+    if limits(like).architecture != 90:
+        return False
+    known = available(like)
+    if not known:
+        _warn_once()
+    return known
+
+
+@functools.cache
+def _warn_once() -> None:
+    """Log once that the compiler or the driver does not support warpgroups."""
+    LOGGER.warning(
+        "kernels run without warpgroups: they need NVRTC %s or newer and a driver of CUDA 12; "
+        "pip install -U nvidia-cuda-nvrtc-cu12",
+        ".".join(map(str, NVRTC)),
+    )
 
 
 def mappable(array: Any) -> Any:

@@ -351,22 +351,24 @@ struct Gradients {
         const int other = (row_of(0) / H ^ 1) * H;
         float by_query[EACH] = {}, by_key[EACH] = {}, passing[EACH];
         if (upper) {
+#pragma unroll
+            for (int from = 0; from < EACH; from += 4)  // of fewer rows at once: registers
 #pragma unroll 1
-            for (int j = other; j < other + H; j += 4) {
-                float before[4];
+                for (int j = other; j < other + H; j += 4) {
+                    float before[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) before[i] = keys.at(j + i, lane_of());
+                    for (int i = 0; i < 4; i++) before[i] = keys.at(j + i, lane_of());
 #pragma unroll
-                for (int e = 0; e < EACH; e++) {
-                    const Vector<float, 4> left = x.four(row_of(e), j);
-                    const Vector<float, 4> right = y.four(row_of(e), j);
+                    for (int e = from; e < from + 4; e++) {
+                        const Vector<float, 4> left = x.four(row_of(e), j);
+                        const Vector<float, 4> right = y.four(row_of(e), j);
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        by_query[e] = fmaf(left.at[i], before[i], by_query[e]);
-                        by_key[e] = fmaf(right.at[i], before[i], by_key[e]);
+                        for (int i = 0; i < 4; i++) {
+                            by_query[e] = fmaf(left.at[i], before[i], by_query[e]);
+                            by_key[e] = fmaf(right.at[i], before[i], by_key[e]);
+                        }
                     }
                 }
-            }
         } else {
 #pragma unroll 1
             for (int row = other; row < other + H; row++) {
@@ -402,14 +404,14 @@ DEVICE void add_products(float (&sum)[EACH], const Slab &a, const Slab &b, int d
 #pragma unroll 1
     for (int from = 0; from < depth; from += SLAB) {
         __syncthreads();
-#pragma unroll 4
+#pragma unroll 2
         for (int i = threadIdx.x; i < CHUNK * SLAB; i += THREADS)
             a.at(i / SLAB, i % SLAB) = left(i / SLAB, from + i % SLAB);
-#pragma unroll 4
+#pragma unroll 2
         for (int i = threadIdx.x; i < SLAB * SLAB; i += THREADS)
             b.at(i / SLAB, i % SLAB) = right(i / SLAB, from + i % SLAB);
         __syncthreads();
-#pragma unroll 2
+#pragma unroll 1
         for (int k = 0; k < SLAB; k += 4) {
             const Vector<float, 4> column = b.four(lane_of(), k);
 #pragma unroll

@@ -477,13 +477,15 @@ class _Launches:
             PACKED=offsets is not None,
             LOW=least > 0,
             HIGH=most is not None,
-            INITIAL=initial is not None,
         )
+        self.initial = initial is not None
 
     def run(self, name: str, blocks: Any, *arguments: Any, shared: int = 0, **more: Any) -> None:
         """Run a kernel, with further constants."""
         file = "ssd_backward.cu" if name.endswith("_gradients") else "ssd.cu"
-        kernel = load(file, name, self.x, self.constants(**({"BACKWARD": False} | more)))
+        if file == "ssd.cu":
+            more = {"INITIAL": self.initial, "BACKWARD": False} | more
+        kernel = load(file, name, self.x, self.constants(**more))
         kernel[blocks, THREADS, shared](*arguments)
 
     def rates(self, dt: Array, a_log: Array, dt_bias: Array | None) -> tuple[Array, Array]:

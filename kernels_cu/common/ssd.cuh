@@ -4,6 +4,7 @@
 //               R, A, O, Q    dtypes of dt, a_log, d and dt_bias
 //               LOW, HIGH     there are bounds of the rates
 #pragma once
+constexpr bool CHANNELS = false;  // a head has one decay
 #include <common/delta.cuh>
 #include <common/math.cuh>
 

@@ -117,7 +117,7 @@ def test_create():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "choose from apertus, arcee, bitnet, cohere,"),
+        ({"model_type": "mamba"}, "choose from apertus, arcee, bamba, bitnet, cohere,"),
         ({"model_type": None}, "choose from"),
         ({"model_type": ["llama"]}, "choose from"),
         ({"hidden_size": None}, "hidden_size is missing"),

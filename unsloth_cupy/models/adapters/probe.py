@@ -17,7 +17,7 @@ from ...placement import to_numpy
 from ...training.checkpoint import CheckpointConfig
 from ..configs.config import Config
 from ..configs.heads import NONE
-from ..configs.names import ADAPTED, TABLE
+from ..configs.names import ADAPTED, TABLE, is_norm
 from ..objective import TrainingStep
 from ..transformer import Transformer
 
@@ -118,7 +118,8 @@ def check_written(
     """Raise a ConfigError if a weight of a file is off by more than rounding it was: ``error``."""
     exact = dense(expected)
     off, size = (float(np.linalg.norm(each)) for each in (dense(written) - exact, exact))
-    if not off <= MORE * error + EPS["float32"] * size and np.isfinite(size):
+    scale = size + exact.size**0.5 * is_norm(name)  # which a file may have plus 1
+    if not off <= MORE * error + EPS["float32"] * scale and np.isfinite(size):
         problem = f"what is written as {name} differs by {off:.3g} of {size:.3g} (norms), and"
         cure = "nothing was written: report this, and keep the adapter apart"
         raise ConfigError(f"{call}: {problem} rounding explains {error:.3g}; {cure}")

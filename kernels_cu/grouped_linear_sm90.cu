@@ -1,6 +1,9 @@
 // Products of sorted rows with the matrices of their groups on Hopper, by warpgroup products
 // (wgmma): what grouped_linear.cu computes.
 //
+//   FORM 0, 1 and 2: y = x weight[e]^T + bias[e], dx = dy weight[e], dweight[e] = dy^T x, where e
+//   is the group of a row: see common/groups.cuh
+//
 //   traffic     that of grouped_linear.cu
 //   constants   those of common/groups.cuh, and
 //               T, B          dtypes of a, b and c, of 16 bits; of bias

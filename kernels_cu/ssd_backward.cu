@@ -114,49 +114,6 @@ ssd_state_gradients(const T *__restrict__ dy, const float *__restrict__ dfinal,
                 state.at(i / COLUMNS, i % COLUMNS);
 }
 
-constexpr int ROWS = DEPTH / SIDE;  // columns of b and c that a thread holds
-constexpr int SLAB = 32;  // depth of the parts in which products are computed
-using Left = Tile<CHUNK, SLAB>;
-using Right = Tile<(DEPTH < CHUNK ? CHUNK : DEPTH), SLAB>;
-
-// sum += left @ right^T; rows y * M + m, columns x + n * SIDE.  left(row, k) and right(column, k)
-// read values, of which those along k are side by side; with TURNED, in right those along columns.
-template <bool TURNED = false, int COUNT, class L, class V>
-DEVICE void multiply(float (&sum)[M][COUNT], float *memory, int depth, L left, V right) {
-    const Left a{memory};
-    const Right b{memory + Left::SIZE};
-    const int x = thread_x(), y = thread_y();
-#pragma unroll 1
-    for (int from = 0; from < depth; from += SLAB) {
-        __syncthreads();
-#pragma unroll 4
-        for (int i = threadIdx.x; i < CHUNK * SLAB; i += THREADS)
-            a.at(i / SLAB, i % SLAB) = left(i / SLAB, from + i % SLAB);
-#pragma unroll 4
-        for (int i = threadIdx.x; i < COUNT * SIDE * SLAB; i += THREADS) {
-            const int column = TURNED ? i % (COUNT * SIDE) : i / SLAB;
-            const int k = TURNED ? i / (COUNT * SIDE) : i % SLAB;
-            b.at(column, k) = right(column, from + k);
-        }
-        __syncthreads();
-#pragma unroll 2
-        for (int k = 0; k < SLAB; k += 4) {
-            Vector<float, 4> rows[M];
-#pragma unroll
-            for (int m = 0; m < M; m++) rows[m] = a.four(y * M + m, k);
-#pragma unroll
-            for (int n = 0; n < COUNT; n++) {
-                const Vector<float, 4> column = b.four(x + n * SIDE, k);
-#pragma unroll
-                for (int m = 0; m < M; m++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        sum[m][n] = fmaf(rows[m].at[i], column.at[i], sum[m][n]);
-            }
-        }
-    }
-}
-
 // Block: a chunk, a group, DEPTH columns of b and c, and HEADS heads.
 KERNEL(THREADS, 1)
 ssd_chunk_gradients(const T *__restrict__ dy, const T *__restrict__ x,

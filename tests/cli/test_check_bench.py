@@ -24,7 +24,7 @@ from unsloth_cupy.errors import KernelError
 
 from ..machines import stand_in
 
-SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
+SMALL = Scale(tokens=32, hidden=64, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
 FULL = judge.SCALE  # what a user gets
 
 
@@ -318,8 +318,8 @@ def test_bench_times_definitions_without_a_gpu(name: str, no_gpu: None, tmp_path
     assert {row["ran_as"] for row in rows} == {"NumPy definition on the CPU"}
     assert all(row["microseconds"] > 0 and row["of_copy"] is None for row in rows)
     size = rows[5]["size"]
-    assert size == [64, 24]
-    assert rows[5]["bytes"] == {"softmax": 2, "add": 3}[name] * 64 * 24 * 4
+    assert size == [64, 64]
+    assert rows[5]["bytes"] == {"softmax": 2, "add": 3}[name] * 64 * 64 * 4
     if name == "add":
         assert rows[-1]["bytes"] == 0, "both gradients are dc itself"
 
@@ -339,7 +339,7 @@ def test_bench_keeps_what_it_has_after_each_op(
     monkeypatch.setattr(bench, "timed", dies_at_the_second)
     assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 130
     assert json.loads(numbers.read_text())["ops"] == ["scale"]
-    assert "| `scale` | 32 x 24 | float32 | " in page.read_text()
+    assert "| `scale` | 32 x 64 | float32 | " in page.read_text()
 
 
 def test_bytes_of_what_is_not_every_array_once() -> None:
@@ -403,7 +403,7 @@ def test_write_renews_the_block_between_the_markers(
     assert text.startswith(f"# Before\n{report.BEGIN}\n| kernel |")
     assert text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text
-    assert "| `scale` | 32 x 24 | float32 | 1.00 ms |" in text
+    assert "| `scale` | 32 x 64 | float32 | 1.00 ms |" in text
     assert re.search(r"^Run 1: Fake 9, 2\S+, commit abc123: a copy moves", text, re.M)
     assert "| `swiglu` | not yet confirmed on a GPU |" in text
     assert text.count("a copy moves") == 1
@@ -411,7 +411,7 @@ def test_write_renews_the_block_between_the_markers(
     other["swiglu"] = {**other["scale"], "facts": {**other["scale"]["facts"], "commit": "def456"}}
     page.with_suffix(".json").write_text(json.dumps(other))
     assert run("bench", "scale", "--write", page).exit_code == 0, "other ops keep their rows"
-    assert "| `swiglu` | 32 x 24 | float32 | 1.00 ms | " in page.read_text()
+    assert "| `swiglu` | 32 x 64 | float32 | 1.00 ms | " in page.read_text()
     assert re.search(r"^Run 2: .*commit def456: a copy moves", page.read_text(), re.M)
     page.write_text("no markers")
     result = run("bench", "--write", page)

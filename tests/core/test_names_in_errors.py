@@ -216,7 +216,13 @@ def test_a_table_of_arrays_stays_aligned() -> None:
 
 
 FROZEN = uc.nf4_quantize(W)
-SLOPES = {"dy": np.ones((3, 8), np.float32), "dlow": None, "bias": None, "factor": None}
+SLOPES = {
+    "dy": np.ones((3, 8), np.float32),
+    "dlow": None,
+    "bias": None,
+    "factor": None,
+    "key": None,
+}
 SLOPES |= {"x": X, "weight": FROZEN, "a": W[:2], "b": W[:, :2], "low": X[:, :2]}
 GATED = {"dy": X, "x": X, "gate_weight": FROZEN, "up_weight": W, "down_weight": W.T}
 

@@ -43,6 +43,7 @@ NAMES = forward_ops()
 # A number that lies on a step is rounded to another integer in float64, and a result moves with it;
 # so do those of an op that is asked for int8.
 STEPS = {"bit_linear_forward", "bit_linear_backward", "int8_linear_forward"}
+STEPS |= {"rounded_sum_", "nf4_rounded_sum_"}
 LEAST = 1e-2  # slope: see judge_gradient
 
 

@@ -218,6 +218,18 @@ def _texts_of_channels(draw: Draw, sizes: Sizes) -> None:
     sizes["decays"] = sizes["dim"]
 
 
+def _without_a_key(draw: Draw, sizes: Sizes) -> None:
+    sizes["given"] = {"key": False}  # which is the seed, where there is dropout
+
+
+def _weight_of_blocks(draw: Draw, sizes: Sizes) -> None:
+    blocks = sizes["outputs"] * draw(st.integers(1, 2))
+    sizes["inputs"] = sizes["columns"] = blocks * 64 // max(1, sizes["outputs"])
+    sizes["whole"], sizes["lows"], sizes["start"] = sizes["outputs"], sizes["rank"], 0
+    sizes["bytes"], sizes["scales"], sizes["block"] = blocks * 32, blocks, 64
+    sizes["given"] = dict.fromkeys(("sizes", "offsets", "absmax_codes"), False)
+
+
 def _third_layer(draw: Draw, sizes: Sizes) -> None:
     sizes["given"] = dict.fromkeys(("weight3", "a3", "b3"), draw(st.booleans()))
 
@@ -246,6 +258,8 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "grouped_linear": _groups_of_rows,
     "experts_mlp_forward": _halves,
     "lora_group": _third_layer,
+    "lora_linear_forward": _without_a_key,
+    **dict.fromkeys(("rounded_sum_", "nf4_rounded_sum_"), _weight_of_blocks),
     "balance_loss_forward": _rows_of_a_layer,
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,
@@ -541,6 +555,11 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "max_keys": _most("max_keys"),
     "wanted": _some(None),
     "kind": _some("kto"),
+    "members": _some(1),
+    "stored": _some("nf4", "fp4"),
+    **dict.fromkeys(
+        ("rounded_sum_.kind", "nf4_rounded_sum_.kind"), _some("nf4", "fp4", "q8_0", "q4_0")
+    ),
     **dict.fromkeys(
         ("nf4_dequantize_.kind", "nf4_product_.kind", "nf4_quantize_forward.kind"),
         _some("nf4", "fp4"),

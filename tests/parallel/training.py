@@ -137,6 +137,11 @@ def grids_equal_the_whole(comm: Communicator, tensor: int = 2, family: str = "ll
                 close(model.division.gathered(name, array), whole.trainable[name])
 
 
+def few(gradient: np.ndarray) -> float:
+    """Return the bound of a gradient: of a number for each head, their sums round more."""
+    return 5e-5 if gradient.size < 16 else 1e-5
+
+
 def contexts_equal_the_whole(comm: Communicator) -> None:
     """Tokens of each row divided among ranks: inside of texts, windows, uneven lengths."""
     rng, layers = np.random.default_rng(7), {"model_type": "mistral", "sliding_window": 3}
@@ -166,7 +171,7 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
             loss, sums = many.loss_and_gradients(tokens, labels, offsets=offsets)
             close(loss, expected)
             for name, gradient in many.sums(own).items():
-                close(gradient, grads[name])
+                close(gradient, grads[name], few(gradient))
                 np.testing.assert_array_equal(sums[name], gradient, name)
             both = (m.log_probs(tokens, labels, offsets=offsets) for m in (model, whole))
             for one, other in zip(*both, strict=True):
@@ -176,7 +181,7 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
             share, own = model.value_and_gradients(likely)
             close(comm.all_reduce(np.array(float(share))), expected)
             for name, gradient in many.sums(own).items():
-                close(gradient, grads[name])
+                close(gradient, grads[name], few(gradient))
 
 
 def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, Any]) -> None:

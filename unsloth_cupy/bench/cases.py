@@ -186,6 +186,10 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         ),
         "int8_dequantize_.absmax": lambda: rng.random(tokens),
         "int8_few_rows_.absmax": lambda: rng.random(scale.hidden),
+        **dict.fromkeys(
+            ("rounded_sum_.sizes", "nf4_rounded_sum_.sizes"),
+            lambda: rng.random(scale.hidden**2 // 64) + 1,
+        ),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
         # positive: no logarithm of a negative number, no sum or quotient as small as its rounding
         **dict.fromkeys(

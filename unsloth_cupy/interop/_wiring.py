@@ -119,7 +119,7 @@ def is_product(op: Op[..., Any]) -> bool:
     inputs = [o for o in op.contract.inputs if o.kind in (*LEADING, "param")]
     output_axes = {axis for o in op.contract.outputs for axis in o.axes}
     shared = [{*one.axes} & {*other.axes} for one in inputs for other in inputs if one is not other]
-    return any(axes - output_axes for axes in shared)
+    return any(not axis.isdigit() for axes in shared for axis in axes - output_axes)
 
 
 def needed(op: Op[..., Any], output: Operand) -> tuple[str, ...]:

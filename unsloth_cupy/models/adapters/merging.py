@@ -159,7 +159,8 @@ def merge(
             size, kind = _write(model, chosen, partial, target, progress, kept)
         if model.adapter is not None:
             main = chosen or model.homes[TABLE].dtype or FLOAT32
-            pair = probed(model), probed(stored_model("merge", partial))
+            parts = model, stored_model("merge", partial)
+            pair = [probed(each, Transformer) for each in parts]
             check_same("merge", *pair, explained(main), own_tokens(model.adapter))
     layers = 0 if model.adapter is None else len(model.adapter.stored)
     if kept.share < ENOUGH:

@@ -5,6 +5,7 @@ rows; of a mixture the median, since a rounded router may choose another expert 
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +17,13 @@ from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ...training.checkpoint import CheckpointConfig
 from ..configs.config import Config
-from ..configs.heads import NONE
+from ..configs.heads import NONE, OWN
 from ..configs.names import ADAPTED, TABLE, is_norm
+from ..folders.checkpoint_files import find_tensors, opened
+from ..folders.lazy_parameter import LazyParameter
 from ..objective import TrainingStep
-from ..transformer import Transformer
 
 if TYPE_CHECKING:
-    from ..folders.stored import StoredModel
     from .adapter import Adapter
 
 ROWS, TOKENS = 2, 8
@@ -39,6 +40,7 @@ class Unread:
 class Probed(NamedTuple):
     """A model whose parameters are read one by one, to the host and in float32."""
 
+    kind: Any  # Transformer, or a class derived from it
     path: Any  # in errors
     config: Config
     texts: Mapping[str, Mapping[str, Any]]
@@ -56,7 +58,7 @@ class Probed(NamedTuple):
             return self.read(name) if head is None else head
 
         parameters[TABLE] = read(TABLE)
-        whole = Transformer(self.config, parameters, self.texts)
+        whole = self.kind(self.config, parameters, self.texts)
         whole.step = TrainingStep(CheckpointConfig())  # blocks are gathered one by one
         whole.adapter = self.adapter
         whole.gather = lambda named: {
@@ -67,9 +69,9 @@ class Probed(NamedTuple):
         return numbers.reshape(-1, numbers.shape[-1])
 
 
-def probed(model: "StoredModel") -> Probed:
-    """Return a stored model; with the weights of a file if its adapter was trained for that."""
-    facts = model.path, model.config, model.texts, model.homes
+def probed(model: Any, kind: Any) -> Probed:
+    """Return a ``StoredModel``; with the weights of a file if its adapter was trained for that."""
+    facts = kind, model.path, model.config, model.texts, model.homes
     if model.adapter is not None and model.adapter.into is not None:
         return Probed(*facts, lambda name: model.merged(name, FLOAT32, exact=False))
     return Probed(*facts, lambda name: model.read(name, FLOAT32), model.adapter)
@@ -92,7 +94,7 @@ def held(model: Any, parameters: Mapping[str, Any], adapter: "Adapter | None") -
     where = model.folder or "the model in memory"
     own = None if through else adapter
     config = model.config if model.division is None else model.division.whole
-    return Probed(where, config, model.texts, parameters, read, own)
+    return Probed(type(model), where, config, model.texts, parameters, read, own)
 
 
 def wide(value: Any) -> Any:
@@ -168,6 +170,12 @@ def own_tokens(adapter: "Adapter | None") -> Collection[int]:
 
 def check_saved(model: Any, parameters: Mapping[str, Any], folder: Path) -> None:
     """Raise a ConfigError if a folder computes other numbers than the model that is saved in it."""
-    from ..folders.stored import stored_model
+    before = held(model, parameters, None)
+    homes, _ = find_tensors(folder, before.config, OWN)
 
-    check_same("save", held(model, parameters, None), probed(stored_model("save", folder)))
+    def read(name: str) -> Any:
+        with ExitStack() as stack:
+            files = {each: stack.enter_context(opened(folder / each)) for each in homes[name].files}
+            return LazyParameter(name, homes[name], files, FLOAT32).whole()
+
+    check_same("save", before, before._replace(path=folder, names=homes, read=read))

@@ -353,7 +353,7 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
     name, words = stored.path.resolve().name, chosen or stored.words
     stacks = {n for n, home in stored.homes.items() if is_stack(n) and home.kind is Mxfp4}
     stacks -= {n for n in stacks if stored.adapter is not None and stored.adapter.adds_to(n)}
-    adapter, whole = stored.adapter, probed(stored)
+    adapter, whole = stored.adapter, probed(stored, Transformer)
     return Source(
         stored.config, stored.texts, *reads, adapter, words, name, whole, kind, exact, stacks
     )

@@ -15,7 +15,6 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.target import limits
-from ...errors import ShapeError
 from ..common.columns import column_sums
 from ..common.elementwise import THREADS, constants, walk
 from .swiglu import sigmoid
@@ -24,7 +23,7 @@ BLOCKS = 8  # of each SM in backward, which write a sum each
 
 
 @op(
-    "x(*axes), alpha_p(one): param, alpha_n(one): param, beta: table, eps: table -> y(*axes)",
+    "x(*axes), alpha_p(1): param, alpha_n(1): param, beta: table, eps: table -> y(*axes)",
 )
 def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
     """Bend x upwards: a parabola where it is positive, an exponential elsewhere.
@@ -86,17 +85,6 @@ def _terms(x: Array, eps: Array) -> tuple[Array, Array]:
     below = np.minimum(x, 0)
     bent = np.where(x > 0, 0, np.expm1(np.minimum(below, eps)) - below)
     return np.square(np.maximum(x, 0)), bent
-
-
-def _check(call: str, alpha_p: Any) -> None:
-    """Raise unless there is one curvature for all elements."""
-    if alpha_p.shape[0] != 1:
-        problem = f"{call}: alpha_p has {alpha_p.shape[0]} elements; it must have one"
-        raise ShapeError(problem, expected=(1,), actual=tuple(alpha_p.shape))
-
-
-xielu.require(_check)
-xielu_backward.require(_check)
 
 
 @xielu.kernel(strided=("x",))

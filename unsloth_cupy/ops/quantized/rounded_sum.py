@@ -123,7 +123,8 @@ def _write(
         first, last = max(rows.start, expert * height), min(rows.stop, (expert + 1) * height)
         low = contiguous(a[expert * rank : (expert + 1) * rank, columns].astype(FLOAT32))
         own = slice(first - rows.start, last - rows.start)
-        lora_add_(total[own], low, b[first:last].astype(FLOAT32, copy=False), scale=scale)
+        factor = b[first:last].astype(FLOAT32, copy=False)
+        lora_add_.definition(total[own], low, factor, scale=scale)
     given = None if sizes is None else sizes.astype(FLOAT32, copy=False)
     if given is not None and kind == "int8":
         given = given[rows]

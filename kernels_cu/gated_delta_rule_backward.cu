@@ -22,7 +22,7 @@
 //   of sums over all pairs would be lost in rounding where decays are strong.
 #include <common/delta.cuh>
 
-KERNEL(THREADS, 2)
+KERNEL(THREADS, CHANNELS ? 1 : 2)
 delta_state_gradients(const T *__restrict__ dout, const float *__restrict__ dfinal,
                       const T *__restrict__ q, const T *__restrict__ k,
                       const D *__restrict__ decay, const E *__restrict__ beta,

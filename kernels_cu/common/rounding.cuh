@@ -14,7 +14,7 @@
 #include <common/four_bits.cuh>
 #include <common/math.cuh>
 
-enum { INT8 = 3, Q8_0, Q4_0, Q5_0, Q4_1, Q5_1 };  // after NF4, FP4 and MXFP4
+enum { INT8 = 4, Q8_0, Q5_0, Q4_1, Q5_1 };  // after NF4, FP4, MXFP4 and Q4_0
 
 constexpr float TINIEST = 1.504632769052528e-36f;  // 2^-119: an INT8 row below it is 0
 constexpr unsigned INFINITE = 0x7f800000u, NO_NUMBER = 0x7fc00000u;

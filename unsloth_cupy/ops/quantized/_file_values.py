@@ -22,7 +22,7 @@ from ..common.int8_codes import quantized
 from . import _four_bits
 from .mxfp4 import encoded
 
-KINDS = ("nf4", "fp4", "mxfp4", "int8", "q8_0", "q4_0", "q5_0", "q4_1", "q5_1")  # as in the kernel
+KINDS = ("nf4", "fp4", "mxfp4", "q4_0", "int8", "q8_0", "q5_0", "q4_1", "q5_1")  # as in the kernel
 HALF = np.dtype("float16")
 
 

@@ -107,7 +107,7 @@ def forms(op: Op[..., Any]) -> Iterator[Form]:
     name = op.__name__
     axes = {axis for operand in op.contract.inputs for axis in operand.axes}
     by_element = (*VECTORS, SLICE) if op.widen and op.strided else VECTORS
-    flat = by_element if axes == {"*axes"} else ({},)
+    flat = by_element if axes - {"1"} == {"*axes"} else ({},)
     parameters = inspect.signature(op.definition).parameters.values()
     flags = [parameter.name for parameter in parameters if parameter.default is False]
     either = tuple({flag: value} for flag in flags for value in (False, True)) or ({},)
@@ -143,7 +143,7 @@ def call(op: Op[..., Any], form: Form, machine: Machine) -> Call:
             choices = choices[::-1]  # int64 is the default of indices
         dtype = choices[-1] if form.wide else choices[0]
         shape = shape_of(operand, known) or ()
-        if gap := form.sizes.get("gap", 0):  # a slice of a wider array
+        if shape and (gap := form.sizes.get("gap", 0)):  # a slice of a wider array
             return machine.array((*shape[:-1], shape[-1] + gap), dtype)[..., : shape[-1]]
         return machine.array(shape, dtype, shift)
 

@@ -159,9 +159,9 @@ def merge(
             size, kind = _write(model, chosen, partial, target, progress, kept)
         if model.adapter is not None:
             main = chosen or model.homes[TABLE].dtype or FLOAT32
-            parts = model, stored_model("merge", partial)
-            pair = [probed(each, Transformer) for each in parts]
-            check_same("merge", *pair, explained(main), own_tokens(model.adapter))
+            before = probed(model, Transformer)
+            after = probed(stored_model("merge", partial), Transformer)
+            check_same("merge", before, after, explained(main), own_tokens(model.adapter))
     layers = 0 if model.adapter is None else len(model.adapter.stored)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away, dtype='float32' keeps it")

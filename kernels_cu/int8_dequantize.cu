@@ -20,7 +20,8 @@ int8_dequantize_(const signed char *codes, const A *absmax, T *w,
     const Access<true> at(rows);
     if (at.left <= 0) return;
     float scale;
-    if constexpr (BLOCK > 0) scale = (float)absmax[(at.row * rows.columns + at.column) / BLOCK];
+    if constexpr (BLOCK > 0)
+        scale = (float)absmax[(at.row * rows.columns + at.column) / max(BLOCK, 1)];
     else scale = divided_by<127>((float)absmax[at.row]);
     Vector<signed char, LANES> code;
     fetch(code, codes + at.in(0));

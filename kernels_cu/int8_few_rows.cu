@@ -87,7 +87,7 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
         for (int i = 0; i < 2; i++) {
             const long long start = min(top + 8 * i + high, outputs - 1) * inputs + low * 16;
             code_rows[i] = codes + start;
-            if constexpr (BLOCK > 0) scale_rows[i] = absmax + start / BLOCK;
+            if constexpr (BLOCK > 0) scale_rows[i] = absmax + start / max(BLOCK, 1);
         }
     };
     auto read = [&](Chunk (&to)[UNITS][2], A (&scales)[UNITS][2], int from) {
@@ -98,7 +98,7 @@ DEVICE void by_tensor_cores(const T *x, const signed char *codes, const A *absma
                 const int at = from + u * UNIT;
                 if (at + low * 16 < inputs) {
                     fetch(to[u][i], code_rows[i] + at);
-                    if constexpr (BLOCK > 0) scales[u][i] = scale_rows[i][at / BLOCK];
+                    if constexpr (BLOCK > 0) scales[u][i] = scale_rows[i][at / max(BLOCK, 1)];
                 } else {
                     to[u][i] = {};
                     scales[u][i] = A(0.0f);
@@ -187,7 +187,8 @@ DEVICE void by_threads(const T *x, const signed char *codes, const A *absmax, U 
 #pragma unroll
         for (int o = 0; o < OUTPUTS; o++) {
             fetch(code[o], code_rows[o] + at);
-            if constexpr (BLOCK > 0) scale[o] = (float)absmax[(code_rows[o] + at - codes) / BLOCK];
+            if constexpr (BLOCK > 0)
+                scale[o] = (float)absmax[(code_rows[o] + at - codes) / max(BLOCK, 1)];
         }
 #pragma unroll
         for (int part = 0; part < LANES; part += PART) {

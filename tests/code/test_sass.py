@@ -92,6 +92,7 @@ OTHERS = {
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
     "delta_state_gradients": (READ,),
+    "ssd_state_gradients": (READ,),
     "delta_chunk_gradients": (),  # a warp reads and writes neighbouring values
     "delta_step": (),
     "delta_channel_chunks": (),  # a lane has a channel, and writes neighbouring values of results

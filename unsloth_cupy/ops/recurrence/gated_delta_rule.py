@@ -255,11 +255,11 @@ def _launch_backward(
         )
         return *gradients, dinitial
     pairs, file = (scores, solve), "gated_delta_rule_channels.cu"  # both have been read
-    kernel = load(file, "delta_pair_gradients", q, forward)
+    kernel = load(file, "delta_pair_gradients", q, own := _of_channels(forward))
     kernel[slots * value_heads, THREADS](
         *(dout, beta, offsets, alike, u, db, rest, *pairs, dv, dbeta, sizes)
     )
-    kernel = load(file, "delta_channel_gradients", q, forward)
+    kernel = load(file, "delta_channel_gradients", q, own)
     kernel[slots * q.shape[2] * max(1, -(-dim // SLAB)), THREADS, _shared_of_channels()](
         *(dout, q, k, decay, beta, offsets, *pairs, u, db, states, dstates, dq, dk, ddecay, sizes)
     )
@@ -329,6 +329,12 @@ def _constants(dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool) ->
     return Constants(**names, DIM=dim, LANES=vector, PACKED=offsets is not None, **flags)
 
 
+@functools.cache
+def _of_channels(chosen: Constants) -> Constants:
+    """Return those constants that gated_delta_rule_channels.cu reads."""
+    return Constants(**{n: x for n, x in chosen.items() if n not in ("LANES", "INITIAL")})
+
+
 def _constants_of(decay: Array, beta: Array, offsets: Array | None, *rows: Array) -> Any:
     """Return the constants of a call, but for those of one kernel; rows are q, k, v and dout."""
     q, _, v, *_ = rows
@@ -384,7 +390,8 @@ def _of_chunks(
     ]
     made = [empty(shape, FLOAT32, like=q) if there else None for shape, there in wanted]
     if channels:
-        kernel = load("gated_delta_rule_channels.cu", "delta_channel_chunks", q, chosen)
+        own = _of_channels(chosen)
+        kernel = load("gated_delta_rule_channels.cu", "delta_channel_chunks", q, own)
         kernel[slots * heads, THREADS](q, k, decay, beta, offsets, *made, sizes)
     else:
         kernel = load("gated_delta_rule.cu", "delta_chunks", q, chosen)

@@ -119,7 +119,7 @@ def ssd(
     ...     y, None, x, dt, a_log, one, one, None, None, None, None, dt_max=1.0
     ... )
     """
-    rate, decay, _ = _rates(dt, a_log, dt_bias, dt_min, dt_max)
+    rate, decay, _ = _rates(x.dtype, dt, a_log, dt_bias, dt_min, dt_max)
     chunks = _Chunks("ssd", x, rate, decay, b, c, offsets, chunk)
     begin, layout, state = chunks.begin(initial), chunks.layout, None
     final, y = begin.copy(), np.zeros_like(chunks.arrays[0])
@@ -183,7 +183,7 @@ def ssd_backward(
     chunk: int = 64,
 ) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None, Array | None]:
     """Return the gradients of x, dt, a_log, b, c, d, dt_bias and initial; dfinal None is 0."""
-    rate, decay, slope = _rates(dt, a_log, dt_bias, dt_min, dt_max)
+    rate, decay, slope = _rates(x.dtype, dt, a_log, dt_bias, dt_min, dt_max)
     chunks = _Chunks("ssd_backward", x, rate, decay, b, c, offsets, chunk)
     begin, layout = chunks.begin(initial), chunks.layout
     count, state, states = len(layout.spans), None, list[Array]()
@@ -284,9 +284,15 @@ def _launch_backward(
 
 # ---- the definition ------------------------------------------------------------------------------
 def _rates(
-    dt: Array, a_log: Array, dt_bias: Array | None, least: float, most: float | None
+    dtype: np.dtype[Any],
+    dt: Array,
+    a_log: Array,
+    dt_bias: Array | None,
+    least: float,
+    most: float | None,
 ) -> tuple[Array, Array, Array]:
     """Return the rates of tokens, the decays of states, and the slopes of rates."""
+    dt, a_log = (each.astype(np.promote_types(each.dtype, dtype)) for each in (dt, a_log))
     raw = dt if dt_bias is None else dt + dt_bias
     free = np.logaddexp(raw, raw.dtype.type(0))
     rate = free.clip(least, most)

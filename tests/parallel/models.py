@@ -17,7 +17,7 @@ from ..conftest import FOLDER
 from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, RELATIVES, SIZES
 from . import held, pipelines
-from .ranks import close, likelihoods
+from .ranks import close, few, likelihoods
 
 ROPES = ("llama llama3", "llama linear", "llama yarn", "llama dynamic", "phi3 longrope")
 ONLINE = {  # whose layers are rounded at every call, as BitNet is trained
@@ -51,8 +51,8 @@ def texts() -> tuple[np.ndarray, np.ndarray]:
 
 
 def gathered(division: Division, key: str, gradient: Any, expected: Any) -> None:
-    """Compare a gradient; a single number is a sum over all tokens and columns, with rounding."""
-    close(division.gathered(key, gradient), expected, 1e-5 if expected.size > 1 else 5e-5)
+    """Compare a gradient with that of one process."""
+    close(division.gathered(key, gradient), expected, few(expected))
 
 
 def equal(folder: Path, comm: Communicator, name: str, **options: Any) -> None:

@@ -18,7 +18,7 @@ from unsloth_cupy.parallel import (
 )
 
 from ..models.peers import MIXTURES, RELATIVES, SIZES
-from .ranks import close, likelihoods
+from .ranks import close, few, likelihoods
 
 CONFIG = {
     "model_type": "llama",
@@ -135,11 +135,6 @@ def grids_equal_the_whole(comm: Communicator, tensor: int = 2, family: str = "ll
         for model in (one, three):
             for name, array in model.trainable.items():
                 close(model.division.gathered(name, array), whole.trainable[name])
-
-
-def few(gradient: np.ndarray) -> float:
-    """Return the bound of a gradient: of a number for each head, their sums round more."""
-    return 5e-5 if gradient.size < 16 else 1e-5
 
 
 def contexts_equal_the_whole(comm: Communicator) -> None:

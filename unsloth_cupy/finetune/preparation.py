@@ -21,6 +21,7 @@ from ..models.configs.config_files import GENERATION, read_config
 from ..models.configs.heads import CLASSIFIERS
 from ..models.configs.names import ADAPTED, SCORE, TABLE
 from ..models.folders.checkpoint_files import find_tensors
+from ..models.gguf.opening import source_of
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from ..models.text.chat import CHATML_TOKENS
@@ -195,6 +196,7 @@ def facts_of(
 
     It is that in a folder, which is ``source`` in a new run, or one in memory.
     """
+    source = source_of(source) if isinstance(source, Path) else source  # as it was named
     facts = _facts_of(folder, plan, given, method)
     _check_head(facts, source, given, method, named(method=plan.method))
     into = None if facts.adapter is None else facts.adapter.into

@@ -100,6 +100,16 @@ def test_nothing_would_learn(base: tuple[Path, Path], tmp_path: Path) -> None:
     assert run(*learn, *small).exit_code == 0
 
 
+def test_a_file_of_packed_weights_is_named(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Not the temporary folder in which its settings lie."""
+    (folder, text), file = base, tmp_path / "m.gguf"
+    models.export_gguf(folder, file, kind="q8_0")
+    said = f"{file} is quantized, which freezes the weights: add --lora"
+    learn = ("finetune", file, "--text", text, "--out", tmp_path / "run")
+    for asked in (learn, (*learn, "--quantize", "nf4"), ("plan", file)):
+        assert_one_clear_error(run(*asked), said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)

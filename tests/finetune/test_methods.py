@@ -167,18 +167,18 @@ GRIDS = {  # of two ranks
 def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     """A pair stays in one rank, k is that of all ranks, and the reference is shared."""
     many, adapted = "--batch 2 --accumulate 2", "--lora 2 --checkpoint-every 1"
-    wanted = [("dpo", "data", ""), ("orpo", "data", "--no-pack"), ("kto", "zero-1", "")]
-    wanted += [("orpo", "zero-3", "--batch 1")]  # of which some steps leave a rank without texts
-    wanted += [(name, "data", "") for name in ("distill", "reward", "classify")]
-    wanted += [("kto", "chunks", many), ("reward", "pipeline", adapted)]
-    wanted += [("distill", "pipeline", many), ("dpo", "pipeline", adapted)]
-    wanted += [(name, "zero-3", "") for name in ("kto", "dpo", "reward", "distill", "cpo")]
-    wanted += [(name, "tensor", adapted) for name in ("dpo", "classify")]
-    wanted += [(name, "tensor", "") for name in ("kto", "distill", "embed")]
-    wanted += [(name, "context", "--no-pack") for name in ("reward", "embed")]
-    wanted += [(name, "context", "") for name in ("ipo", "orpo", "kto", "distill", "classify")]
-    wanted += [(name, "pipeline", "--no-pack") for name in ("orpo", "embed", "classify")]
-    wanted = [*wanted[:2], *Sample.one_in(4, wanted[2:])]
+    runs = [("dpo", "data", ""), ("orpo", "data", "--no-pack"), ("kto", "zero-1", "")]
+    runs += [("orpo", "zero-3", "--batch 1")]  # of which some steps leave a rank without texts
+    runs += [(name, "data", "") for name in ("distill", "reward", "classify")]
+    runs += [("kto", "chunks", many), ("reward", "pipeline", adapted)]
+    runs += [("distill", "pipeline", many), ("dpo", "pipeline", adapted)]
+    runs += [(name, "zero-3", "") for name in ("kto", "dpo", "reward", "distill", "cpo")]
+    runs += [(name, "tensor", adapted) for name in ("dpo", "classify")]
+    runs += [(name, "tensor", "") for name in ("kto", "distill", "embed")]
+    runs += [(name, "context", "--no-pack") for name in ("reward", "embed")]
+    runs += [(name, "context", "") for name in ("ipo", "orpo", "kto", "distill", "classify")]
+    runs += [(name, "pipeline", "--no-pack") for name in ("orpo", "embed", "classify")]
+    runs = [*runs[:2], *Sample.one_in(4, runs[2:])]
 
     def asked(method: str, grid: str, more: str, ranks: int) -> list[str]:
         given = {
@@ -194,10 +194,10 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         words += [*more.split(), *(GRIDS[grid].split() if ranks > 1 else ())]
         return ["finetune", str(model_of(home, method)), *words, "--"]
 
-    both = [word for each in wanted for word in asked(*each, 2)]
+    both = [word for each in runs for word in asked(*each, 2)]
     for ended in by_sockets(2, "tests.parallel.commands", *both[:-1], limit=240):
         assert ended.code == 0, ended.said
-    for method, grid, more in wanted:
+    for method, grid, more in runs:
         done = run(*asked(method, grid, more, 1)[:-1])
         assert done.exit_code == 0, done.output
         logs = [log(Run("", RunFolder(tmp_path / f"{method}-{grid}-{n}"), None)) for n in (1, 2)]

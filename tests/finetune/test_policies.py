@@ -233,7 +233,7 @@ def test_epochs_count_the_updates(home: Path, tmp_path: Path) -> None:
 def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     """Those with the same weights answer their own prompts; of those that divide it, one judges."""
     judged, adapted = f"--reward {home}/rewards.py:right", "--lora 2 --beta 0.1"
-    wanted = {  # grid, and all else
+    grids = {  # grid, and all else
         "plain": ("--data-parallel 2", ""),
         "repeated": (
             "--data-parallel 2",
@@ -247,7 +247,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
         "pipeline-adapted": ("--pipeline-parallel 2", adapted),
         "context": ("--context-parallel 2", adapted),
     }
-    wanted = {name: wanted[name] for name in Sample.one_in(2, wanted)}
+    grids = {name: grids[name] for name in Sample.one_in(2, grids)}
 
     def asked(name: str, ranks: int) -> list[str]:
         given = {
@@ -256,18 +256,18 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
             "--batch": 3, "--samples": 4, "--max-new-tokens": 6, "--lr": 1e-3, "--steps": 4,
             "--evaluate-every": 2,
         }  # fmt: skip
-        grid, more = (each.split() for each in wanted[name])
+        grid, more = (each.split() for each in grids[name])
         words = [*map(str, chain(*given.items())), *more, *(grid if ranks > 1 else ())]
         return ["finetune", str(home / "model"), *words, "--"]
 
     calls = home / "calls.jsonl"
     calls.write_text("")
-    both = [word for name in wanted for word in asked(name, 2)]
+    both = [word for name in grids for word in asked(name, 2)]
     for ended in by_sockets(2, "tests.parallel.commands", *both[:-1], limit=240):
         assert ended.code == 0, ended.said
     of_ranks = calls.read_text()
     calls.write_text("")
-    for name in wanted:
+    for name in grids:
         done = run(*asked(name, 1)[:-1])
         assert done.exit_code == 0, done.output
         logs = [log(Run("", RunFolder(tmp_path / f"{name}-{n}"), None)) for n in (1, 2)]

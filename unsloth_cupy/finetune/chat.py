@@ -274,8 +274,8 @@ class Chat(Template):
         own, content = text[start:end], said.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
             own = content.strip()  # reasoning may be left out once a question follows
-        told = next((each.text for each in after if mark in each.text), "")
-        before, asks, _ = told.partition(mark)
+        whole = next((each.text for each in after if mark in each.text), "")
+        before, asks, _ = whole.partition(mark)
         tags = TAGS.findall(own)
         if own not in before and tags and own.endswith(tags[-1]):
             own = tags[-1]  # the call is written in another way once its result follows

@@ -164,7 +164,7 @@ class Engine:
                     results[number] = self._held_out(batches[number], sums)
                 elif self.together:  # others gather weights from this rank, or send rows to it
                     self._held_out(batches[first], sums)
-        if self.largest:  # what is no sum is equal in all ranks of a context
+        if self.largest:  # maxima, which all ranks of a context have alike
             results[:, -self.largest :] /= self.ranks.groups.context.size
         return self.alike.all_reduce(results)
 

@@ -190,7 +190,7 @@ def small() -> None:
                 parity.outputs_of(call.mapped(parity.on_gpu))
     room = types.SimpleNamespace(array=lambda shape, dtype, shift=0: cp.zeros(shape, dtype))
     programs = {(name, words.split()[0]): one for name, words, one in variants.programs()}
-    for program in programs.values():  # of each dtype: what launches kernels and is no op
+    for program in programs.values():  # one of each dtype; they launch kernels without an op
         program(room)
     cp.cuda.Device().synchronize()
 

@@ -1,8 +1,8 @@
 """Matches regular expressions in a separate process, as those of an adapter are other people's.
 
 Some expressions would run for years.  This file is run as a script that reads one JSON value, the
-arguments of ``matches``, and writes its result.  Its argument is a limit in seconds of the
-processor's time, at which the system ends it; whoever runs it where there is no such timer ends it.
+arguments of ``matches``, and writes its result.  Its argument is a limit in seconds of processor
+time.  The system ends it there or, without such a timer, the process that started it does.
 """
 
 import json

@@ -51,9 +51,9 @@ def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
     counts.pop("", None)
     whole = max(1, sizes.total())
     parts = (f"{n} {each} ({sizes[each] / whole:.1%})" for each, n in counts.most_common())
-    told = [home for home in homes.values() if home.format and home.dtype]
-    kinds = {home.dtype.name for home in told if home.dtype and home.kind is None}
-    packed = sum(home.kind is not None for home in told)
+    others = [home for home in homes.values() if home.format and home.dtype]
+    kinds = {home.dtype.name for home in others if home.dtype and home.kind is None}
+    packed = sum(home.kind is not None for home in others)
     size = f"{packed} stay packed, others are" * (packed > 0) or "read as"
     size = f"{format_bytes(sizes.total())}, {size} {' and '.join(sorted(kinds))}"
     return f"tensors: {', '.join(parts)}; {size}" if counts else None

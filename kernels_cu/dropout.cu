@@ -30,10 +30,11 @@ dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, uns
 #pragma unroll
     for (int j = 0; j < LANES; j += 4) {
         const uint4 drawn = philox(0, 0, (unsigned)row, (unsigned)(column + j) / 4, low, high);
-        const unsigned words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
 #pragma unroll
         for (int i = 0; i < 4 && j + i < LANES; i++) {
-            const unsigned word = LANES >= 4 ? words[i] : words[(column + i) % 4];
+            const int number = LANES >= 4 ? i : (column + i) % 4;
+            const unsigned word = number < 2 ? number ? drawn.y : drawn.x
+                                             : number == 3 ? drawn.w : drawn.z;
             v[j + i] = word >= threshold ? v[j + i] * factor : 0.0f * v[j + i];
         }
     }

@@ -145,6 +145,7 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
             }
         }
     }
+    cp_async_wait<0>();
     __syncthreads();  // the ring, which nothing is copied to any more, now holds the result
 
     const Result result{memory};
@@ -159,20 +160,21 @@ grouped_linear(const T *__restrict__ a, const T *__restrict__ b, const B *__rest
     });
     __syncthreads();
     const int most = FORM == 2 ? s.m - part.row : part.stop - part.first;
-    T *const to = c + (FORM == 2 ? part.at + (long long)part.row * s.n
-                                 : (long long)part.first * s.n) + part.column;
+    const long long to = (FORM == 2 ? part.at + (long long)part.row * s.n
+                                    : (long long)part.first * s.n) + part.column;
     for (int i = threadIdx.x; i < ROWS * (COLUMNS / 8); i += THREADS) {
         const int row = i / (COLUMNS / 8), chunk = i % (COLUMNS / 8);
         const int columns = s.n - part.column - chunk * 8;
         if (row >= most || columns <= 0) continue;
+        const long long at = to + (long long)row * s.n + chunk * 8;
         Vector<T, 8> values;
         fetch(values, result.at(row, chunk));
         if constexpr (WIDE) {
-            put(to, (long long)row * s.n + chunk * 8, values);
+            put(c, at, values);
         } else {
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                if (j < columns) to[(long long)row * s.n + chunk * 8 + j] = values.at[j];
+                if (j < columns) c[at + j] = values.at[j];
         }
     }
 }

@@ -193,11 +193,13 @@ grouped_linear_sm90(const T *__restrict__ a, const T *__restrict__ b, const B *_
         if (done != nullptr) release(done);
 
         const int first = top + warp % 4 * 16 + lane / 4;
-        T *const to = c + (FORM == 2 ? part.at + (long long)(part.row + first) * s.n
-                                     : (long long)(part.first + first) * s.n) + part.column;
+        const long long to = (FORM == 2 ? part.at + (long long)(part.row + first) * s.n
+                                        : (long long)(part.first + first) * s.n) + part.column;
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            put_row_of_lanes(to + (long long)half * 8 * s.n, sum, half, 1.0f,
+        for (int half = 0; half < 2; half++) {
+            uint4 *const words = reinterpret_cast<uint4 *>(c) + ((to + half * 8LL * s.n) >> 3);
+            put_row_of_lanes(reinterpret_cast<T *>(words), sum, half, 1.0f,
                              first - top + half * 8 < rows, s.n - part.column);
+        }
     }
 }

@@ -69,10 +69,10 @@ DEVICE void low_rank(float (&sums)[ROWS][WIDTH], const Part &part, const Place &
 
 DEVICE void write(T *w, const Part &part, const Place &at, int k, const float (&v)[WIDTH]) {
     if (!at.inside || at.row + k >= part.rows) return;
-    w += (long long)(at.row + k) * part.width + at.column;
+    const long long to = (long long)(at.row + k) * part.width + at.column;
 #pragma unroll
     for (int j = 0; j < WIDTH; j += LANES)
-        store(w + j, reinterpret_cast<const float (&)[LANES]>(v[j]));
+        store(w, to + j, reinterpret_cast<const float (&)[LANES]>(v[j]));
 }
 
 // Rounds the values of a thread; `sizes` are given of rows, for INT8, or of blocks.

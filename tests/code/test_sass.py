@@ -92,7 +92,13 @@ OTHERS = {
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
     "delta_state_gradients": (READ,),
+    "ssd_rates": (),  # two numbers for each token and head
+    "ssd_chunks": (READ,),
+    "ssd_states": (READ,),
+    "ssd_step": (),
     "ssd_state_gradients": (READ,),
+    "ssd_chunk_gradients": (READ,),
+    "ssd_rate_gradients": (),  # one number for each token and head
     "delta_chunk_gradients": (),  # a warp reads and writes neighbouring values
     "delta_step": (),
     "delta_channel_chunks": (),  # a lane has a channel, and writes neighbouring values of results

@@ -43,6 +43,8 @@ ALIGNED_OTHERWISE = {
     "ssd_chunks": "LANES divides the distances of tokens, which Strides has",
     "ssd_states": "LANES divides the distances of tokens; a workspace has rows of 256 bytes",
     "ssd_state_gradients": "LANES divides the distances of tokens, as in ssd_states",
+    "rounded_sum_": "A_LANES gives the alignment of a, and LANES that of weights of a wider dtype",
+    "nf4_rounded_sum_": "A_LANES gives the alignment of a, whatever LANES is",
     "rescale": "a table of addresses also has the alignment of each array",
     "measure": "a table of addresses also has the alignment of each array",
     "adamw_step": "a table of addresses also has the alignment of each array",
@@ -52,9 +54,10 @@ ALIGNED_OTHERWISE = {
     "int8_linear": "a pair of columns begins at an even column, which PAIRS asserts",
     "ternary_linear": "WIDE and X_WIDE give the alignment of rows of words and of x, not LANES",
 }
-WORKSPACES = (  # they read those, whatever LANES is
+OTHER_WIDTHS = (  # they read workspaces or another array by 16 bytes, whatever LANES is
     *("delta_states", "delta_state_gradients"),
     *("ssd_states", "ssd_state_gradients"),
+    *("rounded_sum_", "nf4_rounded_sum_"),
 )
 SPLIT = {  # kernels with stores side by side that are not joined, and why
     "causal_conv": "the inputs that a text leaves, once a text: side by side with one tap before",
@@ -134,9 +137,9 @@ def local_memory(kernel: Kernel) -> Iterator[str]:
 
 
 def double_precision(kernel: Kernel) -> Iterator[str]:
-    """No float64: graphics GPUs have 1/64 of the throughput of float32."""
+    """No sum or product in float64, in which graphics GPUs have 1/64 of the throughput."""
     for s in kernel.statements:
-        if "f64" in s.words and s.name not in ("mov", "ld", "st"):
+        if "f64" in s.words and s.name not in ("mov", "ld", "st", "cvt"):
             yield f"{s.place}: {'.'.join(s.words)}"
             return
 
@@ -308,7 +311,7 @@ def faults(variant: Variant) -> list[str]:
         if name != "split stores" or variant.kernel not in SPLIT:
             messages += [f"{variant}: {name}: {fault}" for fault in check(kernel)]
     lanes = int(constants(variant.launch.source).get("LANES", 1))
-    known = ALIGNED_OTHERWISE if whole(variant) or variant.kernel in WORKSPACES else {}
+    known = ALIGNED_OTHERWISE if whole(variant) or variant.kernel in OTHER_WIDTHS else {}
     if variant.kernel not in known:
         accesses = unproved(kernel, alignment(variant), lanes)
         accesses = (access for access in accesses if access.partition(":")[0] not in known)

@@ -151,6 +151,12 @@ class Engine:
         sum_ranks = self.many.sums if self.states is None else self.states.sums
         return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
+    def over_all(self, counts: Any) -> Any:
+        """Return the sum of an array over ranks with other rows, and over stages."""
+        pipeline = self.ranks.groups.pipeline
+        counts = self.alike.all_reduce(counts)
+        return pipeline.all_reduce(counts) if pipeline.size > 1 else counts
+
     def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
         """Return the loss of each batch, and what its labels count to, or ``sums`` of a method.
 

@@ -281,7 +281,7 @@ class Loop:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        line |= self.routing.measures(self.ranks.alike.all_reduce)
+        line |= self.routing.measures(self.engine.over_all)
         line |= self.memory.end_step()
         self.callbacks.call("on_step_end")
         due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps

@@ -3,7 +3,7 @@
 rows, sorted by expert -> all to all -> products of own experts -> all to all -> sums over k
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,25 +58,45 @@ def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: 
     return [int(ends[own.stop] - ends[own.start]) for own in parts]
 
 
-def term_of_balance(comm: Communicator, logits: Any, chosen: Array, mask: Array | None) -> Any:
-    """Return this rank's term of a sum over ranks, ``balance_loss`` of the rows of all of them.
+def sums_of_balance(logits: Any, chosen: Array, mask: Array | None, before: Any = None) -> Any:
+    """Return how many rows chose each expert, and the sums of its probabilities: (2, experts).
 
-    ``chosen`` are the experts that count, and ``mask`` the rows of each layer that do.
+    ``chosen`` are the experts that count, and ``mask`` the rows of each layer that do; ``before``
+    are the sums of other layers, which are added.
     """
     value, count = value_of(logits), logits.shape[-1]
     mask = np.ones_like(chosen, bool, shape=chosen.shape[1:-1]) if mask is None else mask != 0
     real = np.broadcast_to(mask, chosen.shape[:-1])[..., None]
     numbers = np.where(real, chosen, count).reshape(-1)  # of padding: none
     assigned = np.bincount(numbers, minlength=count + 1)[:-1]
-    parts = [each.astype(np.float64) for each in (assigned, real.sum().reshape(1))]
-    sums = comm.all_reduce(np.concatenate(parts))
-    rows = sums[-1:].clip(1)
-    slopes = sums[:-1] / rows * (count / rows)
-    p = np.where(real, softmax(value), 0).reshape(-1, count).astype(np.float64)
+    p = np.where(real, softmax(value), 0).reshape(-1, count).sum(axis=0, dtype=np.float64)
+    sums = np.stack([assigned.astype(np.float64), p])
+    sums = sums if before is None else sums + value_of(before)
     dtype = np.promote_types(value.dtype, FLOAT32)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        return {"logits": balance_loss_backward(dy, value, mask, slopes.astype(dtype))[0]}
+        gradients = {"before": dy}
+        if "logits" in wanted:
+            one, slopes = np.ones_like(value, dtype, shape=()), dy[1].astype(dtype)
+            gradients["logits"] = balance_loss_backward(one, value, mask, slopes)[0]
+        return gradients
 
-    term = (p @ slopes).sum(keepdims=True).reshape(()).astype(dtype)
-    return taped("balance", term, back, logits=logits)
+    return taped("sums of balance", sums, back, logits=logits, before=before)
+
+
+def balance_of(sums: Any, k: int, groups: Sequence[Communicator] = ()) -> Any:
+    """Return ``balance_loss`` of the rows whose sums these are: (), float64.
+
+    With groups of ranks it is this rank's term of a sum over all of them, whose rows count.
+    """
+    value = value_of(sums)
+    assigned, p = value[0], value[1]
+    for comm in groups:
+        assigned = comm.all_reduce(assigned)
+    rows = (assigned.sum(keepdims=True) / k).clip(1)
+    slopes = assigned / rows * (assigned.size / rows)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"sums": np.stack([np.zeros_like(slopes), dy * slopes])}
+
+    return taped("balance", (p * slopes).sum(keepdims=True).reshape(()), back, sums=sums)

@@ -208,7 +208,7 @@ def plan_stage(
             held,
             after,
             {name: each.by_call() for name, each in sent.items()},
-            job.batch * own * config.hidden * job.dtype.itemsize if layout.pipeline > 1 else 0,
+            _passed(config, job, own) if layout.pipeline > 1 else 0,
             sum(data.sent.values()),
             products(
                 config, shapes, {} if adapter is None else adapter.parameters, division, rows, own,
@@ -224,6 +224,14 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
         return None
     with recording_in(Ledger(1)):
         return divided_adapter(whole, division)
+
+
+def _passed(config: Config, job: Job, tokens: int) -> int:
+    """Return the bytes of a message to the next stage: hidden states, sums of the router's loss."""
+    hidden = job.batch * tokens * config.hidden * job.dtype.itemsize
+    if config.experts is None or not config.balanced:
+        return hidden
+    return hidden + 2 * config.experts.count * np.dtype(np.float64).itemsize
 
 
 def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks) -> Zero1:

@@ -108,6 +108,7 @@ RUNS = {
     "mixture-on-four": Run(
         4, "--pipeline-parallel 2 --context-parallel 2 --zero 1", "mixture-stopped", "experts"
     ),
+    "mixture-on-zero": Run(2, "--expert-parallel 2 --zero 1", "mixture-stopped", "experts"),
     "adapted-one": Run(1, LORA, base="experts"),
     "adapted-stages": Run(2, f"{LORA} --pipeline-parallel 2", base="experts"),
     "adapted-two": Run(2, f"{LORA} --expert-parallel 2", base="experts"),

@@ -98,7 +98,10 @@ class Engine:
         whole = self.parts is None or self.model.adapter is not None  # whole arrays are trained
         if not (self.ranks.zero and whole):
             return optimizer
-        divided = Zero1(optimizer, self.alike)
+        division, apart = self.model.division, None
+        if division is not None and division.experts is not None:
+            apart = division.of_experts, self.ranks.same
+        divided = Zero1(optimizer, self.alike, apart)
         self.states = divided if self.parts is None else None  # else gradients are summed already
         return divided
 
@@ -199,15 +202,16 @@ class Engine:
         if division is None:
             measure = measure_gradients if holder is None else holder.measure_gradients
             return measure(gradients, max_norm, scaler=scaler)
-        whole, divided = 0.0, 0.0
+        whole, parts = 0.0, {self.alike: 0.0, self.ranks.same: 0.0}
         for name, gradient in gradients.items():
             place, shares = self._place(name), division.shares(name)
             if place is None:
                 whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
             else:
-                divided += squares(gradient, *place, shares)
-        if holder is not None:
-            whole += float(self.alike.all_reduce(np.array(float(divided)))[()])
+                apart = division.experts is not None and division.of_experts(name)
+                parts[self.ranks.same if apart else self.alike] += squares(gradient, *place, shares)
+        for group, divided in parts.items() if holder is not None else ():
+            whole += float(group.all_reduce(np.array(float(divided)))[()])
         total = division.group.all_reduce(np.array(float(whole)))
         if division.stages is not None:
             total = division.stages.comm.all_reduce(total)
@@ -221,9 +225,7 @@ class Engine:
         None: this rank has the whole parameter.
         """
         if self.states is not None:
-            own = self.states.pieces[self.alike.rank]
-            where = next(piece.where for piece in own if piece.name == name)
-            return where.start, self.states.shapes[name]
+            return self.states.own[name].start, self.states.shapes[name]
         cut = None if self.parts is None else self.parts.cuts.get(name)
         return None if cut is None else (self.alike.rank * cut.length, cut.shape)
 

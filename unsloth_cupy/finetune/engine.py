@@ -25,7 +25,7 @@ from ..training.joined import Joined
 from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
-from .averages import scale_per_code, stored_form
+from .averages import in_one_form, scale_per_code, stored_form
 from .method import Method
 from .metrics import Counts, Watch
 
@@ -243,7 +243,8 @@ class Engine:
             return None
         if division is None:
             return dict(named)
-        return next(iter([*whole_parameters(scale_per_code(named), division)]), None)
+        named = scale_per_code(in_one_form(named, division.group))
+        return next(iter([*whole_parameters(named, division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
         """Return this rank's parts of whole averages: 8-bit codes for parameters in ``narrow``."""

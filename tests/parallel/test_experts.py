@@ -295,6 +295,36 @@ def test_a_rank_without_rows(tmp_path: Path) -> None:
     by_threads(2, work)
 
 
+def test_a_row_goes_once_to_a_rank(tmp_path: Path) -> None:
+    """Both experts of a token are on one rank: one row goes there, and two results come back."""
+    filled(SIZES | MIXTURES["mixtral"], tmp_path)
+    tokens, labels = batch()
+    routes = np.full((*tokens.shape, SIZES["num_hidden_layers"], 2), 2, np.int32)
+    routes[..., 1] = 3
+
+    def work(comm: Any) -> None:
+        whole, model = load(tmp_path), load(tmp_path, experts=comm)
+        every, sent = comm.all_to_all_rows, list[tuple[int, int]]()
+
+        def counted(x: Any, counts: Any) -> Any:
+            sent.append((sum(counts) - counts[comm.rank], x.shape[-1]))
+            return every(x, counts)
+
+        model.division.experts.all_to_all_rows = counted
+        own = part(len(tokens), comm)
+        given = {"labels": labels[own], "routes": routes[own]}
+        model.loss_and_gradients(tokens[own], **given, count=9)
+        wide = [rows for rows, width in sent if width == SIZES["hidden_size"]]
+        count = tokens[own].size
+        passes = [count, 0] if comm.rank == 0 else [0, 2 * count]
+        back = [2 * count, 0] if comm.rank == 0 else [0, count]
+        layers = SIZES["num_hidden_layers"]
+        assert wide == passes * layers + back * layers
+        same_step(whole, load(tmp_path, experts=comm), comm, routes=routes)
+
+    by_threads(2, work)
+
+
 @pytest.mark.parametrize("kind", [None, "nf4", "nf4-double", "int8", "mxfp4"])
 def test_adapters_of_experts(kind: str | None, tmp_path: Path) -> None:
     """On dense stacks and on quantized ones, whose codes are those of whole stacks."""

@@ -1,6 +1,6 @@
 """Rows of a mixture of experts on their way to the ranks that hold their experts, and back.
 
-rows, sorted by expert -> all to all -> products of own experts -> all to all -> sums over k
+rows -> all to all -> sorted by expert -> products of own experts -> all to all -> sums over k
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from ...ops.experts.router_losses import balance_loss_backward
 from ...parallel.communicator import Communicator, part
 from ...parallel.taped import taped, value_of
 from ...parallel.tensor import all_to_all_rows
-from ...placement import to_numpy
+from ...placement import to_device_of, to_numpy
 from ..configs.config import Experts
-from .sorted_rows import by_expert
+from .sorted_rows import by_expert, spread
 
 
 def at_their_ranks(
@@ -30,19 +30,40 @@ def at_their_ranks(
 ) -> Any:
     """Return what ``computed`` makes of rows at the ranks that hold their experts.
 
-    A row goes to the rank of each of its k experts, and the results come back to be added in the
-    order of k.  A rank gets its rows in the order of ranks, then of experts, then of their places.
+    A row goes once to each rank that holds some of its k experts, and k results come back, to be
+    added in the order of k.  A rank computes in the order of ranks, then of experts, then of the
+    places of rows.
     """
     chosen = value_of(routes.experts)
     sorted_rows, offsets = by_expert(chosen, experts.count)
-    local = part(experts.count, comm)
     counts = rows_of_ranks(offsets, comm, experts, chosen)
-    arrived, came = all_to_all_rows(sorted_rows.gathered(x.reshape(-1, x.shape[-1])), counts, comm)
-    numbers, _ = comm.all_to_all_rows(chosen.reshape(-1)[sorted_rows.order], counts)
-    ones = np.ones_like(value_of(arrived), shape=(len(numbers), 1))
-    made = computed(arrived, Routes((numbers - local.start)[:, None], ones))
-    back, _ = all_to_all_rows(made, came, comm)
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    owners = to_device_of(np.repeat(np.arange(comm.size), counts), chosen)
+    pairs, places, once = pairs_of(owners * count + sorted_rows.order // experts.k, comm, count)
+    arrived, came = all_to_all_rows(spread(rows, pairs % count, comm.size), once, comm)
+    starts = to_device_of(np.cumsum([0, *once[:-1]]), chosen)
+    given = np.stack([chosen.reshape(-1)[sorted_rows.order], places - starts[owners]], axis=1)
+    given, from_ranks = comm.all_to_all_rows(given.astype(np.int32), counts)
+    before = to_device_of(np.repeat(np.cumsum([0, *came[:-1]]), from_ranks), chosen)
+    own = spread(arrived, given[:, 1] + before, experts.k)
+    ones = np.ones_like(value_of(own), shape=(len(given), 1))
+    numbers = given[:, :1] - part(experts.count, comm).start
+    back, _ = all_to_all_rows(computed(own, Routes(numbers, ones)), from_ranks, comm)
     return sorted_rows.summed(back, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+
+
+def pairs_of(every: Array, comm: Communicator, count: int) -> tuple[Array, Array, list[int]]:
+    """Return each number rank * count + row once, where ``every`` one is, how many are of a rank.
+
+    In a plan all rows go to the first two ranks.
+    """
+    if is_planned(every):
+        once = [count, count, *[0] * (comm.size - 2)]
+        return np.zeros_like(every, shape=(2 * count,)), np.zeros_like(every), once
+    pairs, places = np.unique(every, return_inverse=True)
+    ends = to_numpy(np.searchsorted(pairs, np.arange(comm.size + 1, like=every) * count))
+    return pairs, places, np.diff(ends).tolist()
 
 
 def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: Array) -> list[int]:

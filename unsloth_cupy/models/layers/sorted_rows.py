@@ -58,3 +58,21 @@ class Sorted(NamedTuple):
         results = value[self.places].reshape(shape).astype(wide, copy=False)
         y = (results * factors.astype(wide, copy=False)[..., None]).sum(axis=1)
         return taped("summed", rounded(y, value.dtype), back, out=out, weights=weights)
+
+
+def spread(x: Any, index: Array, most: int) -> Any:
+    """Return ``x[index]``; the gradient of a row is summed in the order of its at most ``most``."""
+    value = value_of(x)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        order = np.argsort(index, kind="stable")
+        numbers = np.arange(len(value) + 1, like=index)
+        ends = np.searchsorted(index[order], numbers)
+        total = np.zeros_like(value, np.promote_types(dy.dtype, FLOAT32))
+        for number in range(most if len(order) else 0):
+            at = ends[:-1] + number
+            rows = dy[order[np.minimum(at, len(order) - 1)]]
+            total += np.where((at < ends[1:])[:, None], rows, 0)
+        return {"x": rounded(total, dy.dtype)}
+
+    return taped("spread", value[index], back, x=x)

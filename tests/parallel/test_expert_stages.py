@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.engine import Engine
+from unsloth_cupy.finetune.lora import check_learns
+from unsloth_cupy.finetune.ranks import Ranks
 from unsloth_cupy.finetune.routing import Routing
 from unsloth_cupy.models import load
 from unsloth_cupy.models.objective import TrainingStep, next_token
 from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
-from unsloth_cupy.parallel import DataParallel
+from unsloth_cupy.parallel import DataParallel, grid
 
 from ..models.peers import MIXTURES, SIZES
 from . import pipelines
@@ -128,5 +132,35 @@ def test_tokens_of_mixtures_are_divided(kind: str, tmp_path: Path) -> None:
                 close(actual[name], gradient)
         measures = counted[0].measures(lambda own: own), counted[1].measures(comm.all_reduce)
         assert measures[0] == measures[1]
+
+    by_threads(2, work)
+
+
+@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"expert": 2}, {"tensor": 2}], ids=str)
+def test_ranks_say_which_adapters_learn(axes: dict[str, int], tmp_path: Path) -> None:
+    """Layers, experts that no token chose, a gradient of 0 everywhere: as one process does."""
+    filled(SIZES | MIXTURES["mixtral"], tmp_path)
+    tokens = np.random.default_rng(7).integers(3, SIZES["vocab_size"], (4, 6))
+    routes = np.zeros((4, 6, SIZES["num_hidden_layers"], 2), np.int32)
+    routes[..., 1] = 1 + (tokens[..., None] == 3)
+    whole = load(tmp_path)
+    whole.add_adapter(2, seed=1)
+    _, every = whole.loss_and_gradients(tokens, tokens, routes=routes)
+    expected = check_learns(whole.adapter, every)
+    assert "no token of this step chose" in expected
+    still = next(n for n in [*every][::-1] if n.endswith("self_attn.q_proj.lora_B.weight"))
+
+    def work(comm: Any) -> None:
+        ranks = Ranks(comm, grid(comm, data=1, **axes))
+        model = load(tmp_path, **{n: c for n, c in ranks.placing.items() if c is not None})
+        model.add_adapter(2, seed=1)
+        engine, division = Engine(ranks, model), model.division
+        own = {n: division.own(n, every[n]) for n in model.trainable}
+        assert engine.learns(model.adapter, {n: 0 * array for n, array in own.items()}) is None
+        assert engine.learns(model.adapter, own) == expected
+        if still in own:
+            own[still] = 0 * own[still]
+        with pytest.raises(ConfigError, match=r"self_attn\.q_proj is 0 everywhere"):
+            engine.learns(model.adapter, own)
 
     by_threads(2, work)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.stand_in import is_planned
+from ..errors import ConfigError
+from ..models.adapters.adapter import Adapter
 from ..models.graphs import Sums
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.ranks.division import apart
@@ -26,6 +28,7 @@ from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
 from .averages import in_one_form, scale_per_code, stored_form
+from .lora import check_learns
 from .method import Method
 from .metrics import Counts, Watch
 
@@ -73,11 +76,6 @@ class Engine:
         # whether ranks need each other to compute the loss of other rows
         self.together = self.parts is not None or model.expert_ranks is not None
         self.graph = graph and self.stages is None and self.parts is None
-
-    @property
-    def has_all(self) -> bool:
-        """Whether this rank has whole gradients of all that the run trains."""
-        return self.model.division is None and self.states is None
 
     @property
     def drops(self) -> bool:
@@ -218,6 +216,24 @@ class Engine:
         norm = math.sqrt(total[()]) / scaler.value
         clipped = max_norm / norm if norm > max_norm else 1.0
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
+
+    def learns(self, adapter: Adapter, gradients: Mapping[str, Any]) -> str | None:
+        """Return what ``check_learns`` says of the gradients of all ranks."""
+        division, ranks = self.model.division, self.ranks
+        if division is None and self.states is None:
+            return check_learns(adapter, gradients)
+        whole = self.gathered(gradients if self.states is None else self.states.gathered(gradients))
+        told = ""
+        if ranks.first and whole is not None:
+            try:
+                said = check_learns(adapter, whole, None if division is None else division.shapes)
+                told = "later" if said is None else f"said {said}"
+            except ConfigError as error:
+                told = f"wrong {error}"
+        kind, _, text = ranks.broadcast(told).partition(" ")
+        if kind == "wrong":
+            raise ConfigError(text)
+        return None if kind == "later" else text
 
     def _place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
         """Return where this rank's part of a parameter begins, and the parameter's shape.

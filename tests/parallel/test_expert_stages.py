@@ -12,8 +12,8 @@ from unsloth_cupy.finetune.engine import Engine
 from unsloth_cupy.finetune.lora import check_learns
 from unsloth_cupy.finetune.ranks import Ranks
 from unsloth_cupy.finetune.routing import Routing
-from unsloth_cupy.models import load
-from unsloth_cupy.models.objective import TrainingStep, next_token
+from unsloth_cupy.models import create, load
+from unsloth_cupy.models.objective import Reached, TrainingStep, next_token
 from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.parallel import DataParallel, grid
 
@@ -91,6 +91,17 @@ def test_stages_take_padding_packed_texts_and_routes(
                 close(*found)
 
     by_threads(ranks, work)
+
+
+def test_routes_that_other_stages_have_not_seen_are_refused() -> None:
+    model = create(SIZES | MIXTURES["mixtral"], seed=0)
+    hidden, routes = np.zeros((1, 4, SIZES["hidden_size"]), np.float32), np.zeros((1, 4, 3, 2), int)
+    last = model.on_tape(model.parameters, model.step, Reached(hidden, routes))
+    tokens = np.arange(4)[None]
+    assert last.hidden(last.parameters, tokens, routes=routes) is hidden
+    for other in (None, routes.copy()):
+        with pytest.raises(ConfigError, match="not those of the batch, which all stages have"):
+            last.hidden(last.parameters, tokens, routes=other)
 
 
 def test_rollouts_of_stages(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_a_row_goes_once_to_a_rank(tmp_path: Path) -> None:
         wide = [rows for rows, width in sent if width == SIZES["hidden_size"]]
         count = tokens[own].size
         passes = [count, 0] if comm.rank == 0 else [0, 2 * count]
-        back = [2 * count, 0] if comm.rank == 0 else [0, count]
+        back = [count, 0] if comm.rank == 0 else [0, count]
         layers = SIZES["num_hidden_layers"]
         assert wide == passes * layers + back * layers
         same_step(whole, load(tmp_path, experts=comm), comm, routes=routes)

@@ -31,8 +31,8 @@ def at_their_ranks(
     """Return what ``computed`` makes of rows at the ranks that hold their experts.
 
     A row goes once to each rank that holds some of its k experts, and k results come back, to be
-    added in the order of k.  A rank computes in the order of ranks, then of experts, then of the
-    places of rows.
+    added in the order of k; a gradient goes once to a rank, and comes back once.  A rank computes
+    in the order of ranks, then of experts, then of the places of rows.
     """
     chosen = value_of(routes.experts)
     sorted_rows, offsets = by_expert(chosen, experts.count)
@@ -49,8 +49,16 @@ def at_their_ranks(
     own = spread(arrived, given[:, 1] + before, experts.k)
     ones = np.ones_like(value_of(own), shape=(len(given), 1))
     numbers = given[:, :1] - part(experts.count, comm).start
-    back, _ = all_to_all_rows(computed(own, Routes(numbers, ones)), from_ranks, comm)
-    return sorted_rows.summed(back, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+    made = computed(own, Routes(numbers, ones))
+    results, _ = comm.all_to_all_rows(value_of(made), from_ranks)
+
+    def returned(dy: Array, factors: Array) -> tuple[Array, Array]:
+        factors, _ = comm.all_to_all_rows(factors, counts)
+        dy, _ = comm.all_to_all_rows(dy[pairs % count], once)
+        return dy[given[:, 1] + before], factors
+
+    weights = routes.weights.reshape(-1, experts.k)
+    return sorted_rows.summed(made, weights, (results, returned)).reshape(*x.shape)
 
 
 def pairs_of(every: Array, comm: Communicator, count: int) -> tuple[Array, Array, list[int]]:

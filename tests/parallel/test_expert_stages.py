@@ -15,7 +15,7 @@ from unsloth_cupy.finetune.routing import Routing
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.objective import Reached, TrainingStep, next_token
 from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
-from unsloth_cupy.parallel import DataParallel, grid
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero3, grid
 
 from ..models.peers import MIXTURES, SIZES
 from . import pipelines
@@ -102,6 +102,17 @@ def test_routes_that_other_stages_have_not_seen_are_refused() -> None:
     for other in (None, routes.copy()):
         with pytest.raises(ConfigError, match="not those of the batch, which all stages have"):
             last.hidden(last.parameters, tokens, routes=other)
+
+
+def test_parts_of_weights_take_routes() -> None:
+    whole, parted = (create(SIZES | MIXTURES["mixtral"], seed=0) for _ in range(2))
+    given = batches(whole.config)[2]
+    expected, gradients = whole.loss_and_gradients(**given)
+    zero3 = Zero3(parted, SingleCommunicator())
+    loss, parts = zero3.loss_and_gradients(**given)
+    close(loss, expected)
+    for name, array in zero3.gathered(parts).items():
+        close(array, gradients[name])
 
 
 def test_rollouts_of_stages(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ LIMITS = {
     "losses": 600,
     "training": 1120,
     "inference": 540,
-    "interop": 2450,
+    "interop": 2540,
     "parallel": 2080,
     "models": 11340,
     "memory": 1050,

@@ -16,6 +16,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data, records
+from unsloth_cupy.finetune.messages import REASONING
 from unsloth_cupy.finetune.records import Record, Records, Stored
 from unsloth_cupy.finetune.text import Text
 
@@ -348,6 +349,16 @@ class TestForms:
                 {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
                 {"from": "observation", "value": "2"}, {"from": "gpt", "value": "b"}]},
              [ASK, CALLED, {"role": "tool", "content": "2"}, SAY]),
+            *(({"messages": [ASK, {"role": "assistant", "content": content, name: "hm"}]},
+               [ASK, {"role": "assistant", "content": content or "", name: "hm"}])
+              for content in (None, "") for name in REASONING),
+            ({"messages": [ASK, {"role": "assistant", "thinking": "hm"}]},
+             [ASK, {"role": "assistant", "content": "", "thinking": "hm"}]),
+            ({"conversations": [{"from": "human", "value": "a"},
+                                {"from": "gpt", "value": "", "weight": 0}, ASK, SAY]},
+             [ASK, {"role": "assistant", "content": "", "weight": 0}, ASK, SAY]),
+            ({"messages": [ASK, {"role": "assistant", "content": None, "train": False}, ASK, SAY]},
+             [ASK, {"role": "assistant", "content": "", "weight": 0}, ASK, SAY]),
             ({"prompt": [ASK, SAY, ASK], "completion": [SAY]},
              [ASK, SAY | {"weight": 0}, ASK, SAY]),
         ],
@@ -448,6 +459,18 @@ class TestForms:
             ({"messages": [ASK | {"content": [{"type": "image_url", "image_url": "x"}]}, SAY]},
              "messages[0].content[0] is of the type image_url, and text alone is learned; leave"),
             ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
+            ({"messages": [ASK, SAY | {"content": "", "weight": 1}]},
+             "messages[1].content is empty; write what is to be learned"),
+            *(({"messages": [ASK, SAY | {"content": "", name: " "}]},
+               "messages[1].content is empty") for name in REASONING),
+            *(({"messages": [ASK, SAY | {name: ["hm"]}]},
+               f"messages[1].{name} is [\"hm\"], not text") for name in REASONING),
+            ({"messages": [ASK | {"content": None, "thinking": "hm"}, SAY]},
+             "messages[0].content is null, not text"),
+            ({"messages": [ASK, {"role": "assistant", "content": None, "refusal": "No."}]},
+             "messages[1].content is null, not text"),
+            ({"messages": [ASK, SAY], "chat_template_kwargs": {"tools": []}},
+             "chat_template_kwargs holds tools, which the row itself gives; leave it out"),
             ({"messages": [ASK, SAY | {"tool_calls": [{"function": {}}]}]},
              "messages[1].tool_calls[0] is {"),
             ({"messages": [ASK, SAY], "tools": [{"a": json.loads("[" * 90 + "]" * 90)}]},

@@ -6,6 +6,7 @@ report.learned, report.total, report.unit          3888, 10211, "tokens"
 
 import re
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -14,11 +15,10 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import path_of
-from .chat import Chat, Lesson
+from .chat import Chat, LeftOut, Lesson, left_out_by
 from .data import found
 from .listener import reading
 from .messages import shown
-from .prompts import prompt_tokens
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
 from .spans import NOBODY, encoded
@@ -59,6 +59,7 @@ class DataReport(NamedTuple):
     learned: int  # in this unit
     total: int
     unlearned: int  # texts of which nothing is learned
+    left_out: list[str]  # what the model's template does not write, each in words
     examples: list[Shown]
 
 
@@ -95,12 +96,18 @@ def inspect_data(
         data = found(data, ignore, "inspect_data", method).read()
     words = Words(model, runs_on=isinstance(data, Text))
     lengths, learned, total, unlearned, shown = array("q"), 0, 0, 0, list[Shown]()
+    left_out, chat = Counter[LeftOut](), words.chat
     for where, record in _records(data, TOKENISED if model is not None else None):
-        size, of_it = words.counts(record, where)
-        lengths.append(size)
-        total, learned, unlearned = total + size, learned + of_it, unlearned + (not of_it)
-        if len(shown) < examples:
-            shown.append(Shown(where, words.pieces(record, where)))
+        without = list[Counter[LeftOut]]()
+        for side in record.sides:
+            chat.left_out.clear()
+            size, of_it = words.counts(side, where)
+            without.append(chat.left_out.copy())
+            lengths.append(size)
+            total, learned, unlearned = total + size, learned + of_it, unlearned + (not of_it)
+            if len(shown) < examples:
+                shown.append(Shown(where, words.pieces(side, where)))
+        left_out += left_out_by(without)
     if not lengths:
         raise ConfigError(f"inspect_data({data.name!r}): holds no text to train on")
     least, middle, high, most = np.quantile(lengths, [0, 0.5, 0.99, 1], method="higher").tolist()
@@ -111,7 +118,7 @@ def inspect_data(
         data.forms if records else {"text": 1},
         len(data.train) if records else len(lengths), len(data.held_out) if records else 0,
         "characters" if model is None else "tokens", len(lengths), named, _histogram(lengths),
-        learned, total, unlearned, shown,
+        learned, total, unlearned, [each.said(n) for each, n in left_out.items()], shown,
     )  # fmt: skip
 
 
@@ -124,8 +131,7 @@ def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Reco
         share = range(data.size // size)
         for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
             known = "" if record.value is None else f", {shown(record.value)}"
-            for side in record.sides:
-                yield data.place(record.line) + known, side
+            yield data.place(record.line) + known, record
         return
     paragraphs = ((f"{data.path or data.name}, paragraph {n}", Record(n, [], "", text))
                   for n, text in enumerate(_paragraphs(data), 1) if text.strip())  # fmt: skip
@@ -177,12 +183,9 @@ class Words:
 
     def _encoded(self, record: Record, lesson: Lesson) -> tuple[Any, Any]:
         """Return the tokens of a text, and which of them are learned."""
-        if record.asks:
-            asked = np.array(prompt_tokens(record, self.tokenizer, self.chat))
-            return asked, np.zeros(len(asked), bool)
-        is_chat = bool(record.messages)
+        is_chat, ends = bool(record.messages), [] if record.asks else self.ends
         tokens, owners = encoded(
-            self.tokenizer, lesson.text, lesson.spans, is_chat, self.ends, self.chat
+            self.tokenizer, lesson.text, lesson.spans, is_chat, ends, self.chat
         )
         return tokens, owners != NOBODY
 

@@ -49,6 +49,7 @@ WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"
 )
+RESERVED = ("messages", "tools", "add_generation_prompt", "now", "strftime_now")  # to a template
 LONGEST_NAME = 40  # characters of a column that may be a known one
 NAMES = 12  # of columns in a message
 
@@ -213,6 +214,8 @@ def _object(value: Any, name: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         _wrong(f"{name} is {shown(value)}", 'write it as an object: {"enable_thinking": false}')
     check_plain(value, str(name))
+    if own := [key for key in value if key in RESERVED]:
+        _wrong(f"{name} holds {listed(own)}, which the row itself gives", "leave it out")
     return value
 
 

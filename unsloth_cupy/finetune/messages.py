@@ -3,7 +3,8 @@
     [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
     [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
 
-Other keys of a message (tool_calls, reasoning_content, name, weight, tool_call_id) stay.
+Other keys of a message (tool_calls, reasoning_content, name, weight, tool_call_id) stay.  An answer
+has a content, or calls, or reasoning; one that is not learned may be empty.
 """
 
 import json
@@ -18,6 +19,7 @@ OTHERS = {  # names of roles in published files
     "function_response": "tool", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")  # roles whose text is a call in JSON
+REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
 LEARNED = ("train", "training", "trainable")  # other names of weight, as booleans
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 DEEPEST = 64  # lists and objects inside of each other, in calls and tools
@@ -102,11 +104,14 @@ def _message(value: Any, name: str) -> dict[str, Any]:
             del more["tool_calls"]
     check_plain(more, name)
     _check_kinds(more, name)
-    if key not in value and "tool_calls" not in more:
+    thought = any(more.get(each, "").strip() for each in REASONING)
+    spare = role == "assistant" and (thought or "tool_calls" in more or more.get("weight") == 0)
+    if key not in value and not spare:
         _wrong(f"{name} has no {key}", "each message has a role and a content")
-    if content is None and "tool_calls" in more:
-        return {"role": role, "content": None, **more}
-    least = int(role == "assistant" and not (more.keys() & {"tool_calls", "reasoning_content"}))
+    if content is None and spare:
+        content = None if "tool_calls" in more else ""
+        return {"role": role, "content": content, **more}
+    least = int(role == "assistant" and not spare)
     return {"role": role, "content": _joined(content, f"{name}.{key}", least), **more}
 
 
@@ -124,7 +129,7 @@ def _joined(content: Any, name: str, least: int) -> str:
 
 def _check_kinds(more: dict[str, Any], name: str) -> None:
     """Check a message's other keys; what says whether it is learned becomes its weight."""
-    for key in ("name", "reasoning_content", "tool_call_id"):
+    for key in ("name", *REASONING, "tool_call_id"):
         if key in more:
             text_of(more[key], f"{name}.{key}", 0)
     for key in LEARNED:

@@ -16,7 +16,8 @@ from .forms import CHATS, CONTEXTS, QUESTIONS, SYSTEMS, Content, content_of, lis
 from .messages import shown
 from .rewards import GIVEN
 
-ASKS = {*CHATS, *QUESTIONS, *CONTEXTS, *SYSTEMS, "tools", "functions", "history"}
+ASKS = {*CHATS, *QUESTIONS, *CONTEXTS, *SYSTEMS, "tools", "functions", "history",
+        "chat_template_kwargs"}  # fmt: skip
 SAID = "completion"  # the column that a row to be learned would have
 WRITE = "write prompt, and columns for the rewards, as answer"
 
@@ -62,10 +63,8 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
 
 def prompt_tokens(record: Any, tokenizer: Any, chat: Any) -> list[int]:
     """Return the tokens of a question, up to where its answer begins."""
-    if not record.messages:
-        return [*tokenizer.encode(record.prompt).ids]
-    text = chat.text(record.messages, tools=record.tools, answer=True)
-    return [*tokenizer.encode(text, add_special_tokens=False).ids]
+    ((text, *_),) = record.texts(chat)
+    return [*tokenizer.encode(text, add_special_tokens=not record.messages).ids]
 
 
 def _wrong(problem: str, cure: str) -> NoReturn:

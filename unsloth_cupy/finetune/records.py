@@ -72,11 +72,11 @@ class Record(NamedTuple):
 
     def texts(self, chat: Chat) -> list[Lesson]:
         """Return the texts that it is learned from, with the spans of them that are learned."""
+        beside = (self.messages, self.tools, self.chat_template_kwargs)
         if self.asks:
-            asked = chat.text(self.messages, tools=self.tools, answer=True) if self.messages else ""
-            return [Lesson(asked or self.prompt, [], [])]
+            return [Lesson(chat.asked(*beside) if self.messages else self.prompt, [], [])]
         if self.messages:
-            return chat.spans(self.messages, self.tools)
+            return chat.spans(*beside)
         whole = self.prompt + self.answer
         return [Lesson(whole, [Span(len(self.prompt), len(whole))], [0])]
 

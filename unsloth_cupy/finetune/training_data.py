@@ -17,9 +17,8 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..models.text.tokenizer import check_tokens
-from .chat import Chat
+from .chat import Chat, LeftOut, left_out_by
 from .listener import reading
-from .messages import ROLES
 from .method import Method
 from .methods import METHODS
 from .naming import named
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
-LEFT_OUT = "left out "  # before what a template does not write, in counts of answers
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
 
@@ -62,6 +60,7 @@ class Examples(Sequence[Example]):
         self.taught: Array | None = None
         self.ends, self.lines, self.values = [0], list[int](), array("d")
         self.counts = Counter[str]()  # of answers, by what they are, and of their chats
+        self.left_out = Counter[LeftOut]()
 
     def append(self, example: Example) -> None:
         """Add an example."""
@@ -382,13 +381,7 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
         text += f"; {more:,} more texts, as the template writes the last answer in its own way"
     if endless := counts["endless"]:
         text += f"; {endless:,} answers end without a token that stops generation"
-    for key, count in counts.items():
-        if key.startswith(LEFT_OUT):
-            what = key.removeprefix(LEFT_OUT)
-            few = f"{count:,} messages of the role {what}"
-            few = few if what in ROLES else f"the {what} of {count:,} answers"
-            text += f"; the template leaves out {few}"
-    return text
+    return text + _left_out(examples)
 
 
 def account_of_answers(
@@ -399,7 +392,8 @@ def account_of_answers(
     if method.draws:
         text = f"{units:,} of {units + dropped:,} prompts are answered, {method.said}"
         few = f"{named(max_new_tokens=method.new)} in {named(tokens=length)}"
-        return text + f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
+        text += f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
+        return text + _left_out(examples)
     of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
     text = f"{units:,} of {units + dropped:,} {of_kind} are learned"
     text += f" ({counts['learned']:,} of {counts['tokens']:,} tokens)"
@@ -407,7 +401,12 @@ def account_of_answers(
     text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
     if same := counts["same"]:
         text += f"; of {same:,} both answers are equal"
-    return text + f"; {method.said}" * bool(method.said)
+    return text + f"; {method.said}" * bool(method.said) + _left_out(examples)
+
+
+def _left_out(examples: Examples) -> str:
+    """Return in words what the template leaves out, to add to an account."""
+    return "".join(f"; {each.said(count)}" for each, count in examples.left_out.items())
 
 
 def _answers(
@@ -433,7 +432,12 @@ def _answers(
     if rated and method.group == 2:
         other = _said(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
-        texts = [(side, *_text_of(records, tokenizer, ends, chat, side)) for side in record.sides]
+        texts, without = list[tuple[Record, Array, Array]](), list[Counter[LeftOut]]()
+        for side in record.sides:
+            before = chat.left_out.copy()
+            texts.append((side, *_text_of(records, tokenizer, ends, chat, side)))
+            without.append(chat.left_out - before)
+        result.left_out += left_out_by(without)
         next_other = _said(*texts[0][1:])[1] if other is not None else None
         for unit in [[text] for text in texts] if rated else [texts]:
             own: list[tuple[Array, Array, bool]] = []
@@ -492,7 +496,7 @@ def _prompts(
     """Return the prompts of records by their numbers, and how many leave no room for an answer."""
     result, dropped = Examples(token_kind(tokenizer)), 0
     share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
-    begin = 0 if part is records.train else len(records.train)
+    begin, left_out = 0 if part is records.train else len(records.train), chat.left_out.copy()
     every = enumerate(part, begin)
     for _, (number, record) in reading(((share, one) for one in every), records.size, "tokenising"):
         try:
@@ -507,6 +511,7 @@ def _prompts(
             continue
         result.append(Example(tokens, tokens, record.line, value=number))
     result.counts["learned"] = len(result)
+    result.left_out = chat.left_out - left_out
     return result, 0, dropped
 
 
@@ -583,5 +588,5 @@ def _examples(
             counts["chats"] += 1
             counts["lessons"] += max(1, len(lessons))
             counts["endless"] += len(known - ended)
-    counts.update({LEFT_OUT + what: n for what, n in (chat.left_out - left_out).items()})
+    result.left_out = chat.left_out - left_out
     return result, long, lost

@@ -138,7 +138,7 @@ def _check_kinds(more: dict[str, Any], name: str) -> None:
     if "weight" in more:
         if more["weight"] not in (0, 1):
             cure = "give 0, not learned, or 1"
-            _wrong(f"{name}.weight is {shown(more['weight'])}", cure)
+            _wrong(f"{name}.weight is {shown(json.dumps(more['weight']))}", cure)
         more["weight"] = int(more["weight"])
 
 

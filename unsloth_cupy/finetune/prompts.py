@@ -61,11 +61,5 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
     return content._replace(form=form, messages=messages, answer="", value=beside)
 
 
-def prompt_tokens(record: Any, tokenizer: Any, chat: Any) -> list[int]:
-    """Return the tokens of a question, up to where its answer begins."""
-    ((text, *_),) = record.texts(chat)
-    return [*tokenizer.encode(text, add_special_tokens=not record.messages).ids]
-
-
 def _wrong(problem: str, cure: str) -> NoReturn:
     raise ConfigError(f"{problem}; {cure}")

@@ -128,6 +128,13 @@ class Records(NamedTuple):
         before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
         return f"{name}{of_it}{line - before}"
 
+    def texts(self, record: Record, chat: Chat) -> list[Lesson]:
+        """Return ``record.texts(chat)``; an error names its place."""
+        try:
+            return record.texts(chat)
+        except ConfigError as error:
+            raise ConfigError(f"{self.place(record.line)}: {error}") from None
+
     def blocks(self) -> Iterator[tuple[str, str]]:
         """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
 

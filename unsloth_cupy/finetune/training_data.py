@@ -22,7 +22,6 @@ from .listener import reading
 from .method import Method
 from .methods import METHODS
 from .naming import named
-from .prompts import prompt_tokens
 from .records import Record, Records
 from .spans import NOBODY, encoded
 from .text import (
@@ -499,10 +498,9 @@ def _prompts(
     begin, left_out = 0 if part is records.train else len(records.train), chat.left_out.copy()
     every = enumerate(part, begin)
     for _, (number, record) in reading(((share, one) for one in every), records.size, "tokenising"):
-        try:
-            tokens = np.array(prompt_tokens(record, tokenizer, chat), np.int64)
-        except ConfigError as error:
-            raise ConfigError(f"{records.place(record.line)}: {error}") from None
+        ((text, *_),) = records.texts(record, chat)
+        encoding = tokenizer.encode(text, add_special_tokens=not record.messages)
+        tokens = np.array(encoding.ids, np.int64)
         if not len(tokens):
             cure = "write a question that the tokenizer has tokens for"
             raise ConfigError(f"{records.place(record.line)}: a prompt has no tokens; {cure}")
@@ -519,13 +517,10 @@ def _text_of(
     records: Records, tokenizer: Any, ends: Sequence[int], chat: Chat, record: Record
 ) -> tuple[Array, Array]:
     """Return the tokens of a question and its answer, and which of them are learned."""
-    try:
-        lessons = record.texts(chat)
-        if len(lessons) > 1:
-            cure = "give one answer"
-            raise ConfigError(f"the template writes the answers in {len(lessons)} texts; {cure}")
-    except ConfigError as error:
-        raise ConfigError(f"{records.place(record.line)}: {error}") from None
+    lessons = records.texts(record, chat)
+    if len(lessons) > 1:
+        problem = f"the template writes the answers in {len(lessons)} texts; give one answer"
+        raise ConfigError(f"{records.place(record.line)}: {problem}")
     text, spans, _ = lessons[0]
     tokens, owners = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
     owners[:1] = NOBODY  # no token before it predicts it
@@ -559,10 +554,7 @@ def _examples(
     # for the progress bar: about the bytes of a record, as the length of a range
     share = range(records.size // (len(records.train) + len(records.held_out)))
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
-        try:
-            lessons = record.texts(chat)
-        except ConfigError as error:
-            raise ConfigError(f"{records.place(record.line)}: {error}") from None
+        lessons = records.texts(record, chat)
         is_chat, running, is_long = bool(record.messages), record.kind == "texts", False
         known, kept = set[int](), set[int]()  # answers, and those that stay when texts are cut
         ended = set[int]()

@@ -182,6 +182,16 @@ class TestFiles:
             ("a.jsonl", b'{"text": "a"\n{"text": "b"}', ":1: is not JSON (Expecting ',' delimiter"),
             ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: holds '   "),
             ("a.txt", b"", "is empty"),
+            ("a.jsonl", b'{"text": "a"}\n{"text": "a", "text": "b"}',
+             ":2: cannot be read as JSON (an object has the key text twice); write one"),
+            ("a.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+             ":1: cannot be read as JSON (an object has the key content twice); write one"),
+            ("a.json", b'[{"text": "a"},\n{"text": "a", "x": {"b": 1, "b": 2}}]',
+             ":2: cannot be read as JSON (an object has the key b twice); write a list"),
+            ("a.jsonl", b'{"text": "a', ":1: is not JSON (Unterminated string starting at column"),
+            *((f"a.{kind}", b"text,id" * (kind == "csv") + b"\n" * 10**6,
+               ": more than 100,000 lines without text end here; remove them")
+              for kind in ("csv", "jsonl")),
         ],
     )  # fmt: skip
     def test_a_broken_file_is_named_with_its_line(
@@ -459,6 +469,7 @@ class TestForms:
             ({"messages": [ASK | {"content": [{"type": "image_url", "image_url": "x"}]}, SAY]},
              "messages[0].content[0] is of the type image_url, and text alone is learned; leave"),
             ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
+            ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; give 0'),
             ({"messages": [ASK, SAY | {"content": "", "weight": 1}]},
              "messages[1].content is empty; write what is to be learned"),
             *(({"messages": [ASK, SAY | {"content": "", name: " "}]},
@@ -617,6 +628,37 @@ class TestReport:
         assert "\x1b" not in shown.stdout
         assert "«the cat" in shown.stdout
         assert f"{report.learned:,} of {report.total:,} tokens" in shown.stdout
+
+    @pytest.mark.parametrize("name", REASONING)
+    def test_without_a_model_nothing_of_a_chat_is_left_out(self, name: str, tmp_path: Path) -> None:
+        rows = [
+            {"messages": [ASK | {"content": f"{i}"}, CALLED, {"role": "tool", "content": "2"},
+                          {"role": "assistant", "content": None, name: "hm"}], "tools": [CALL]}
+            for i in range(20)
+        ]  # fmt: skip
+        report = inspect_data(written(tmp_path, *rows))
+        assert not report.left_out
+        said = len(json.dumps([CALL])) + len("hm")
+        assert [report.learned, report.lengths["most"]] == [18 * said, said + len("2") + 2]
+        learned = "".join(text for text, known in report.examples[0].pieces if known)
+        assert learned == (
+            f"<tool_call>{json.dumps(CALL['function'])}</tool_call><|im_end|>\n"
+            "<think>\nhm\n</think>\n<|im_end|>\n"
+        )
+
+    def test_each_text_of_a_chat_is_shown(self, tmp_path: Path) -> None:
+        template = (
+            "{% for m in messages %}<{{ m.role }}>{{ '!' if loop.last }}{{ m.content }}</s>"
+            "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        folder = _model(tmp_path)
+        (folder / "chat_template.jinja").write_text(template)
+        rows = [{"messages": [ASK, SAY, ASK, SAY | {"content": f"{i}"}]} for i in range(20)]
+        report = inspect_data(written(tmp_path, *rows), folder)
+        for each in report.examples:
+            learned = [text.strip() for text, known in each.pieces if known]
+            assert len(learned) == 2
+            assert learned[1] == "!b</s>"
 
     def test_running_text(self, tmp_path: Path) -> None:
         report = inspect_data(_text(tmp_path))

@@ -109,6 +109,7 @@ class Records(NamedTuple):
     note: str = ""  # what was recognised, in one line
     forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
     method: str = "sft"  # for which they were read
+    evaluated: Any = None  # the records of another file that are held out: their lines are below 0
 
     @property
     def chats(self) -> bool:
@@ -123,6 +124,8 @@ class Records(NamedTuple):
 
     def place(self, line: int) -> str:
         """Return the file and the line in it of a record's line."""
+        if line < 0:
+            return str(self.evaluated.place(-line))
         if not self.files:
             return f"{self.path}:{line}"
         before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
@@ -219,11 +222,13 @@ def read_records(
     ignore: Collection[str] = (),
     more: str = "",
     method: str = "sft",
+    whole: bool = False,
 ) -> Records:
     """Return the records of files, split into training and held-out records.
 
     ``data`` is what ``located`` takes, or what it returns; ``ignore`` names columns that are not
     read, ``more`` is a message to add to the account of the files, ``method`` is what reads rows.
+    With ``whole`` none is held out, as of a file to evaluate on.
 
     Raises
     ------
@@ -260,12 +265,9 @@ def read_records(
     if ignore:
         digest.update(repr(sorted(ignore)).encode())
     where = files[0].name + f" and {len(files) - 1} more" * (len(files) > 1)
-    if len(collected.sizes) < 2:
-        problem = "holds one record" if collected.sizes else "is empty"
-        raise ConfigError(f"{where} {problem}; write two lines or more: one is held out")
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
     most = HELD_OUT_PROMPTS if METHODS[method].draws else len(weights)
-    train, held_out = _split(where, collected, weights, most=most)
+    train, held_out = _split(where, collected, weights, most=most, whole=whole)
     of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
@@ -314,14 +316,21 @@ def _split(
     weights: Array,
     share: float | None = None,
     most: int | None = None,
+    whole: bool = False,
 ) -> tuple[Sequence[Record], Sequence[Record]]:
     """Return training and held-out records: a random share is held out, with its duplicates.
 
     None: a tenth, but not more than a loss needs that is exact to 0.02 nats, and at most ``most``.
+    With ``whole``, none is held out.
 
     A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
     """
     digests = np.frombuffer(bytes(collected.digests), "V16")
+    if len(digests) < 2 - whole:
+        cure = "write a line" if whole else "write two lines or more: one is held out"
+        raise ConfigError(f"{where} {'holds one record' if len(digests) else 'is empty'}; {cure}")
+    if whole:
+        return collected.some(np.arange(len(digests))), []
     _, first, group = np.unique(digests, return_index=True, return_inverse=True)
     order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
     held, characters = list[int](), 0

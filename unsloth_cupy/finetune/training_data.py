@@ -321,7 +321,7 @@ def from_records(
     if method.draws:
         cut = functools.partial(_prompts, records, tokenizer, shape.length, chat, method)
         more = ()
-    (train, long, lost), (held_out, *_) = (
+    (train, long, lost), (held_out, *without) = (
         cut(part, *more) for part in (records.train, records.held_out)
     )
     for part, which in ((train, "learned"), (held_out, "held out")):
@@ -332,7 +332,9 @@ def from_records(
                 problem = f"no prompt that is {which} leaves room for"
                 problem += f" {named(max_new_tokens=method.new)} in {named(tokens=shape.length)}"
                 cure += f", or fewer {named('max_new_tokens')}"
-            raise ConfigError(f"{named(text=records.where)}: {problem}; {cure}")
+            other = records.evaluated if part is held_out else None
+            where = named(eval=other.where) if other else named(text=records.where)
+            raise ConfigError(f"{where}: {problem}; {cure}")
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     name = records.path.name if records.path else records.where
     lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
@@ -362,6 +364,8 @@ def from_records(
         counts = [len(learned), len(held_out_labels)]
         baseline = unigram_baseline(learned, held_out_labels, config.vocab)
         baseline = None if method.losses else baseline  # another loss has none
+    if any(without) and records.held_out is not records.train:
+        note += "; of those held out {1:,} are dropped and {0:,} are cut".format(*without)
     return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],
                    counts[1], prompt, note, (rows, longest), (train, held_out))  # fmt: skip
 

@@ -359,6 +359,10 @@ class TestForms:
                 {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
                 {"from": "observation", "value": "2"}, {"from": "gpt", "value": "b"}]},
              [ASK, CALLED, {"role": "tool", "content": "2"}, SAY]),
+            *(({"messages": [ASK, SAY | {name: value}, ASK, SAY | {"images": []}]},
+               [ASK, SAY | {"weight": int(value)}, ASK, SAY | {"images": []}])
+              for name in ("weight", "train", "training", "trainable", "loss")
+              for value in (False, 0, 1.0)),
             *(({"messages": [ASK, {"role": "assistant", "content": content, name: "hm"}]},
                [ASK, {"role": "assistant", "content": content or "", name: "hm"}])
               for content in (None, "") for name in REASONING),
@@ -469,6 +473,13 @@ class TestForms:
             ({"messages": [ASK | {"content": [{"type": "image_url", "image_url": "x"}]}, SAY]},
              "messages[0].content[0] is of the type image_url, and text alone is learned; leave"),
             ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
+            ({"messages": [ASK, SAY | {"loss": 0.5}]}, "messages[1].loss is 0.5; give 0, not"),
+            ({"messages": [ASK, SAY | {"train": "no"}]}, 'messages[1].train is "no"; give 0, not'),
+            ({"messages": [ASK, SAY | {"train": True, "weight": 0}]},
+             "messages[1] has weight and train, which differ; give one of them"),
+            ({"messages": [ASK | {"images": ["x"]}, SAY]}, "messages[0] has images, and text alon"),
+            ({"messages": [ASK, SAY | {"train_detail": [{"train": False}]}]},
+             "messages[1] has train_detail, and an answer is learned as a whole; give it a w"),
             ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; give 0'),
             ({"messages": [ASK, SAY | {"content": "", "weight": 1}]},
              "messages[1].content is empty; write what is to be learned"),

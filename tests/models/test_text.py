@@ -69,6 +69,12 @@ def test_a_text_goes_on_as_its_tokens_do(folder: Path) -> None:
         )
 
 
+def test_many_tokens_are_added_by_default(folder: Path) -> None:
+    model = models.load(folder)
+    room = model.config.positions - len(model.tokenizer.encode("The"))
+    assert model.generate_text("The") == model.generate_text("The", max_new_tokens=room)
+
+
 def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -> None:
     model = models.load(folder)
     assert copy.deepcopy(model).tokenizer is not None

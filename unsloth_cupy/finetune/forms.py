@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import ConfigError
-from .messages import check_plain, checked_messages, shown, text_of
+from .messages import MEDIA, check_plain, checked_messages, shown, text_of
 from .methods import methods_of
 from .naming import named
 
@@ -36,7 +36,6 @@ PAIRS = (
     *(("query", "positive"), ("query", "pos"), ("query", "passage"), ("query", "document")),
 )
 SEVERAL = ("completions", "responses", "answers")
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 LABELS, SCORES = ("label", "labels", "kto_tag"), ("score", "scores", "reward", "rewards")
 WEIGHTS = ("weight", "weights", "sample_weight")
 TOKENS = ("input_ids", "labels", "attention_mask")

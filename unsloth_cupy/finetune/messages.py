@@ -20,7 +20,9 @@ OTHERS = {  # names of roles in published files
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")  # roles whose text is a call in JSON
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
-LEARNED = ("train", "training", "trainable")  # other names of weight, as booleans
+LEARNED = ("weight", "train", "training", "trainable", "loss")  # one thing, by its names in files
+SPANS = "train_detail"  # which characters of an answer are learned
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 DEEPEST = 64  # lists and objects inside of each other, in calls and tools
 SHOWN = 40  # characters of an invalid value in a message
@@ -132,14 +134,20 @@ def _check_kinds(more: dict[str, Any], name: str) -> None:
     for key in ("name", *REASONING, "tool_call_id"):
         if key in more:
             text_of(more[key], f"{name}.{key}", 0)
-    for key in LEARNED:
-        if isinstance(more.get(key), bool):
-            more["weight"] = int(more.pop(key))
-    if "weight" in more:
-        if more["weight"] not in (0, 1):
+    for key in MEDIA:
+        if more.get(key):
+            _wrong(f"{name} has {key}, and text alone is learned", "leave such messages out")
+    if more.get(SPANS):
+        _wrong(f"{name} has {SPANS}, and an answer is learned as a whole", "give it a weight")
+    weights = {key: more.pop(key) for key in LEARNED if key in more}
+    for key, value in weights.items():
+        if value not in (0, 1):
             cure = "give 0, not learned, or 1"
-            _wrong(f"{name}.weight is {shown(json.dumps(more['weight']))}", cure)
-        more["weight"] = int(more["weight"])
+            _wrong(f"{name}.{key} is {shown(json.dumps(value))}", cure)
+    if len({*map(int, weights.values())}) > 1:
+        _wrong(f"{name} has {' and '.join(weights)}, which differ", "give one of them")
+    if weights:
+        more["weight"] = int(next(iter(weights.values())))
 
 
 def _calls(text: Any, name: str) -> list[Any]:

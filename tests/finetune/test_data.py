@@ -210,6 +210,25 @@ class TestFiles:
         path.write_text(json.dumps(rows, ensure_ascii=False, indent=2))
         assert [c[2] for c in contents(read_data(path))] == sorted(row["text"] for row in rows)
 
+    @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+    def test_what_a_table_holds_that_no_row_does(self, suffix: str, tmp_path: Path) -> None:
+        """Two columns of a name, of which one would be left out, and bytes in place of text."""
+        pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+        from pyarrow import parquet
+
+        for names, value, said in (
+            (["text", "text"], "a", "cannot be read: two columns are called text; copy it"),
+            (["text", "id"], b"\xff\xfe", ':1: text is {"bytes": 2}, not text; write'),
+        ):
+            table = pa.Table.from_arrays([pa.array([value] * 9), pa.array(range(9))], names)
+            path = tmp_path / f"a{suffix}"
+            if suffix == ".parquet":
+                parquet.write_table(table, path)
+            else:
+                with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+                    out.write_table(table)
+            assert said in refusal(path)
+
     def test_standard_input(self, tmp_path: Path) -> None:
         settings = ("--steps", 2, "--layers", 1, "--hidden", 32, "--vocabulary", 300, "--out")
         result = run("finetune", "--data", "-", *settings, tmp_path / "run", given=LINES)
@@ -443,6 +462,9 @@ class TestForms:
         data = read_data(path, ignore=["score"])
         assert isinstance(data, Records)
         assert data.note == f"{path}: 9 rows of text"
+        other = read_data(path, ignore=["id", "score", "Score"])
+        assert isinstance(other, Records)
+        assert other.note == f"{path}: 9 rows of text; no row has Score, id, to ignore"
         assert run("data", path, "--ignore", "score").exit_code == 0
         assert "one running text" in refusal(_text(tmp_path), ignore=["score"])
 

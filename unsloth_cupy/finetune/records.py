@@ -241,7 +241,7 @@ def read_records(
     alone = files[0].path if len(files) == 1 and files[0].keep is None else None
     collected, digest = _Collected(), hashlib.sha256()
     counts, unused, starts, ends = Counter[str](), dict[str, None](), list[int](), list[int]()
-    line, size = 0, 0
+    line, size, absent = 0, 0, {*ignore}
     for file in files[1:]:  # what is wrong at their beginning is said before the first is read
         if file.kind not in PROCESSED:
             for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
@@ -254,6 +254,7 @@ def read_records(
         for number, row in enumerate(rows, 1):
             content = _content(file, number, row, ignore, method)
             counts[content.form.name] += 1
+            absent.difference_update(row.values)
             if len(unused) < MOST_NAMES:
                 unused.update(dict.fromkeys(content.form.unused))
             line = starts[-1] + (number if file.kind == "JSON" else row.line)
@@ -272,7 +273,7 @@ def read_records(
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
         held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
-        _account(where, counts, ignore, unused, more), dict(counts), method,
+        _account(where, counts, ignore, unused, more) + _never(absent), dict(counts), method,
     )  # fmt: skip
 
 
@@ -296,6 +297,11 @@ def _account(
     if unused := [name for name in unused if name not in ignore]:
         text += f"; not read: the column{'s' * (len(unused) > 1)} {listed(unused)}"
     return text + f"; {more}" * bool(more)
+
+
+def _never(columns: Collection[str]) -> str:
+    """Return in words which columns to ignore no row has."""
+    return f"; no row has {listed(sorted(columns))}, to ignore" * bool(columns)
 
 
 def split(records: Records, share: float) -> Records:

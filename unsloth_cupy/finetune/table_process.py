@@ -21,7 +21,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             return value.decode()
-        return f"<{len(value)} bytes>"
+        return {"bytes": len(value)}  # no text, and said so where one is read
     return str(value)
 
 
@@ -61,6 +61,9 @@ def write(path: str, kind: str) -> None:
     count, parts = batches(path, kind)
     print(json.dumps([count, ""]), flush=True)
     for part in parts:
+        names = part.schema.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two columns are called {twice[0]}")
         for start in range(0, part.num_rows, ROWS):
             for row in part.slice(start, ROWS).to_pylist():
                 print(json.dumps(without_absent(row), default=plain))

@@ -111,18 +111,24 @@ class Chat:
         return self.files | {CONFIG: settings_text(settings)}
 
     def text(
-        self, messages: Sequence[Message], *, answer: bool = False, tools: Tools = None
+        self,
+        messages: Sequence[Message],
+        *,
+        answer: bool = False,
+        tools: Tools = None,
+        today: bool = True,
     ) -> str:
         """Return messages as text; with ``answer``, with the beginning of an assistant's turn.
 
-        The date is today's with ``answer``, and else one that never changes.
+        The date is today's with ``answer`` and ``today``, and else one that never changes.
 
         Raises
         ------
         ConfigError
             The template does not accept these messages.
         """
-        (result,) = self.rendered([(messages, answer)], tools, datetime.now() if answer else FIXED)
+        now = datetime.now() if answer and today else FIXED
+        (result,) = self.rendered([(messages, answer)], tools, now)
         if result.error:
             raise self.refused(result.error)
         return result.text

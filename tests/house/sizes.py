@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2060,
     "models": 11260,
     "memory": 1050,
-    "finetune": 6400,
+    "finetune": 6500,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

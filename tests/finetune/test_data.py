@@ -217,7 +217,7 @@ class TestFiles:
         from pyarrow import parquet
 
         for names, value, said in (
-            (["text", "text"], "a", "cannot be read: two columns are called text; copy it"),
+            (["text", "text"], "a", "cannot be read: 2 columns are called text; copy it"),
             (["text", "id"], b"\xff\xfe", ':1: text is {"bytes": 2}, not text; write'),
         ):
             table = pa.Table.from_arrays([pa.array([value] * 9), pa.array(range(9))], names)

@@ -269,7 +269,7 @@ class Chat(Template):
             role = message["role"]
             if role != "assistant" and _longest(str(message.get("content") or "")) not in text:
                 self.left_out[LeftOut("", f"messages of the role {role}")] += 1
-            for key in message.keys() - KNOWN:
+            for key in (each for each in message if each not in KNOWN):
                 self._count_unread(key, "the key {} of", "messages")
         for key in options or ():
             self._count_unread(key, "the chat_template_kwargs {} of", "chats")

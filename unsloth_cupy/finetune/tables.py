@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
@@ -32,12 +33,11 @@ DELIMITERS = ",;"  # that a CSV may have
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; raise a ValueError if it has a key twice, of which json takes the last."""
+    """Return an object; raise a ConfigError if it has a key twice, of which json takes the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"an object has the key {shown(twice)} twice")
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ConfigError(f"an object has the key {shown(twice)} twice")
     return values
 
 

@@ -10,10 +10,16 @@ from typing import Any, cast
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import Chat, Lesson
+from unsloth_cupy.finetune.chat import ANSWERS, Chat, LeftOut, Lesson
+from unsloth_cupy.finetune.data_report import inspect_data
+from unsloth_cupy.finetune.methods import METHODS
 from unsloth_cupy.finetune.records import Record, read_records
+from unsloth_cupy.finetune.run_folder import model_without_weights
 from unsloth_cupy.finetune.spans import encoded
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.training_data import Shape, from_records
+
+from ..cli.test_cli import LLAMA
 
 BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = (
@@ -252,6 +258,75 @@ def test_reasoning_by_any_name_is_kept(key: str, tmp_path: Path) -> None:
                       "<think>\nHm, Very.\n</think>\n\nVery.<|im_end|>\n"]  # fmt: skip
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_the_name_by_which_the_template_reads_it(
+    key: str, name: str, tmp_path: Path
+) -> None:
+    """Words of comments, texts and options are no names."""
+    others = "{# reasoning_content, reasoning, thinking #}{{ 'reasoning: thinking' if thinking }}"
+    messages = [*chat("Who?"), {"role": "assistant", "content": "", key: "Hm."}]
+    read = THINKS.replace("m.reasoning_content", f"m['{name}']")
+    for template in (others + THINKS.replace("reasoning_content", name), others + read):
+        ((text, spans, _),) = Chat(folder(tmp_path, template)).spans(messages)
+        assert text[spans[0].start :] == "<think>\nHm.\n</think>\n\n<|im_end|>\n"
+    with pytest.raises(
+        ConfigError, match=r"not write the reasoning of messages\[1\], which is all"
+    ):
+        Chat(folder(tmp_path, others + CHATML)).spans(messages)
+
+
+SWITCHED = CHATML.replace(
+    "{% endif %}", "{% if quiet is defined and quiet %}<no>\n{% endif %}{% endif %}"
+).replace("{{ m.content }}", "{{ '<no>\n' if quiet and m.role == 'assistant' }}{{ m.content }}")
+
+
+def test_a_template_gets_the_options_of_a_chat(tmp_path: Path) -> None:
+    """What it writes by them is asked, not answered."""
+    known = Chat(folder(tmp_path, SWITCHED))
+    for options, asked in (({"quiet": True}, "<no>\n"), ({"quiet": False}, ""), (None, "")):
+        (lesson,) = known.spans(ASKED, None, options)
+        assert learned([lesson]) == ["The dog.<|im_end|>\n", "Very.<|im_end|>\n"]
+        assert f"<|im_start|>assistant\n{asked}The dog." in lesson.text
+        assert known.asked(ASKED[:1], None, options).endswith(f"<|im_start|>assistant\n{asked}")
+    assert not known.left_out
+    known.spans(ASKED, None, {"loud": 1})
+    assert known.left_out == {LeftOut("the chat_template_kwargs loud of ", "chats"): 1}
+
+
+def test_a_prompt_is_as_a_question_of_a_day_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for template in (CHATML, ALWAYS, NO_HEADER):
+        known = Chat(folder(tmp_path, "{{ strftime_now('%d %b %Y') }}" + template))
+        for day in ((2031, 5, 6), (2032, 7, 8)):
+            monkeypatch.setattr("unsloth_cupy.models.text.chat.datetime", stopped(*day))
+            texts.append(known.asked(ASKED[:3]))
+        assert texts[-2] == texts[-1]
+        assert texts[-1][11:] == known.question(ASKED[:3])[11:]
+        assert texts[-1].startswith("26 Jul 2024")
+        (lesson,) = known.spans(ASKED)
+        assert lesson.text.startswith(texts[-1])
+
+
+def test_a_prompt_with_what_a_template_does_not_write(tmp_path: Path) -> None:
+    quiet = CHATML.replace("in messages", "in messages if m.role != 'system'")
+    known = Chat(folder(tmp_path, quiet))
+    messages = [{"role": "system", "content": "Be kind."}, *chat("Who?")]
+    known.asked([messages[0], messages[1] | {"name": "Eve", "mood": "glad"}])
+    assert {each.said(n) for each, n in known.left_out.items()} == {
+        "the template leaves out 1 messages of the role system",
+        "the template leaves out the key name of 1 messages",
+        "the template leaves out the key mood of 1 messages",
+    }
+    with pytest.raises(ConfigError, match="does not write tools"):
+        known.asked(messages, TestTools.TOOLS)
+    calls = TestTools.messages('{"a": 1}')[:3]
+    asked = Chat(folder(tmp_path, CALLS)).asked(calls, TestTools.TOOLS)
+    assert asked.count('"a": 1') == 1
+
+
 def test_the_next_question_ends_an_answer_without_its_thoughts(tmp_path: Path) -> None:
     messages = chat("Who?", "The dog.")
     messages[1]["reasoning_content"] = "Hm."
@@ -275,6 +350,10 @@ def test_thoughts_that_stand_in_a_turn_of_their_own(tmp_path: Path) -> None:
     tokens, owners = encoded(tokenizer, text, spans, True, ends, known)
     actual = tokenizer.decode(tokens[owners >= 0], skip_special_tokens=False)
     assert actual == "Hm.<|im_end|><|im_start|>final\nThe dog.<|im_end|>"
+
+
+def _thought(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "reasoning": "Hm."}
 
 
 class TestTools:
@@ -520,7 +599,8 @@ def check_beside(known: Chat) -> None:
             )
             expected = {message["content"]} if message["role"] == "assistant" else set()
             expected |= {"value1"} if "tool_calls" in message else set()
-            if known.left_out["content beside tool_calls"] and "tool_calls" in message:
+            quiet = known.left_out[LeftOut("the content beside tool_calls of ", ANSWERS)]
+            if quiet and "tool_calls" in message:
                 expected.discard(message["content"])
             assert {*OTHERS.findall(own)} == expected
             if not known.marked:  # marks may hold headers, as the template's author wants it
@@ -625,6 +705,48 @@ class TestAccount:
         assert "; the template leaves out 2 messages of the role system" in self.account(
             tmp_path, rows, 500, quiet
         )
+
+    def test_thoughts_in_the_content_that_a_template_cuts(self, tmp_path: Path) -> None:
+        rows = [{"messages": chat(who, "<think>Hmm.</think>The dog.")} for who in ("Who?", "So?")]
+        said = "; the template leaves out what stands before </think> in 2 answers"
+        assert said in self.account(tmp_path, rows, 500, DISTILLED)
+        assert "leaves out" not in self.account(tmp_path, rows, 500, CHATML)
+
+    def test_what_both_answers_of_a_pair_have_counts_once(self, tmp_path: Path) -> None:
+        quiet = CHATML.replace("in messages", "in messages if m.role != 'system'")
+        system = {"role": "system", "content": "Be kind."}
+        pairs = [
+            {"prompt": [system, *chat(f"Who {n}?")], "chosen": [_thought("The dog.")],
+             "rejected": [_thought("It is.")], "chat_template_kwargs": {"loud": 1}}
+            for n in range(4)
+        ]  # fmt: skip
+        rated = [
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2 == 0}
+            for n, row in enumerate(pairs)
+        ]
+        prompts = [{"prompt": row["prompt"], "chat_template_kwargs": {"loud": 1}} for row in pairs]
+        model = folder(tmp_path / "model", quiet)
+        train_tokenizer("nothing but ASCII", 257).save(str(model / "tokenizer.json"))
+        (model / "config.json").write_bytes((LLAMA / "config.json").read_bytes())
+        for method, rows, thoughts, options in (
+            ("dpo", pairs, 2, 1), ("kto", rated, 1, 0), ("kto", pairs, 2, 1),
+            ("reward", pairs, 2, 1), ("grpo", prompts, 0, 1),
+        ):  # fmt: skip
+            (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            records = read_records(tmp_path / "a.jsonl", method=method)
+            count = len(records.train)
+            said = [f"the template leaves out {count} messages of the role system"]
+            said += [f"the template leaves out the reasoning of {thoughts * count} answers"] * (
+                thoughts > 0
+            )
+            said += [f"the template leaves out the chat_template_kwargs loud of {count} chats"] * (
+                options
+            )
+            assert sorted(inspect_data(records, model).left_out) == sorted(said)
+            shape = Shape(4, 500, False, 0, METHODS[method])
+            config = model_without_weights(model).config
+            made = from_records(records, load_tokenizer(model), config, shape, 0, Chat(model))
+            assert [each for each in said if f"; {each}" not in made.note] == []
 
     def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
         rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]

@@ -16,6 +16,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data, records
+from unsloth_cupy.finetune.messages import REASONING
 from unsloth_cupy.finetune.records import Record, Records, Stored
 from unsloth_cupy.finetune.text import Text
 
@@ -181,6 +182,16 @@ class TestFiles:
             ("a.jsonl", b'{"text": "a"\n{"text": "b"}', ":1: is not JSON (Expecting ',' delimiter"),
             ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: holds '   "),
             ("a.txt", b"", "is empty"),
+            ("a.jsonl", b'{"text": "a"}\n{"text": "a", "text": "b"}',
+             ":2: cannot be read as JSON (an object has the key text twice); write one"),
+            ("a.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+             ":1: cannot be read as JSON (an object has the key content twice); write one"),
+            ("a.json", b'[{"text": "a"},\n{"text": "a", "x": {"b": 1, "b": 2}}]',
+             ":2: cannot be read as JSON (an object has the key b twice); write a list"),
+            ("a.jsonl", b'{"text": "a', ":1: is not JSON (Unterminated string starting at column"),
+            *((f"a.{kind}", b"text,id" * (kind == "csv") + b"\n" * 10**6,
+               ": more than 100,000 lines without text end here; remove them")
+              for kind in ("csv", "jsonl")),
         ],
     )  # fmt: skip
     def test_a_broken_file_is_named_with_its_line(
@@ -199,6 +210,25 @@ class TestFiles:
         path.write_text(json.dumps(rows, ensure_ascii=False, indent=2))
         assert [c[2] for c in contents(read_data(path))] == sorted(row["text"] for row in rows)
 
+    @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+    def test_what_a_table_holds_that_no_row_does(self, suffix: str, tmp_path: Path) -> None:
+        """Two columns of a name, of which one would be left out, and bytes in place of text."""
+        pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+        from pyarrow import parquet
+
+        for names, value, said in (
+            (["text", "text"], "a", "cannot be read: 2 columns are called text; copy it"),
+            (["text", "id"], b"\xff\xfe", ':1: text is {"bytes": 2}, not text; write'),
+        ):
+            table = pa.Table.from_arrays([pa.array([value] * 9), pa.array(range(9))], names)
+            path = tmp_path / f"a{suffix}"
+            if suffix == ".parquet":
+                parquet.write_table(table, path)
+            else:
+                with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
+                    out.write_table(table)
+            assert said in refusal(path)
+
     def test_standard_input(self, tmp_path: Path) -> None:
         settings = ("--steps", 2, "--layers", 1, "--hidden", 32, "--vocabulary", 300, "--out")
         result = run("finetune", "--data", "-", *settings, tmp_path / "run", given=LINES)
@@ -213,6 +243,8 @@ class TestFiles:
             "tatsu-lab/alpaca"
         )
         assert "name at least one" in refusal([])
+        for rows in (ROWS, ROWS[0]):
+            assert "read_data(dict): rows are read from files; write them" in refusal(rows)
 
 
 class TestFolders:
@@ -348,6 +380,20 @@ class TestForms:
                 {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
                 {"from": "observation", "value": "2"}, {"from": "gpt", "value": "b"}]},
              [ASK, CALLED, {"role": "tool", "content": "2"}, SAY]),
+            *(({"messages": [ASK, SAY | {name: value}, ASK, SAY | {"images": []}]},
+               [ASK, SAY | {"weight": int(value)}, ASK, SAY | {"images": []}])
+              for name in ("weight", "train", "training", "trainable", "loss")
+              for value in (False, 0, 1.0)),
+            *(({"messages": [ASK, {"role": "assistant", "content": content, name: "hm"}]},
+               [ASK, {"role": "assistant", "content": content or "", name: "hm"}])
+              for content in (None, "") for name in REASONING),
+            ({"messages": [ASK, {"role": "assistant", "thinking": "hm"}]},
+             [ASK, {"role": "assistant", "content": "", "thinking": "hm"}]),
+            ({"conversations": [{"from": "human", "value": "a"},
+                                {"from": "gpt", "value": "", "weight": 0}, ASK, SAY]},
+             [ASK, {"role": "assistant", "content": "", "weight": 0}, ASK, SAY]),
+            ({"messages": [ASK, {"role": "assistant", "content": None, "train": False}, ASK, SAY]},
+             [ASK, {"role": "assistant", "content": "", "weight": 0}, ASK, SAY]),
             ({"prompt": [ASK, SAY, ASK], "completion": [SAY]},
              [ASK, SAY | {"weight": 0}, ASK, SAY]),
         ],
@@ -416,6 +462,9 @@ class TestForms:
         data = read_data(path, ignore=["score"])
         assert isinstance(data, Records)
         assert data.note == f"{path}: 9 rows of text"
+        other = read_data(path, ignore=["id", "score", "Score"])
+        assert isinstance(other, Records)
+        assert other.note == f"{path}: 9 rows of text; no row has Score, id, to ignore"
         assert run("data", path, "--ignore", "score").exit_code == 0
         assert "one running text" in refusal(_text(tmp_path), ignore=["score"])
 
@@ -448,6 +497,26 @@ class TestForms:
             ({"messages": [ASK | {"content": [{"type": "image_url", "image_url": "x"}]}, SAY]},
              "messages[0].content[0] is of the type image_url, and text alone is learned; leave"),
             ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
+            ({"messages": [ASK, SAY | {"loss": 0.5}]}, "messages[1].loss is 0.5; give 0, not"),
+            ({"messages": [ASK, SAY | {"train": "no"}]}, 'messages[1].train is "no"; give 0, not'),
+            ({"messages": [ASK, SAY | {"train": True, "weight": 0}]},
+             "messages[1] has weight and train, which differ; give one of them"),
+            ({"messages": [ASK | {"images": ["x"]}, SAY]}, "messages[0] has images, and text alon"),
+            ({"messages": [ASK, SAY | {"train_detail": [{"train": False}]}]},
+             "messages[1] has train_detail, and an answer is learned as a whole; give it a w"),
+            ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; give 0'),
+            ({"messages": [ASK, SAY | {"content": "", "weight": 1}]},
+             "messages[1].content is empty; write what is to be learned"),
+            *(({"messages": [ASK, SAY | {"content": "", name: " "}]},
+               "messages[1].content is empty") for name in REASONING),
+            *(({"messages": [ASK, SAY | {name: ["hm"]}]},
+               f"messages[1].{name} is [\"hm\"], not text") for name in REASONING),
+            ({"messages": [ASK | {"content": None, "thinking": "hm"}, SAY]},
+             "messages[0].content is null, not text"),
+            ({"messages": [ASK, {"role": "assistant", "content": None, "refusal": "No."}]},
+             "messages[1].content is null, not text"),
+            ({"messages": [ASK, SAY], "chat_template_kwargs": {"tools": []}},
+             "chat_template_kwargs holds tools, which the row itself gives; leave it out"),
             ({"messages": [ASK, SAY | {"tool_calls": [{"function": {}}]}]},
              "messages[1].tool_calls[0] is {"),
             ({"messages": [ASK, SAY], "tools": [{"a": json.loads("[" * 90 + "]" * 90)}]},
@@ -594,6 +663,37 @@ class TestReport:
         assert "\x1b" not in shown.stdout
         assert "«the cat" in shown.stdout
         assert f"{report.learned:,} of {report.total:,} tokens" in shown.stdout
+
+    @pytest.mark.parametrize("name", REASONING)
+    def test_without_a_model_nothing_of_a_chat_is_left_out(self, name: str, tmp_path: Path) -> None:
+        rows = [
+            {"messages": [ASK | {"content": f"{i}"}, CALLED, {"role": "tool", "content": "2"},
+                          {"role": "assistant", "content": None, name: "hm"}], "tools": [CALL]}
+            for i in range(20)
+        ]  # fmt: skip
+        report = inspect_data(written(tmp_path, *rows))
+        assert not report.left_out
+        said = len(json.dumps([CALL])) + len("hm")
+        assert [report.learned, report.lengths["most"]] == [18 * said, said + len("2") + 2]
+        learned = "".join(text for text, known in report.examples[0].pieces if known)
+        assert learned == (
+            f"<tool_call>{json.dumps(CALL['function'])}</tool_call><|im_end|>\n"
+            "<think>\nhm\n</think>\n<|im_end|>\n"
+        )
+
+    def test_each_text_of_a_chat_is_shown(self, tmp_path: Path) -> None:
+        template = (
+            "{% for m in messages %}<{{ m.role }}>{{ '!' if loop.last }}{{ m.content }}</s>"
+            "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        folder = _model(tmp_path)
+        (folder / "chat_template.jinja").write_text(template)
+        rows = [{"messages": [ASK, SAY, ASK, SAY | {"content": f"{i}"}]} for i in range(20)]
+        report = inspect_data(written(tmp_path, *rows), folder)
+        for each in report.examples:
+            learned = [text.strip() for text, known in each.pieces if known]
+            assert len(learned) == 2
+            assert learned[1] == "!b</s>"
 
     def test_running_text(self, tmp_path: Path) -> None:
         report = inspect_data(_text(tmp_path))

@@ -175,6 +175,31 @@ def test_a_share_is_held_out(kind: str, text: Path, lines: Path, tmp_path: Path)
     assert 0.7 < counts[1] < 1.3
 
 
+def test_rows_of_ones_own_file_are_named_in_it(base: Path, lines: Path, tmp_path: Path) -> None:
+    """Not by the lines of the data; and what of them is cut or dropped is said."""
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    refuses = "{% for m in messages %}{{ m.content + '' }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(refuses)
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": "a", "completion": "b"}, {"messages": asked}, {"messages": asked, "id": 1}]
+    rows[2]["tools"] = [{"type": "function", "function": {"name": "add"}}]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"own\.jsonl:3: .* does not write tools"):
+        trained(lines, tmp_path / "run", file, folder, steps=1)
+    rows[2:] = [{"prompt": "a " * 20, "completion": "b"}, {"prompt": "a", "completion": "b " * 20}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 16, "--steps", 1,
+               "--out", tmp_path / "run")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert f"held out: {file}: 4 rows, 3 of prompt/completion, 1 of messages" in done.stderr
+    assert "; of those held out 1 are dropped and 2 are cut" in done.stderr
+    file.write_text(json.dumps(rows[2]) + "\n")  # one row will do
+    done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 8)
+    assert_one_clear_error(done, f"--eval {file}: no text that is held out gets to its answer")
+
+
 def test_files_that_do_not_fit_each_other(text: Path, lines: Path, tmp_path: Path) -> None:
     for data, held in ((text, lines), (lines, text)):
         with pytest.raises(ConfigError) as error:
@@ -327,6 +352,13 @@ def test_the_command_evaluates_each_source(
     for each in (first, second, both):
         assert f"{each.loss:.4f}" in result.output
         assert f"{each.token_accuracy:.2%}" in result.output
+    assert f"{lines}: 60 rows of prompt/completion" in result.stderr
+    assert "60 of 60 completions are measured (" in result.stderr
+    (one := tmp_path / "one.jsonl").write_text(lines.read_text().splitlines()[50])
+    (only,) = evaluate(base, one)
+    assert 0 < only.tokens < second.tokens
+    (none := tmp_path / "none.jsonl").touch()
+    assert_one_clear_error(run("evaluate", base, "--data", none), "is empty; write a line")
     other = run("evaluate", base, "--data", tmp_path / "none.txt")
     assert_one_clear_error(other, "none.txt: No such file")
     copied = tmp_path / "no-tokenizer"

@@ -440,10 +440,11 @@ class TestChat:
         chat = Chat(folder_with(tmp_path, STRICT))
         model = create(json.loads((LLAMA / "config.json").read_text()), seed=0)
         tokenizer = train_tokenizer("text", 257)
-        with pytest.raises(ConfigError, match=r"lines.jsonl:2: .*roles must take turns"):
-            from_records(
-                read_records(path), tokenizer, model.config, Shape(2, 64, True, 0), 0, chat
-            )
+        records, said = read_records(path), r"lines.jsonl:2: .*roles must take turns"
+        with pytest.raises(ConfigError, match=said):
+            from_records(records, tokenizer, model.config, Shape(2, 64, True, 0), 0, chat)
+        with pytest.raises(ConfigError, match=said):
+            preparation.with_tokens(Settings(), records, tokenizer, chat, model.config)
 
 
 class TestLabels:

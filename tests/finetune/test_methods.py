@@ -561,11 +561,13 @@ def test_answers_are_rated_in_every_form(tmp_path: Path) -> None:
         {"prompt": [ASK], "completion": [GOOD], "label": 0},
         {"messages": [ASK, GOOD, ASK, BAD], "kto_tag": "False"},
         {"prompt": "a", "chosen": " c", "rejected": " d"},
+        {"prompt": "a", "completion": " e", "label": "0"},
+        {"prompt": "a", "completion": " f", "label": "1"},
     ]
     data = read_data(write(tmp_path / "rated.jsonl", rows), method="kto")
     assert isinstance(data, Records)
     records = sorted([*data.train, *data.held_out], key=lambda record: record.line)
-    assert [each.desirable for each in records] == [True, False, False, None]
+    assert [each.desirable for each in records] == [True, False, False, None, False, True]
     assert [side.desirable for side in records[3].sides] == [True, False]
     assert records[2].messages == [ASK, QUIET, ASK, BAD]
     for row, said in (

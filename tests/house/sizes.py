@@ -28,7 +28,7 @@ LIMITS = {
     "parallel": 2080,
     "models": 11340,
     "memory": 1050,
-    "finetune": 6430,
+    "finetune": 6500,
     "bench": 850,
     "profiling": 960,
     "cli": 1500,

@@ -69,6 +69,12 @@ def test_a_text_goes_on_as_its_tokens_do(folder: Path) -> None:
         )
 
 
+def test_many_tokens_are_added_by_default(folder: Path) -> None:
+    model = models.load(folder)
+    room = model.config.positions - len(model.tokenizer.encode("The"))
+    assert model.generate_text("The") == model.generate_text("The", max_new_tokens=room)
+
+
 def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -> None:
     model = models.load(folder)
     assert copy.deepcopy(model).tokenizer is not None
@@ -96,7 +102,13 @@ def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -
         ([], {}, r"prompt=\[\] holds no message; pass"),
         ("The cat. " * 99, {}, "leaves no room to go on"),
         ("a", {"temperature": -1}, "temperature=-1 must be"),
-        ([{"role": "user"}], {"tools": [{}]}, "has no attribute|does not take|undefined"),
+        ([{"role": "assistant"}], {"tools": [{}]}, "has no attribute|does not take|undefined"),
+        ([{"role": "user"}], {}, r"prompt\[0\] has no content; pass a text, or \[{"),
+        ([*ASKED, {"role": "user", "content": None}], {}, r"prompt\[1\] has no content; pass"),
+        ([{"content": "a"}], {}, r"prompt\[0\] has no role; pass a text"),
+        ({"role": "user", "content": "a"}, {}, "prompt={'role': 'user', 'content': 'a'} is no ch"),
+        (None, {}, "prompt=None is no chat; pass"),
+        (["a", "b"], {}, r"prompt=\['a', 'b'\] is no chat; pass"),
     ],
 )
 def test_wrong_calls(prompt: Any, options: Any, said: str, folder: Path, tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_every_pair_of_options_is_among_them(op: str) -> None:
     assert any(not keys for call in calls for keys in call.beside["key_lengths"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [PACKED, PAGED])
 def test_the_definition(op: str) -> None:
     """In float32, out is as near as float32 lets it; rows that see nothing give zeros."""
@@ -183,7 +184,6 @@ def test_the_definition(op: str) -> None:
     assert hidden
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(COUNT) if Sample.all else range(A_RUN))
 @pytest.mark.parametrize("op", [PACKED, PAGED])
 def test_kernels(op: str, number: int) -> None:

@@ -55,6 +55,8 @@ def data(
         share = report.learned / max(1, report.total)
         without = f"; of {report.unlearned:,} texts nothing" * bool(report.unlearned)
         echo(f"learned: {report.learned:,} of {report.total:,} {unit} ({share:.0%}){without}")
+    for each in report.left_out:
+        echo(each)
     for example in report.examples:
         echo(f"\n--- {example.where}")
         echo_marked(example.pieces)

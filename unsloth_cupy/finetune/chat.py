@@ -19,21 +19,56 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..models.text.chat import CONFIG, Message, Rendered, Span, Tools, placeholder, settings_text
+from ..models.text.chat import (
+    CONFIG,
+    Message,
+    Options,
+    Rendered,
+    Span,
+    Tools,
+    placeholder,
+    settings_text,
+)
 from ..models.text.chat import Chat as Template
+from .messages import REASONING, shown
 from .new_model import TOKENIZER
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
+KNOWN = {"role", "content", "tool_calls", "tool_call_id", "weight", *REASONING}  # of a message
+MOST_KEYS = 100  # of messages, that an account counts
 MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 TAG = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\]|\n)")  # the end of a turn, as most templates write it
 TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 ENDED = re.compile(rf"(\s*({TAGS.pattern}))+\s*")  # one or more of them, no words
 OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")  # the beginning of such a tag
+
+
+Render = Callable[[list[tuple[Sequence[Message], bool]]], list[Rendered]]
+
+
+class LeftOut(NamedTuple):
+    """What a template leaves out, in words; between them is the number of such units."""
+
+    before: str
+    unit: str
+
+    def said(self, count: int) -> str:
+        """Return it with a number."""
+        return f"the template leaves out {self.before}{count:,} {self.unit}"
+
+
+ANSWERS = "answers"
+
+
+def left_out_by(texts: Sequence[Counter[LeftOut]]) -> Counter[LeftOut]:
+    """Return what is left out of texts that answer one question: of that, it counts once."""
+    every = dict.fromkeys(each for text in texts for each in text)
+    counts = {each: [text[each] for text in texts] for each in every}
+    return Counter({e: sum(n) if e.unit == ANSWERS else max(n) for e, n in counts.items()})
 
 
 class Lesson(NamedTuple):
@@ -58,14 +93,14 @@ class Chat(Template):
 
     Attributes
     ----------
-    left_out : Counter of str
-        Of how many answers the template does not write the reasoning, or words beside a call; and,
-        by their role, how many other messages it does not write.
+    left_out : Counter of LeftOut
+        Of how many answers the template does not write the reasoning, or words beside a call; how
+        many other messages it does not write, by their role; and what it does not read.
     """
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(folder)
-        self.left_out = Counter[str]()
+        self.left_out = Counter[LeftOut]()
         if folder is None:
             self.files = {CONFIG: settings_text(TOKENIZER)}
 
@@ -77,9 +112,33 @@ class Chat(Template):
     @functools.cached_property
     def reasoning(self) -> list[str]:
         """The names by which the template reads what was thought before an answer."""
-        return [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
+        read = r"""(\.{0}\b|['"]{0}['"])"""  # the word alone may stand in a comment, or a text
+        return [key for key in REASONING if re.search(read.format(key), self.source)]
 
-    def spans(self, messages: Sequence[Message], tools: Tools = None) -> list[Lesson]:
+    def asked(
+        self, messages: Sequence[Message], tools: Tools = None, options: Options = None
+    ) -> str:
+        """Return messages as the text behind which an answer is asked for, as ``question`` does.
+
+        Its date is that of training, so that a run that goes on has equal prompts.
+
+        Raises
+        ------
+        ConfigError
+            As ``spans``.
+        """
+        render = functools.partial(self.rendered, tools=tools, options=options)
+        said = self._accepted([*map(self._named, messages)], render)
+        text = self.question(said, tools=tools, options=options, today=False)
+        if tools:
+            without = self.question(said, options=options, today=False)
+            self._check_tools(text, without)
+        self._count(said, text, options)
+        return text
+
+    def spans(
+        self, messages: Sequence[Message], tools: Tools = None, options: Options = None
+    ) -> list[Lesson]:
         """Return the texts from which the answers of a chat are learned, the whole chat first.
 
         ``{% generation %}`` marks of the template are obeyed.  An answer of weight 0 is not
@@ -94,9 +153,15 @@ class Chat(Template):
         turns = _learned_turns(messages)
         if not turns:
             return []
-        said = self._accepted([self._named(each) for each in messages[: turns[-1] + 1]], tools)
+        render = functools.partial(self.rendered, tools=tools, options=options)
+        said = self._accepted([*map(self._named, messages[: turns[-1] + 1])], render)
+        answers, text = self._answers(said, turns, render)
+        if text is not None:
+            if tools:
+                self._check_tools(text, self.rendered([(said, False)], options=options)[0].text)
+            self._count(said, text, options)
         lessons: list[Lesson] = []
-        for answer in reversed(self._answers(said, turns, tools)):
+        for answer in reversed(answers):
             if not any(_added(lesson, answer) for lesson in lessons) and answer.spans:
                 turn = [answer.turn] * len(answer.spans)
                 lessons.append(Lesson(answer.text, answer.spans, turn))
@@ -110,7 +175,7 @@ class Chat(Template):
             result[self.reasoning[0]] = result.pop(given)
         return result
 
-    def _accepted(self, messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    def _accepted(self, messages: list[dict[str, Any]], render: Render) -> list[dict[str, Any]]:
         """Return messages in the form that the template takes, as templates differ in two points.
 
         Arguments of a call are an object or its JSON; an absent content is null or empty.
@@ -122,7 +187,7 @@ class Chat(Template):
             for as_text in (False, True)
             for empty in (None, "")
         ]
-        results = self.rendered([(form, False) for form in forms], tools)
+        results = render([(form, False) for form in forms])
         whole = [pair for pair in zip(forms, results, strict=True) if not pair[1].error]
         if not whole:  # that of an empty text: of null, some errors are Python's alone
             raise self.refused(results[1].error)
@@ -139,9 +204,12 @@ class Chat(Template):
         return min(whole, key=faults)[0]
 
     def _answers(
-        self, messages: list[dict[str, Any]], turns: list[int], tools: Tools
-    ) -> list[Answer]:
-        """Return the answers in these turns, each where it is the last message."""
+        self, messages: list[dict[str, Any]], turns: list[int], render: Render
+    ) -> tuple[list[Answer], str | None]:
+        """Return the answers in these turns, each where it is the last message.
+
+        Beside them is the text of all messages, if the template takes them so.
+        """
         mark = placeholder(messages)
         requests: list[tuple[Sequence[Message], bool]] = []
         for turn in turns:
@@ -153,19 +221,16 @@ class Chat(Template):
             requests += [([*before, other], False)]
             uncalled = {key: value for key, value in own.items() if key != "tool_calls"}
             requests += [([*before, uncalled], False)] * bool(own.get("tool_calls"))
-        results = iter(self.rendered(requests, tools))
+        results = iter(render(requests))
         answers = []
         for turn in turns:
             whole, asked, plain, without = (next(results) for _ in range(4))
             calls = messages[turn].get("tool_calls")
             silent = next(results) if calls else without
             if whole.error:
-                answers.append(self._within(turn, messages, tools, whole.error))
+                answers.append(self._within(turn, messages, render, whole.error))
                 continue
-            for key in (*REASONING, *["content"] * bool(calls)):
-                value = messages[turn].get(key)
-                if isinstance(value, str) and value.strip() not in whole.text:
-                    self.left_out[key + " beside tool_calls" * (key == "content")] += 1
+            self._check_words(messages[turn], turn, whole.text)
             if calls and silent.text == whole.text:
                 raise self._left_out(f"messages[{turn}].tool_calls")
             if whole.text == without.text:
@@ -175,15 +240,46 @@ class Chat(Template):
                 )
             answer = self._placed(messages, turn, whole, asked, plain, without)
             if not self.marked and not ENDED.fullmatch(answer.text, answer.end):
-                answer = self._followed(answer, messages, tools)
+                answer = self._followed(answer, messages, render)
             answers.append(answer if self.marked else self._closed(answer, messages, without.text))
-        if tools and self.rendered([(messages, False)])[0].text.split() == whole.text.split():
+        return answers, None if whole.error else whole.text
+
+    def _check_words(self, message: dict[str, Any], turn: int, text: str) -> None:
+        """Count what an answer says and its text does not; raise if that is all of it."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        content = content.strip() if isinstance(content, str) else ""
+        thoughts = [message[key].strip() for key in REASONING if message.get(key)]
+        if any(each not in text for each in thoughts):
+            if not content and not calls:
+                raise self._left_out(f"the reasoning of messages[{turn}], which is all of it")
+            self.left_out[LeftOut("the reasoning of ", ANSWERS)] += 1
+        if calls and content not in text:
+            self.left_out[LeftOut("the content beside tool_calls of ", ANSWERS)] += 1
+        if _longest(content.rpartition("</think>")[0]) not in text:
+            self.left_out[LeftOut("what stands before </think> in ", ANSWERS)] += 1
+
+    def _check_tools(self, text: str, without: str) -> None:
+        """Raise if a text is as the one without tools."""
+        if text.split() == without.split():
             raise self._left_out("tools")
-        for message in messages if not whole.error else ():
-            words = re.findall(r"\w+", str(message.get("content") or ""))
-            if message["role"] != "assistant" and max(words, key=len, default="") not in whole.text:
-                self.left_out[message["role"]] += 1
-        return answers
+
+    def _count(self, messages: list[dict[str, Any]], text: str, options: Options) -> None:
+        """Count the messages that a text leaves out, and the keys and options that none reads."""
+        for message in messages:
+            role = message["role"]
+            if role != "assistant" and _longest(str(message.get("content") or "")) not in text:
+                self.left_out[LeftOut("", f"messages of the role {role}")] += 1
+            for key in (each for each in message if each not in KNOWN):
+                self._count_unread(key, "the key {} of", "messages")
+        for key in options or ():
+            self._count_unread(key, "the chat_template_kwargs {} of", "chats")
+
+    def _count_unread(self, key: str, what: str, unit: str) -> None:
+        """Count a name that the template does not hold."""
+        left = LeftOut(f"{what.format(shown(key))} ", unit)
+        known = left in self.left_out or len(self.left_out) < MOST_KEYS
+        if known and not re.search(rf"\b{re.escape(key)}\b", self.source):
+            self.left_out[left] += 1
 
     def _placed(
         self,
@@ -238,11 +334,13 @@ class Chat(Template):
                 stop = _outside(text, end, stop, after=True)
         return Answer(turn, text, [Span(start, max(stop, end))], end)
 
-    def _within(self, turn: int, messages: list[dict[str, Any]], tools: Tools, why: str) -> Answer:
+    def _within(
+        self, turn: int, messages: list[dict[str, Any]], render: Render, why: str
+    ) -> Answer:
         """Return an answer in the whole chat, as the template takes none that ends with it."""
         other = [*messages]
         other[turn] = {"role": messages[turn]["role"], "content": placeholder(messages)}
-        whole, without = self.rendered([(messages, False), (other, False)], tools)
+        whole, without = render([(messages, False), (other, False)])
         text, start = whole.text, common(whole.text, without.text)
         if whole.error or without.error or start == len(text):
             raise self.refused(why)
@@ -254,7 +352,7 @@ class Chat(Template):
         stop = tag.end() if tag else end
         return Answer(turn, text[:stop], [Span(start, stop)], end)
 
-    def _followed(self, answer: Answer, messages: list[dict[str, Any]], tools: Tools) -> Answer:
+    def _followed(self, answer: Answer, messages: list[dict[str, Any]], render: Render) -> Answer:
         """Return an answer with the end that it has once a question, or its results, follow.
 
         A template may write none behind the last answer: then the tag of the next message is the
@@ -269,7 +367,7 @@ class Chat(Template):
             for call in said.get("tool_calls") or []
         ]
         begun, nexts = messages[: answer.turn + 1], [each for each in (results, asked) if each]
-        after = self.rendered([([*begun, *each], False) for each in nexts], tools)
+        after = render([([*begun, *each], False) for each in nexts])
         (start, stop), text, end = answer.spans[0], answer.text, answer.end
         own, content = text[start:end], said.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
@@ -330,6 +428,11 @@ def common(a: str, b: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if b.startswith(a[low:middle], low) else (low, middle - 1)
     return low
+
+
+def _longest(text: str) -> str:
+    """Return the longest word of a text."""
+    return max(re.findall(r"\w+", text), key=len, default="")
 
 
 def _leading(text: str) -> set[str]:

@@ -29,12 +29,13 @@ class DataFiles(NamedTuple):
         """Whether they are records: one text alone is running text."""
         return len(self.files) > 1 or any(file.kind != "text" for file in self.files)
 
-    def read(self) -> Text | Records:
-        """Return the text or the records."""
+    def read(self, *, whole: bool = False) -> Text | Records:
+        """Return the text or the records; of ``whole`` files no record is held out."""
         if not self.files:
             return split("python-docs", python_documentation())
         if self.lines:
-            return read_records(self.files, self.name, self.ignore, self.note, self.method)
+            given = (self.files, self.name, self.ignore, self.note, self.method)
+            return read_records(*given, whole=whole)
         (file,) = self.files
         if self.ignore or file.weight != 1:
             what = "a weight" if file.weight != 1 else "a column to ignore"

@@ -123,6 +123,9 @@ def _is_weight(value: Any) -> bool:
 def _weighed(each: Any, call: str) -> tuple[Path, float]:
     """Return the path and the weight that "path:2" or (path, 2) names; the weight is 1 if none."""
     weight: Any = 1
+    if isinstance(each, dict) or hasattr(each, "column_names"):  # as a Dataset has
+        cure = 'write them to a file, as rows.to_json("rows.jsonl") does, and name that'
+        raise ConfigError(f"{call}({type(each).__name__}): rows are read from files; {cure}")
     if isinstance(each, tuple) and len(each) == 2:
         each, weight = each
     elif isinstance(each, str) and not path_of(call, each).exists():

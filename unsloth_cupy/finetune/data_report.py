@@ -4,9 +4,11 @@ report = inspect_data("chat.jsonl", "model")
 report.learned, report.total, report.unit          3888, 10211, "tokens"
 """
 
+import json
 import re
 from array import array
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -14,11 +16,10 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import path_of
-from .chat import Chat, Lesson
+from .chat import Chat, LeftOut, Lesson, left_out_by
 from .data import found
 from .listener import reading
-from .messages import shown
-from .prompts import prompt_tokens
+from .messages import REASONING, shown
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
 from .spans import NOBODY, encoded
@@ -28,6 +29,16 @@ from .turns import end_tokens
 
 EXAMPLES = 3
 LONGEST_EXAMPLE = 2000  # characters
+PLAIN = (  # ChatML with all that a chat may hold: without a model, nothing is left out
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ (call.function or call) | tojson }}"
+    "</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+AGAIN = "\n... and up to an earlier answer, as the template writes the last one in its own way:\n"
 TOKENISED = 20_000  # texts of which tokens are counted, at most
 
 
@@ -59,6 +70,7 @@ class DataReport(NamedTuple):
     learned: int  # in this unit
     total: int
     unlearned: int  # texts of which nothing is learned
+    left_out: list[str]  # what the model's template does not write, each in words
     examples: list[Shown]
 
 
@@ -95,12 +107,18 @@ def inspect_data(
         data = found(data, ignore, "inspect_data", method).read()
     words = Words(model, runs_on=isinstance(data, Text))
     lengths, learned, total, unlearned, shown = array("q"), 0, 0, 0, list[Shown]()
+    left_out, chat = Counter[LeftOut](), words.chat
     for where, record in _records(data, TOKENISED if model is not None else None):
-        size, of_it = words.counts(record, where)
-        lengths.append(size)
-        total, learned, unlearned = total + size, learned + of_it, unlearned + (not of_it)
-        if len(shown) < examples:
-            shown.append(Shown(where, words.pieces(record, where)))
+        without = list[Counter[LeftOut]]()
+        for side in record.sides:
+            chat.left_out.clear()
+            size, of_it = words.counts(side, where)
+            without.append(chat.left_out.copy())
+            lengths.append(size)
+            total, learned, unlearned = total + size, learned + of_it, unlearned + (not of_it)
+            if len(shown) < examples:
+                shown.append(Shown(where, words.pieces(side, where)))
+        left_out += left_out_by(without)
     if not lengths:
         raise ConfigError(f"inspect_data({data.name!r}): holds no text to train on")
     least, middle, high, most = np.quantile(lengths, [0, 0.5, 0.99, 1], method="higher").tolist()
@@ -111,7 +129,8 @@ def inspect_data(
         data.forms if records else {"text": 1},
         len(data.train) if records else len(lengths), len(data.held_out) if records else 0,
         "characters" if model is None else "tokens", len(lengths), named, _histogram(lengths),
-        learned, total, unlearned, shown,
+        learned, total, unlearned,
+        [each.said(n) for each, n in left_out.items() if model is not None], shown,
     )  # fmt: skip
 
 
@@ -124,8 +143,7 @@ def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Reco
         share = range(data.size // size)
         for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
             known = "" if record.value is None else f", {shown(record.value)}"
-            for side in record.sides:
-                yield data.place(record.line) + known, side
+            yield data.place(record.line) + known, record
         return
     paragraphs = ((f"{data.path or data.name}, paragraph {n}", Record(n, [], "", text))
                   for n, text in enumerate(_paragraphs(data), 1) if text.strip())  # fmt: skip
@@ -150,6 +168,7 @@ class Words:
         self.tokenizer: Any = None
         self.ends: list[int] = []
         self.chat = Chat(None)
+        self.chat.source = PLAIN
         if model is not None:
             folder = model_folder(path_of("inspect_data: model", model))
             words = words_folder(folder)
@@ -160,11 +179,10 @@ class Words:
     def counts(self, record: Record, where: str) -> tuple[int, int]:
         """Return the length of a text, and how much of it is learned."""
         if self.tokenizer is None:
-            said = [m for m in record.messages if isinstance(m["content"], str)]
-            all_of_it = sum(len(m["content"]) for m in said)
-            answers = [m for m in said if m["role"] == "assistant" and m.get("weight", 1)]
-            learned = sum(len(m["content"]) for m in answers) + len(record.answer)
-            return all_of_it + len(record.prompt) + len(record.answer), learned
+            said = [(_characters(m), m) for m in record.messages]
+            answers = [n for n, m in said if m["role"] == "assistant" and m.get("weight", 1)]
+            beside = len(record.prompt) + len(record.answer)
+            return sum(n for n, _ in said) + beside, sum(answers) + len(record.answer)
         lessons = [self._encoded(record, lesson) for lesson in self._lessons(record, where)]
         return len(lessons[0][0]), sum(int(learned.sum()) for _, learned in lessons)
 
@@ -177,31 +195,40 @@ class Words:
 
     def _encoded(self, record: Record, lesson: Lesson) -> tuple[Any, Any]:
         """Return the tokens of a text, and which of them are learned."""
-        if record.asks:
-            asked = np.array(prompt_tokens(record, self.tokenizer, self.chat))
-            return asked, np.zeros(len(asked), bool)
-        is_chat = bool(record.messages)
+        is_chat, ends = bool(record.messages), [] if record.asks else self.ends
         tokens, owners = encoded(
-            self.tokenizer, lesson.text, lesson.spans, is_chat, self.ends, self.chat
+            self.tokenizer, lesson.text, lesson.spans, is_chat, ends, self.chat
         )
         return tokens, owners != NOBODY
 
     def pieces(self, record: Record, where: str) -> list[Piece]:
         """Return the beginning of a text in pieces that are learned or not."""
-        if self.tokenizer is None:
-            text, spans, _ = self._lessons(record, where)[0]
-            marks = [any(start <= n < stop for start, stop in spans) for n in range(len(text))]
-            runs = groupby(zip(text, marks, strict=True), key=lambda pair: pair[1])
-            pieces = [Piece("".join(c for c, _ in run), learned) for learned, run in runs]
-        else:
-            tokens, learned = self._encoded(record, self._lessons(record, where)[0])
-            pairs = zip(tokens.tolist(), learned.tolist(), strict=True)
-            runs = groupby(pairs, key=lambda pair: pair[1])
-            pieces = [
-                Piece(self.tokenizer.decode([t for t, _ in run], skip_special_tokens=False), known)
-                for known, run in runs
-            ]
+        pieces = list[Piece]()
+        for lesson in self._lessons(record, where):
+            pieces += [Piece(AGAIN, False)] * bool(pieces)
+            if self.tokenizer is None:
+                text, spans, _ = lesson
+                units: Sequence[Any] = text
+                marks = [any(a <= n < b for a, b in spans) for n in range(len(text))]
+            else:
+                tokens, learned = self._encoded(record, lesson)
+                units, marks = tokens.tolist(), learned.tolist()
+            for known, run in groupby(zip(units, marks, strict=True), key=lambda pair: pair[1]):
+                part = [unit for unit, _ in run]
+                words = "".join(part) if self.tokenizer is None else self._decoded(part)
+                pieces.append(Piece(words, known))
         return _begin(pieces)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        """Return the text of tokens, special ones among them."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _characters(message: dict[str, Any]) -> int:
+    """Return the characters of a message: of its content, its reasoning and its calls."""
+    calls = message.get("tool_calls")
+    texts = (message["content"], *(message.get(key) for key in REASONING))
+    return sum(len(text or "") for text in texts) + len(json.dumps(calls)) * bool(calls)
 
 
 def _begin(pieces: list[Piece]) -> list[Piece]:

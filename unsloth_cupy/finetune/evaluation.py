@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 def read(data: Any, method: str = "sft") -> Text | Records:
     """Return the text of a file, or what was read from one before."""
-    return data if isinstance(data, Text | Records) else found(data, (), "evaluate", method).read()
+    if isinstance(data, Text | Records):
+        return data
+    return found(data, (), "evaluate", method).read(whole=True)
 
 
 def whole(data: Text | Records) -> Text | Records:
@@ -79,7 +81,9 @@ def held_out_of(data: Text | Records, evaluate: Any) -> tuple[Text | Records, di
     if isinstance(data, Text) and isinstance(other, Text):
         return data._replace(held_out=_text(whole(other)), cut=data.size, note=""), facts
     if isinstance(data, Records) and isinstance(other, Records):
-        return data._replace(train=_all(data), held_out=_all(other)), facts
+        announce(f"held out: {other.note}")
+        held_out = [record._replace(line=-record.line) for record in _all(other)]
+        return data._replace(train=_all(data), held_out=held_out, evaluated=other), facts
     lines, text = (data.path, other.path) if isinstance(data, Records) else (other.path, data.path)
     raise ConfigError(
         f"{named(eval=other.path)} does not fit {named(text=data.path)}: {lines} has lines, and"
@@ -196,7 +200,10 @@ def evaluate(
                         problem = f"has {own.said or 'pairs'}, the model {config.labels} outputs"
                         raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
                     shape = Shape(batch, length, True, pad, own)
-                    of_source = from_records(held, tokenizer, config, shape, 0, chat).held_out
+                    made = from_records(held, tokenizer, config, shape, 0, chat)
+                    of_source = made.held_out
+                    announce(held.note)
+                    announce(f"{path}: {made.note.replace('are learned', 'are measured', 1)}")
                 elif learning.sums:
                     raise ConfigError(f"evaluate: {path} is running text, for sft alone; give rows")
                 else:

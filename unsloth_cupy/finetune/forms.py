@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import ConfigError
-from .messages import check_plain, checked_messages, shown, text_of
+from .messages import MEDIA, check_plain, checked_messages, shown, text_of
 from .methods import methods_of
 from .naming import named
 
@@ -36,7 +36,6 @@ PAIRS = (
     *(("query", "positive"), ("query", "pos"), ("query", "passage"), ("query", "document")),
 )
 SEVERAL = ("completions", "responses", "answers")
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 LABELS, SCORES = ("label", "labels", "kto_tag"), ("score", "scores", "reward", "rewards")
 WEIGHTS = ("weight", "weights", "sample_weight")
 TOKENS = ("input_ids", "labels", "attention_mask")
@@ -49,6 +48,7 @@ WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"
 )
+RESERVED = ("messages", "tools", "add_generation_prompt", "now", "strftime_now")  # to a template
 LONGEST_NAME = 40  # characters of a column that may be a known one
 NAMES = 12  # of columns in a message
 
@@ -213,6 +213,8 @@ def _object(value: Any, name: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         _wrong(f"{name} is {shown(value)}", 'write it as an object: {"enable_thinking": false}')
     check_plain(value, str(name))
+    if own := [key for key in value if key in RESERVED]:
+        _wrong(f"{name} holds {listed(own)}, which the row itself gives", "leave it out")
     return value
 
 

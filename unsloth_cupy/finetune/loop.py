@@ -452,7 +452,7 @@ class Loop:
         if self.chat is None:
             tokens = self.tokenizer.encode(prompt).ids
         else:
-            text = self.chat.text([{"role": "user", "content": prompt}], answer=True)
+            text = self.chat.asked([{"role": "user", "content": prompt}])
             tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         if not 0 < len(tokens) < self.model.config.positions:
             has = f"{len(tokens)} tokens, and the model {self.model.config.positions} positions"

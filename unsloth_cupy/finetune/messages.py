@@ -3,7 +3,8 @@
     [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
     [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
 
-Other keys of a message (tool_calls, reasoning_content, name, weight, tool_call_id) stay.
+Other keys of a message (tool_calls, reasoning_content, name, weight, tool_call_id) stay.  An answer
+has a content, or calls, or reasoning; one that is not learned may be empty.
 """
 
 import json
@@ -18,7 +19,10 @@ OTHERS = {  # names of roles in published files
     "function_response": "tool", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")  # roles whose text is a call in JSON
-LEARNED = ("train", "training", "trainable")  # other names of weight, as booleans
+REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
+LEARNED = ("weight", "train", "training", "trainable", "loss")  # one thing, by its names in files
+SPANS = "train_detail"  # which characters of an answer are learned
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 DEEPEST = 64  # lists and objects inside of each other, in calls and tools
 SHOWN = 40  # characters of an invalid value in a message
@@ -102,11 +106,14 @@ def _message(value: Any, name: str) -> dict[str, Any]:
             del more["tool_calls"]
     check_plain(more, name)
     _check_kinds(more, name)
-    if key not in value and "tool_calls" not in more:
+    thought = any(more.get(each, "").strip() for each in REASONING)
+    spare = role == "assistant" and (thought or "tool_calls" in more or more.get("weight") == 0)
+    if key not in value and not spare:
         _wrong(f"{name} has no {key}", "each message has a role and a content")
-    if content is None and "tool_calls" in more:
-        return {"role": role, "content": None, **more}
-    least = int(role == "assistant" and not (more.keys() & {"tool_calls", "reasoning_content"}))
+    if content is None and spare:
+        content = None if "tool_calls" in more else ""
+        return {"role": role, "content": content, **more}
+    least = int(role == "assistant" and not spare)
     return {"role": role, "content": _joined(content, f"{name}.{key}", least), **more}
 
 
@@ -124,17 +131,23 @@ def _joined(content: Any, name: str, least: int) -> str:
 
 def _check_kinds(more: dict[str, Any], name: str) -> None:
     """Check a message's other keys; what says whether it is learned becomes its weight."""
-    for key in ("name", "reasoning_content", "tool_call_id"):
+    for key in ("name", *REASONING, "tool_call_id"):
         if key in more:
             text_of(more[key], f"{name}.{key}", 0)
-    for key in LEARNED:
-        if isinstance(more.get(key), bool):
-            more["weight"] = int(more.pop(key))
-    if "weight" in more:
-        if more["weight"] not in (0, 1):
+    for key in MEDIA:
+        if more.get(key):
+            _wrong(f"{name} has {key}, and text alone is learned", "leave such messages out")
+    if more.get(SPANS):
+        _wrong(f"{name} has {SPANS}, and an answer is learned as a whole", "give it a weight")
+    weights = {key: more.pop(key) for key in LEARNED if key in more}
+    for key, value in weights.items():
+        if value not in (0, 1):
             cure = "give 0, not learned, or 1"
-            _wrong(f"{name}.weight is {shown(more['weight'])}", cure)
-        more["weight"] = int(more["weight"])
+            _wrong(f"{name}.{key} is {shown(json.dumps(value))}", cure)
+    if len({*map(int, weights.values())}) > 1:
+        _wrong(f"{name} has {' and '.join(weights)}, which differ", "give one of them")
+    if weights:
+        more["weight"] = int(next(iter(weights.values())))
 
 
 def _calls(text: Any, name: str) -> list[Any]:

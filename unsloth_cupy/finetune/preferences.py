@@ -19,7 +19,9 @@ from .forms import CHATS, QUESTIONS, SIDES, Content, content_of, listed, normal,
 from .messages import checked_messages, shown, text_of
 
 RATINGS = ("label", "labels", "kto_tag")
-RATED: dict[Any, bool] = {True: True, False: False, "true": True, "false": False}
+RATED: dict[Any, bool] = {  # a table holds texts alone
+    True: True, False: False, "true": True, "false": False, "1": True, "0": False,
+}  # fmt: skip
 WRITE = "write prompt, chosen and rejected"
 
 

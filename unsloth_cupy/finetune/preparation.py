@@ -38,7 +38,6 @@ from .naming import named
 from .new_model import ONLINE, SIZES, small_llama
 from .new_tokens import account as account_of
 from .new_tokens import add_tokens, rows_with
-from .prompts import prompt_tokens
 from .ranks import Ranks
 from .records import Records
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
@@ -417,14 +416,11 @@ def with_tokens(
     ends = ends_of(records, tokenizer, config, chat)
     lengths = []
     for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
-        is_chat = bool(record.messages)
-        if method.draws:
-            lengths.append(len(prompt_tokens(record, tokenizer, chat)) + method.new)
-            continue
+        is_chat, own = bool(record.messages), [] if method.draws else ends
         lengths += [
-            len(encoded(tokenizer, text, spans, is_chat, ends, chat)[0])
+            len(encoded(tokenizer, text, spans, is_chat, own, chat)[0]) + method.new
             for side in record.sides
-            for text, spans, _ in side.texts(chat)
+            for text, spans, _ in records.texts(side, chat)
         ]
     needed = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
     tokens = max(2, min(needed, config.positions))

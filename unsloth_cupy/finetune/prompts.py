@@ -16,7 +16,8 @@ from .forms import CHATS, CONTEXTS, QUESTIONS, SYSTEMS, Content, content_of, lis
 from .messages import shown
 from .rewards import GIVEN
 
-ASKS = {*CHATS, *QUESTIONS, *CONTEXTS, *SYSTEMS, "tools", "functions", "history"}
+ASKS = {*CHATS, *QUESTIONS, *CONTEXTS, *SYSTEMS, "tools", "functions", "history",
+        "chat_template_kwargs"}  # fmt: skip
 SAID = "completion"  # the column that a row to be learned would have
 WRITE = "write prompt, and columns for the rewards, as answer"
 
@@ -58,14 +59,6 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
     beside = {name: value for name, value in row.items() if name not in used}
     form = content.form._replace(name=content.form.name.replace(f"/{SAID}", ""), unused=())
     return content._replace(form=form, messages=messages, answer="", value=beside)
-
-
-def prompt_tokens(record: Any, tokenizer: Any, chat: Any) -> list[int]:
-    """Return the tokens of a question, up to where its answer begins."""
-    if not record.messages:
-        return [*tokenizer.encode(record.prompt).ids]
-    text = chat.text(record.messages, tools=record.tools, answer=True)
-    return [*tokenizer.encode(text, add_special_tokens=False).ids]
 
 
 def _wrong(problem: str, cure: str) -> NoReturn:

@@ -72,11 +72,11 @@ class Record(NamedTuple):
 
     def texts(self, chat: Chat) -> list[Lesson]:
         """Return the texts that it is learned from, with the spans of them that are learned."""
+        beside = (self.messages, self.tools, self.chat_template_kwargs)
         if self.asks:
-            asked = chat.text(self.messages, tools=self.tools, answer=True) if self.messages else ""
-            return [Lesson(asked or self.prompt, [], [])]
+            return [Lesson(chat.asked(*beside) if self.messages else self.prompt, [], [])]
         if self.messages:
-            return chat.spans(self.messages, self.tools)
+            return chat.spans(*beside)
         whole = self.prompt + self.answer
         return [Lesson(whole, [Span(len(self.prompt), len(whole))], [0])]
 
@@ -109,6 +109,7 @@ class Records(NamedTuple):
     note: str = ""  # what was recognised, in one line
     forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
     method: str = "sft"  # for which they were read
+    evaluated: Any = None  # the records of another file that are held out: their lines are below 0
 
     @property
     def chats(self) -> bool:
@@ -123,10 +124,19 @@ class Records(NamedTuple):
 
     def place(self, line: int) -> str:
         """Return the file and the line in it of a record's line."""
+        if line < 0:
+            return str(self.evaluated.place(-line))
         if not self.files:
             return f"{self.path}:{line}"
         before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
         return f"{name}{of_it}{line - before}"
+
+    def texts(self, record: Record, chat: Chat) -> list[Lesson]:
+        """Return ``record.texts(chat)``; an error names its place."""
+        try:
+            return record.texts(chat)
+        except ConfigError as error:
+            raise ConfigError(f"{self.place(record.line)}: {error}") from None
 
     def blocks(self) -> Iterator[tuple[str, str]]:
         """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
@@ -212,11 +222,13 @@ def read_records(
     ignore: Collection[str] = (),
     more: str = "",
     method: str = "sft",
+    whole: bool = False,
 ) -> Records:
     """Return the records of files, split into training and held-out records.
 
     ``data`` is what ``located`` takes, or what it returns; ``ignore`` names columns that are not
     read, ``more`` is a message to add to the account of the files, ``method`` is what reads rows.
+    With ``whole`` none is held out, as of a file to evaluate on.
 
     Raises
     ------
@@ -229,7 +241,7 @@ def read_records(
     alone = files[0].path if len(files) == 1 and files[0].keep is None else None
     collected, digest = _Collected(), hashlib.sha256()
     counts, unused, starts, ends = Counter[str](), dict[str, None](), list[int](), list[int]()
-    line, size = 0, 0
+    line, size, absent = 0, 0, {*ignore}
     for file in files[1:]:  # what is wrong at their beginning is said before the first is read
         if file.kind not in PROCESSED:
             for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
@@ -242,6 +254,7 @@ def read_records(
         for number, row in enumerate(rows, 1):
             content = _content(file, number, row, ignore, method)
             counts[content.form.name] += 1
+            absent.difference_update(row.values)
             if len(unused) < MOST_NAMES:
                 unused.update(dict.fromkeys(content.form.unused))
             line = starts[-1] + (number if file.kind == "JSON" else row.line)
@@ -253,17 +266,14 @@ def read_records(
     if ignore:
         digest.update(repr(sorted(ignore)).encode())
     where = files[0].name + f" and {len(files) - 1} more" * (len(files) > 1)
-    if len(collected.sizes) < 2:
-        problem = "holds one record" if collected.sizes else "is empty"
-        raise ConfigError(f"{where} {problem}; write two lines or more: one is held out")
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
     most = HELD_OUT_PROMPTS if METHODS[method].draws else len(weights)
-    train, held_out = _split(where, collected, weights, most=most)
+    train, held_out = _split(where, collected, weights, most=most, whole=whole)
     of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
         held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
-        _account(where, counts, ignore, unused, more), dict(counts), method,
+        _account(where, counts, ignore, unused, more) + _never(absent), dict(counts), method,
     )  # fmt: skip
 
 
@@ -289,6 +299,11 @@ def _account(
     return text + f"; {more}" * bool(more)
 
 
+def _never(columns: Collection[str]) -> str:
+    """Return in words which columns to ignore no row has."""
+    return f"; no row has {listed(sorted(columns))}, to ignore" * bool(columns)
+
+
 def split(records: Records, share: float) -> Records:
     """Return records of which another random share is held out, with its duplicates."""
     times = Counter(record.line for record in records.train)
@@ -307,14 +322,21 @@ def _split(
     weights: Array,
     share: float | None = None,
     most: int | None = None,
+    whole: bool = False,
 ) -> tuple[Sequence[Record], Sequence[Record]]:
     """Return training and held-out records: a random share is held out, with its duplicates.
 
     None: a tenth, but not more than a loss needs that is exact to 0.02 nats, and at most ``most``.
+    With ``whole``, none is held out.
 
     A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
     """
     digests = np.frombuffer(bytes(collected.digests), "V16")
+    if len(digests) < 2 - whole:
+        cure = "write a line" if whole else "write two lines or more: one is held out"
+        raise ConfigError(f"{where} {'holds one record' if len(digests) else 'is empty'}; {cure}")
+    if whole:
+        return collected.some(np.arange(len(digests))), []
     _, first, group = np.unique(digests, return_index=True, return_inverse=True)
     order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
     held, characters = list[int](), 0

@@ -7,6 +7,7 @@ small file that grows ends in an error.
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             return value.decode()
-        return f"<{len(value)} bytes>"
+        return {"bytes": len(value)}  # no text, and said so where one is read
     return str(value)
 
 
@@ -56,14 +57,18 @@ def batches(path: str, kind: str) -> tuple[int, Iterator[Any]]:
     return 0, iter(pa.ipc.open_stream(source))
 
 
-def write(path: str, kind: str) -> None:
-    """Write the rows of a file."""
+def write(path: str, kind: str) -> str:
+    """Write the rows of a file, and return what is wrong with it, or ""."""
     count, parts = batches(path, kind)
     print(json.dumps([count, ""]), flush=True)
     for part in parts:
+        for name, times in Counter(part.schema.names).items():
+            if times > 1:
+                return f"{times} columns are called {name}"
         for start in range(0, part.num_rows, ROWS):
             for row in part.slice(start, ROWS).to_pylist():
                 print(json.dumps(without_absent(row), default=plain))
+    return ""
 
 
 def main() -> None:
@@ -79,7 +84,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     problem = ""
     try:
-        write(*sys.argv[1:])
+        problem = write(*sys.argv[1:])
     except BrokenPipeError:
         pass
     except MemoryError:

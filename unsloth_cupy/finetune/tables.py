@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from ..errors import ConfigError
 from ..models.text.chat import NEEDED
 from .data_files import Located, bound, check_growth, needs, opened, unpacked
+from .messages import shown
 from .text import BREAK, PIECE, SMALL
 
 PROCESSED = ("Parquet", "Arrow")  # kinds that a process of its own reads
@@ -25,9 +27,21 @@ LONGEST = SMALL  # bytes of a row: its text is tokenised as a whole
 ROW = 100  # bytes that a row takes at least, however short: a small file may hold very many
 MARK = b"\xef\xbb\xbf"
 PROCESS = Path(__file__).with_name("table_process.py")
-DECODER = json.JSONDecoder()
+BLANK = 100_000  # lines one after another: a small packed file may hold a billion
 TOKEN = 10  # characters of a word of JSON, which a piece may cut
 DELIMITERS = ",;"  # that a CSV may have
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; raise a ConfigError if it has a key twice, of which json takes the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ConfigError(f"an object has the key {shown(twice)} twice")
+    return values
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 class Row(NamedTuple):
@@ -78,7 +92,7 @@ def _lines(
     file: Located, stream: BinaryIO, digest: Any, first: int = 1
 ) -> Iterator[tuple[range, int, bytes]]:
     """Yield the lines of a file, with their ends and without a byte order mark."""
-    place = _Place(stream)
+    place, blank = _Place(stream), 0
     for number, whole in enumerate(iter(lambda: stream.readline(LONGEST + 1), b""), first):
         if len(whole) > LONGEST:
             cure = "divide its text into several lines"
@@ -86,6 +100,9 @@ def _lines(
                    " hundreds of MiB of memory", cure)  # fmt: skip
         line = whole.removeprefix(MARK) if number == 1 else whole
         digest.update(line)
+        blank = 0 if line.strip() else blank + 1
+        if blank > BLANK:
+            _wrong(file, number, f"more than {BLANK:,} lines without text end here", "remove them")
         yield place.read(len(whole)), number, line
 
 
@@ -114,9 +131,9 @@ def _json(file: Located, number: int, line: bytes) -> Any:
     """Return the value of a line of JSON."""
     text = _decoded(file, number, line)
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
-        problem = f"is not JSON ({error.msg} at column {error.colno})"
+        problem = f"is not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
         _wrong(file, number, problem, "write one object in each line")
     except (ValueError, RecursionError) as error:
         _wrong(file, number, f"cannot be read as JSON ({error})", "write one object in each line")
@@ -166,7 +183,7 @@ def _first_value(file: Located, line: int, text: str, more: bool) -> tuple[Any, 
     except json.JSONDecodeError as error:
         ended = error.pos < len(text.rstrip()) - TOKEN and not error.msg.startswith("Unterminated")
         if text and (ended or not more):
-            problem = f"is not JSON ({error.msg} at column {error.colno})"
+            problem = f"is not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
             _wrong(file, line + error.lineno - 1, problem, "write a list of objects")
     except (ValueError, RecursionError) as error:
         _wrong(file, line, f"cannot be read as JSON ({error})", "write a list of flat objects")

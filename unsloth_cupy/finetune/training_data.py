@@ -17,13 +17,11 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..models.text.tokenizer import check_tokens
-from .chat import Chat
+from .chat import Chat, LeftOut, left_out_by
 from .listener import reading
-from .messages import ROLES
 from .method import Method
 from .methods import METHODS
 from .naming import named
-from .prompts import prompt_tokens
 from .records import Record, Records
 from .spans import NOBODY, encoded
 from .text import (
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
 SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
-LEFT_OUT = "left out "  # before what a template does not write, in counts of answers
 LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
 
 
@@ -62,6 +59,7 @@ class Examples(Sequence[Example]):
         self.taught: Array | None = None
         self.ends, self.lines, self.values = [0], list[int](), array("d")
         self.counts = Counter[str]()  # of answers, by what they are, and of their chats
+        self.left_out = Counter[LeftOut]()
 
     def append(self, example: Example) -> None:
         """Add an example."""
@@ -323,7 +321,7 @@ def from_records(
     if method.draws:
         cut = functools.partial(_prompts, records, tokenizer, shape.length, chat, method)
         more = ()
-    (train, long, lost), (held_out, *_) = (
+    (train, long, lost), (held_out, *without) = (
         cut(part, *more) for part in (records.train, records.held_out)
     )
     for part, which in ((train, "learned"), (held_out, "held out")):
@@ -334,7 +332,9 @@ def from_records(
                 problem = f"no prompt that is {which} leaves room for"
                 problem += f" {named(max_new_tokens=method.new)} in {named(tokens=shape.length)}"
                 cure += f", or fewer {named('max_new_tokens')}"
-            raise ConfigError(f"{named(text=records.where)}: {problem}; {cure}")
+            other = records.evaluated if part is held_out else None
+            where = named(eval=other.where) if other else named(text=records.where)
+            raise ConfigError(f"{where}: {problem}; {cure}")
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     name = records.path.name if records.path else records.where
     lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
@@ -364,6 +364,8 @@ def from_records(
         counts = [len(learned), len(held_out_labels)]
         baseline = unigram_baseline(learned, held_out_labels, config.vocab)
         baseline = None if method.losses else baseline  # another loss has none
+    if any(without) and records.held_out is not records.train:
+        note += "; of those held out {1:,} are dropped and {0:,} are cut".format(*without)
     return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],
                    counts[1], prompt, note, (rows, longest), (train, held_out))  # fmt: skip
 
@@ -382,13 +384,7 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
         text += f"; {more:,} more texts, as the template writes the last answer in its own way"
     if endless := counts["endless"]:
         text += f"; {endless:,} answers end without a token that stops generation"
-    for key, count in counts.items():
-        if key.startswith(LEFT_OUT):
-            what = key.removeprefix(LEFT_OUT)
-            few = f"{count:,} messages of the role {what}"
-            few = few if what in ROLES else f"the {what} of {count:,} answers"
-            text += f"; the template leaves out {few}"
-    return text
+    return text + _left_out(examples)
 
 
 def account_of_answers(
@@ -399,7 +395,8 @@ def account_of_answers(
     if method.draws:
         text = f"{units:,} of {units + dropped:,} prompts are answered, {method.said}"
         few = f"{named(max_new_tokens=method.new)} in {named(tokens=length)}"
-        return text + f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
+        text += f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
+        return text + _left_out(examples)
     of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
     text = f"{units:,} of {units + dropped:,} {of_kind} are learned"
     text += f" ({counts['learned']:,} of {counts['tokens']:,} tokens)"
@@ -407,7 +404,12 @@ def account_of_answers(
     text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
     if same := counts["same"]:
         text += f"; of {same:,} both answers are equal"
-    return text + f"; {method.said}" * bool(method.said)
+    return text + f"; {method.said}" * bool(method.said) + _left_out(examples)
+
+
+def _left_out(examples: Examples) -> str:
+    """Return in words what the template leaves out, to add to an account."""
+    return "".join(f"; {each.said(count)}" for each, count in examples.left_out.items())
 
 
 def _answers(
@@ -433,7 +435,12 @@ def _answers(
     if rated and method.group == 2:
         other = _said(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
-        texts = [(side, *_text_of(records, tokenizer, ends, chat, side)) for side in record.sides]
+        texts, without = list[tuple[Record, Array, Array]](), list[Counter[LeftOut]]()
+        for side in record.sides:
+            before = chat.left_out.copy()
+            texts.append((side, *_text_of(records, tokenizer, ends, chat, side)))
+            without.append(chat.left_out - before)
+        result.left_out += left_out_by(without)
         next_other = _said(*texts[0][1:])[1] if other is not None else None
         for unit in [[text] for text in texts] if rated else [texts]:
             own: list[tuple[Array, Array, bool]] = []
@@ -492,13 +499,12 @@ def _prompts(
     """Return the prompts of records by their numbers, and how many leave no room for an answer."""
     result, dropped = Examples(token_kind(tokenizer)), 0
     share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
-    begin = 0 if part is records.train else len(records.train)
+    begin, left_out = 0 if part is records.train else len(records.train), chat.left_out.copy()
     every = enumerate(part, begin)
     for _, (number, record) in reading(((share, one) for one in every), records.size, "tokenising"):
-        try:
-            tokens = np.array(prompt_tokens(record, tokenizer, chat), np.int64)
-        except ConfigError as error:
-            raise ConfigError(f"{records.place(record.line)}: {error}") from None
+        ((text, *_),) = records.texts(record, chat)
+        encoding = tokenizer.encode(text, add_special_tokens=not record.messages)
+        tokens = np.array(encoding.ids, np.int64)
         if not len(tokens):
             cure = "write a question that the tokenizer has tokens for"
             raise ConfigError(f"{records.place(record.line)}: a prompt has no tokens; {cure}")
@@ -507,6 +513,7 @@ def _prompts(
             continue
         result.append(Example(tokens, tokens, record.line, value=number))
     result.counts["learned"] = len(result)
+    result.left_out = chat.left_out - left_out
     return result, 0, dropped
 
 
@@ -514,13 +521,10 @@ def _text_of(
     records: Records, tokenizer: Any, ends: Sequence[int], chat: Chat, record: Record
 ) -> tuple[Array, Array]:
     """Return the tokens of a question and its answer, and which of them are learned."""
-    try:
-        lessons = record.texts(chat)
-        if len(lessons) > 1:
-            cure = "give one answer"
-            raise ConfigError(f"the template writes the answers in {len(lessons)} texts; {cure}")
-    except ConfigError as error:
-        raise ConfigError(f"{records.place(record.line)}: {error}") from None
+    lessons = records.texts(record, chat)
+    if len(lessons) > 1:
+        problem = f"the template writes the answers in {len(lessons)} texts; give one answer"
+        raise ConfigError(f"{records.place(record.line)}: {problem}")
     text, spans, _ = lessons[0]
     tokens, owners = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
     owners[:1] = NOBODY  # no token before it predicts it
@@ -554,10 +558,7 @@ def _examples(
     # for the progress bar: about the bytes of a record, as the length of a range
     share = range(records.size // (len(records.train) + len(records.held_out)))
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
-        try:
-            lessons = record.texts(chat)
-        except ConfigError as error:
-            raise ConfigError(f"{records.place(record.line)}: {error}") from None
+        lessons = records.texts(record, chat)
         is_chat, running, is_long = bool(record.messages), record.kind == "texts", False
         known, kept = set[int](), set[int]()  # answers, and those that stay when texts are cut
         ended = set[int]()
@@ -583,5 +584,5 @@ def _examples(
             counts["chats"] += 1
             counts["lessons"] += max(1, len(lessons))
             counts["endless"] += len(known - ended)
-    counts.update({LEFT_OUT + what: n for what, n in (chat.left_out - left_out).items()})
+    result.left_out = chat.left_out - left_out
     return result, long, lost

@@ -7,6 +7,7 @@ Programs without the template's language need these pieces; the end of an answer
 generation stops at, which may be another than the model's end of text.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +113,8 @@ def turns_of(chat: Chat) -> Turns:
         The template writes messages in another way; the message says how.
     """
     ask, say, again = message("user", ASK), message("assistant", SAY), message("user", AGAIN)
-    whole = chat.text([ask, say, again], answer=True)
+    asking = functools.partial(chat.text, answer=True, today=False)  # equal files on any day
+    whole = asking([ask, say, again])
     first, _, rest = whole.partition(ASK)
     answer, _, rest = rest.partition(SAY)
     between, _, last = rest.partition(AGAIN)
@@ -121,9 +123,7 @@ def turns_of(chat: Chat) -> Turns:
         end = ""  # it is written once the next question comes
     system = None
     try:
-        before, found, rest = chat.text([message("system", SYSTEM), ask], answer=True).partition(
-            SYSTEM
-        )
+        before, found, rest = asking([message("system", SYSTEM), ask]).partition(SYSTEM)
         system = (before, rest.partition(ASK)[0]) if found else None
     except ConfigError:
         pass  # the template takes no system message
@@ -133,6 +133,6 @@ def turns_of(chat: Chat) -> Turns:
     openings: list[list[Message]] = [[]] if system is None else [[], [message("system", "b c")]]
     for opening in openings:
         talk = [*opening, ask, say, again, message("assistant", "a.\nb"), message("user", "d?")]
-        if chat.text(talk, answer=True) != turns.text(talk):
+        if asking(talk) != turns.text(talk):
             raise ConfigError("what it writes around a message depends on the other messages")
     return turns

@@ -12,7 +12,22 @@ from ..network import Network
 from ..text.chat import Message, Tools
 from ..text.tokenizer import Tokenizer, check_tokens
 
+SHOWN = 80  # characters of a prompt in a message
 LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens at most
+
+
+def _check_messages(prompt: Any, listed: Sequence[Any]) -> None:
+    """Raise if a prompt is no list of messages, as templates write none for what is absent."""
+    cure = 'pass a text, or [{"role": "user", "content": "..."}]'
+    if not listed:
+        raise ConfigError(f"generate_text: prompt=[] holds no message; {cure}")
+    if not all(isinstance(each, dict) for each in listed):
+        raise ConfigError(f"generate_text: prompt={str(prompt)[:SHOWN]} is no chat; {cure}")
+    for place, message in enumerate(listed):
+        for key in ("role", "content"):
+            own = key == "content" and message.get("role") == "assistant"  # it may have calls alone
+            if message.get(key) is None and not own:
+                raise ConfigError(f"generate_text: prompt[{place}] has no {key}; {cure}")
 
 
 class TextStream:
@@ -140,14 +155,11 @@ class Continuation:
         """Return the tokens of a text or chat, or those given."""
         encode = self.tokenizer.encode
         if not isinstance(prompt, str):
-            listed = [*prompt]
-            if not all(isinstance(each, dict) for each in listed):
+            several = isinstance(prompt, Sequence) or hasattr(prompt, "shape")
+            listed: list[Any] = [*prompt] if several else [None]
+            if listed and several and not any(isinstance(e, dict | str) for e in listed):
                 return [int(token) for token in listed]
-            if not listed:
-                raise ConfigError(
-                    "generate_text: prompt=[] holds no message; pass"
-                    ' [{"role": "user", "content": "..."}]'
-                )
+            _check_messages(prompt, listed)
             text = self.tokenizer.chat(listed, tools=tools)
             return [*encode(text, special_tokens=False).tolist()]
         tokens = encode(prompt).tolist() or encode("\n").tolist()

@@ -40,6 +40,7 @@ CHATML = (
 Message = Mapping[str, Any]
 FIXED = datetime(2024, 7, 26)  # the day of training texts: a resumed run must get the same ones
 Tools = Sequence[Mapping[str, Any]] | None
+Options = Mapping[str, Any] | None  # what else a template is told, as enable_thinking
 PARTS = re.compile(r"[.'\"]type\b")  # of a part
 PRIVATE = range(0xE000, 0xF900)  # characters of no script
 
@@ -110,32 +111,46 @@ class Chat:
         return self.files | {CONFIG: settings_text(settings)}
 
     def text(
-        self, messages: Sequence[Message], *, answer: bool = False, tools: Tools = None
+        self,
+        messages: Sequence[Message],
+        *,
+        answer: bool = False,
+        tools: Tools = None,
+        today: bool = True,
     ) -> str:
         """Return messages as text; with ``answer``, with the beginning of an assistant's turn.
 
-        The date is today's with ``answer``, and else one that never changes.
+        The date is today's with ``answer`` and ``today``, and else one that never changes.
 
         Raises
         ------
         ConfigError
             The template does not accept these messages.
         """
-        (result,) = self.rendered([(messages, answer)], tools, datetime.now() if answer else FIXED)
+        now = datetime.now() if answer and today else FIXED
+        (result,) = self.rendered([(messages, answer)], tools, now)
         if result.error:
             raise self.refused(result.error)
         return result.text
 
-    def question(self, messages: Sequence[Message], *, tools: Tools = None) -> str:
+    def question(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        options: Options = None,
+        today: bool = True,
+    ) -> str:
         """Return messages as the text after which the assistant's answer begins.
 
         It is ``text(messages, answer=True)``, and where a template does not write the beginning of
-        an answer by itself, that beginning too.
+        an answer by itself, that beginning too.  Without ``today`` its date is that of training.
         """
         mark = placeholder(messages)
         answered = [*messages, {"role": "assistant", "content": mark}]
         requests = [(messages, True), (messages, False), (answered, False)]
-        asked, plain, other = self.rendered(requests, tools, datetime.now())
+        now = datetime.now() if today else FIXED
+        asked, plain, other = self.rendered(requests, tools, now, options)
         if asked.error:
             raise self.refused(asked.error)
         begun = other.text.partition(mark)[0].rstrip(" ")
@@ -147,12 +162,14 @@ class Chat:
         requests: Iterable[tuple[Sequence[Message], bool]],
         tools: Tools = None,
         now: datetime = FIXED,
+        options: Options = None,
     ) -> list[Rendered]:
         """Return the text of each (messages, answer); one call for all is much faster."""
         form = _in_parts if self.takes_parts else dict
         return self.template.render([
-            {"messages": [*map(form, messages)], "add_generation_prompt": answer, "tools": tools,
-             "documents": None, "now": now.isoformat(), **self.tokens}
+            {"documents": None, **self.tokens, **(options or {}), "tools": tools,
+             "messages": [*map(form, messages)], "add_generation_prompt": answer,
+             "now": now.isoformat()}
             for messages, answer in requests
         ])  # fmt: skip
 

@@ -173,6 +173,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     runs += [("kto", "chunks", many), ("reward", "pipeline", adapted)]
     runs += [("distill", "pipeline", many), ("dpo", "pipeline", adapted)]
     runs += [(name, "zero-3", "") for name in ("kto", "dpo", "reward", "distill", "cpo")]
+    runs += [(name, "zero-3", "--lora 2") for name in ("classify", "kto")]
     runs += [(name, "tensor", adapted) for name in ("dpo", "classify")]
     runs += [(name, "tensor", "") for name in ("kto", "distill", "embed")]
     runs += [(name, "context", "--no-pack") for name in ("reward", "embed")]

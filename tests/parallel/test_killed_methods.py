@@ -32,6 +32,7 @@ RUNS = (
     ("distill", "context", ""),
     ("classify", "zero-1", ""),
     ("reward", "zero-3", ""),
+    ("classify", "zero-3", "--lora 2"),
     ("grpo", "data", f"{AGAIN} --lora 2 --beta 0.1"),
     ("grpo", "tensor", AGAIN),
     ("rloo", "pipeline", "--steps-per-generation 4"),

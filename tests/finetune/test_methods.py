@@ -426,7 +426,6 @@ def test_a_plan_of_a_method(home: Path) -> None:
         ((*draws[2:], "--max-new-tokens", 32), "--max-new-tokens 32 leaves no prompt in --tokens"),
         (("--method", "distill"), "distill has nobody to learn from; give --teacher"),
         (("--teacher", LLAMA), "--method sft does not use --teacher; leave it out, or choose dis"),
-        (("--method", "dpo", "--data-parallel", 2), "plan --method dpo is of one rank; leave the"),
     ):
         assert_one_clear_error(run("plan", home / "model-1.0", *words), said)
 

@@ -149,3 +149,18 @@ def test_adapters_of_tables_and_heads_that_ranks_keep_parts_of(
         for name, gradient in gradients.items():
             np.testing.assert_array_equal(own[2][name], first[name])
             close(own[1][name], gradient)
+
+
+def test_blocks_are_gathered_one_by_one_without_gradients_too() -> None:
+    """As where a loss is held out, or a reference is computed."""
+    model, tokens = create(SIZES | {"model_type": "llama"}, seed=0), np.arange(12).reshape(2, 6)
+    expected = model.log_probs(tokens, tokens).log_probs
+    zero, seen = Zero3(model, COMM), list[set[str]]()
+
+    def gather(parameters: Any) -> Any:
+        seen.append({name.split(".")[2] for name in parameters if ".layers." in name})
+        return zero.gather(parameters)
+
+    model.gather = gather
+    np.testing.assert_array_equal(model.log_probs(tokens, tokens).log_probs, expected)
+    assert [each for each in seen if each] == [{"0"}, {"1"}, {"2"}]

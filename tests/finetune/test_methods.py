@@ -467,6 +467,26 @@ def test_what_does_not_fit_is_one_error(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
+    """Of a reference, the line is named; of the model, the step, and the last good state."""
+    model = load(home / "model-0.9", dtype="float32")
+    model.parameters["model.norm.weight"][3] = np.nan
+    model.save(tmp_path / "broken")
+    shutil.copy(home / "model-0.9" / "tokenizer.json", tmp_path / "broken")
+    broken = tmp_path / "broken"
+    for method in ("dpo", "kto"):
+        said = r"line \d of the data: the log-probability of a token is nan by the reference model"
+        with pytest.raises(ConfigError, match=said):
+            trainer(home, tmp_path / method, method=method, reference=broken).train()
+    for method in ("reward", "cpo", "embed"):
+        options = {"lr": 1e30, "warmup": 0, "steps": 4, "save_every": 1, "evaluate_every": 9}
+        with pytest.raises(
+            ConfigError, match=r"step 2: .*; try a smaller lr than 1e\+30"
+        ):
+            trainer(home, tmp_path / method, method=method, **options).train()
+
+
 def test_data_are_read_for_their_method(home: Path, tmp_path: Path) -> None:
     pairs = read_data(home / "pairs.jsonl", method="dpo")
     assert isinstance(pairs, Records)

@@ -24,7 +24,7 @@ LIMITS = {
     "losses": 600,
     "training": 1120,
     "inference": 540,
-    "interop": 2420,
+    "interop": 2450,
     "parallel": 2060,
     "models": 11260,
     "memory": 1050,

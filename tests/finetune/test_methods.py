@@ -481,9 +481,7 @@ def test_numbers_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> 
             trainer(home, tmp_path / method, method=method, reference=broken).train()
     for method in ("reward", "cpo", "embed"):
         options = {"lr": 1e30, "warmup": 0, "steps": 4, "save_every": 1, "evaluate_every": 9}
-        with pytest.raises(
-            ConfigError, match=r"step 2: .*; try a smaller lr than 1e\+30"
-        ):
+        with pytest.raises(ConfigError, match=r"step 2: .*; try a smaller lr than 1e\+30"):
             trainer(home, tmp_path / method, method=method, **options).train()
 
 

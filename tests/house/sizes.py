@@ -27,7 +27,7 @@ LIMITS = {
     "interop": 2450,
     "parallel": 2060,
     "models": 11260,
-    "memory": 1050,
+    "memory": 1100,
     "finetune": 6400,
     "bench": 850,
     "profiling": 960,

@@ -123,4 +123,4 @@ def test_packed_texts_are_planned_for_a_gpu(method: str) -> None:
         ).total
         for device in ("cpu", "cuda")
     ]  # fmt: skip
-    assert planned[1] == pytest.approx(planned[0], rel=0.1)
+    assert planned[1] == pytest.approx(planned[0], rel=0.1)  # kernels keep other arrays

@@ -377,11 +377,8 @@ def _pairs(own: Any) -> dict[str, Any]:
 )
 def wpo_weights_forward(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
     """Return the weights."""
-    ours, squares = (
-        masked("wpo_weights", array, mask, name)
-        for name, array in (("log_probs", log_probs), ("log_sum_squares", log_sum_squares))
-    )
-    sums = (ours - squares).sum(axis=1)
+    squares = masked("wpo_weights", log_sum_squares, mask, "log_sum_squares")
+    sums = (masked("wpo_weights", log_probs, mask) - squares).sum(axis=1)
     means = sums / lengths(mask, sums.dtype)
     half = len(means) // 2
     return np.exp(means[:half] + means[half:])

@@ -65,6 +65,7 @@ def test_a_file_with_other_weights_is_refused(
     assert not (tmp_path / "m.gguf").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", IN_LLAMA_CPP)
 def test_what_rounding_explains_is_written(label: str, tmp_path: Path) -> None:
     """Of every family, with what llama.cpp has in another form."""

@@ -175,6 +175,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     runs += [("kto", "chunks", many), ("reward", "pipeline", adapted)]
     runs += [("distill", "pipeline", many), ("dpo", "pipeline", adapted)]
     runs += [(name, "zero-3", "") for name in ("kto", "dpo", "reward", "distill", "cpo")]
+    runs += [(name, "zero-3", "--lora 2") for name in ("classify", "kto")]
     runs += [(name, "tensor", adapted) for name in ("dpo", "classify")]
     runs += [(name, "tensor", "") for name in ("kto", "distill", "embed")]
     runs += [(name, "context", "--no-pack") for name in ("reward", "embed")]
@@ -430,7 +431,6 @@ def test_a_plan_of_a_method(home: Path) -> None:
         ((*draws[2:], "--max-new-tokens", 32), "--max-new-tokens 32 leaves no prompt in --tokens"),
         (("--method", "distill"), "distill has nobody to learn from; give --teacher"),
         (("--teacher", LLAMA), "--method sft does not use --teacher; leave it out, or choose dis"),
-        (("--method", "dpo", "--data-parallel", 2), "plan --method dpo is of one rank; leave the"),
     ):
         assert_one_clear_error(run("plan", home / "model-1.0", *words), said)
 
@@ -470,6 +470,24 @@ def test_what_does_not_fit_is_one_error(
     with pytest.raises(ConfigError, match=said):
         trainer(home, tmp_path / "run", **settings).train()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> None:
+    """Of a reference, the line is named; of the model, the step, and the last good state."""
+    model = load(home / "model-0.9", dtype="float32")
+    model.parameters["model.norm.weight"][3] = np.nan
+    model.save(tmp_path / "broken")
+    shutil.copy(home / "model-0.9" / "tokenizer.json", tmp_path / "broken")
+    broken = tmp_path / "broken"
+    for method in ("dpo", "kto"):
+        said = r"line \d of the data: the log-probability of a token is nan by the reference model"
+        with pytest.raises(ConfigError, match=said):
+            trainer(home, tmp_path / method, method=method, reference=broken).train()
+    for method in ("reward", "cpo", "embed"):
+        options = {"lr": 1e30, "warmup": 0, "steps": 4, "save_every": 1, "evaluate_every": 9}
+        with pytest.raises(ConfigError, match=r"step 2: .*; try a smaller lr than 1e\+30"):
+            trainer(home, tmp_path / method, method=method, **options).train()
 
 
 def test_data_are_read_for_their_method(home: Path, tmp_path: Path) -> None:

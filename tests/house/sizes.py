@@ -27,7 +27,7 @@ LIMITS = {
     "interop": 2540,
     "parallel": 2080,
     "models": 11340,
-    "memory": 1050,
+    "memory": 1100,
     "finetune": 6500,
     "bench": 850,
     "profiling": 960,

@@ -446,3 +446,56 @@ def test_bad_options(call: Any, words: str) -> None:
 def test_shapes_that_do_not_fit(call: Any, words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         call()
+
+
+ONES, ROWS = np.ones(4, np.float32), np.full((4, 3), -1.0, np.float32)
+COUNTED, GOOD = np.ones((4, 3), bool), np.array([True, False, True, False])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("call", "name", "like"),
+    [
+        (lambda x: losses.preference(x, COUNTED, ROWS), "log_probs", ROWS),
+        (lambda x: losses.preference(ROWS, COUNTED, x), "reference", ROWS),
+        (lambda x: losses.preference(ROWS, COUNTED, ROWS, weights=x[:2]), "weights", ONES),
+        (lambda x: losses.kto(x, COUNTED, ROWS, GOOD), "log_probs", ROWS),
+        (lambda x: losses.kto(ROWS, COUNTED, x, GOOD), "reference", ROWS),
+        (lambda x: losses.kto(ROWS, COUNTED, ROWS, GOOD, weights=x), "weights", ONES),
+        (lambda x: losses.kto(ROWS, COUNTED, ROWS, GOOD, k=x[1:2].reshape(())), "k", ONES),
+        (lambda x: losses.policy(x, COUNTED, ONES), "log_probs", ROWS),
+        (lambda x: losses.policy(ROWS, COUNTED, x), "advantages", ONES),
+        (lambda x: losses.policy(ROWS, COUNTED, x), "advantages", ROWS),
+        (lambda x: losses.policy(ROWS, COUNTED, ONES, old=x), "old", ROWS),
+        (lambda x: losses.policy(ROWS, COUNTED, ONES, reference=x, beta=1.0), "reference", ROWS),
+        (lambda x: losses.policy(ROWS, COUNTED, ONES, weights=x), "weights", ROWS),
+        (lambda x: losses.policy(ROWS, COUNTED, ONES, weights=x[:, None]), "weights", ONES),
+        (lambda x: losses.nll(x, COUNTED), "log_probs", ROWS),
+        (losses.reward, "rewards", ONES),
+        (lambda x: losses.reward(ONES, margin=x[:2]), "margin", ONES),
+        (lambda x: losses.contrastive(x, ROWS), "queries", ROWS),
+        (lambda x: losses.contrastive(ROWS, x), "documents", ROWS),
+        (lambda x: losses.implicit_rewards(x, COUNTED), "log_probs", ROWS),
+        (lambda x: losses.implicit_rewards(ROWS, COUNTED, x), "reference", ROWS),
+        (lambda x: losses.wpo_weights(x, ROWS, COUNTED), "log_probs", ROWS),
+        (lambda x: losses.wpo_weights(ROWS, x, COUNTED), "log_sum_squares", ROWS),
+        (lambda x: losses.sampler_ratio(x, ROWS, COUNTED), "old", ROWS),
+        (lambda x: losses.high_entropy(x, COUNTED, 0.5), "entropy", ROWS),
+        (lambda x: losses.advantages(ONES, 2, weights=x[1:2]), "weights", ONES),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named(
+    call: Any, name: str, like: Any, wrong: float
+) -> None:
+    x = like.copy()
+    x[1] = wrong
+    with pytest.raises(ConfigError, match=rf"{name} holds {wrong}( at |;)"):
+        call(x)
+
+
+def test_weights_that_a_mask_hides_may_hold_anything() -> None:
+    hidden, weights = COUNTED.copy(), np.full((4, 3), 0.5, np.float32)
+    hidden[:, 2] = False
+    expected = losses.policy(ROWS, hidden, ONES, weights=weights)
+    weights[:, 2] = np.nan
+    assert losses.policy(ROWS, hidden, ONES, weights=weights) == expected

@@ -1,14 +1,23 @@
 """Schedules of pipelines: in order, without a wait for ever, with the bubbles that are known."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
+from unsloth_cupy import add, losses
 from unsloth_cupy.errors import CommunicationError, ConfigError
+from unsloth_cupy.models import create, network
+from unsloth_cupy.models.objective import TrainingStep
+from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.parallel import SingleCommunicator, Step, pipeline_schedule, run_pipeline
 from unsloth_cupy.parallel.schedule import KINDS, most_held, timetable
 from unsloth_cupy.parallel.simulation import Collective, Compute, Exchange, pipeline_program, replay
 
+from ..models.peers import SIZES
 from .pipelines import small_layers
+from .threads import by_threads
 
 
 def work(step):
@@ -103,3 +112,46 @@ def test_groups_go_on_together():
     np.testing.assert_allclose(seen.seconds, 3.0)
     assert seen.busy == [0.0, 1.0, 2.0]
     assert seen.peaks == [5, 5, 5]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_stages_in_16_bits_round_only_what_they_send(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum before the next block, which one process normalises before it rounds it.
+
+    All else has equal bits, those of a preference's gradients too.
+    """
+    config = SIZES | {"model_type": "llama", "num_hidden_layers": 2}
+    rng = np.random.default_rng(0)
+    tokens, completion = rng.integers(1, 90, (4, 9)), np.arange(9) > 3
+    mask = np.tile(np.append(completion[1:], False), (4, 1))
+    batch = {"tokens": tokens, "reference": rng.uniform(-5, -4, (4, 9)).astype(np.float32)}
+
+    def loss(model: Any, tokens: Any, reference: Any) -> Any:
+        rows = model.log_probs(tokens, tokens).log_probs
+        return losses.preference(rows, mask, reference)
+
+    def of_stage(comm: Any) -> Any:
+        model = create(config, seed=0, dtype=dtype, pipeline=comm)
+        stage = ModelStage(model, model.trainable, TrainingStep(), loss)
+        return pipeline_gradients(stage, schedule_of(stage.stages, 1), [batch])
+
+    def step() -> Any:
+        model = create(config, seed=0, dtype=dtype)
+        return model.value_and_gradients(partial(loss, **batch))
+
+    def rounded(call: Any, branch: Any, checkpoints: Any) -> Any:
+        before, stream = blocks(call, branch, checkpoints, range(1))
+        return blocks(call, add(before, stream), checkpoints, range(1, 2))
+
+    stages, blocks = by_threads(2, of_stage), network.blocks
+    alone, _ = step()
+    monkeypatch.setattr(network, "blocks", rounded)
+    value, gradients = step()
+    assert alone != value
+    assert [each for each, _ in stages] == [value, value]
+    actual = stages[0][1] | stages[1][1]
+    assert actual.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(actual[name], gradient.astype(np.float32), name)

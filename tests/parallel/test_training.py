@@ -8,10 +8,15 @@ import pytest
 
 from unsloth_cupy import AdamW, Tape, linear
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.models import create
 from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1, Zero3
+from unsloth_cupy.parallel.communicator import part
 from unsloth_cupy.parallel.zero import divided
 from unsloth_cupy.training.tape import take_gradients
 
+from ..models.peers import SIZES
+from .ranks import close
+from .threads import by_threads
 from .training import all_checks, new_model
 
 COMM = SingleCommunicator()
@@ -105,3 +110,57 @@ def test_what_makes_no_sense_is_refused() -> None:
         zero.load_state({name: state[name] for name in ("steps", "mean.w")})
     with pytest.raises(ShapeError, match=r"mean\.w has shape \(5, 4\)"):
         zero.load_state(state | {"mean.w": np.ones((5, 4), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({"modules": ["score"]}, {"architectures": ["LlamaForSequenceClassification"]}),
+        ({"modules": ["embed_tokens"]}, {}),
+        ({"tokens": {"embed_tokens": [3, 5], "lm_head": [5]}}, {}),
+        ({"targets": ["q_proj", "embed_tokens", "lm_head"]}, {}),
+    ],
+)
+def test_adapters_of_tables_and_heads_that_ranks_keep_parts_of(
+    options: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """They begin with the whole ones, and learn what one process does."""
+    config = SIZES | {"model_type": "llama", "num_labels": 3} | config
+    tokens = np.random.default_rng(0).integers(1, 90, (4, 7))
+    labels, count = (
+        (np.arange(4) % 3, 4) if "score" in options.get("modules", ()) else (tokens, 4 * 6)
+    )
+
+    def step(comm: Any) -> Any:
+        whole, rows = comm.size == 1, part(4, comm)
+        model = create(config, seed=0, parts=None if whole else comm)
+        model.add_adapter(2, **options)
+        first = {name: array.copy() for name, array in model.trainable.items()}
+        for name, array in model.trainable.items():  # else the gradients of A are 0
+            array[...] = np.random.default_rng(len(name)).normal(0, 0.1, array.shape)
+        ranks = model if whole else Zero3(model, comm)
+        loss, gradients = ranks.loss_and_gradients(tokens[rows], labels[rows], count=count)
+        return float(loss), gradients, first
+
+    loss, gradients, first = step(COMM)
+    for own in by_threads(2, step):
+        assert own[0] == pytest.approx(loss, rel=1e-6)
+        assert own[1].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(own[2][name], first[name])
+            close(own[1][name], gradient)
+
+
+def test_blocks_are_gathered_one_by_one_without_gradients_too() -> None:
+    """As where a loss is held out, or a reference is computed."""
+    model, tokens = create(SIZES | {"model_type": "llama"}, seed=0), np.arange(12).reshape(2, 6)
+    expected = model.log_probs(tokens, tokens).log_probs
+    zero, seen = Zero3(model, COMM), list[set[str]]()
+
+    def gather(parameters: Any) -> Any:
+        seen.append({name.split(".")[2] for name in parameters if ".layers." in name})
+        return zero.gather(parameters)
+
+    model.gather = gather
+    np.testing.assert_array_equal(model.log_probs(tokens, tokens).log_probs, expected)
+    assert [each for each in seen if each] == [{"0"}, {"1"}, {"2"}]

@@ -122,13 +122,13 @@ def plan(
     sizes = (
         tensor_parallel, pipeline_parallel, data_parallel, context_parallel, expert_parallel
     )  # fmt: skip
-    given = {
-        "teacher": teacher,
-        "samples": samples,
-        "max_new_tokens": max_new_tokens,
-        "reward": reward,
-    }
-    learning = learning_of(method, given, alone=not any(sizes))
+    given: dict[str, Any] = {
+        "teacher": teacher, "samples": samples, "max_new_tokens": max_new_tokens, "reward": reward,
+        "accumulate": accumulate, "zero": int(zero), "data_parallel": data_parallel,
+        "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel,
+        "context_parallel": context_parallel, "expert_parallel": expert_parallel,
+    }  # fmt: skip
+    learning = learning_of(method, given)
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder and source_of(folder), quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
@@ -158,6 +158,7 @@ def plan(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
         context_attention, accumulate, tensor_parallel or 1, expert_parallel or 1,
     )  # fmt: skip
+    learned = f", {method} of {METHODS[method].unit}" * (learning is not None)
     if any(size is not None for size in sizes):
         _check_alone(options.pop("merge_into"))
         if optimizer == "none":
@@ -165,6 +166,7 @@ def plan(
         tensor, pipeline, data, context, expert = (size or 1 for size in sizes)
         layout = Layout(tensor, pipeline, data, int(zero), node, context, expert)
         speed, rate_source = rate_of(rate, device, dtype)
+        options |= inputs_of(learning, batch, length)
         with _named(path):
             scale_plan = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
@@ -172,13 +174,10 @@ def plan(
                 chunks=chunks_of(pipeline_schedule, chunks),
                 context_attention=context_attention or "ring", **options,
             )  # fmt: skip
-        extra = options_text(options)
-        settings = f"{accumulate} x {batch} x {length} tokens, {dtype}{extra}"
-        parts = chunks and f"{chunks} chunks"
-        settings += "".join(
-            f", {each}" for each in (pipeline_schedule, parts, context_attention) if each
-        )
-        show(scale_plan, str(path if own else config), settings, rate_source, batch * length, plot)
+        settings = f"{accumulate} x {batch} x {length} tokens, {dtype}{options_text(options)}"
+        settings += learned + words_of(pipeline_schedule, chunks, context_attention)
+        show(scale_plan, str(path if own else config), settings, rate_source, length, plot)
+        show_rollouts(machine.console(), scale_plan.memory, learning, batch, length)
         return
 
     @cache
@@ -190,11 +189,10 @@ def plan(
     with _named(path):
         memory_plan = planned(batch, length)
     extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
-    learned = f", {method} of {METHODS[method].unit}" * (learning is not None)
     title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{learned}"
     console = machine.console()
     console.print(ledger(memory_plan, title))
-    show_rollouts(console, memory_plan, learning, batch, length)
+    show_rollouts(console, [memory_plan], learning, batch, length)
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
     if (adapter, stored) == (None, None) and optimizer != "none" and not parse(values).bit_layers:
@@ -218,15 +216,25 @@ def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any,
     return folder, values, *known
 
 
-def learning_of(name: str, given: dict[str, Any], *, alone: bool) -> Any:
+def learning_of(name: str, given: dict[str, Any]) -> Any:
     """Return a method with its teacher's config; None for the next token of texts."""
     settings, teacher = Settings(method=name, **given), given["teacher"]
-    if name != "sft" and not alone:
-        cure = "each rank of --data-parallel needs what one needs for its rows"
-        raise ConfigError(f"plan --method {name} is of one rank; leave the ranks out: {cure}")
     settings.check_method(whole=not METHODS[name].draws)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)
+
+
+def words_of(schedule: str | None, chunks: int | None, context_attention: str | None) -> str:
+    """Return options of ranks for the title of a plan."""
+    each = (schedule, chunks and f"{chunks} chunks", context_attention)
+    return "".join(f", {word}" for word in each if word)
+
+
+def inputs_of(learning: Any, batch: int, length: int) -> dict[str, Any]:
+    """Return the options of a plan by which a method learns full rows; none for next tokens."""
+    if learning is None:
+        return {}
+    return {"objective": learning, "inputs": learning.full(batch, length)}
 
 
 def sized(learning: Any, values: Any, new: int | None, length: int) -> Any:

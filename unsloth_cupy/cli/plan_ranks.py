@@ -61,12 +61,12 @@ def rate_of(rate: float | None, device: str, dtype: str) -> tuple[float, str]:
 def show(
     plan: ScalePlan, name: str, settings: str, rate_source: str, tokens: int, picture: Path | None
 ) -> None:
-    """Print a plan with ``tokens`` per microbatch; draw its schedule if a picture is named."""
+    """Print a plan with ``tokens`` in a row; draw its schedule if a picture is named."""
     layout = plan.layout
     axes = ["tensor", *["expert"] * (layout.expert > 1), "context", "pipeline", "data"]
     sizes = " x ".join(str(getattr(layout, axis)) for axis in axes)
     title = f"{name}: {sizes} ranks ({', '.join(axes)}), {settings}"
-    for part in tables(plan, title, rate_source, tokens):
+    for part in tables(plan, title, rate_source, plan.rows * tokens):
         console(markup=False).print(part)
     if picture is not None:
         draw_schedule(picture, plan, title)

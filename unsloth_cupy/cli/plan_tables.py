@@ -1,11 +1,10 @@
 """Output of ``unsloth-cupy plan`` for one device: the memory of a step, and cards that fit it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..machine import format_bytes
-from ..memory.ledger import MemoryPlan
-from ..memory.plan import ROLLOUTS
+from ..memory.ledger import ROLLOUTS, MemoryPlan
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, the memory sizes that cards are sold with
 GB = 2**30
@@ -65,13 +64,16 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     return table
 
 
-def show_rollouts(console: Any, plan: MemoryPlan, method: Any, batch: int, tokens: int) -> None:
-    """Print a line about the answers that a method draws, if it does."""
-    for moment in plan.moments:
-        if moment.op == ROLLOUTS:
+def show_rollouts(
+    console: Any, plans: Sequence[MemoryPlan], method: Any, batch: int, tokens: int
+) -> None:
+    """Print a line about the answers that a method draws, if it does, by plans of stages."""
+    for plan in plans:
+        for moment in (each for each in plan.moments if each.op == ROLLOUTS):
             few = f"{batch * method.samples:,} answers of {tokens - method.asked(tokens):,} tokens"
             held = f"{format_bytes(moment.total)} at the peak"
-            console.print(f"rollouts: {few} to {batch:,} prompts: {held}", markup=False)
+            where = f"stage {plans.index(plan)}: " * (len(plans) > 1)
+            console.print(f"{where}rollouts: {few} to {batch:,} prompts: {held}", markup=False)
 
 
 def training_methods(

@@ -18,6 +18,7 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import atomic_path, check_room, read_json, remove
+from ..losses._rows import NotFiniteError
 from ..machine import peak_memory
 from ..models.folders.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token
@@ -313,7 +314,7 @@ class Loop:
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:
                 self.stop.check()
-                with self._watched(number):
+                with self._finite(), self._watched(number):
                     each = next(pairs, None)
                 if each is None:  # a pipeline runs all batches in its first pass
                     return
@@ -335,23 +336,23 @@ class Loop:
         if self.step % self.method.updates(self.plan.accumulate) == 0:
             self.rollout.clear()
             prompts = [self.training_data.batches.at(number) for number in every]
-            with self._drawing():
+            with self._finite():
                 self.rollout += self.method.drawn(self, prompts, every)
         place = numbers[0] - every[0]
         return self.rollout[place : place + len(numbers)]
 
     @contextmanager
-    def _drawing(self, *, after: bool = False) -> Iterator[None]:
-        """Stop at logits that are not finite in a ``with`` block that draws answers."""
+    def _finite(self, *, after: bool = False) -> Iterator[None]:
+        """Stop in a ``with`` block at numbers that are not finite: of answers, or in a loss."""
         try:
             yield
-        except NonFiniteError as error:
+        except (NonFiniteError, NotFiniteError) as error:
             self._stop(str(error), after=after)
 
     def _evaluate(self) -> None:
         """Log the loss on the held-out text, and what the method measures there."""
         self.model.graphs.clear()  # what follows may need their memory
-        with self._drawing(after=True):
+        with self._finite(after=True):
             own = self.method.evaluated(self) if self.method.draws else self._held_out()
         line = {"step": self.step, **own}
         if self.plan.keeps_best:

@@ -106,6 +106,9 @@ class Method:
     def check(self, settings: Any) -> None:
         """Raise a ConfigError for values that the loss does not take."""
 
+    def check_ranks(self, settings: Any) -> None:
+        """Raise a ConfigError for ranks that cannot compute the loss."""
+
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
         """Return this method with what the data tell, and the config.json of the model."""
         return self

@@ -34,6 +34,7 @@ from .method import (
 )
 from .naming import named
 from .preference_methods import RATES
+from .reward_models import RewardModel
 from .rewards import GIVEN, Reward, rewards_of, scores
 from .text import Batch, Example
 from .turns import end_tokens
@@ -148,6 +149,15 @@ class Policy(Method):
             both = named(accumulate=settings.accumulate)
             problem = f"{named(steps_per_generation=self.drawn_at_once)} is not a multiple of"
             raise ConfigError(f"{problem} {both}, the batches of an update; give one that is")
+
+    def check_ranks(self, settings: Any) -> None:
+        """Raise for ranks of which none can draw answers without the others."""
+        for name in ("zero", "expert_parallel"):
+            if (size := getattr(settings, name) or 1) > 1:
+                method = named(method=settings.method)
+                problem = f"is not for {method}, whose ranks draw answers on their own"
+                cure = f"use {named(zero=1)}, or {named('tensor_parallel')}"
+                raise ConfigError(f"{named(**{name: size})} {problem}; {cure} to save memory")
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
         """Return this method with its prompts, and the most tokens of an answer to them."""
@@ -421,7 +431,7 @@ class Policy(Method):
         asked, like = self.asked(tokens), model.table
         planned_rollouts(model, rows // self.samples, self.samples, asked, tokens - asked)
         for reward in self.rewards:
-            if hasattr(reward, "rehearse"):
+            if isinstance(reward, RewardModel) and reward.model is not None:  # else in another rank
                 reward.rehearse(rows, tokens)
         if self.loss["beta"]:
             texts = as_input(np.zeros((rows, tokens), np.int64), like)

@@ -25,7 +25,6 @@ from ..parallel.mpi import MpiCommunicator
 from ..parallel.nccl import NcclCommunicator
 from ..parallel.sockets import SocketCommunicator, first_of
 from .interrupt import Interrupted, Stop
-from .methods import METHODS
 from .naming import named
 from .text import Batch
 
@@ -102,7 +101,6 @@ class Ranks:
         offload: bool,
         find_nan: bool,
         packed: bool = False,
-        method: str = "sft",
     ) -> None:
         """Raise a ConfigError for options that these ranks do not support."""
         if batch < self.data.size and not packed:  # of packed rows, texts are divided
@@ -115,12 +113,6 @@ class Ranks:
             groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
             self.context_attention, accumulate, groups.tensor.size, groups.expert.size,
         )  # fmt: skip
-        expert = groups.expert.size
-        if METHODS[method].draws and (self.zero == 3 or expert > 1):
-            which = named(zero=3) if self.zero == 3 else named(expert_parallel=expert)
-            problem = f"is not for {named(method=method)}, whose ranks draw answers on their own"
-            cure = f"use {named(zero=1)}, or {named('tensor_parallel')}"
-            raise ConfigError(f"{which} {problem}; {cure} to save memory")
         if self.zero == 3 and find_nan:
             cure = f"use {named(zero=1)}, which computes the same numbers"
             problem = "the whole weights of a block exist only briefly, and have no names"

@@ -208,3 +208,9 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
             one = placed(texts.method.inputs(texts.batch_of([part[0]])), model.table)
             model.log_probs(**one)  # others gather weights from this rank, or send rows to it
         part.reference = data.all_reduce(result) if data.size > 1 else result
+        if (broken := np.flatnonzero(~np.isfinite(part.reference))).size:
+            text = int(np.searchsorted(part.ends, broken[0], "right")) - 1
+            problem = f"is {part.reference[broken[0]]} by the reference model"
+            cure = "give another reference, or copy it again"
+            line = f"line {part.lines[text]} of the data"
+            raise ConfigError(f"{line}: the log-probability of a token {problem}; {cure}")

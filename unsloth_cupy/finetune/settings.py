@@ -404,6 +404,7 @@ class Settings:
         if self.loss is not None and self.loss not in method.losses:
             cure = f"choose from {', '.join(method.losses)}"
             raise ConfigError(f"{named(method=self.method)} has no {named(loss=self.loss)}; {cure}")
+        self.learning.check_ranks(self)
         if whole:
             self.learning.check(self)
 

@@ -197,7 +197,6 @@ class Trainer:
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
                 offload=each.offload, find_nan=each.find_nan,
                 packed=self.lines and each.pack is not False and not METHODS[each.method].draws,
-                method=each.method,
             )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
         self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")

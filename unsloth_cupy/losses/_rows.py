@@ -10,6 +10,10 @@ from ..errors import ConfigError, ShapeError
 LARGEST = 80.0  # of an exponent: exp of it is finite in float32
 
 
+class NotFiniteError(ConfigError):
+    """A loss gets a NaN or an infinity; a run says after which step."""
+
+
 def as_mask(call: str, mask: Any) -> Any:
     """Return a mask of 0 and 1 as one of bool, of any library.
 
@@ -59,22 +63,32 @@ def check_share(call: str, below: float, **options: float) -> None:
             raise ConfigError(f"{call}({name}={value}): {name} must be in [0, {below:g})")
 
 
-def masked(call: str, log_probs: Array, mask: Array) -> Array:
-    """Return log_probs with 0 where the mask hides what they are.
+def masked(call: str, array: Array, mask: Array, name: str = "log_probs") -> Array:
+    """Return numbers of tokens, with 0 where the mask hides what they are.
 
     Raises
     ------
-    ConfigError
+    NotFiniteError
         One that counts is not finite; arrays of a GPU are not read.
     """
-    counted: Any = np.where(mask, log_probs, 0)
+    counted: Any = np.where(mask, array, 0)
     if type(counted) is np.ndarray and not np.isfinite(counted).all():
         row, token = np.argwhere(~np.isfinite(counted))[0]
-        raise ConfigError(
-            f"{call}: log_probs holds {counted[row, token]} at row {row}, token {token}, which mask"
+        raise NotFiniteError(
+            f"{call}: {name} holds {counted[row, token]} at row {row}, token {token}, which mask"
             " counts; mask tokens that cannot be predicted, and look for what broke the model"
         )
     return counted
+
+
+def check_finite(call: str, **arrays: Any) -> None:
+    """Raise NotFiniteError for a number that is not finite; arrays of a GPU are not read."""
+    for name, array in arrays.items():
+        if type(array) is np.ndarray and not np.isfinite(array).all():
+            place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+            where = f" at {', '.join(map(str, place))}" if place else ""
+            cure = "leave that text out, and look for what gave it"
+            raise NotFiniteError(f"{call}: {name} holds {array[place]}{where}; {cure}")
 
 
 def lengths(mask: Array, dtype: Any) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
-from ._rows import as_mask, check_pairs, check_positive, log_sigmoid, masked, sigmoid
+from ._rows import as_mask, check_finite, check_pairs, check_positive, log_sigmoid, masked, sigmoid
 
 
 def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
@@ -140,6 +140,7 @@ def _reward(
     rewards: Array, margin: Array | None, center: float, count: float | None
 ) -> tuple[Array, Array]:
     """Return the loss, and its derivatives by rewards."""
+    check_finite("reward", rewards=rewards, margin=margin)
     half = len(rewards) // 2
     won, lost = rewards[:half], rewards[half:]
     z = won - lost if margin is None else won - lost - margin.astype(rewards.dtype)
@@ -229,6 +230,7 @@ def _log_softmax(
     queries: Array, documents: Array, scale: float, count: float | None
 ) -> tuple[Array, float]:
     """Return the log-probabilities of documents, and the divisor of the loss."""
+    check_finite("contrastive", queries=queries, documents=documents)
     z = queries @ documents.T
     z *= z.dtype.type(scale)
     if z.size:

@@ -11,7 +11,7 @@ from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
-from ._rows import as_mask, check_pairs, lengths, masked, refuse_unused
+from ._rows import as_mask, check_finite, check_pairs, lengths, masked, refuse_unused
 
 KINDS = ("grpo", "gdpo", "rloo")
 SCALES = {"grpo": ("group", "batch", "none"), "gdpo": (), "rloo": ("none", "batch")}
@@ -91,6 +91,7 @@ def advantages_forward(
     if type(table) is np.ndarray and np.isinf(table).any():
         row = int(np.argwhere(np.isinf(table))[0, 0])
         raise ConfigError(f"advantages: rewards holds an infinity in row {row}; pass NaN for none")
+    check_finite("advantages", weights=weights)
     if not table.size:
         return np.zeros_like(table, shape=(len(table),))
     factors = np.ones_like(table, shape=(table.shape[1],))
@@ -224,7 +225,8 @@ def sampler_ratio_forward(
     most: float | None = 3.0,
 ) -> Array:
     """Return the ratio, with limits as two options."""
-    difference = np.where(mask & ~np.isnan(sampler), old - sampler.astype(old.dtype), 0)
+    known = masked("sampler_ratio", old, mask, "old")
+    difference = np.where(mask & ~np.isnan(sampler), known - sampler.astype(old.dtype), 0)
     if kind.startswith("sequence"):
         difference = difference.sum(axis=1, keepdims=True)
     with np.errstate(over="ignore"):
@@ -272,7 +274,7 @@ def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
 )
 def high_entropy_forward(entropy: Array, mask: Array, *, share: float = 0.2) -> Array:
     """Return the tokens that ``high_entropy`` chooses."""
-    counted = entropy[mask]
+    counted = masked("high_entropy", entropy, mask, "entropy")[mask]
     if not counted.size:
         return np.zeros_like(mask)
     return mask & (entropy >= np.quantile(counted.astype(np.float64), 1 - share))
@@ -324,7 +326,7 @@ def implicit_rewards_forward(
     """Return the rewards."""
     counted = masked("implicit_rewards", log_probs, mask)
     if reference is not None:
-        counted = counted - np.where(mask, reference, 0)
+        counted = counted - masked("implicit_rewards", reference, mask, "reference")
     return (beta * counted.sum(axis=1)).astype(counted.dtype)
 
 
@@ -375,7 +377,8 @@ def _pairs(own: Any) -> dict[str, Any]:
 )
 def wpo_weights_forward(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
     """Return the weights."""
-    sums = np.where(mask, log_probs - log_sum_squares, 0).sum(axis=1)
+    squares = masked("wpo_weights", log_sum_squares, mask, "log_sum_squares")
+    sums = (masked("wpo_weights", log_probs, mask) - squares).sum(axis=1)
     means = sums / lengths(mask, sums.dtype)
     half = len(means) // 2
     return np.exp(means[:half] + means[half:])

@@ -14,7 +14,16 @@ from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
-from ._rows import as_mask, check_positive, exp, lengths, masked, refuse_unused, sigmoid
+from ._rows import (
+    as_mask,
+    check_finite,
+    check_positive,
+    exp,
+    lengths,
+    masked,
+    refuse_unused,
+    sigmoid,
+)
 
 CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
 ROWS = ("gmpo", "rloo")  # kinds with one term for each row
@@ -278,13 +287,20 @@ def _loss_and_slopes(
     """Return the loss, and its derivatives by log_probs."""
     counted = masked("policy", log_probs, mask)
     gain = advantages.astype(counted.dtype)
-    gain = gain[:, None] if gain.ndim == 1 else np.where(mask, gain, 0)
-    d = counted - (counted if old is None else np.where(mask, old, 0))
+    if gain.ndim == 1:
+        check_finite("policy", advantages=gain)
+    gain = gain[:, None] if gain.ndim == 1 else masked("policy", gain, mask, "advantages")
+    d = counted - (counted if old is None else masked("policy", old, mask, "old"))
     kl = by_kl = np.zeros_like(counted)  # beta times the divergence, and its derivative
     if reference is not None:
-        q = np.where(mask, reference, 0) - counted
+        q = masked("policy", reference, mask, "reference") - counted
         kl, by_kl = options.beta * (exp(q) - q - 1), options.beta * (1 - exp(q))
-    factors: Any = 1 if weights is None else weights
+    factors: Any = 1
+    if weights is not None and weights.shape == mask.shape:
+        factors = masked("policy", weights, mask, "weights")
+    elif weights is not None:
+        check_finite("policy", weights=weights)
+        factors = weights
     terms = _of_rows if options.kind in ROWS else _of_tokens
     total, slopes, counts = terms(counted, d, mask, gain, factors, kl, by_kl, options)
     divisor: Any = np.maximum(counts, 1) if options.count is None else options.count

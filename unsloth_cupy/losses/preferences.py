@@ -17,6 +17,7 @@ from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
 from ._rows import (
     as_mask,
+    check_finite,
     check_pairs,
     check_positive,
     check_share,
@@ -250,7 +251,7 @@ def _loss_and_slopes(
     texts = (share * counted).sum(axis=1)
     known = 0 * texts
     if reference is not None:
-        known = (share * np.where(mask, reference, 0)).sum(axis=1)
+        known = (share * masked("preference", reference, mask, "reference")).sum(axis=1)
     if kind == "aot":
         losses, slopes = _sorted(
             texts[:pairs] - texts[pairs:], known[:pairs] - known[pairs:], options
@@ -266,6 +267,7 @@ def _loss_and_slopes(
     count = max(pairs, 1) if options.count is None else options.count
     factors = np.ones_like(n, shape=(pairs,)) / count
     if weights is not None:
+        check_finite("preference", weights=weights)
         factors = factors * weights
     slopes = slopes * np.concatenate([factors, factors])
     loss = (losses * factors).sum()

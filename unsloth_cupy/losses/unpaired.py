@@ -16,7 +16,7 @@ from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError
 from ..ops.common.checks import check_choice
-from ._rows import as_mask, check_positive, masked, refuse_unused, sigmoid
+from ._rows import as_mask, check_finite, check_positive, masked, refuse_unused, sigmoid
 
 KINDS = ("kto", "apo_zero_unpaired")
 
@@ -158,7 +158,8 @@ def _loss_and_slopes(
 ) -> tuple[Array, Array]:
     """Return the loss, and its derivatives by log_probs."""
     counted = masked("kto", log_probs, mask)
-    r = (counted - np.where(mask, reference, 0)).sum(axis=1)
+    r = (counted - masked("kto", reference, mask, "reference")).sum(axis=1)
+    check_finite("kto", k=k, weights=weights)
     if kind == "kto":
         r = r - np.maximum(shift if k is None else k, 0).astype(r.dtype)
     z = np.where(desirable, beta * r, -beta * r)

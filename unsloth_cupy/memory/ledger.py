@@ -19,6 +19,7 @@ from .planned import Planned
 
 ALL = (*PARTS, "workspace")
 WEIGHTS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, WORKSPACE = range(len(ALL))
+ROLLOUTS = "rollouts"  # the moment of them
 HEAD = "linear_cross_entropy"  # its temporary arrays are logits
 
 

@@ -21,8 +21,8 @@ from ..errors import ConfigError
 from ..ops.common.checks import check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
-from .ledger import GRADIENTS, Ledger, MemoryPlan
-from .planned import Planned, recording_in
+from .ledger import GRADIENTS, ROLLOUTS, Ledger, MemoryPlan
+from .planned import placed_inputs, recording_in
 from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree", "none")
 ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
-ROLLOUTS = "rollouts"  # the moment of them
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
 
@@ -220,11 +219,8 @@ def _batches(
         if not inputs:
             rows = arrays.of(sizes, np.int64)
             yield {"tokens": rows, "labels": rows}
-        elif arrays is Planned:
-            given = {n: a for n, a in inputs[number].items() if a is not None}
-            yield {name: arrays.of(array.shape, array.dtype) for name, array in given.items()}
         else:
-            yield inputs[number]
+            yield placed_inputs(inputs[number], arrays)
 
 
 def _check_inputs(inputs: Any, ranks: int) -> None:

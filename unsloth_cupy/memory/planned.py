@@ -6,7 +6,7 @@ allocates and frees what it would for real arrays.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partialmethod
@@ -133,6 +133,10 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self) -> int:
         """Return the length of the first axis."""
         return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield views along the first axis."""
+        return (self[index] for index in range(len(self)))
 
     def __bool__(self) -> bool:
         """Return False: elements count as zeros."""
@@ -281,6 +285,14 @@ class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
 def as_input(array: Any, like: Any) -> Any:
     """Return an array for a planned model: on a host, where ops read values, the array itself."""
     return array if isinstance(like, np.ndarray) else like.placed(array)
+
+
+def placed_inputs(inputs: Mapping[str, Any], arrays: Any) -> dict[str, Any]:
+    """Return the inputs of a pass for planned arrays: on a GPU without their values."""
+    if arrays is not Planned:
+        return {**inputs}
+    each = inputs.items()
+    return {n: a if a is None else arrays.of(a.shape, a.dtype) for n, a in each}
 
 
 class Shapes:

@@ -13,7 +13,7 @@ import numpy as np
 from ..core.dtypes import FLOAT32
 from ..models.adapters.adapter import Adapter
 from ..models.configs.config import Config
-from ..models.objective import Objective, TrainingStep, next_token
+from ..models.objective import TrainingStep, next_token
 from ..models.quantizer import Quantizer
 from ..models.ranks.division import Division, divided_adapter
 from ..models.ranks.pipeline_stages import Stages
@@ -22,9 +22,9 @@ from ..parallel.data import BUCKET_BYTES, Buckets
 from ..parallel.schedule import Step, pipeline_schedule
 from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
-from .ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
-from .planned import recording_in
-from .planned_model import DEVICES, new_adapter, planned_training
+from .ledger import GRADIENTS, MASTER, OPTIMIZER, ROLLOUTS, Ledger, MemoryPlan
+from .planned import placed_inputs, recording_in
+from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
 from .planned_ranks import Calls, PlannedRanks, Sent
 from .stage_products import products
 
@@ -70,7 +70,10 @@ class Layout(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The settings of a step: ``rank`` of new adapters, or an adapter, or neither."""
+    """The settings of a step: ``rank`` of new adapters, or an adapter, or neither.
+
+    ``objective`` and ``inputs``, of a pass in one data rank, are as in ``plan_memory``.
+    """
 
     batch: int
     tokens: int
@@ -84,8 +87,21 @@ class Job(NamedTuple):
     chunked_mlp: bool = False
     chunks: int = 1
     context_attention: str = "ring"
-    objective: Objective = next_token
+    objective: Any = next_token
     optimizer: str = "adamw"
+    inputs: Mapping[str, Any] | None = None
+
+    @property
+    def rows(self) -> int:
+        """The rows of a microbatch: pairs and answers have several."""
+        return self.batch if self.inputs is None else len(self.inputs["tokens"])
+
+    def as_arrays(self, arrays: Any) -> dict[str, Any]:
+        """Return what a pass takes: inputs, on a GPU without their values, or else full rows."""
+        if self.inputs is None:
+            rows = arrays.of((self.batch, self.tokens), np.int64)
+            return {"tokens": rows, "labels": rows, "count": 1}
+        return {**placed_inputs(self.inputs, arrays), "count": 1}
 
 
 class StagePlan(NamedTuple):
@@ -96,6 +112,8 @@ class StagePlan(NamedTuple):
     memory : MemoryPlan
     begin : int
         Bytes held before a step.
+    before : tuple of (int, int)
+        Bytes that are added before its passes, at the peak and at its end: to draw answers.
     held : list of (int, int)
         Bytes that each step adds, at its peak and at its end; for the steps that were run.
     after : tuple of (int, int)
@@ -114,6 +132,7 @@ class StagePlan(NamedTuple):
 
     memory: MemoryPlan
     begin: int
+    before: tuple[int, int]
     held: Sequence[tuple[int, int]]
     after: tuple[int, int]
     calls: Mapping[str, Sequence[Calls]]
@@ -159,29 +178,29 @@ def plan_stage(
         for name, shape in config.shapes().items()
         if division is None or division.holds(name)
     }
-    rows, kind = (job.batch, job.tokens), job.quantization
+    rows, kind = (job.rows, job.tokens), job.quantization
     codes = None if kind is None else Quantizer("plan_ranks", kind, division)
     read = {n: config.shapes()[n] if codes and codes.wants_whole(n) else shapes[n] for n in shapes}
-    dealt = layout.context * (2 if layout.context > 1 and job.context_attention == "ring" else 1)
-    own = -(-job.tokens // dealt) * dealt // layout.context  # tokens of a row
+    own = _tokens_of_rank(job, layout.context)
     ledger, held = Ledger(granule), list[tuple[int, int]]()
     adapter = _adapter(config, division, job)
     with recording_in(ledger), ledger.watching_ops():
-        here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
-        arguments = (ledger, here, arrays, job.dtype, job.optimizer, job.state_bits)
+        own_config = config if division is None else division.config
+        arguments = (ledger, own_config, arrays, job.dtype, job.optimizer, job.state_bits)
         model, optimizer = planned_training(
             *arguments, adapter, codes, read, data if zero == 3 else None
         )
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
         states = _divided(ledger, optimizer, data, division) if zero == 1 else None
-        tokens = arrays.of(rows, np.int64)
-        runs = _Runs(model, {"tokens": tokens, "labels": tokens, "count": 1}, job)
+        job = _with_models(job, ledger, stage == 0, stages is None or stages.last)
+        runs = _Runs(model, job.as_arrays(arrays), job)
         if zero == 3:
             runs.learn_the_order()
         begin = ledger.since(0)[1]
         ledger.begin()
+        before = _drawn(ledger, model, job, layout.context)
         groups = {"tensor": tensor, "expert": expert, "context": context, "data": data}
         sent = {name: Sent(group, job.chunks) for name, group in groups.items()}
         for step in steps:
@@ -205,6 +224,7 @@ def plan_stage(
         return StagePlan(
             ledger.plan(),
             begin,
+            before,
             held,
             after,
             {name: each.by_call() for name, each in sent.items()},
@@ -228,7 +248,7 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
 
 def _passed(config: Config, job: Job, tokens: int) -> int:
     """Return the bytes of a message to the next stage: hidden states, sums of the router's loss."""
-    hidden = job.batch * tokens * config.hidden * job.dtype.itemsize
+    hidden = job.rows * tokens * config.hidden * job.dtype.itemsize
     if config.experts is None or not config.balanced:
         return hidden
     return hidden + 2 * config.experts.count * np.dtype(np.float64).itemsize
@@ -316,9 +336,35 @@ class _Runs:
                 del gradients[name]
 
 
+def _tokens_of_rank(job: Job, ranks: int) -> int:
+    """Return the tokens of a row that a rank has, whose rows are padded to equal parts."""
+    parts = ranks * (2 if ranks > 1 and job.context_attention == "ring" else 1)
+    return -(-job.tokens // parts) * parts // ranks
+
+
+def _with_models(job: Job, ledger: Ledger, first: bool, last: bool) -> Job:
+    """Return a job with the other models of its objective, which one stage has."""
+    if not hasattr(job.objective, "planned"):
+        return job
+    create = partial(frozen_model, ledger, arrays=DEVICES[job.device][0], kind=job.dtype)
+    here = first if job.objective.draws else last
+    return job._replace(objective=job.objective.planned(create if here else lambda _: None))
+
+
+def _drawn(ledger: Ledger, model: Any, job: Job, ranks: int) -> tuple[int, int]:
+    """Return the bytes that are added where answers are drawn, of which ranks draw a share each."""
+    start = len(ledger.changes)
+    if getattr(job.objective, "draws", False):
+        whole = model.on_tape(model.parameters, model.step)
+        whole.context = None  # texts are of this rank alone
+        job.objective.rehearse(whole, -(-job.batch // ranks) * job.objective.samples, job.tokens)
+        ledger.note(ROLLOUTS)
+    return ledger.since(start)
+
+
 def _place(model: Any, division: Division | None, context: Any, dtype: Any) -> None:
     """Set the part of a model that this rank has."""
-    model.division, model.context = division, context
+    model.division, model.context = division, context if context.size > 1 else None
     if division is not None and model.gather is not None:
         division.kept = model.gather.__self__.kept
     if division is not None and division.stages is not None:

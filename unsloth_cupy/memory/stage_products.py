@@ -6,6 +6,7 @@ from typing import Any
 
 from ..models.adapters.adapter import PREFIX
 from ..models.configs.config import Config
+from ..models.configs.heads import CAUSAL
 from ..models.configs.names import is_stack
 from ..models.ranks.division import Division
 from ..models.ranks.pipeline_stages import EMBEDDING, HEAD
@@ -56,7 +57,8 @@ def products(
         here = _used(shapes, chunk, stages, share)
         added = _used({n: array.shape for n, array in adapter.items()}, chunk, stages, share)
         ends = stages is None or stages.ends_with(chunk)
-        head = shapes[EMBEDDING if config.tied else HEAD] if ends else (0,)
+        writes = ends and config.head == CAUSAL  # other heads have few outputs of a text
+        head = shapes[EMBEDDING if config.tied else HEAD] if writes else (0,)
         loss = 2.0 * batch * own * math.prod(head)
         blocks, adapters = (2.0 * batch * own * each for each in (here, added))
         scores = 4.0 * batch * heads * config.dim * _seen(config, layers, tokens) * own / tokens

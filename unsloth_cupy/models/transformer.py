@@ -126,12 +126,14 @@ class Transformer(Network):
         kind = options.pop("merge_into", None)
         given = {name: options.get(name, ()) for name in ("tokens", "modules")}
         outer = [n for n, each in given.items() if not isinstance(each, Sized) or len(each)]
-        if [*options.get("modules", ())] == ["score"] and self.parts is None:
-            outer.remove("modules")  # which ranks do not cut
-        targets = options.get("targets")
+        targets, weights = options.get("targets"), self.parameters
         listed = targets if isinstance(targets, Collection) else ()
         outer += ["targets"] * any(name in listed for name in TABLES)
-        if outer:
+        if outer and self.parts is not None:
+            weights = self.parts.outside(weights)
+        if [*options.get("modules", ())] == ["score"] and self.gather is None:
+            outer.remove("modules")  # of which ranks that divide weights have all
+        if outer and (self.division is not None or self.gather is not None):
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
         if options.get("init") is not None:
             self._require_whole("add_adapter(init=)", "before the model is divided")
@@ -145,7 +147,7 @@ class Transformer(Network):
         known = options.get("base") is not None
         if not known:
             options["base"] = base_name(self.texts.get("config.json", {}), self.folder)
-        adapter = create_adapter(whole, self.parameters, rank=rank, **options)
+        adapter = create_adapter(whole, weights, rank=rank, **options)
         adapter.base = None if known else self.folder
         if options.get("init") == "loftq" and self.stored is not None:
             read = self.stored("add_adapter").read

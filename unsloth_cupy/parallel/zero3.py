@@ -115,6 +115,11 @@ class Parts:
         self.cuts[name] = Cut.of(value.shape, size)
         return self.cuts[name].part(value, rank)
 
+    def outside(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parameters in which those outside of the blocks are whole; all ranks call it."""
+        parts = {n: a for n, a in parameters.items() if ".layers." not in n and n in self.cuts}
+        return {**parameters, **gathered(parts, self.cuts, self.comm)}
+
 
 def _rows_of(
     lines: Mapping[str, slice], first: Quantized, rows: Callable[[slice], Quantized]

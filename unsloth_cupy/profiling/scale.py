@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
+from ..memory.ledger import MemoryPlan
 from ..memory.stage_plan import Job, Layout, StagePlan, plan_stages
 from ..models.configs.config import Config
 from ..models.parse import parse
@@ -39,6 +40,12 @@ class ScalePlan(NamedTuple):
     busy: float  # seconds in which the ranks of a column compute or exchange, summed
     rates: tuple[float, float, float]  # operations/s, and bytes/s within a node and between nodes
     microbatches: int
+    rows: int = 1  # of a microbatch in one data rank
+
+    @property
+    def memory(self) -> list[MemoryPlan]:
+        """What a rank of each stage holds."""
+        return [stage.memory for stage in self.stages]
 
     @property
     def bubble(self) -> float:
@@ -109,6 +116,7 @@ class ScalePlan(NamedTuple):
                     yield Collective(callers, (name, next(number)), duration)
 
         yield Compute(0.0, plan.begin)
+        yield Compute(0.0, plan.before[1], "", plan.before[0])
         neighbours = [layout.rank(tensor, each, *place) for each in (stage, max(stage - 1, 0))]
         seconds = plan.passes / self.bandwidth(neighbours)
         yield from pipeline_program(
@@ -188,7 +196,8 @@ def plan_ranks(
         As in ``pipeline_schedule``.
     options
         As in ``plan_memory``: state_bits, rank, adapter, quantization, checkpoint_every,
-        chunked_mlp, device; and context_attention, as of a model.
+        chunked_mlp, device, objective; context_attention, as of a model; and ``inputs``, of one
+        pass in a data rank.
 
     Returns
     -------
@@ -215,7 +224,8 @@ def plan_ranks(
     job = Job(batch, tokens, kind, chunks=chunks_of(steps), **options)
     stages = plan_stages(parsed, layout, job, microbatches, schedule, chunks)
     rates = (rate * 1e12, interconnect[0] * 1e9, interconnect[1] * 1e9)
-    plan = ScalePlan(layout, stages, steps, timetable(steps), 0.0, 0.0, rates, microbatches)
+    rest = 0.0, 0.0, rates, microbatches, job.rows
+    plan = ScalePlan(layout, stages, steps, timetable(steps), *rest)
     column = plan.replay(1)
     exchanged = sum(plan.exchanged(stage) for stage in range(layout.pipeline))
     busy = sum(column.busy[:: layout.tensor * layout.context * layout.expert]) + exchanged

@@ -79,9 +79,12 @@ def embedded(
 def blocks(
     call: Call, branch: Any, checkpoints: CheckpointConfig | None, layers: range | None = None
 ) -> tuple[Any, Any]:
-    """Return the output of all blocks as (branch, stream), with activation checkpointing."""
+    """Return the output of all blocks as (branch, stream), with activation checkpointing.
+
+    Blocks whose parameters are gathered run one at a time, also without.
+    """
     layers = range(call.config.layers) if layers is None else layers
-    size, stream = call.config.layers, None
+    size, stream = call.config.layers if call.gather is None else 1, None
     run: Callable[..., tuple[Any, Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...core.arrays import zeroed
 from ...core.dtypes import Array
+from ...core.stand_in import is_planned
 from ...errors import ConfigError
 from ...parallel.communicator import Communicator, part
 from ...parallel.ring import ring_attention, ring_order
@@ -119,7 +120,9 @@ class Context(NamedTuple):
 
 
 def is_left_aligned(mask: Any) -> bool:
-    """Return whether all padding of rows is on the right."""
+    """Return whether all padding of rows is on the right; planned rows have none."""
+    if is_planned(mask):
+        return True
     real = to_numpy(mask) != 0
     return not (real[:, 1:] & ~real[:, :-1]).any()
 

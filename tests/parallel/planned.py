@@ -1,0 +1,67 @@
+"""Run finetune commands in ranks, each of which compares the memory of a step with its plan.
+
+``python -m tests.parallel.planned ARGUMENTS -- ARGUMENTS`` writes ``planned-RANK.json`` into the
+folder of each run: for each step after the first, which imports modules, the bytes that are planned
+and those that arrays held at most.
+"""
+
+import json
+import sys
+from itertools import groupby
+from typing import Any
+
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.memory.planned_model import new_adapter
+from unsloth_cupy.memory.pool import memory_pool
+from unsloth_cupy.memory.stage_plan import Job, Layout, plan_stages
+from unsloth_cupy.ops.quantized.weight import held_arrays
+from unsloth_cupy.training.precision import DTYPES
+
+
+def planned(loop: Loop) -> int:
+    """Return the bytes that a rank holds at most in the step that has ended, as planned."""
+    groups, plan, model = loop.ranks.groups, loop.plan, loop.model
+    sizes = groups.tensor.size, groups.pipeline.size, groups.data.size
+    layout = Layout(*sizes, loop.ranks.zero, context=groups.context.size)
+    first = loop.method.first(loop.step - 1, plan.accumulate)
+    method = loop.method
+    if hasattr(method, "planned"):  # some ranks have the other model, all know its config
+        method = method.planned(lambda model: getattr(model, "config", model))
+    batch = loop.rollout[0] if method.draws else loop.training_data.batches.at(first)
+    config = model.config if model.division is None else model.division.whole
+    adapter = None
+    if plan.adapters is not None:
+        adapter = new_adapter(config, **plan.adapters.options(config))
+    prompts = -(-plan.batch // groups.data.size)
+    job = Job(
+        prompts, loop.training_data.largest[1] + method.new, DTYPES[plan.dtype], 32,
+        plan.checkpoint_every, "cpu", adapter=adapter,
+        context_attention=loop.ranks.context_attention or "ring",
+        objective=method, optimizer=plan.kind, inputs=method.inputs(loop.ranks.rows(batch)),
+    )  # fmt: skip
+    kind = loop.ranks.schedule or "1f1b"
+    stages = plan_stages(config, layout, job, plan.accumulate, kind, loop.ranks.chunks)
+    return stages[groups.pipeline.rank].memory.total
+
+
+def measured(self: Loop) -> None:
+    """Run a step, and write what it held."""
+    others = [getattr(each, "parameters", {}) for each in self.method.others]
+    arrays = self.model.parameters, self._learned(), self._own().state(), *others
+    held = [array for each in arrays for _, array in held_arrays(each)]
+    with memory_pool(held=held) as pool:
+        pool.reset_peak()
+        step(self)
+    path = self.run.folder / f"planned-{self.ranks.comm.rank}.json"
+    known = json.loads(path.read_text()) if self.step > 2 else []
+    path.write_text(json.dumps([*known, (planned(self), pool.peak)]))
+
+
+step: Any = Loop._one_step
+
+if __name__ == "__main__":
+    Loop._one_step = measured  # type: ignore[method-assign]
+    for ends, command in groupby(sys.argv[1:], "--".__eq__):
+        if not ends:
+            group([*command], standalone_mode=False)

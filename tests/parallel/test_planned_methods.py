@@ -1,0 +1,126 @@
+"""Steps of methods in ranks: what each rank holds is planned, by the command too."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.finetune import Settings
+from unsloth_cupy.finetune.methods import METHODS
+from unsloth_cupy.finetune.text import Batch
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.models.configs.heads import chosen
+from unsloth_cupy.models.parse import parse
+
+from ..cli.test_cli import assert_one_clear_error, run
+from ..finetune import test_methods as methods
+from ..finetune import test_policies as policies
+from ..finetune.test_methods import GRIDS, data_of, model_of, write
+from ..harness.sampling import Sample
+from .ranks import by_sockets
+from .test_scale import LLAMA
+
+home, answering = methods.home, policies.home  # fixtures
+RUNS = (
+    ("dpo", "tensor", ""),
+    ("orpo", "pipeline", ""),
+    ("kto", "zero-3", ""),
+    ("distill", "chunks", "--accumulate 2"),
+    ("distill", "tensor", "--lora 4"),
+    ("classify", "pipeline", ""),
+    ("reward", "data", "--lora 4"),
+    ("embed", "context", "--lora 4"),
+    ("ipo", "zero-1", "--lora 4 --checkpoint-every 1"),
+    ("grpo", "tensor", ""),
+    ("grpo", "data", "--lora 4 --beta 0.1"),
+    ("rloo", "pipeline", "--accumulate 2"),
+)
+
+
+@pytest.mark.slow
+def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path) -> None:
+    """In the best of three steps: messages that arrive early take memory of their own."""
+    asks = [{"prompt": f"w{number}", "answer": ""} for number in range(6)]
+    prompts = write(tmp_path / "prompts.jsonl", asks)
+    runs = Sample.one_in(3, RUNS)
+
+    def asked(method: str, grid: str, more: str) -> list[str]:
+        draws = METHODS[method].draws
+        data = prompts if draws else data_of(home, method)
+        given = {"--data": data, "--eval": data, "--method": method, "--steps": 4, "--batch": 6}
+        given |= {"--out": tmp_path / f"{method}-{grid}", "--tokens": 20, "--evaluate-every": 9}
+        if draws:
+            given |= {"--tokens": 40, "--samples": 4, "--max-new-tokens": 12, "--batch": 4}
+            given |= {"--reward": f"{answering}/rewards.py:low"}
+        given |= {"--teacher": home / "model-0.9"} if method == "distill" else {}
+        words = [str(word) for pair in given.items() for word in pair]
+        model = answering / "long" if draws else model_of(home, method)
+        return ["finetune", str(model), *words, *more.split(), *GRIDS[grid].split(), "--"]
+
+    commands = [word for each in runs for word in asked(*each)]
+    for ended in by_sockets(2, "tests.parallel.planned", *commands[:-1], limit=240):
+        assert ended.code == 0, ended.said
+    for method, grid, _ in runs:
+        for rank in range(2):
+            steps = json.loads((tmp_path / f"{method}-{grid}" / f"planned-{rank}.json").read_text())
+            assert len(steps) == 3
+            error = min(abs(planned / peak - 1) for planned, peak in steps)
+            assert error < 0.03, (method, grid, rank, steps)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command_plans_ranks(method: str, home: Path) -> None:
+    """All methods in all grids, on both devices: a rank of two holds less than all."""
+
+    def plan(*words: Any) -> Any:
+        given = ["--method", method, "--tokens", 32, "--batch", 2, "--rate", 1, *words]
+        given += ["--teacher", home / "model-0.9"] if method == "distill" else []
+        given += ["--reward", home / "model-scored"] if METHODS[method].draws else []
+        return run("plan", model_of(home, method), "--dtype", "float32", *given)
+
+    grids = ["--tensor-parallel 2", "--pipeline-parallel 2", "--context-parallel 2 --lora 2"]
+    grids += ["--tensor-parallel 2 --pipeline-parallel 2 --zero 1 --data-parallel 2"]
+    for grid in grids[: 3 if method == "embed" else None]:
+        for device in ("cpu", "cuda"):
+            done = plan("--device", device, *grid.split())
+            assert done.exit_code == 0, done.output
+            text = " ".join(done.output.split())
+            assert "total of a rank" in text
+            assert "as planned" in text
+            assert (f", {method} of {METHODS[method].unit}" in text) == (method != "sft")
+            drawn = text.count("rollouts: 16 answers of")
+            assert drawn == (2 if "pipeline" in grid else 1) * METHODS[method].draws
+    if METHODS[method].draws:
+        said = f"--zero 3 is not for --method {method}, whose ranks draw answers on their own"
+    elif method == "embed":
+        said = "--method embed compares all texts of a step with each other; leave --accumulate"
+    else:
+        done = plan("--data-parallel", 2, "--zero", 3)
+        assert done.exit_code == 0, done.output
+        return
+    assert_one_clear_error(plan("--data-parallel", 2, "--zero", 3), said)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].draws])
+def test_packed_texts_are_planned_for_a_gpu(method: str) -> None:
+    """Arrays without values, and what a packed batch has none of."""
+    loading = METHODS[method].loading
+    values = chosen(LLAMA, loading.get("head"), loading.get("labels")).values
+    learned: Any = METHODS[method].bound(Settings(method=method))
+    if method == "distill":
+        learned = dataclasses.replace(learned, teacher=parse(values))
+    tokens = np.ones((1, 40), np.int64)
+    beside = {"desirable": tokens > 0, "real": tokens > 0, "value": np.zeros(tokens.shape)}
+    beside["reference"] = np.zeros(tokens.shape, np.float32)
+    packed = Batch(tokens, tokens, np.arange(0, 41, 10), 2, 40, learned.group, beside)
+    planned = [
+        plan_memory(
+            values, batch=1, tokens=10, dtype="float32", device=device, objective=learned,
+            inputs=[learned.inputs(packed)],
+        ).total
+        for device in ("cpu", "cuda")
+    ]  # fmt: skip
+    assert planned[1] == pytest.approx(planned[0], rel=0.1)  # kernels keep other arrays

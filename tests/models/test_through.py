@@ -283,14 +283,15 @@ def test_gradients_of_stacks() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary", "q4_0"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary", "q4_0", "q4_k"])
 def test_on_arrays_of_cupy(kind: str, dtype: str) -> None:
     """A step, on the stand-in, whose functions of CuPy have CuPy's own rules."""
     with gpu(devices=2) as machine:
         machine.strict = False
         model = models.create(
-            SIZES | LLAMA | {"hidden_size": 64}, seed=0, device="cuda", dtype=dtype
-        )
+            SIZES | LLAMA | {"hidden_size": 256 if kind == "q4_k" else 64}, seed=0,
+            device="cuda", dtype=dtype,
+        )  # fmt: skip
         model.add_adapter(2, merge_into=kind)
         tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 48)))
         for _ in range(2):  # the second replays what the first has recorded

@@ -14,6 +14,7 @@ Weights without an adapter are rounded as the file has them, too.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...errors import ConfigError
 from ...files import read_json
 from ...ops.linear.lora_merge import lora_sum
-from ...ops.quantized.summed_weight import SummedWeight, can_sum
+from ...ops.quantized.summed_weight import SUMMED, Reader, SummedWeight, can_sum
 from ...ops.quantized.weight import Quantized
 from ..configs.config import Config
 from ..folders.expert_files import kinds_of_experts
 from ..gguf import TYPES
-from ..gguf.rounding import rounded, types_of
+from ..gguf.rounding import block_of, rounded, types_of
 from ..quantizer import KINDS, OF_STACKS, Quantizer
 from .adapter import MAGNITUDE, Adapter
 from .adapter_base import ADAPTER
@@ -99,20 +100,23 @@ class Into:
         """Return ``weight + scale b a`` as the file has it, for products: an array, or stored.
 
         Where its blocks can be rounded by themselves, products make it part by part; else it is
-        whole.  That is so of the K types of GGUF, of which a search on the host chooses the scales
-        of 256 values, of ternary, whose scale is a mean of all, and of rows that end in a block.
+        whole: where rows end within a block, and in float64.
         """
-        if (kind := self._kind_of_blocks(name, weight)) is not None:
-            return SummedWeight(weight, a, b, scale, kind)
+        kind, reader, block = self._parts(name, weight)
+        if can_sum(kind, weight, block):
+            return SummedWeight(weight, a, b, scale, kind, reader, block)
         return self(name, lora_sum(weight, a, b, scale))
 
-    def _kind_of_blocks(self, name: str, weight: Any) -> str | None:
-        """Return the kind of a weight in the file, if its parts can be made by themselves."""
+    def _parts(self, name: str, weight: Any) -> tuple[str, Reader | None, int | None]:
+        """Return the kind of a weight in the file; without a kernel, also what reads its blocks."""
         if self.in_folder:
-            kind = self.kind if self._quantizer.makes(name, weight.shape) else None
-        else:
-            kind = self._types[name].name.lower() if name in self._types else None
-        return kind if kind is not None and can_sum(kind, weight) else None
+            made = self._quantizer.makes(name, weight.shape)
+            return (self.kind, None, None) if made else (self.dtype.name, partial(self, name), 1)
+        if (type_of := self._types.get(name)) is None:
+            return "f32", partial(self, name), 1
+        kind = type_of.name.lower()
+        own = kind in SUMMED
+        return (kind, None, None) if own else (kind, partial(self, name), block_of(type_of))
 
     def rounds(self, name: str, weight: Any) -> bool:
         """Return whether the file has another form of a weight that has no adapter."""

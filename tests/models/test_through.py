@@ -130,7 +130,7 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
     path = tmp_path / "adapter" / "adapter_config.json"
     settings = json.loads(path.read_text())
     assert settings["merge_into"] == {
-        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "version": 1,
+        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "read": "float32", "version": 1,
     }  # fmt: skip
     model.adapter.into.active = False
     plain = model.loss(IDS, IDS)

@@ -178,7 +178,7 @@ class Transformer(Network):
                 problem = f"the adapter is trained through {self.adapter.into.kind} already"
             raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")
-        into = Into(call, self.config, kind, *self._base_facts(call))
+        into = Into(call, self.config, kind, *self._base_facts(call), self.table.dtype)
         train_through(call, self.adapter, into)
 
     def _base_facts(self, call: str) -> tuple[str | None, Any]:

@@ -8,6 +8,7 @@ weights it computes something else.  adapter_config.json says so, under ``merge_
     kind       of the file: nf4, q4_0 and so on
     quantize   the kind of the base's weights W, which were quantized as they were read; or null
     dtype      of the matrices that stay dense in a folder
+    read       to which weights of other formats, as GPTQ's, were rounded as they were read
     version    of these rules
 
 Weights without an adapter are rounded as the file has them, too.
@@ -53,6 +54,8 @@ class Into:
         The kind of the base's weights, if they were quantized as they were read.
     dtype : dtype
         Of matrices that stay dense in a folder.
+    read : dtype
+        To which weights in formats that become dense were rounded as they were read.
     names : set of str
         Its kind, and a shorter name of it.
     active : bool
@@ -60,7 +63,13 @@ class Into:
     """
 
     def __init__(
-        self, call: str, config: Config, kind: Any, quantize: str | None = None, dtype: Any = None
+        self,
+        call: str,
+        config: Config,
+        kind: Any,
+        quantize: str | None = None,
+        dtype: Any = None,
+        read: Any = None,
     ) -> None:
         if kind not in CHOICES:
             raise ConfigError(f"{call}: merge_into={kind!r}; choose from {', '.join(CHOICES)}")
@@ -68,6 +77,7 @@ class Into:
         self.names = {self.kind, *(each for each in SHORT if SHORT[each] == self.kind)}
         self.quantize, self.active = quantize, True
         self.dtype: np.dtype[Any] = FLOAT32 if dtype is None else dtype
+        self.read: np.dtype[Any] = FLOAT32 if read is None else read
         self.in_folder = self.kind in IN_FOLDERS
         self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
         if self.in_folder:
@@ -147,8 +157,8 @@ class Into:
 
     def settings(self) -> dict[str, Any]:
         """Return what adapter_config.json says."""
-        facts = {"kind": self.kind, "quantize": self.quantize, "dtype": self.dtype.name}
-        return {**facts, "version": VERSION}
+        dtypes = {"dtype": self.dtype.name, "read": self.read.name}
+        return {"kind": self.kind, "quantize": self.quantize, **dtypes, "version": VERSION}
 
 
 def _dense(weight: Any) -> Array:
@@ -198,14 +208,16 @@ def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
     if facts is None:
         return adapter
     dtypes = {dtype.name: dtype for dtype in FLOATS}
-    known = isinstance(facts, Mapping) and facts.get("dtype") in dtypes
+    facts = {"read": FLOAT32.name, **facts} if isinstance(facts, Mapping) else {}
+    known = dtypes.keys() >= {facts.get("dtype"), facts.get("read")}
     if not known or facts.get("quantize") not in (None, *KINDS):
-        raise ConfigError(f"{path}: {MERGE_INTO} is {facts!r}; copy the adapter again")
+        wrong = adapter.settings[MERGE_INTO]
+        raise ConfigError(f"{path}: {MERGE_INTO} is {wrong!r}; copy the adapter again")
     if facts.get("version") != VERSION:
         problem = f"{MERGE_INTO} has the version {facts.get('version')!r}, not {VERSION}"
         raise ConfigError(f"{path}: {problem}; install the version that trained it")
-    dtype = dtypes[facts["dtype"]]
-    train_through(path, adapter, Into(path, config, facts.get("kind"), facts["quantize"], dtype))
+    own = facts["quantize"], dtypes[facts["dtype"]], dtypes[facts["read"]]
+    train_through(path, adapter, Into(path, config, facts.get("kind"), *own))
     return adapter
 
 

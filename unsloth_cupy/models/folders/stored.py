@@ -56,9 +56,14 @@ class StoredModel(NamedTuple):
             if files_state(self.folder) != self.state:
                 problem = f"{self.call}: {self.folder} was saved meanwhile"
                 raise ConfigError(f"{problem}; call it again")
-            weight = LazyParameter(name, place, handles, dtype).whole()
-        into = None if self.adapter is None else self.adapter.into
-        if into is None or into.quantize is None or isinstance(weight, Quantized):
+            into = None if self.adapter is None else self.adapter.into
+            rounds = into is not None and place.dense is not None and place.kind is None
+            first = into.read if rounds else dtype  # as the run had it
+            weight = LazyParameter(name, place, handles, first).whole()
+        if rounds and dtype is not None:
+            weight = weight.astype(np.promote_types(dtype, first), copy=False)
+        stays = isinstance(weight, Quantized) and weight.IN_FOLDERS
+        if into is None or into.quantize is None or stays:
             return weight
         return Quantizer(self.call, into.quantize)(name, weight)
 

@@ -130,7 +130,8 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
     path = tmp_path / "adapter" / "adapter_config.json"
     settings = json.loads(path.read_text())
     assert settings["merge_into"] == {
-        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "read": "float32", "version": 1,
+        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "read": "float32",
+        "base": settings["merge_into"]["base"], "version": 1,
     }  # fmt: skip
     model.adapter.into.active = False
     plain = model.loss(IDS, IDS)
@@ -149,6 +150,25 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
         path.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=problem):
             models.load(tmp_path / "adapter")
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    """One of the same shapes: its sum with the adapter is not what the run computed with."""
+    through(tmp_path, "nf4")
+    other = models.load(tmp_path / "base")
+    other.parameters["model.layers.0.mlp.up_proj.weight"][0, 0] *= 1.5
+    other.save(tmp_path / "other")
+    problem = "trained through nf4 beside other weights than .*other has; name its own base"
+    with pytest.raises(ConfigError, match=problem):
+        models.merge(tmp_path / "adapter", tmp_path / "m", base=tmp_path / "other")
+    with pytest.raises(ConfigError, match=problem):
+        models.export_gguf(tmp_path / "adapter", tmp_path / "m.gguf", base=tmp_path / "other")
+    with pytest.raises(ConfigError, match=problem):
+        models.load(tmp_path / "other", lora=tmp_path / "adapter", dtype="float32")
+    with pytest.raises(ConfigError, match=problem):
+        models.load(tmp_path / "other", dtype="float32").load_adapter(tmp_path / "adapter", "x")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert models.merge(tmp_path / "adapter", tmp_path / "m", base=tmp_path / "moved").layers == 7
 
 
 def test_other_files_have_the_rounded_numbers(tmp_path: Path) -> None:

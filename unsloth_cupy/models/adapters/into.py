@@ -9,16 +9,18 @@ weights it computes something else.  adapter_config.json says so, under ``merge_
     quantize   the kind of the base's weights W, which were quantized as they were read; or null
     dtype      of the matrices that stay dense in a folder
     read       to which weights of other formats, as GPTQ's, were rounded as they were read
+    base       the CRC-32 of some rows of W in float32, by which another base is refused; or null
     version    of these rules
 
 Weights without an adapter are rounded as the file has them, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -28,7 +30,9 @@ from ...files import read_json
 from ...ops.linear.lora_merge import lora_sum
 from ...ops.quantized.summed_weight import SUMMED, Reader, SummedWeight, can_sum
 from ...ops.quantized.weight import Quantized
+from ...placement import to_numpy
 from ..configs.config import Config
+from ..configs.names import HEAD, TABLE
 from ..folders.expert_files import kinds_of_experts
 from ..gguf import TYPES
 from ..gguf.rounding import block_of, rounded, types_of
@@ -42,6 +46,7 @@ SHORT = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m"}  # as llama.cpp's
 KINDS_OF_FILES = (*IN_FOLDERS, *(kind for kind in TYPES if kind not in ("f32", "f16", "bf16")))
 CHOICES = (*KINDS_OF_FILES, *SHORT)
 VERSION = 1
+ROWS_OF_BASE = 8
 
 
 class Into:
@@ -56,6 +61,8 @@ class Into:
         Of matrices that stay dense in a folder.
     read : dtype
         To which weights in formats that become dense were rounded as they were read.
+    base : int or None
+        The ``sum_of_base`` of the base's weights; None: it is not known.
     names : set of str
         Its kind, and a shorter name of it.
     active : bool
@@ -78,6 +85,7 @@ class Into:
         self.quantize, self.active = quantize, True
         self.dtype: np.dtype[Any] = FLOAT32 if dtype is None else dtype
         self.read: np.dtype[Any] = FLOAT32 if read is None else read
+        self.base: int | None = None
         self.in_folder = self.kind in IN_FOLDERS
         self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
         if self.in_folder:
@@ -158,7 +166,8 @@ class Into:
     def settings(self) -> dict[str, Any]:
         """Return what adapter_config.json says."""
         dtypes = {"dtype": self.dtype.name, "read": self.read.name}
-        return {"kind": self.kind, "quantize": self.quantize, **dtypes, "version": VERSION}
+        facts = {"kind": self.kind, "quantize": self.quantize, **dtypes, "base": self.base}
+        return {**facts, "version": VERSION}
 
 
 def _dense(weight: Any) -> Array:
@@ -217,8 +226,48 @@ def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
         problem = f"{MERGE_INTO} has the version {facts.get('version')!r}, not {VERSION}"
         raise ConfigError(f"{path}: {problem}; install the version that trained it")
     own = facts["quantize"], dtypes[facts["dtype"]], dtypes[facts["read"]]
-    train_through(path, adapter, Into(path, config, facts.get("kind"), *own))
+    into = Into(path, config, facts.get("kind"), *own)
+    into.base = facts.get("base")
+    train_through(path, adapter, into)
     return adapter
+
+
+def sum_of_base(
+    adapter: Adapter, names: Iterable[str], weights: Callable[[str], Any]
+) -> int | None:
+    """Return the CRC-32 of the first rows of the first weights that an adapter changes.
+
+    ``weights`` returns those of a base by their names.  None: they are not in float32, and may have
+    been rounded as they were read.
+    """
+    result = 0
+    for name in sorted({*filter(adapter.adds_to, names)} - {TABLE, HEAD})[:ROWS_OF_BASE]:
+        weight = weights(name)
+        if weight.dtype != FLOAT32:
+            return None
+        row = to_numpy(_dense((weight[0] if name in adapter.stacks else weight)[:1]))
+        result = crc32(row.astype("<f4").tobytes(), result)
+    return result
+
+
+def check_base(
+    call: str,
+    adapter: Adapter,
+    where: Any,
+    names: Iterable[str],
+    weights: Callable[[str], Any] | None,
+) -> None:
+    """Raise a ConfigError if an adapter was trained through a quantizer beside other weights.
+
+    ``weights`` are those of ``sum_of_base``; None: ranks divide them.
+    """
+    into = adapter.into
+    if into is None or into.base is None or weights is None:
+        return
+    if sum_of_base(adapter, names, weights) in (None, into.base):
+        return
+    problem = f"the adapter was trained through {into.kind} beside other weights than {where} has"
+    raise ConfigError(f"{call}: {problem}; name its own base, or train it beside these")
 
 
 def quantize_of(call: str, adapter: str | PathLike[str], quantize: str | None) -> str | None:

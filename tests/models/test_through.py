@@ -21,7 +21,7 @@ from unsloth_cupy.training.tape import Tape
 
 from ..machines.stand_in import gpu
 from .exported import make
-from .peers import MIXTURES, SIZES
+from .peers import MIXTURES, RELATIVES, SIZES
 
 # rows of whole blocks of 256, but for those of down_proj, which have a type of smaller blocks
 LLAMA: dict[str, Any] = {
@@ -346,14 +346,20 @@ def test_the_plan_counts_it(kind: str) -> None:
         plan_memory(config, **sizes, merge_into=kind, tensor_parallel=2)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = models.create(SIZES | LLAMA, seed=0)
     for options, problem in (
         ({"merge_into": "q4"}, "merge_into='q4'; choose from nf4"),
         ({"merge_into": "nf4", "dora": True}, "leave dora out, or merge_into"),
         ({"merge_into": "mxfp4"}, "a llama has no experts in mxfp4; choose from nf4"),
-        ({"merge_into": "q4_0", "tokens": [3]}, "choose a kind of a folder, as nf4"),
-        ({"merge_into": "q8_0", "modules": ["lm_head"]}, "a GGUF file rounds tables"),
+        (
+            {"merge_into": "q4_0", "tokens": [3]},
+            "trains rows of embed_tokens, and .* kind of a fol",
+        ),
+        (
+            {"merge_into": "q8_0", "modules": ["lm_head"]},
+            "trains lm_head.*, and a GGUF file rounds",
+        ),
     ):
         with pytest.raises(ConfigError, match=problem):
             model.add_adapter(4, **options)
@@ -361,6 +367,20 @@ def test_what_does_not_fit_is_refused() -> None:
     mixture = models.create(SIZES | MIXTURES["qwen2_moe"], seed=0)
     with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
         mixture.add_adapter(2, merge_into="int8")
+    mixture = models.create(SIZES | MIXTURES["gpt_oss"], seed=0)
+    with pytest.raises(ConfigError, match="down_proj have 48 values, no whole blocks of 32; leav"):
+        mixture.add_adapter(2, merge_into="mxfp4")
+    hybrid = models.create(SIZES | RELATIVES["mamba2"], seed=0)
+    with pytest.raises(
+        ConfigError, match=r"files have .*in_proj.weight as backbone\.layers.*leave"
+    ):
+        hybrid.add_adapter(2, merge_into="nf4")
+    hybrid.adapter = None
+    models.quantize(hybrid, "nf4")
+    with pytest.raises(
+        ConfigError, match=r"save: .*in_proj.weight as backbone\.layers.*the dense m"
+    ):
+        hybrid.save(tmp_path)
     mixture = models.create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
     with pytest.raises(ConfigError, match=r"train_through\('q8_0'\): llama.cpp's qwen2moe"):
         mixture.add_adapter(2, merge_into="q8_0")

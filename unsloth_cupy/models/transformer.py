@@ -179,6 +179,7 @@ class Transformer(Network):
             raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")
         into = Into(call, self.config, kind, *self._base_facts(call), self.table.dtype)
+        into.check_names(call, self.config, self.plain)
         into.base = sum_of_base(self.adapter, self.parameters, self.parameters.__getitem__)
         train_through(call, self.adapter, into)
 

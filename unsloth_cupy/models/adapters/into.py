@@ -15,7 +15,7 @@ weights it computes something else.  adapter_config.json says so, under ``merge_
 Weights without an adapter are rounded as the file has them, too.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -28,16 +28,17 @@ from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...errors import ConfigError
 from ...files import read_json
 from ...ops.linear.lora_merge import lora_sum
+from ...ops.quantized.blocks import BLOCK
 from ...ops.quantized.summed_weight import SUMMED, Reader, SummedWeight, can_sum
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
-from ..configs.names import HEAD, TABLE
-from ..folders.expert_files import kinds_of_experts
+from ..configs.names import HEAD, TABLE, is_stack
+from ..folders.expert_files import file_tensors, kinds_of_experts
 from ..gguf import TYPES
 from ..gguf.rounding import block_of, rounded, types_of
 from ..quantizer import KINDS, OF_STACKS, Quantizer
-from .adapter import MAGNITUDE, Adapter
+from .adapter import MAGNITUDE, PREFIX, Adapter
 from .adapter_base import ADAPTER
 
 MERGE_INTO = "merge_into"  # in adapter_config.json
@@ -95,6 +96,10 @@ class Into:
                 problem = f"a folder of a {config.model_type} has no {what} in {self.kind}"
                 raise ConfigError(f"{call}: {problem}; choose from {', '.join(known)}")
             self._quantizer = Quantizer(call, self.kind)
+            for name, shape in config.shapes().items():
+                if self.kind == OF_STACKS and is_stack(name) and shape[-1] % BLOCK:
+                    problem = f"rows of {name} have {shape[-1]} values, no whole blocks of {BLOCK}"
+                    raise ConfigError(f"{call}: {problem}; leave merge_into out")
         else:
             try:
                 self._types = types_of(call, config, self.kind)
@@ -135,6 +140,17 @@ class Into:
         kind = type_of.name.lower()
         own = kind in SUMMED
         return (kind, None, None) if own else (kind, partial(self, name), block_of(type_of))
+
+    def check_names(self, call: str, config: Config, plain: Collection[str]) -> None:
+        """Raise a ConfigError if a folder has a weight that it quantizes under another name.
+
+        ``plain`` are parameters that it has under their own.
+        """
+        others = file_tensors(config, plain) if self.in_folder else {}
+        for name, shape in config.shapes().items():
+            if name in others and not is_stack(name) and self._quantizer.makes(name, shape):
+                problem = f"files have {name} as {min(others[name])}, and there it is not quantized"
+                raise ConfigError(f"{call}: {problem}; leave merge_into out")
 
     def rounds(self, name: str, weight: Any) -> bool:
         """Return whether the file has another form of a weight that has no adapter."""
@@ -198,7 +214,8 @@ def train_through(call: str, adapter: Adapter, into: Into) -> None:
         problem = "DoRA's norms are of rows before they are rounded"
         raise ConfigError(f"{call}: {problem}; leave dora out, or merge_into")
     if adapter.outer and not into.in_folder:
-        problem = f"the adapter trains {adapter.outer[0]}, and a GGUF file rounds tables"
+        what = "rows of embed_tokens" if adapter.tokens else adapter.outer[0].removeprefix(PREFIX)
+        problem = f"the adapter trains {what}, and a GGUF file rounds tables"
         cure = "choose a kind of a folder, as nf4, which leaves them dense"
         raise ConfigError(f"{call}: {problem}; {cure}")
     adapter.into = into

@@ -108,6 +108,7 @@ def packed(kind: str, what: Any) -> Any:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

@@ -534,6 +534,7 @@ def published() -> list[Path]:
     return sorted(Path(places[0], "chat_templates").glob("*.jinja")) if places else []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not published(), reason="needs the extra `peers` (trl, for its templates)")
 @pytest.mark.parametrize("path", published(), ids=lambda path: path.stem)
 def test_published_templates(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def run(
 graphs_graph = graphs.Graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "launched"),
     [({}, 5), ({"accumulate": 2, "dtype": "bfloat16"}, 5 + 3), ({"dtype": "float16"}, 5)],
@@ -67,6 +68,7 @@ def test_a_run_has_the_log_of_one_without(
     assert len({line["loss"] for line in logs[0] if "loss" in line}) == 7
 
 
+@pytest.mark.slow
 def test_a_run_of_preferences_may_be_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_run_of_preferences_may_be_asked_for(
     assert {"accuracy", "margin"} <= logs[0][1].keys()
 
 
+@pytest.mark.slow
 def test_a_run_with_dropout_goes_on_with_the_draws_of_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

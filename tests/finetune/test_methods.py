@@ -119,6 +119,7 @@ def assert_as_trl(
             assert line[ours] == pytest.approx(expected[theirs], rel=2e-5, abs=2e-6), (name, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [True, False])
 def test_the_first_step_is_that_of_trl(pack: bool, home: Path, tmp_path: Path) -> None:
     steps = json.loads((LLAMA.parents[1] / "methods.json").read_text())["steps"]
@@ -136,6 +137,7 @@ def test_the_first_step_is_that_of_trl_itself(home: Path, tmp_path: Path) -> Non
         assert_as_trl(home, tmp_path / name, name, golden.first_step(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["cpo", "orpo", "kto", "distill", "reward", "classify"])
 def test_parts_of_a_batch_are_one_batch(method: str, home: Path, tmp_path: Path) -> None:
     """Sums over pairs, tokens and answers are divided by those of the whole step."""
@@ -227,6 +229,7 @@ class Halts(Callback):
             self.stop.signal = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lora"),
     [
@@ -395,6 +398,7 @@ def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Pat
     assert any("of 1 both answers are equal" in text for text in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward", "classify", "embed"])
 def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> None:
     for lora in (None, Lora(4)):
@@ -406,6 +410,7 @@ def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> 
             assert planned == pytest.approx(peak, rel=0.03)  # objects of Python count too
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_method(home: Path) -> None:
     def total(*words: Any) -> dict[str, str]:
         done = run("plan", home / "model-1.0", "--tokens", 32, "--json", *words)
@@ -587,6 +592,7 @@ def stored(home: Path) -> Path:
 class TestTaught:
     """Predictions of a teacher that are stored."""
 
+    @pytest.mark.slow
     def test_all_tokens_are_as_the_teacher_itself(
         self, stored: Path, home: Path, tmp_path: Path
     ) -> None:

@@ -57,6 +57,7 @@ def held_out(lines: list[dict[str, float]]) -> list[float]:
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("all", "lora", "nf4", "int8")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*SLOW, "mxfp4"])
 def test_a_run_of_each_kind(way: str, bases: Path, tmp_path: Path) -> None:
     """It learns; what a step takes was planned; it goes on, generates, is merged, and loads."""

@@ -182,6 +182,7 @@ def test_the_divergence_is_from_the_model_before_the_run(home: Path, tmp_path: P
     assert "kl" not in plain.files.lines()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_more_updates_learn_from_the_same_answers(loss: str, home: Path, tmp_path: Path) -> None:
     """The second update is clipped by ratios to the sampler, computed here by its own model.
@@ -314,6 +315,7 @@ def test_answers_of_chats_end_as_the_template_ends_them(
     assert stops == [[2, *range(150, 200), 0]] * 3 + [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"num_iterations": 3, "steps_per_generation": 2}])
 def test_a_run_that_goes_on_has_equal_bits(more: Any, home: Path, tmp_path: Path) -> None:
     """Also in the middle of the updates that learn from the same answers."""
@@ -352,6 +354,7 @@ def test_answers_become_better(home: Path, tmp_path: Path) -> None:
     assert "held_out_reward_low" not in last  # of one function, it is the reward
 
 
+@pytest.mark.slow
 def test_a_step_holds_what_is_planned(home: Path, tmp_path: Path) -> None:
     """Answers that fill their rows; where some end before, a step holds less."""
     data, asks = (
@@ -445,6 +448,7 @@ def test_ratios_that_the_loss_clips_are_counted(
     assert measured == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "more",

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import warnings
 
 import pytest
@@ -18,6 +19,8 @@ from .families import HYBRIDS, NINE, OTHERS, check, model_of, step, texts  # noq
 SCENES = ("left", "right", "whole", "packed")
 WHOLE = {"norm", "mlp", "rotary", "attention", "loss"}
 SOME = Sample.one_in(3, OTHERS)
+GENERATING = ("llama", "gemma3_text", "llama4_text", "gpt_oss", "mistral")
+GENERATING += ("qwen3_5_text", "bamba", "mamba2")  # which keep states
 ALL_EXPERTS = {"gpt_oss": 2, "llama4_text": 2, "granitemoe": 2, "olmoe": 4, "qwen3_moe": 4}
 
 
@@ -58,7 +61,7 @@ def distance(actual, exact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("family", GENERATING)
 @pytest.mark.parametrize(
     "options",
     [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}],
@@ -79,7 +82,7 @@ def test_parts_are_chosen(part):
     model = model_of("qwen3")
     before = step(model)
     report = patch(model, parts=[part])
-    absent = ("lora", "quantized", "experts", "router", "qk_norm", "residual")
+    absent = ("lora", "quantized", "experts", "router", "qk_norm", "residual", "recurrence")
     expected = {} if part in absent else {part}
     assert {*report.taken} == {*expected}
     after = step(model)
@@ -176,14 +179,54 @@ def test_a_forward_is_taken_over_under_its_decorators(decorator, monkeypatch):
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_a_norm_that_also_reads_a_gate_is_left(family):
+def test_recurrences_and_norms_with_a_gate_are_taken(family):
     model = model_of(family)
     before = step(model)
     report = patch(model)
-    left = [row.module for row in report.rows if row.reason == "its forward also reads gate"]
-    assert report.taken["norm"]
-    assert any(name.endswith("RMSNormGated") for name in left)
-    check(step(model), before, model, "left")
+    taken = {(row.part, row.module) for row in report.rows if not row.reason}
+    assert report.taken["recurrence"]
+    assert "recurrence" not in report.left
+    assert any(part == "norm" and name.endswith("RMSNormGated") for part, name in taken)
+    with profile() as seen:
+        check(step(model), before, model, "left")
+    ran = {record.op for record in seen.records}
+    assert {"causal_conv", "causal_conv_backward"} <= ran
+    assert ran & {"gated_delta_rule_backward", "ssd_backward"}
+
+
+PACKED = ("bamba", "falcon_h1", "qwen3_5_text")  # others do not tell all layers where texts end
+
+
+@pytest.mark.parametrize("by", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("family", PACKED)
+def test_recurrences_keep_packed_texts_apart(family, by):
+    model, tokens = model_of(family), texts("whole")["input_ids"][:1]
+    patch(model)
+    ends = torch.tensor([0, 10, 24], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 14, "max_length_k": 14}
+    options = {"position_ids": torch.cat([torch.arange(10), torch.arange(14)])[None]} | lengths
+    if by == "seq_idx":
+        options["seq_idx"] = torch.tensor([0] * 10 + [1] * 14, dtype=torch.int32)[None]
+    if by == "seq_idx" and family != "qwen3_5_text":  # whose rule is given ends alone
+        options = {n: x for n, x in options.items() if n not in lengths}
+    actual = model(tokens, use_cache=False, **options).logits
+    alone = [model(t, use_cache=False).logits for t in (tokens[:, :10], tokens[:, 10:])]
+    torch.testing.assert_close(actual, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_recurrence_that_computes_otherwise_is_left(monkeypatch):
+    model = model_of("qwen3_5_text")
+    scope = vars(inspect.getmodule(type(model)))
+    own = scope["torch_chunk_gated_delta_rule"]
+
+    @functools.wraps(own)
+    def other(*args, **options):
+        out, final = own(*args, **options)
+        return out, None if final is None else 2 * final  # which shows in its states alone
+
+    monkeypatch.setitem(scope, "torch_chunk_gated_delta_rule", other)
+    report = patch(model)
+    assert report.left["recurrence"] == "torch_chunk_gated_delta_rule computes otherwise"
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "mlp"])

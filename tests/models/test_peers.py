@@ -148,6 +148,7 @@ def test_transformers_opens_a_new_model(tmp_path):
     assert tokenizer(text).input_ids == own.encode(text).ids
 
 
+@pytest.mark.slow
 def test_transformers_reads_what_we_save(pair, tmp_path):
     peer, model, _ = pair
     model.save(tmp_path / "ours")

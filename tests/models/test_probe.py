@@ -65,7 +65,9 @@ def test_a_file_with_other_weights_is_refused(
     assert not (tmp_path / "m.gguf").exists()
 
 
-@pytest.mark.parametrize("label", [*IN_LLAMA_CPP, "gemma3"])
+@pytest.mark.parametrize(
+    "label", [*(pytest.param(each, marks=pytest.mark.slow) for each in IN_LLAMA_CPP), "gemma3"]
+)
 def test_what_rounding_explains_is_written(label: str, tmp_path: Path) -> None:
     """Of every family, with what llama.cpp has in another form: norms times a factor, say."""
     config = (CONFIGS | RELATIVES | IN_LLAMA_CPP)[label]

@@ -80,6 +80,7 @@ def test_rows_with_adapters_of_their_own_run_on_arrays_of_cupy() -> None:
             assert rows.generate(tokens, max_new_tokens=3).shape == (3, 27)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["all", "lora", "nf4-double", "int8"])
 @pytest.mark.parametrize(
     "label",

@@ -184,6 +184,7 @@ def test_the_definition(op: str) -> None:
     assert hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(COUNT) if Sample.all else range(A_RUN))
 @pytest.mark.parametrize("op", [PACKED, PAGED])
 def test_kernels(op: str, number: int) -> None:

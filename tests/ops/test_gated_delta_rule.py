@@ -293,6 +293,7 @@ def test_channels_as_torch_differentiates_them(strength: float) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @both_decays
 def test_a_decay_that_empties_the_state(channels: tuple[int, ...]) -> None:
     """-inf: the texts before and after it are apart, in results and in gradients."""
@@ -361,6 +362,7 @@ def test_packed_texts_have_the_bits_of_each_alone(dtype: Any, channels: tuple[in
     packed_and_alone((5, 0, 130, 1, 64, 3), dtype, channels)
 
 
+@pytest.mark.slow
 @both_decays
 def test_kernels_of_packed_texts_have_the_bits_of_each_alone(channels: tuple[int, ...]) -> None:
     """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
@@ -368,6 +370,7 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone(channels: tuple[int
         packed_and_alone((5, 0, 1, 66, 2), KERNEL_DTYPES[1], channels)
 
 
+@pytest.mark.slow
 @both_decays
 def test_any_schedule(channels: tuple[int, ...]) -> None:
     """Any order of threads and blocks gives equal bits."""

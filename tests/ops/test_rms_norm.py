@@ -71,6 +71,7 @@ class TestRMSNormWithoutClusters(KernelParity):
     test_any_strides = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "hidden"), [(9, 136), (400, 136), (85, 2048), (40, 8200)])
 def test_sums_of_weights_are_equal_in_every_order_of_blocks(rows: int, hidden: int) -> None:
     """One team of blocks that adds their sums, or several, the last of which is smaller."""

@@ -195,12 +195,14 @@ def test_packed_texts_have_the_bits_of_each_alone(dtype: Any) -> None:
     packed_and_alone((5, 0, 130, 1, 64, 3), dtype)
 
 
+@pytest.mark.slow
 def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
     """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
     with emulator():
         packed_and_alone((3, 0, 1, 66), KERNEL_DTYPES[1])
 
 
+@pytest.mark.slow
 def test_any_schedule() -> None:
     """Any order of threads and blocks gives equal bits."""
     arrays = drawn((3, 4), np.float32)

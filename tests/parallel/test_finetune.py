@@ -85,6 +85,7 @@ def equal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         close(actual[key], array)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     """All exchanges, layers, models and trainings of 1, 2, 3, 4 and 8 ranks; runs in grids; faults.

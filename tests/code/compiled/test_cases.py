@@ -19,6 +19,7 @@ def test_a_name_that_no_case_has_fails(
     assert "no case has relu2 and nosuchop in its name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "passes"), [(1, True), (1024, False)])
 def test_approximations_may_have_the_documented_errors(times: int, passes: bool) -> None:
     """Errors of 2^-12 are seen."""

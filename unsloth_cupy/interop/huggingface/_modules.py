@@ -17,9 +17,11 @@ from torch import nn
 from ..quantized_layers import kind_of
 from ..torch import (
     embedding,
+    gated_rms_norm,
     geglu,
     layer_norm_forward,
     lora_linear,
+    rms_norm,
     rms_norm_forward,
     swiglu,
 )
@@ -40,19 +42,28 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or weight.ndim != 1 or not isinstance(eps, float):
         raise Refused("not one vector of weights and an eps")
-    _check_arguments(module)
+    gated = _other_arguments(module) == ["gate"]
+    if not gated:
+        _check_arguments(module)
     random = {
         n: draw(*p.shape).to(p.device) for n, p in module._parameters.items() if p is not None
     }
     forwards = [_layer_norm(eps)]
     if bias is None:
         forwards = [_rms_norm(eps, 0.0), _rms_norm(eps, 1.0), *forwards]
-    return Candidate(forwards, draw(3, *weight.shape).to(weight.device), random, torch.float32)
+    arrays = draw(2, 3, *weight.shape).to(weight.device)
+    if gated:
+        forwards = [_gated_rms_norm(eps), _norm_of_gated(eps)]
+    return Candidate(forwards, (*arrays[: 1 + gated],), random, torch.float32)
+
+
+def _other_arguments(module: nn.Module) -> list[str]:
+    return [*inspect.signature(type(module).forward).parameters][2:]
 
 
 def _check_arguments(module: nn.Module) -> None:
     """Raise Refused if a module reads more than one array: a trial does not show what it does."""
-    if others := [*inspect.signature(type(module).forward).parameters][2:]:
+    if others := _other_arguments(module):
         raise Refused(f"its forward also reads {', '.join(others)}")
 
 
@@ -66,10 +77,36 @@ def _rms_norm(eps: float, offset: float) -> Forward:
     """Return a forward that computes ``rms_norm`` with weights plus ``offset``."""
 
     def forward(self: Any, x: Any, residual: Any = None) -> Any:
-        wide = x.dtype is torch.float32  # residuals of Mamba 2 are so, and its weights 16 bits
-        weight = self.weight.float() if wide else self.weight
+        weight = _weight_for(self, x)
         y, h, _ = rms_norm_forward(x, weight, residual, eps=eps, offset=offset)
         return y if residual is None else (y, h)
+
+    return forward
+
+
+def _weight_for(module: Any, x: Any) -> Any:
+    """Return the weight of a norm; residuals of Mamba 2 are float32, and its weights 16 bits."""
+    return module.weight.float() if x.dtype is torch.float32 else module.weight
+
+
+def _gated_rms_norm(eps: float) -> Forward:
+    """Return a forward that norms, then multiplies by the swish of a gate."""
+
+    def forward(self: Any, x: Any, gate: Any = None) -> Any:
+        weight = _weight_for(self, x)
+        if gate is None:
+            return rms_norm(x, weight, eps=eps)
+        return gated_rms_norm(x, gate.to(x.dtype), weight, eps=eps)
+
+    return forward
+
+
+def _norm_of_gated(eps: float) -> Forward:
+    """Return a forward that multiplies by the swish of a gate, then norms."""
+
+    def forward(self: Any, x: Any, gate: Any = None) -> Any:
+        wide = x if gate is None else swiglu(gate.float(), x.float())
+        return rms_norm(wide, _weight_for(self, wide), eps=eps).to(x.dtype)
 
     return forward
 
@@ -90,9 +127,8 @@ def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     names = module._modules.keys()
     if "Experts" in type(module).__name__ and module._parameters:
         return None  # another part
-    act: Any = next(
-        (getattr(module, name, None) for name in ACTIVATIONS if hasattr(module, name)), None
-    )
+    acts: list[Any] = [getattr(module, name, None) for name in ACTIVATIONS]
+    act = next(filter(callable, acts), None)
     if act is None or not any(
         isinstance(m, nn.Linear) or hasattr(m, "in_features") for m in module.children()
     ):
@@ -108,7 +144,7 @@ def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     device = next(module.parameters()).device
     sample = draw(1, first.in_features).to(device, dtype)
     check_alone(module, {*GATED[0], *GATED[1]}, partial(module, sample), module(sample))
-    return Candidate([_gated(gate, fused) for gate in gates], sample, {}, dtype)
+    return Candidate([_gated(gate, fused) for gate in gates], (sample,), {}, dtype)
 
 
 def _geglu(approximate: bool) -> Forward:
@@ -142,7 +178,7 @@ def table(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise Refused("its gradient is sparse, scaled or its rows are bounded")
     tokens = torch.arange(min(5, module.num_embeddings), device=module.weight.device)
-    return Candidate([_lookup(module.padding_idx)], tokens, {}, dtype)
+    return Candidate([_lookup(module.padding_idx)], (tokens,), {}, dtype)
 
 
 def _lookup(padding: int | None) -> Forward:
@@ -182,7 +218,7 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     sample = draw(2, layer.in_features).to(base.weight.device)
     sample = sample.to(dtype if frozen else base.weight.dtype)
     least_exact = computed_in(base, dtype) if frozen else dtype
-    return Candidate([_adapted(type(layer).forward)], sample, random, least_exact)
+    return Candidate([_adapted(type(layer).forward)], (sample,), random, least_exact)
 
 
 def _adapted(plain: Forward) -> Forward:

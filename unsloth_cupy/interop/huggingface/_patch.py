@@ -8,7 +8,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError, FrameworkError
-from . import _attention, _experts, _loss, _modules, _qk_norm, _residual, _rotary, _router
+from . import (
+    _attention,
+    _experts,
+    _loss,
+    _modules,
+    _qk_norm,
+    _recurrence,
+    _residual,
+    _rotary,
+    _router,
+)
 from ._changes import Changes, Nothing, own_forward
 from ._quantized import quantized
 from ._report import Report
@@ -23,7 +33,7 @@ ALONE = {
     "quantized": quantized,
 }
 MIXTURE = ("experts", "router")
-PARTS = (*ALONE, *MIXTURE, "rotary", "qk_norm", "attention", "residual", "loss")
+PARTS = (*ALONE, *MIXTURE, "recurrence", "rotary", "qk_norm", "attention", "residual", "loss")
 
 
 def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
@@ -39,9 +49,10 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
         Or a module around one, such as a model of peft.
     parts : iterable of str, optional
         Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``quantized`` (layers of bitsandbytes),
-        ``experts`` and ``router`` (of mixtures of experts), ``rotary``, ``qk_norm`` (norms and
-        rotary embedding of queries and keys), ``attention``, ``residual`` (an addition and the norm
-        after it) and ``loss``; None: all of them.
+        ``experts`` and ``router`` (of mixtures of experts), ``recurrence`` (delta rules, Mamba2 and
+        their convolutions), ``rotary``, ``qk_norm`` (norms and rotary embedding of queries and
+        keys), ``attention``, ``residual`` (an addition and the norm after it) and ``loss``; None:
+        all of them.
 
     Returns
     -------
@@ -145,6 +156,7 @@ class _Patching:
     def __init__(self, model: Any, changes: Changes, report: Report, parts: set[str]) -> None:
         self.model, self.changes, self.report, self.parts = model, changes, report, parts
         self.notes: dict[nn.Module, list[Any]] = {}
+        self.along: dict[nn.Module, _recurrence.Notes] = {}
         self.rotations: dict[nn.Module, _rotary.Rotation] = {}  # of layers
 
     def run(self) -> None:
@@ -159,7 +171,7 @@ class _Patching:
             return
         try:
             self.texts = Texts(self.model)
-            self.notes = self.record()
+            self.record()
         except Exception as error:
             for part in whole:
                 why = f"the model does not run on tokens alone: {_line(error)}"
@@ -235,20 +247,29 @@ class _Patching:
             if _router.is_router(module):
                 self.attempt("router", module, partial(_router.take, self.changes, module))
 
-    def record(self) -> dict[nn.Module, list[Any]]:
-        """Run the model once; return the recorded arguments of rotary functions, by module."""
-        count, notes = len(self.changes), {}
+    def record(self) -> None:
+        """Run the model once, and record what modules pass to functions that ops may compute."""
+        count = len(self.changes)
+        kinds: dict[str, tuple[Any, Any, dict[nn.Module, Any]]] = {
+            "rotary": (_rotary.named, _rotary.record, self.notes),
+            "recurrence": (_recurrence.functions_of, _recurrence.record, self.along),
+        }
         try:
-            for module in self.model.modules():
-                if "rotary" in self.parts and _rotary.named(module) and own_forward(module):
-                    try:
-                        notes[module] = _rotary.record(self.changes, module)
-                    except Refused as error:
-                        self.leave("rotary", module, error)
+            for module in filter(own_forward, self.model.modules()):
+                for part, (has, record, notes) in kinds.items():
+                    if part in self.parts and has(module):
+                        try:
+                            notes[module] = record(self.changes, module)
+                        except Refused as error:
+                            self.leave(part, module, error)
             self.texts.run(self.model)
         finally:
             self.changes.since(count)
-        return notes
+
+    def recurrence(self) -> None:
+        for module, notes in self.along.items():
+            work = partial(_recurrence.take, self.changes, module, notes)
+            self.attempt("recurrence", module, work)
 
     def rotary(self) -> None:
         for module, notes in self.notes.items():

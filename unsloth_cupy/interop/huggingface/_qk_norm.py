@@ -92,7 +92,7 @@ def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward
     """Return a layer's forward that passes queries and keys to a function without norms."""
     forward: Any = type(module).forward
     plain = inspect.unwrap(forward)
-    function, rotary = _source(forward, plain), named(module) or ""
+    function, rotary = _source(forward, plain), next(iter(named(module)), "")
     asked = {rotary: 1, **dict.fromkeys(names, 1)}
     nodes = [*ast.walk(function)]
     used = [getattr(node, "attr", getattr(node, "id", None)) for node in nodes]

@@ -24,7 +24,7 @@ def quantized(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     check(layer)
     sample = draw(2, layer.in_features).to(layer.weight.device, dtype)
     forward = {FOUR: _four_bits, EIGHT: _eight_bits}[kind](type(layer).forward)
-    return Candidate([forward], sample, {}, computed_in(layer, dtype))
+    return Candidate([forward], (sample,), {}, computed_in(layer, dtype))
 
 
 def check(layer: Any) -> None:

@@ -7,7 +7,7 @@ that the model passes to it are recorded once; the ways to read its tables are t
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,23 +18,22 @@ from ..torch import rope_qk
 from ._changes import Changes
 from ._trials import Refused, agree
 
-NAMES = ("apply_rotary_pos_emb", "apply_rotary_emb")
+NAMES = ("apply_rotary_pos_emb", "apply_rotary_emb", "apply_rotary_pos_emb_interleave")
 Turn = Callable[..., Any]
 Rotation = Callable[..., Any]  # (op, *arguments that a model passes to its function)
 
 
-def named(module: nn.Module) -> str | None:
-    """Return the name by which a module's forward, under its decorators, calls the function."""
+def named(module: nn.Module) -> list[str]:
+    """Return the names by which a module's forward, under its decorators, calls functions."""
     forward: Any = inspect.unwrap(type(module).forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    known = [name for name in NAMES if name in names and name in forward.__globals__]
-    return known[0] if len(known) == 1 else None
+    return [name for name in NAMES if name in names and name in forward.__globals__]
 
 
-def with_function(forward: Any, name: str | None, function: Turn) -> Callable[..., Any]:
-    """Return a copy of a forward that calls another function to rotate queries and keys."""
+def with_functions(forward: Any, functions: Mapping[str, Turn]) -> Callable[..., Any]:
+    """Return a copy of a forward that calls other functions under some names."""
     plain = inspect.unwrap(forward)
-    scope = plain.__globals__ | {name: function}
+    scope = plain.__globals__ | {**functions}
     del scope["__name__"]  # with it, torch.compile would use the globals of the module
     code = plain.__code__.replace()  # a new object, as torch.compile caches by code
     copy: Any = types.FunctionType(code, scope, "forward", plain.__defaults__, plain.__closure__)
@@ -66,34 +65,39 @@ def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def turning(forward: Any, name: str | None, rotation: Rotation) -> Callable[..., Any]:
+def turning(forward: Any, name: str, rotation: Rotation) -> Callable[..., Any]:
     """Return a forward that rotates by the op; one for all layers, so that they compile once."""
-    return with_function(forward, name, partial(rotation, rope_qk))
+    return with_functions(forward, {name: partial(rotation, rope_qk)})
 
 
 def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
-    """Make a module record what it passes to the function; return the list of its calls."""
+    """Make a module record what it passes to its functions; return the list of its calls."""
     forward: Any = type(module).forward
-    function, notes = inspect.unwrap(forward).__globals__[named(module)], []
+    notes: list[tuple[Any, ...]] = []
 
-    def noting(*args: Any, **options: Any) -> Any:
-        notes.append((function, args, options))
-        return function(*args, **options)
+    def noting(name: str) -> Turn:
+        function = inspect.unwrap(forward).__globals__[name]
 
-    changes.forward(module, with_function(forward, named(module), noting))
+        def noted(*args: Any, **options: Any) -> Any:
+            notes.append((name, function, args, options))
+            return function(*args, **options)
+
+        return noted
+
+    changes.forward(module, with_functions(forward, {n: noting(n) for n in named(module)}))
     return notes
 
 
 def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> Rotation:
     """Make a module rotate by the first of ROTATIONS that agrees with its function."""
-    if not notes:
-        raise Refused("it turns nothing")
-    function, args, options = notes[0]
+    if len({name for name, *_ in notes}) != 1:
+        raise Refused("it turns in two ways" if notes else "it turns nothing")
+    name, function, args, options = notes[0]
     wide = [a.float() if a.is_floating_point() else a for a in args]
     for rotation in ROTATIONS:
         turn = partial(rotation, rope_qk)
         if agree(partial(function, **options), partial(turn, **options), wide, torch.float32):
-            changes.forward(module, turning(type(module).forward, named(module), rotation))
+            changes.forward(module, turning(type(module).forward, name, rotation))
             return rotation
     raise Refused(f"{function.__name__} turns in another way")
 
@@ -115,6 +119,12 @@ def _rotation(layout: str, interleaved: bool) -> Rotation:
     return turn
 
 
+def _sorted(op: Turn, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
+    """Rotate neighbours, and put the first of all pairs before the second."""
+    q, k = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
+    return _rotation("halves", False)(op, q, k, cos, sin, **options)
+
+
 def _complex(op: Turn, q: Any, k: Any, angles: Any) -> Any:
     return _turned(op, q, k, angles.real, angles.imag, True)
 
@@ -130,4 +140,5 @@ def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> 
 
 
 LAYOUTS = ("halves", "neighbours", "whole")
-ROTATIONS = [*(_rotation(layout, pairs) for pairs in (False, True) for layout in LAYOUTS), _complex]
+ROTATIONS = [*(_rotation(layout, pairs) for pairs in (False, True) for layout in LAYOUTS)]
+ROTATIONS += [_sorted, _complex]

@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     """Candidates for a forward; a trial calls the module with some parameters replaced."""
 
     forwards: list[Forward]
-    sample: torch.Tensor
+    sample: tuple[torch.Tensor, ...]
     parameters: dict[str, torch.Tensor]
     dtype: torch.dtype
 
@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
         try:
             for part in caching:  # peft's, of norms of weights that are replaced here
                 part._cache_clear()
-            return torch.func.functional_call(module, self.parameters, (self.sample,))
+            return torch.func.functional_call(module, self.parameters, self.sample)
         finally:
             for part in caching:
                 part._cache_clear()

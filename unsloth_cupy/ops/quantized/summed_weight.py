@@ -108,7 +108,7 @@ class SummedWeight(Chunked):
     def _write(self, w: Array, start: int, offsets: Array | None = None) -> Array:
         """Write the part that begins at value ``start`` to w, and return it."""
         if self.reader is not None:
-            return self._read(w, start, offsets)
+            return self._read(self.reader, w, start, offsets)
         weight, pair, more = self.weight, (self.a, self.b), (self.sizes, offsets)
         how: Any = {"kind": _plain(self.kind), "scale": self.scale, "members": self.experts}
         if isinstance(weight, Nf4 | FourBits):
@@ -126,16 +126,15 @@ class SummedWeight(Chunked):
             rounded_sum_(part, dense, low, self.b[rows], sizes, **how | {"members": 1})
         return w
 
-    def _read(self, w: Array, start: int, offsets: Array | None) -> Array:
+    def _read(self, reader: Reader, w: Array, start: int, offsets: Array | None) -> Array:
         """Do what ``_write`` does by the reader, experts with rows one by one."""
-        assert self.reader is not None
         top, columns = self._place(w, start)
         height = self.rows // self.experts
         ends = None if offsets is None or is_planned(offsets) else offsets.tolist()
         for a, rows in self._of_experts(slice(top, top + len(w))):
             expert = rows.start // height
             if ends is None or ends[expert] < ends[expert + 1]:
-                w[rows.start - top : rows.stop - top] = self.reader(self._sum(a, rows, columns))
+                w[rows.start - top : rows.stop - top] = reader(self._sum(a, rows, columns))
         return w
 
     def _place(self, w: Array, start: int) -> tuple[int, slice]:

@@ -110,8 +110,6 @@ def test_what_a_run_refuses(bases: Path, tmp_path: Path) -> None:
     rounded = asked("mixtral", "--lora", 4, "--quantize", "ternary")
     assert_one_clear_error(rounded, "stacks, which ternary does not hold; choose from nf4")
     assert not (tmp_path / "run" / "model").exists()
-    ranks = run("plan", bases / "mixtral", "--lora", 4, "--pipeline-parallel", 2)
-    assert_one_clear_error(ranks, "a pipeline does not divide the blocks of a mixtral")
 
 
 def test_experts_whose_adapters_do_nothing_end_the_run(

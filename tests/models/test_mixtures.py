@@ -1,6 +1,5 @@
 """Mixtures of experts: their files, routers, caches, and what is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -268,7 +267,6 @@ def test_other_names_of_released_files():
         (lambda m, f: quantize(m, "ternary"), "stacks, which ternary does not hold; choose from"),
         (lambda m, f: load(f, quantize="ternary"), "load: the experts of a mixtral are stacks"),
         (lambda m, f: load(f, quantize="mxfp4"), "load: kind 'mxfp4' is not known"),
-        (lambda m, f: load(f, pipeline=SingleCommunicator()), "a pipeline does not divide the"),
         (lambda m, f: replace_chunked(m), "the MLP of a mixtral model has experts"),
         (
             lambda m, f: plan_memory(
@@ -277,14 +275,8 @@ def test_other_names_of_released_files():
             ),
             "plan_memory: the experts of a mixtral are stacks, which ternary",
         ),
-        (
-            lambda m, f: plan_memory(
-                SIZES | MIXTURES["mixtral"], batch=1, tokens=8, dtype="float32", pipeline_parallel=2
-            ),
-            "a pipeline does not divide the",
-        ),
     ],
-    ids=["quantize", "load", "mxfp4", "pipeline", "chunked", "plan ternary", "plan ranks"],
+    ids=["quantize", "load", "mxfp4", "chunked", "plan ternary"],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_with_a_cure(folder, refused, message):
     with pytest.raises(ConfigError, match=message):
@@ -294,18 +286,6 @@ def test_what_is_not_supported_is_refused_with_a_cure(folder, refused, message):
 def replace_chunked(model):
     model.chunked_mlp = True
     model.logits(TOKENS)
-
-
-def test_the_loss_of_a_router_needs_whole_rows(folder):
-    model = load(folder)
-    model.context = SingleCommunicator()
-    model.context.size = 2
-    with pytest.raises(ConfigError, match="the router's loss is of whole rows"):
-        model.loss(TOKENS, TOKENS)
-    experts = replace(model.config.experts, balance=0.0)
-    model.config = replace(model.config, experts=experts)
-    model.context = None
-    assert np.isfinite(model.loss(TOKENS, TOKENS))
 
 
 def test_attention_with_sinks_is_not_divided():

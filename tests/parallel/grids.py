@@ -103,7 +103,14 @@ RUNS = {
     "mixture-stopped": Run(3, "--expert-parallel 3", base="experts"),
     "mixture-on-two": Run(2, "--expert-parallel 2", "mixture-stopped", "experts"),
     "mixture-slices": Run(2, "--tensor-parallel 2", base="experts"),
+    "mixture-stages": Run(2, "--pipeline-parallel 2", base="experts"),
+    "mixture-contexts": Run(2, "--context-parallel 2", base="experts"),
+    "mixture-on-four": Run(
+        4, "--pipeline-parallel 2 --context-parallel 2 --zero 1", "mixture-stopped", "experts"
+    ),
+    "mixture-on-zero": Run(2, "--expert-parallel 2 --zero 1", "mixture-stopped", "experts"),
     "adapted-one": Run(1, LORA, base="experts"),
+    "adapted-stages": Run(2, f"{LORA} --pipeline-parallel 2", base="experts"),
     "adapted-two": Run(2, f"{LORA} --expert-parallel 2", base="experts"),
     "both": Run(4, "--context-parallel 2 --tensor-parallel 2"),
     "all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1"),

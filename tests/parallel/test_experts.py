@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import CheckpointConfig, mxfp4_quantize
+from unsloth_cupy import AdamW, CheckpointConfig, mxfp4_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.ranks import check_options
 from unsloth_cupy.finetune.settings import Settings
@@ -19,7 +19,7 @@ from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.ranks.division import Division
 from unsloth_cupy.ops.quantized.weight import Quantized
-from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero3, grid, part
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1, Zero3, grid, part
 from unsloth_cupy.profiling.scale import plan_ranks
 
 from ..models.peers import MIXTURES, SIZES
@@ -235,6 +235,50 @@ def test_data_ranks_of_experts(tmp_path: Path) -> None:
     by_threads(4, work)
 
 
+@pytest.mark.parametrize("bits", [32, 8])
+def test_averages_of_experts_are_divided(bits: int, tmp_path: Path) -> None:
+    """Those of experts among the two ranks that hold them, all others among all four.
+
+    Parameters and whole averages are those of AdamW in a rank, to the bit.
+    """
+    filled(SIZES | MIXTURES["mixtral window"] | BLOCKS, tmp_path)
+
+    def work(comm: Any) -> None:
+        groups = grid(comm, data=2, expert=2)
+        models = [load(tmp_path, experts=groups.expert) for _ in range(2)]
+        one, other = (AdamW(m.trainable, lr=0.01, state_bits=bits) for m in models)
+        apart = models[1].division.of_experts, comm.split(groups.expert.rank)
+        zero, data = Zero1(other, comm, apart), DataParallel(models[0], comm)
+        tokens, labels = batch()
+        own = part(len(tokens), comm)
+        _, sums = data.loss_and_gradients(tokens[own], labels[own])
+        count = (labels[:, 1:] != -100).sum()
+        _, mine = models[1].loss_and_gradients(tokens[own], labels[own], count=count)
+        parts = zero.sums(mine)
+        for name, array in zero.gathered(parts).items():
+            np.testing.assert_array_equal(array, sums[name], name)
+        squares = sum(np.square(sums[n], dtype=float).sum() for n in sums if not is_stack(n))
+        stacks = sum(np.square(sums[n], dtype=float).sum() for n in filter(is_stack, sums))
+        squares += groups.expert.all_reduce(np.array(stacks))
+        close(zero.measure_gradients(parts).norm, np.sqrt(squares))
+        for _ in range(2):
+            one.step(sums)
+            zero.step(parts)
+        for name, array in models[0].parameters.items():
+            np.testing.assert_array_equal(models[1].parameters[name], array, name)
+        for name, array in one.state().items():
+            np.testing.assert_array_equal(zero.state()[name], array, name)
+        held, mean = zero.inner.tensors, one.state()
+        wide = {is_stack(n): 0 for n in held}
+        for name, tensor in held.items():
+            wide[is_stack(name)] += tensor.mean.size
+        for of_experts, ranks in ((True, 2), (False, 4)):
+            size = sum(mean[f"mean.{n}"].size for n in sums if is_stack(n) is of_experts)
+            assert wide[of_experts] <= size / ranks + 4096
+
+    by_threads(4, work)
+
+
 def test_a_rank_without_rows(tmp_path: Path) -> None:
     """All tokens choose experts of the first rank; those of the second have gradients of 0."""
     filled(SIZES | MIXTURES["mixtral"], tmp_path)
@@ -247,6 +291,36 @@ def test_a_rank_without_rows(tmp_path: Path) -> None:
         gradients = same_step(whole, model, comm, routes=routes)
         stacks = [np.any(gradient) for name, gradient in gradients.items() if is_stack(name)]
         assert stacks == [comm.rank == 0] * len(stacks)
+
+    by_threads(2, work)
+
+
+def test_a_row_goes_once_to_a_rank(tmp_path: Path) -> None:
+    """Both experts of a token are on one rank: one row goes there, and two results come back."""
+    filled(SIZES | MIXTURES["mixtral"], tmp_path)
+    tokens, labels = batch()
+    routes = np.full((*tokens.shape, SIZES["num_hidden_layers"], 2), 2, np.int32)
+    routes[..., 1] = 3
+
+    def work(comm: Any) -> None:
+        whole, model = load(tmp_path), load(tmp_path, experts=comm)
+        every, sent = comm.all_to_all_rows, list[tuple[int, int]]()
+
+        def counted(x: Any, counts: Any) -> Any:
+            sent.append((sum(counts) - counts[comm.rank], x.shape[-1]))
+            return every(x, counts)
+
+        model.division.experts.all_to_all_rows = counted
+        own = part(len(tokens), comm)
+        given = {"labels": labels[own], "routes": routes[own]}
+        model.loss_and_gradients(tokens[own], **given, count=9)
+        wide = [rows for rows, width in sent if width == SIZES["hidden_size"]]
+        count = tokens[own].size
+        passes = [count, 0] if comm.rank == 0 else [0, 2 * count]
+        back = [count, 0] if comm.rank == 0 else [0, count]
+        layers = SIZES["num_hidden_layers"]
+        assert wide == passes * layers + back * layers
+        same_step(whole, load(tmp_path, experts=comm), comm, routes=routes)
 
     by_threads(2, work)
 
@@ -320,9 +394,11 @@ def test_what_ranks_of_experts_refuse() -> None:
     comm.size = 5
     with pytest.raises(ConfigError, match="4 experts are not enough for 5 ranks; use at most 4"):
         create(mixture, seed=0, experts=comm)
-    cure = "leave zero=1 out, and divide the batch with data_parallel"
-    with pytest.raises(ConfigError, match=cure):
-        check_options(1, 1, 1, None, None, None, 1, 1, 2)
+    check_options(1, 1, 1, None, None, None, 1, 1, 2)
+    with pytest.raises(ConfigError, match=r"zero=3 is not for .*: .* whole; use zero=1"):
+        check_options(1, 1, 3, None, None, None, 1, 1, 2)
+    with pytest.raises(ConfigError, match="leave tensor_parallel=2 out, and divide the batch with"):
+        check_options(1, 1, 0, None, None, None, 1, 2, 2)
     with pytest.raises(ConfigError, match="its steps need whole stacks of experts"):
         Settings(optimizer="adafactor", expert_parallel=2)
 
@@ -341,6 +417,10 @@ def test_the_plan_of_ranks_of_experts() -> None:
     assert weights[0] - weights[1] == sum(stacks.values()) * 4 // 2
     assert sum(two.stages[0].sent("expert")["all_to_all_rows"]) > 0
     assert two.replay().peaks == [two.stages[0].memory.total] * 2
+    apart = plan_ranks(config, Layout(data=2, expert=2, zero=1), **options)
+    averages = [plan.stages[0].memory.optimizer for plan in (one, apart)]
+    close(averages[1], averages[0] / 4, 0.1)
+    assert apart.replay().peaks == [apart.stages[0].memory.total] * 4
     four = plan_ranks(config, Layout(data=2, expert=2), **options)
     assert four.replay().peaks == [four.stages[0].memory.total] * 4
     # experts are summed over two ranks, all else over four

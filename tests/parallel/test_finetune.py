@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.averages import scale_per_code, stored_form
+from unsloth_cupy.finetune.averages import in_one_form, scale_per_code, stored_form
 from unsloth_cupy.finetune.engine import squares
 from unsloth_cupy.finetune.ranks import Ranks, alone
 from unsloth_cupy.finetune.run_folder import RunFolder
@@ -27,6 +27,7 @@ from unsloth_cupy.parallel import SingleCommunicator
 from ..harness.sampling import Sample
 from .grids import STEPS, STOP, WRONG, is_stopped, todays
 from .ranks import by_sockets, close, needs_mpi, run
+from .threads import by_threads
 
 SIZES = (
     "--batch", "4", "--tokens", "16", "--layers", "2", "--hidden", "64", "--vocabulary", "300",
@@ -290,6 +291,28 @@ def test_averages_of_8_bits_are_kept_for_any_grid() -> None:
     actual, expected = stored_form(stored_form(part, {"wide"}), ()), stored_form(part, ())
     assert stored_form(part, {"wide"})["mean_scale.wide"].shape == (-(-90 * 57 // 256),)
     close(actual["mean.wide"], expected["mean.wide"], 0.02)  # a step of the codes near 1
+
+
+def test_averages_of_uneven_parts_have_one_form() -> None:
+    """The parts of some ranks are so small that they have no codes: float32 of all ranks."""
+    rng = np.random.default_rng(0)
+    sizes = {"uneven": (4608, 3072), "even": (4096, 4096), "small": (5, 4)}
+    states = []
+    for rank in range(2):
+        learned = {n: np.zeros(size[rank], np.float32) for n, size in sizes.items()}
+        optimizer = AdamW(learned, state_bits=8)
+        gradients = {n: rng.standard_normal(a.size, np.float32) for n, a in learned.items()}
+        optimizer.step(gradients)
+        states.append(optimizer.state())
+    found = by_threads(2, lambda comm: in_one_form(states[comm.rank], comm))
+    assert found[0].keys() == found[1].keys() == states[1].keys()
+    for state, one_form in zip(states, found, strict=True):
+        for name, array in stored_form(state, ()).items():
+            np.testing.assert_array_equal(stored_form(one_form, ())[name], array, name)
+        again = stored_form(one_form, {n.partition(".")[2] for n in state if "_scale" in n})
+        assert again.keys() == state.keys()
+        for name, array in stored_form(state, ()).items():
+            close(stored_form(again, ())[name], array, 0.02)  # a step of the codes near 1
 
 
 def test_squares_of_parts_add_up_by_the_shares_of_rows() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..ops.common.dynamic_codes import BLOCK, dynamic_map, encode
+from ..parallel.communicator import Communicator
 from ..placement import to_device_of
 
 SIGNED = {"mean": True, "square": False}
@@ -29,6 +30,19 @@ def scale_per_code(state: Mapping[str, Any]) -> dict[str, Any]:
             codes = state[f"{field.removesuffix('_scale')}.{name}"]
             result[key] = _spread(codes, scale)
     return result
+
+
+def in_one_form(state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Return averages that all ranks have in the same form, though the parts of some are small.
+
+    Only the averages of parts of 4096 values and more are codes: if those of any rank's part are
+    float32, all are.  A rank that reads them makes codes again, which may differ by a step.
+    """
+    names = sorted(key.partition(".")[2] for key in state if key.startswith("mean."))
+    if comm.size == 1 or not names:
+        return dict(state)
+    wide = comm.all_reduce(np.array([f"mean_scale.{n}" not in state for n in names], int), "max")
+    return stored_form(state, {n for n, some in zip(names, wide.tolist(), strict=True) if not some})
 
 
 def stored_form(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.stand_in import is_planned
+from ..errors import ConfigError
+from ..models.adapters.adapter import Adapter
 from ..models.graphs import Sums
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.ranks.division import apart
@@ -25,7 +27,8 @@ from ..training.joined import Joined
 from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
-from .averages import scale_per_code, stored_form
+from .averages import in_one_form, scale_per_code, stored_form
+from .lora import check_learns
 from .method import Method
 from .metrics import Counts, Watch
 
@@ -75,11 +78,6 @@ class Engine:
         self.graph = graph and self.stages is None and self.parts is None
 
     @property
-    def has_all(self) -> bool:
-        """Whether this rank has whole gradients of all that the run trains."""
-        return self.model.division is None and self.states is None
-
-    @property
     def drops(self) -> bool:
         """Whether the adapter has dropout; a model that ranks divide trains without it."""
         adapter = self.model.adapter
@@ -98,7 +96,10 @@ class Engine:
         whole = self.parts is None or self.model.adapter is not None  # whole arrays are trained
         if not (self.ranks.zero and whole):
             return optimizer
-        divided = Zero1(optimizer, self.alike)
+        division, apart = self.model.division, None
+        if division is not None and division.experts is not None:
+            apart = division.of_experts, self.ranks.same
+        divided = Zero1(optimizer, self.alike, apart)
         self.states = divided if self.parts is None else None  # else gradients are summed already
         return divided
 
@@ -151,6 +152,12 @@ class Engine:
         sum_ranks = self.many.sums if self.states is None else self.states.sums
         return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
+    def over_all(self, counts: Any) -> Any:
+        """Return the sum of an array over ranks with other rows, and over stages."""
+        pipeline = self.ranks.groups.pipeline
+        counts = self.alike.all_reduce(counts)
+        return pipeline.all_reduce(counts) if pipeline.size > 1 else counts
+
     def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
         """Return the loss of each batch, and what its labels count to, or ``sums`` of a method.
 
@@ -193,15 +200,16 @@ class Engine:
         if division is None:
             measure = measure_gradients if holder is None else holder.measure_gradients
             return measure(gradients, max_norm, scaler=scaler)
-        whole, divided = 0.0, 0.0
+        whole, parts = 0.0, {self.alike: 0.0, self.ranks.same: 0.0}
         for name, gradient in gradients.items():
             place, shares = self._place(name), division.shares(name)
             if place is None:
                 whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
             else:
-                divided += squares(gradient, *place, shares)
-        if holder is not None:
-            whole += float(self.alike.all_reduce(np.array(float(divided)))[()])
+                apart = division.experts is not None and division.of_experts(name)
+                parts[self.ranks.same if apart else self.alike] += squares(gradient, *place, shares)
+        for group, divided in parts.items() if holder is not None else ():
+            whole += float(group.all_reduce(np.array(float(divided)))[()])
         total = division.group.all_reduce(np.array(float(whole)))
         if division.stages is not None:
             total = division.stages.comm.all_reduce(total)
@@ -209,15 +217,31 @@ class Engine:
         clipped = max_norm / norm if norm > max_norm else 1.0
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
 
+    def learns(self, adapter: Adapter, gradients: Mapping[str, Any]) -> str | None:
+        """Return what ``check_learns`` says of the gradients of all ranks."""
+        division, ranks = self.model.division, self.ranks
+        if division is None and self.states is None:
+            return check_learns(adapter, gradients)
+        whole = self.gathered(gradients if self.states is None else self.states.gathered(gradients))
+        told = ""
+        if ranks.first and whole is not None:
+            try:
+                said = check_learns(adapter, whole, None if division is None else division.shapes)
+                told = "later" if said is None else f"said {said}"
+            except ConfigError as error:
+                told = f"wrong {error}"
+        kind, _, text = ranks.broadcast(told).partition(" ")
+        if kind == "wrong":
+            raise ConfigError(text)
+        return None if kind == "later" else text
+
     def _place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
         """Return where this rank's part of a parameter begins, and the parameter's shape.
 
         None: this rank has the whole parameter.
         """
         if self.states is not None:
-            own = self.states.pieces[self.alike.rank]
-            where = next(piece.where for piece in own if piece.name == name)
-            return where.start, self.states.shapes[name]
+            return self.states.own[name].start, self.states.shapes[name]
         cut = None if self.parts is None else self.parts.cuts.get(name)
         return None if cut is None else (self.alike.rank * cut.length, cut.shape)
 
@@ -235,7 +259,8 @@ class Engine:
             return None
         if division is None:
             return dict(named)
-        return next(iter([*whole_parameters(scale_per_code(named), division)]), None)
+        named = scale_per_code(in_one_form(named, division.group))
+        return next(iter([*whole_parameters(named, division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
         """Return this rank's parts of whole averages: 8-bit codes for parameters in ``narrow``."""

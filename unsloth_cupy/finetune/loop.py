@@ -36,7 +36,6 @@ from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .listener import Listener, announce
-from .lora import check_learns
 from .method import placed
 from .methods import METHODS
 from .metrics import Counts, measures
@@ -254,8 +253,8 @@ class Loop:
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
-        if self.learns is None and self.model.adapter is not None and self.engine.has_all:
-            self.learns = check_learns(self.model.adapter, gradients)
+        if self.learns is None and self.model.adapter is not None:
+            self.learns = self.engine.learns(self.model.adapter, gradients)
             if self.learns and self.model.adapter.stacks:
                 announce(self.learns)
         rate = rate_of(self.step + 1, self.plan)
@@ -281,7 +280,7 @@ class Loop:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        line |= self.routing.measures(self.ranks.alike.all_reduce)
+        line |= self.routing.measures(self.engine.over_all)
         line |= self.memory.end_step()
         self.callbacks.call("on_step_end")
         due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps

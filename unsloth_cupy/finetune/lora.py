@@ -89,10 +89,15 @@ class Lora:
         return chosen | {"tokens": rows} if rows else chosen
 
 
-def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None:
+def check_learns(
+    adapter: "Adapter",
+    gradients: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> str | None:
     """Return how many adapters have a gradient, in words; None if no adapter has one in this step.
 
     In the first step those of B: A's are 0 as long as B is.  Experts that no token chose are told.
+    ``shapes`` are those of whole stacks, if ranks divide them.
 
     Raises
     ------
@@ -114,8 +119,8 @@ def check_learns(adapter: "Adapter", gradients: Mapping[str, Any]) -> str | None
             f"{problem}: it learns nothing; name other layers, {named('lora_targets')}"
         )
     chosen: dict[str, Any] = {}
-    for adapted in adapter.stacks.values():
-        count, outputs, _ = adapted.stack.shape
+    for name, adapted in adapter.stacks.items():
+        count, outputs, _ = adapted.stack.shape if shapes is None else shapes[name]
         of_experts = gradients[adapted.up].reshape(outputs, -1, count).any(axis=(0, 1))
         chosen.setdefault(adapted.stack.parameter.rpartition(".")[0], of_experts)
     said = f"adapters of {len(ups)} layers, all with a gradient"

@@ -295,10 +295,12 @@ def check_options(
     """Raise a ConfigError for options of a command that its ranks do not support."""
     others = {"tensor_parallel": tensors, "pipeline_parallel": stages}
     others = {name: size for name, size in others.items() if size > 1}
-    others |= {"zero": zero} if zero else {}
+    others |= {"zero": zero} if zero == 3 else {}
     if experts > 1 and others:
-        problem = "they hold different experts, whole ones, and the averages of these"
+        problem = "they hold different experts, and each its own whole"
         cure = f"leave {named(**others)} out, and divide the batch with {named('data_parallel')}"
+        if others == {"zero": 3}:
+            cure = f"use {named(zero=1)}, which divides the averages"
         raise ConfigError(
             f"{named(**others)} is not for ranks of {named('expert_parallel')}: {problem}; {cure}"
         )

@@ -47,16 +47,22 @@ class Routing:
         finally:
             del self.model.seen
 
-    def _add(self, routed: Sequence[Any]) -> None:
+    def _add(self, routed: Sequence[Any], before: int = 0) -> None:
         offsets = [sort_by_expert(each.experts, self.count)[1] for each in routed]
+        if self.newest is None:
+            shape = len(self.layers), self.count
+            self.newest = np.zeros_like(offsets[0], np.int64, shape=shape)
         counts = np.stack([each[1:] - each[:-1] for each in offsets])
-        self.newest = counts if self.newest is None else self.newest + counts
+        self.newest[before : before + len(counts)] += counts
 
     def measures(self, summed: Callable[[Array], Array]) -> dict[str, float]:
         """Return what a line of the log says of a step; ``summed`` sums over ranks."""
-        if self.newest is None:  # no experts, or layers that other ranks hold
+        if not self.layers:
             return {}
-        counts, self.newest = summed(to_numpy(self.newest).astype(np.float64)), None
+        own: Any = np.zeros((len(self.layers), self.count)) if self.newest is None else self.newest
+        counts, self.newest = summed(to_numpy(own).astype(np.float64)), None
+        if not counts.any():
+            return {}
         self.since = self.since + counts
         return {
             "expert_tokens": float(counts.mean()),

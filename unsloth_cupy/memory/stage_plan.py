@@ -175,7 +175,7 @@ def plan_stage(
         )
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
-        states = _divided(ledger, optimizer, data) if zero == 1 else None
+        states = _divided(ledger, optimizer, data, division) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
         runs = _Runs(model, {"tokens": tokens, "labels": tokens, "count": 1}, job)
         if zero == 3:
@@ -208,7 +208,7 @@ def plan_stage(
             held,
             after,
             {name: each.by_call() for name, each in sent.items()},
-            job.batch * own * config.hidden * job.dtype.itemsize if layout.pipeline > 1 else 0,
+            _passed(config, job, own) if layout.pipeline > 1 else 0,
             sum(data.sent.values()),
             products(
                 config, shapes, {} if adapter is None else adapter.parameters, division, rows, own,
@@ -226,9 +226,20 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
         return divided_adapter(whole, division)
 
 
-def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks) -> Zero1:
+def _passed(config: Config, job: Job, tokens: int) -> int:
+    """Return the bytes of a message to the next stage: hidden states, sums of the router's loss."""
+    hidden = job.batch * tokens * config.hidden * job.dtype.itemsize
+    if config.experts is None or not config.balanced:
+        return hidden
+    return hidden + 2 * config.experts.count * np.dtype(np.float64).itemsize
+
+
+def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks, division: Division | None) -> Zero1:
     """Return an optimizer that holds a part of the states and of the float32 masters."""
-    result = Zero1(adamw, data)
+    apart = None
+    if division is not None and division.experts is not None:
+        apart = division.of_experts, data.split(0)
+    result = Zero1(adamw, data, apart)
     inner = result.inner
     ledger.enter(OPTIMIZER, inner.state())
     masters = (name for name, tensor in inner.tensors.items() if tensor.copy is not None)

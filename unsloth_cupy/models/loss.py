@@ -24,7 +24,8 @@ from ..training.variable import Var
 from .configs.config import Config
 from .configs.heads import CAUSAL, CLASSIFIERS, require_head
 from .label_loss import mean_label_loss
-from .layers.context import Context, own_tokens
+from .layers.context import Context, own_tokens, real_tokens
+from .layers.expert_ranks import balance_of
 from .layers.experts_layer import router_loss
 from .layers.head import inputs_of_losses
 from .network import Network
@@ -95,24 +96,25 @@ def mean_loss(
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
     experts, routers = model.config.experts, list[Any]()
-    balanced = experts is not None and experts.balance > 0
-    if balanced and (context is not None or model.reached is not None):
-        problem = "the router's loss is of whole rows and of all layers, which ranks divide"
-        cure = "load config.json without output_router_logits, or divide the batch alone"
-        raise ConfigError(f"loss: {problem}; {cure}")
     options: dict[str, Any] = {"mask": mask, "offsets": offsets, "routes": routes}
-    options |= {"routers": routers} if balanced else {}
+    options |= {"routers": routers} if model.config.balanced else {}
     x = model.hidden(parameters, tokens, context=context, **options)
     shifted = next_labels(tokens, labels, offsets)
     labelled = (shifted != IGNORE).sum().clip(1)  # at least 1, without synchronising a GPU
     balance: Any = None
-    if experts is not None and routers:
-        real = None if model.invariant else mask  # else the routers have seen real tokens alone
+    if experts is not None and model.config.balanced:
+        seen = None if model.invariant else mask  # else the routers have seen real tokens alone
+        real = real_tokens(context, seen, like=shifted)
         comm, whole = None if model.division is None else model.division.balanced, labelled
         if comm is not None:
             whole = comm.all_reduce((shifted != IGNORE).sum()).clip(1)
         share = whole / (labelled if count is None else count)  # of a part of a batch
-        balance = router_loss(experts, routers, real, comm), experts.balance * share
+        groups = [*filter(None, (comm, context and context.comm))]
+        if model.reached is None:
+            term = router_loss(experts, routers, real, groups)
+        else:
+            term = balance_of(model.reached.sums, experts.k, groups)
+        balance = term, experts.balance * share
     count = labelled if count is None else count
     shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
@@ -142,8 +144,9 @@ def label_log_probs(
     require_head("log_probs", model.config, CAUSAL)
     stages = None if model.division is None else model.division.stages
     if stages is not None and model.reached is None:
-        function = partial(label_log_probs, temperature=temperature, routes=routes)
+        function = partial(label_log_probs, temperature=temperature)
         batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
+        batch |= {"routes": routes}
         shape = tokens.shape if offsets is None else (1, tokens.size)
         floats = shape, np.promote_types(stages.dtype, FLOAT32)
         forms = [floats] * (len(LogProbs._fields) - 1) + [(shape, np.dtype(bool))]

@@ -17,7 +17,7 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
 from ..parallel.communicator import Communicator
 from ..parallel.zero3 import Parts
-from ..placement import on_gpu_of_attribute
+from ..placement import on_gpu_of_attribute, to_device_of
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
@@ -37,7 +37,7 @@ from .layers.head import logits_of
 from .layers.mlp_branch import check_chunked
 from .layers.norms import join
 from .layers.positions import Angles, check, places
-from .objective import TrainingStep, start_of_backward
+from .objective import Reached, TrainingStep, start_of_backward
 from .ranks.division import Division
 from .summary import Summary
 
@@ -84,8 +84,9 @@ class Network(Summary):
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
     noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
-    seen: Callable[[Sequence[Any]], None] | None = None  # takes what all routers said in a pass
-    reached: Any = None  # hidden states that the stages of a pipeline have computed
+    # takes what routers said in a pass, and the number of layers with experts before theirs
+    seen: Callable[[Sequence[Any], int], None] | None = None
+    reached: Reached | None = None  # what the stages of a pipeline have computed
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
@@ -158,7 +159,7 @@ class Network(Summary):
         return {"kv_heads": 1, "dim": rank + config.latent.rotated, "latent": rank}
 
     def on_tape(
-        self, parameters: Mapping[str, Any], step: TrainingStep, reached: Any = None
+        self, parameters: Mapping[str, Any], step: TrainingStep, reached: Reached | None = None
     ) -> Self:
         """Return this model with parameters that are Vars of a tape, for one step."""
         model = object.__new__(type(self))
@@ -264,10 +265,10 @@ class Network(Summary):
         (1, tokens, hidden).  With a context it holds only this rank's tokens.
         """
         if self.reached is not None:
-            if arguments.get("routes") is not None:
-                problem = "routes are of all layers, which ranks divide"
-                raise ConfigError(f"Transformer: {problem}; leave routes out")
-            return self.reached
+            if arguments.get("routes") is not self.reached.routes:
+                problem = "routes are not those of the batch, which all stages have taken"
+                raise ConfigError(f"Transformer: {problem}; pass them with its tokens")
+            return self.reached.hidden
         if self.division is not None and self.division.stages is not None:
             cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
@@ -287,8 +288,7 @@ class Network(Summary):
         branch = embedded(self.config, parameters, own, self.slices)
         branch = branch if self.noise is None else self.noise(branch)
         branch, stream = blocks(call, branch, self.step.checkpoint)
-        if self.seen is not None and call.routers:
-            self.seen(call.routers)
+        self.tell(call)
         return join(call, "model.", self.config.norms.last, branch, stream)[0]
 
     def call(
@@ -346,15 +346,23 @@ class Network(Summary):
             latents=latents_of(rows), whole=whole_of(self.adapter),
         )  # fmt: skip
 
+    def tell(self, call: Call, before: int = 0) -> None:
+        """Tell ``seen`` what the routers of a call said, after those of ``before`` blocks."""
+        if self.seen is None or not call.routers:
+            return
+        routed, context = call.routers, call.context
+        if context is not None:  # without the tokens that fill up rows
+            kept = to_device_of(context.order < context.length, routed[0].experts)
+            routed = [each._replace(experts=each.experts[:, kept]) for each in routed]
+        experts: Any = self.config.experts
+        self.seen(routed, sum(experts.sparse[:before]))
+
     def _checked(self, routes: Any, tokens: Array, offsets: Any, context: Any) -> Array:
         """Return routes as the blocks take them; raise if they do not fit."""
         experts = self.config.experts
         if experts is None:
             problem = f"a {self.config.model_type} has no experts"
             raise ConfigError(f"Transformer: {problem}; leave routes out")
-        if context is not None:
-            cure = "divide the batch, not its tokens"
-            raise ConfigError(f"Transformer: routes are of whole rows, which ranks divide; {cure}")
         shape = (*tokens.shape, sum(experts.sparse), experts.k)
         if tuple(routes.shape) != shape:
             problem = f"routes are {tuple(routes.shape)}; of tokens, layers with experts, and k"
@@ -366,7 +374,7 @@ class Network(Summary):
             problem = f"routes name expert {routes.max()}, and there are {experts.count}"
             numbers = range(experts.count)
             raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))
-        return routes if offsets is None else routes.reshape(1, -1, *shape[2:])
+        return own_tokens(context, routes if offsets is None else routes.reshape(1, -1, *shape[2:]))
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError for a call whose layers without attention have no states."""

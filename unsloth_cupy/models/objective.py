@@ -37,6 +37,14 @@ class TrainingStep(NamedTuple):
     seed: Any = None  # of an adapter's dropout, an int or its Seeds; None: no dropout
 
 
+class Reached(NamedTuple):
+    """What the stages of a pipeline have computed before the head."""
+
+    hidden: Any  # the normalised output of the last block
+    routes: Any = None  # experts that its routers were given
+    sums: Any = None  # of the router's loss: see ``sums_of_balance``
+
+
 class LossRecord(NamedTuple):
     """A tape entry of a loss computed together with its gradients: logits are computed once."""
 

@@ -10,10 +10,10 @@ from .schedule import Message, Schedule, Step, chunks_of, consumer, timetable
 
 
 class Stage(Protocol):
-    """The layers of one rank, in chunks; stages pass on one array."""
+    """The layers of one rank, in chunks; stages pass on one array, or a tuple of arrays."""
 
     def like(self, microbatch: Any) -> Any:
-        """Return a new array of the shape and dtype of the array that stages pass on."""
+        """Return new arrays of the shapes and dtypes of those that stages pass on."""
 
     def forward(self, step: Step, microbatch: Any, x: Any) -> Any:
         """Return the output for the next stage; x is that of the stage before, None in the first.
@@ -70,10 +70,10 @@ def run_pipeline(
     def exchange(messages: Sequence[Message]) -> None:
         for message in messages:
             if message.source == rank:
-                comm.send(arrays.pop((message.to, message.step)), message.to)
+                send(comm, arrays.pop((message.to, message.step)), message.to)
             else:
                 out = stage.like(microbatches[message.step.microbatch])
-                arrays[rank, message.step] = comm.receive(out, message.source)
+                arrays[rank, message.step] = receive(comm, out, message.source)
 
     before, *after = timetable(schedule).messages[rank]
     exchange(before)
@@ -90,3 +90,16 @@ def run_pipeline(
         del x, y
         exchange(messages)
     return [results[number] for number in sorted(results)]
+
+
+def send(comm: Communicator, arrays: Any, to: int) -> None:
+    """Send an array, or each of a tuple."""
+    for array in arrays if type(arrays) is tuple else (arrays,):
+        comm.send(array, to)
+
+
+def receive(comm: Communicator, like: Any, source: int) -> Any:
+    """Receive an array, or a tuple of arrays, of these forms."""
+    if type(like) is tuple:
+        return tuple(comm.receive(each, source) for each in like)
+    return comm.receive(like, source)

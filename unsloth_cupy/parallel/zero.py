@@ -7,8 +7,8 @@ Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Paramete
 
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,14 @@ from .exchanges import raw
 STATES = ("mean", "square", "mean_scale", "square_scale")
 
 
+class Shared(NamedTuple):
+    """Parameters that the ranks of a communicator hold equal, and the pieces of each rank."""
+
+    comm: Communicator
+    names: Collection[str]
+    pieces: list[list[Piece]]
+
+
 class Zero1:
     """``AdamW`` whose moving averages, and master weights, are divided among ranks.
 
@@ -40,6 +48,9 @@ class Zero1:
         dtype, this rank keeps only its part of the master weights.
     comm : Communicator
         Of ranks that have equal parameters.
+    apart : (callable, Communicator), optional
+        Whether a parameter, by its name, is equal only in some of those ranks, and these: experts
+        that ranks divide.
 
     Raises
     ------
@@ -47,7 +58,12 @@ class Zero1:
         A parameter is not in C order.
     """
 
-    def __init__(self, optimizer: Any, comm: Communicator) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        comm: Communicator,
+        apart: tuple[Callable[[str], bool], Communicator] | None = None,
+    ) -> None:
         check_communicator("Zero1", comm)
         if not isinstance(optimizer, AdamW):
             cure = "ranks divide the averages of AdamW alone: pass an AdamW"
@@ -60,13 +76,17 @@ class Zero1:
                 raise ConfigError(f"Zero1: {name} is not in C order; {cure}")
         self.shapes = {name: tensor.parameter.shape for name, tensor in tensors.items()}
         sizes = {name: tensor.parameter.size for name, tensor in tensors.items()}
-        self.pieces = divided(sizes, comm.size)
+        is_apart, few = (lambda name: False, comm) if apart is None else apart
+        self.shared = []
+        for group, has in ((comm, False), (few, True)):
+            own_sizes = {name: size for name, size in sizes.items() if is_apart(name) is has}
+            self.shared.append(Shared(group, own_sizes, divided(own_sizes, group.size)))
         self.narrow = {name for name, tensor in tensors.items() if tensor.mean_scale is not None}
         self.dtypes = {name: tensor.parameter.dtype for name, tensor in tensors.items()}
         self.live = {n: t.parameter if t.copy is None else t.copy for n, t in tensors.items()}
-        own = self.pieces[comm.rank]
+        own = self.own
         self.inner = AdamW(
-            {p.name: self._master(tensors[p.name], p.where) for p in own},
+            {name: self._master(tensors[name], where) for name, where in own.items()},
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
@@ -78,12 +98,17 @@ class Zero1:
             group | {"names": [name for name in group["names"] if name in held]}
             for group in optimizer.groups
         ]
-        copies = [piece for piece in own if tensors[piece.name].copy is not None]
+        copies = {n: where for n, where in own.items() if tensors[n].copy is not None}
         if copies:
-            self.inner.keep_copies({p.name: self._part(self.live[p.name], p.where) for p in copies})
+            self.inner.keep_copies({n: self._part(self.live[n], at) for n, at in copies.items()})
         self.load_state(optimizer.state())
         optimizer.tensors, optimizer.launchers, optimizer.groups = {}, [], [{"names": []}]
         optimizer.parameters, optimizer.home = {}, None
+
+    @property
+    def own(self) -> dict[str, slice]:
+        """Which elements of each parameter this rank updates; one that it does not is absent."""
+        return dict(piece for each in self.shared for piece in each.pieces[each.comm.rank])
 
     @property
     def steps(self) -> int:
@@ -114,12 +139,12 @@ class Zero1:
             As ``AdamW.step`` raises; nothing has changed then.
         """
         check_mapping("Zero1.step", gradients)
-        lengths = {name: (length(where),) for name, where in self.pieces[self.comm.rank]}
+        own = self.own
+        lengths = {name: (length(where),) for name, where in own.items()}
         parts = gradients
         if lengths != {name: tuple(array.shape) for name, array in gradients.items()}:
             self._check_all("Zero1.step", gradients)
-            own = self.pieces[self.comm.rank]
-            parts = {piece.name: self._part(gradients[piece.name], piece.where) for piece in own}
+            parts = {name: self._part(gradients[name], where) for name, where in own.items()}
         self.inner.step(parts, lr, finite=finite, factor=factor)
         self._pass_on()
 
@@ -134,17 +159,18 @@ class Zero1:
             Gradients are not those of all parameters.
         """
         self._check_all("Zero1.sums", gradients)
-        own = {name: where for name, where in self.pieces[self.comm.rank]}
+        own = self.own
         sums = {n: empty((length(w),), gradients[n].dtype, gradients[n]) for n, w in own.items()}
-        for names in by_dtype(gradients):
-            group = [[piece for piece in pieces if piece.name in names] for pieces in self.pieces]
-            for turn in turns(group, gradients):
-                part = self.comm.reduce_scatter(self._rows(turn, gradients))[0]
-                start = 0
-                for name, where in turn[self.comm.rank]:
-                    stop, begin = start + length(where), own[name].start
-                    sums[name][where.start - begin : where.stop - begin] = part[start:stop]
-                    start = stop
+        for comm, held, every in self.shared:
+            for names in by_dtype({name: gradients[name] for name in held}):
+                group = [[piece for piece in pieces if piece.name in names] for pieces in every]
+                for turn in turns(group, gradients):
+                    part = comm.reduce_scatter(self._rows(turn, gradients))[0]
+                    start = 0
+                    for name, where in turn[comm.rank]:
+                        stop, begin = start + length(where), own[name].start
+                        sums[name][where.start - begin : where.stop - begin] = part[start:stop]
+                        start = stop
         return sums
 
     def _rows(self, turn: list[list[Piece]], arrays: Mapping[str, Any]) -> Any:
@@ -163,7 +189,10 @@ class Zero1:
     def measure_gradients(
         self, parts: Mapping[str, Any], max_norm: float = math.inf, *, scaler: Any = None
     ) -> GradientMeasure:
-        """Return ``measure_gradients`` of the whole gradients from parts, equal in all ranks."""
+        """Return ``measure_gradients`` of the whole gradients from parts, equal in all ranks.
+
+        Those of all experts count, which a rank holds some of.
+        """
         return measured_parts(
             parts, {}, next(iter(self.live.values())), self.comm, max_norm, scaler
         )
@@ -219,11 +248,11 @@ class Zero1:
             for field in STATES[:2]:
                 _check(f"Zero1.load_state: {field}.{name}", state[f"{field}.{name}"], shape)
         own = {name: state[name] for name in ("steps", "groups") if name in state}
-        for piece in self.pieces[self.comm.rank]:
+        for name, where in self.own.items():
             for field in STATES:
-                key = f"{field}.{piece.name}"
+                key = f"{field}.{name}"
                 if key in state:
-                    own[key] = self._part(state[key], _scaled(field, piece.where))
+                    own[key] = self._part(state[key], _scaled(field, where))
         self.inner.load_state(own)
 
     def _master(self, tensor: Any, where: slice) -> Any:
@@ -244,7 +273,7 @@ class Zero1:
         part = own.get(name)
         if part is None:
             part = self._empty_part(name, field)
-        whole = self.comm.all_gather(part)
+        whole = next(each.comm for each in self.shared if name in each.names).all_gather(part)
         return whole if field.endswith("scale") else whole.reshape(self.shapes[name])
 
     def _empty_part(self, name: str, field: str) -> Any:
@@ -257,15 +286,16 @@ class Zero1:
 
     def _pass_on(self) -> None:
         """Copy the parameters that each rank has updated to all ranks."""
-        for turn in turns(self.pieces, self.live):
-            like = next(iter(self.live.values()))
-            parts = [raw(self._part(self.live[p.name], p.where)) for p in turn[self.comm.rank]]
-            whole = self.comm.all_gather(np.concatenate([empty((0,), np.uint8, like), *parts]))
-            start = 0
-            for piece in (piece for chunk in turn for piece in chunk):
-                part = raw(self._part(self.live[piece.name], piece.where))
-                part[...] = whole[start : start + part.size]
-                start += part.size
+        like = next(iter(self.live.values()))
+        for comm, _, pieces in self.shared:
+            for turn in turns(pieces, self.live):
+                parts = [raw(self._part(self.live[p.name], p.where)) for p in turn[comm.rank]]
+                whole = comm.all_gather(np.concatenate([empty((0,), np.uint8, like), *parts]))
+                start = 0
+                for piece in (piece for chunk in turn for piece in chunk):
+                    part = raw(self._part(self.live[piece.name], piece.where))
+                    part[...] = whole[start : start + part.size]
+                    start += part.size
 
 
 def _scaled(field: str, where: slice) -> slice:

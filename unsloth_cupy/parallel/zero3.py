@@ -227,7 +227,8 @@ class Zero3:
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
-        arrays = {name: options.pop(name) for name in ("mask", "offsets") if name in options}
+        names = "mask", "offsets", "routes"
+        arrays = {name: options.pop(name) for name in names if name in options}
         return self.value_and_gradients(
             lambda model: model.loss(tokens, labels, count=count, **arrays), **options
         )

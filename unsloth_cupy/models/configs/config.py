@@ -340,6 +340,11 @@ class Config:
         return self.layer_types[layer] not in (LINEAR, MLP)
 
     @property
+    def balanced(self) -> bool:
+        """Whether a router's loss is added to that of next tokens."""
+        return self.experts is not None and self.experts.balance > 0 and any(self.experts.sparse)
+
+    @property
     def recurrent(self) -> bool:
         """Whether some layers have states, which pass from token to token."""
         return self.delta is not None or self.space is not None

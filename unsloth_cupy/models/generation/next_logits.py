@@ -68,7 +68,7 @@ class CachedLogits:
         self.samples = samples
         self.cache = self._new_cache(batch)
         self.switch = _switch(config)
-        self.notes = notes and config.experts is not None and stages is None
+        self.notes = notes and config.experts is not None
         self.begins = True
         self.noted: Any = None  # on the device
         self.step: Step | None = None
@@ -216,7 +216,6 @@ def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
     """
     stages = stages_of(model)
     if stages is not None:
-        options.pop("routers", None)
         return pipeline_logits(model, stages, tokens, **options)
     parameters = model.entered(model.parameters)
     x = model.hidden(parameters, tokens, **options)[:, -1:]

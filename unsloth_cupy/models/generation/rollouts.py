@@ -34,7 +34,7 @@ class Rollouts(NamedTuple):
     routes : (rows, width, layers with experts, k) int32, or None
         The experts that the routers of a mixture chose for each token, for the argument of that
         name; -1 at padding, and of the last token of a row, which did not go through the model.
-        None of dense models, and of ranks that divide the layers.
+        None of dense models.
     """
 
     tokens: Any

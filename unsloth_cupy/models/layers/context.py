@@ -127,3 +127,14 @@ def is_left_aligned(mask: Any) -> bool:
 def own_tokens(context: Context | None, tokens: Array) -> Array:
     """Return this rank's columns of (rows, tokens): of tokens, or of the labels they predict."""
     return tokens if context is None else context.own(tokens)
+
+
+def real_tokens(context: Context | None, mask: Array | None, like: Array) -> Array | None:
+    """Return which of this rank's tokens are real, (rows, tokens): those of the mask; None: all.
+
+    With a context, which has no mask, those that do not fill up the rows of ``like``.
+    """
+    if context is None:
+        return mask
+    kept = to_device_of(context.order < context.length, like)
+    return np.broadcast_to(kept, (len(like), len(kept)))

@@ -1,9 +1,9 @@
 """Rows of a mixture of experts on their way to the ranks that hold their experts, and back.
 
-rows, sorted by expert -> all to all -> products of own experts -> all to all -> sums over k
+rows -> all to all -> sorted by expert -> products of own experts -> all to all -> sums over k
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from ...ops.experts.router_losses import balance_loss_backward
 from ...parallel.communicator import Communicator, part
 from ...parallel.taped import taped, value_of
 from ...parallel.tensor import all_to_all_rows
-from ...placement import to_numpy
+from ...placement import to_device_of, to_numpy
 from ..configs.config import Experts
-from .sorted_rows import by_expert
+from .sorted_rows import by_expert, spread
 
 
 def at_their_ranks(
@@ -30,19 +30,48 @@ def at_their_ranks(
 ) -> Any:
     """Return what ``computed`` makes of rows at the ranks that hold their experts.
 
-    A row goes to the rank of each of its k experts, and the results come back to be added in the
-    order of k.  A rank gets its rows in the order of ranks, then of experts, then of their places.
+    A row goes once to each rank that holds some of its k experts, and k results come back, to be
+    added in the order of k; a gradient goes once to a rank, and comes back once.  A rank computes
+    in the order of ranks, then of experts, then of the places of rows.
     """
     chosen = value_of(routes.experts)
     sorted_rows, offsets = by_expert(chosen, experts.count)
-    local = part(experts.count, comm)
     counts = rows_of_ranks(offsets, comm, experts, chosen)
-    arrived, came = all_to_all_rows(sorted_rows.gathered(x.reshape(-1, x.shape[-1])), counts, comm)
-    numbers, _ = comm.all_to_all_rows(chosen.reshape(-1)[sorted_rows.order], counts)
-    ones = np.ones_like(value_of(arrived), shape=(len(numbers), 1))
-    made = computed(arrived, Routes((numbers - local.start)[:, None], ones))
-    back, _ = all_to_all_rows(made, came, comm)
-    return sorted_rows.summed(back, routes.weights.reshape(-1, experts.k)).reshape(*x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    owners = to_device_of(np.repeat(np.arange(comm.size), counts), chosen)
+    pairs, places, once = pairs_of(owners * count + sorted_rows.order // experts.k, comm, count)
+    arrived, came = all_to_all_rows(spread(rows, pairs % count, comm.size), once, comm)
+    starts = to_device_of(np.cumsum([0, *once[:-1]]), chosen)
+    given = np.stack([chosen.reshape(-1)[sorted_rows.order], places - starts[owners]], axis=1)
+    given, from_ranks = comm.all_to_all_rows(given.astype(np.int32), counts)
+    before = to_device_of(np.repeat(np.cumsum([0, *came[:-1]]), from_ranks), chosen)
+    own = spread(arrived, given[:, 1] + before, experts.k)
+    ones = np.ones_like(value_of(own), shape=(len(given), 1))
+    numbers = given[:, :1] - part(experts.count, comm).start
+    made = computed(own, Routes(numbers, ones))
+    results, _ = comm.all_to_all_rows(value_of(made), from_ranks)
+
+    def returned(dy: Array, factors: Array) -> tuple[Array, Array]:
+        factors, _ = comm.all_to_all_rows(factors, counts)
+        dy, _ = comm.all_to_all_rows(dy[pairs % count], once)
+        return dy[given[:, 1] + before], factors
+
+    weights = routes.weights.reshape(-1, experts.k)
+    return sorted_rows.summed(made, weights, (results, returned)).reshape(*x.shape)
+
+
+def pairs_of(every: Array, comm: Communicator, count: int) -> tuple[Array, Array, list[int]]:
+    """Return each number rank * count + row once, where ``every`` one is, how many are of a rank.
+
+    In a plan all rows go to the first two ranks.
+    """
+    if is_planned(every):
+        once = [count, count, *[0] * (comm.size - 2)]
+        return np.zeros_like(every, shape=(2 * count,)), np.zeros_like(every), once
+    pairs, places = np.unique(every, return_inverse=True)
+    ends = to_numpy(np.searchsorted(pairs, np.arange(comm.size + 1, like=every) * count))
+    return pairs, places, np.diff(ends).tolist()
 
 
 def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: Array) -> list[int]:
@@ -58,25 +87,45 @@ def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: 
     return [int(ends[own.stop] - ends[own.start]) for own in parts]
 
 
-def term_of_balance(comm: Communicator, logits: Any, chosen: Array, mask: Array | None) -> Any:
-    """Return this rank's term of a sum over ranks, ``balance_loss`` of the rows of all of them.
+def sums_of_balance(logits: Any, chosen: Array, mask: Array | None, before: Any = None) -> Any:
+    """Return how many rows chose each expert, and the sums of its probabilities: (2, experts).
 
-    ``chosen`` are the experts that count, and ``mask`` the rows of each layer that do.
+    ``chosen`` are the experts that count, and ``mask`` the rows of each layer that do; ``before``
+    are the sums of other layers, which are added.
     """
     value, count = value_of(logits), logits.shape[-1]
     mask = np.ones_like(chosen, bool, shape=chosen.shape[1:-1]) if mask is None else mask != 0
     real = np.broadcast_to(mask, chosen.shape[:-1])[..., None]
     numbers = np.where(real, chosen, count).reshape(-1)  # of padding: none
     assigned = np.bincount(numbers, minlength=count + 1)[:-1]
-    parts = [each.astype(np.float64) for each in (assigned, real.sum().reshape(1))]
-    sums = comm.all_reduce(np.concatenate(parts))
-    rows = sums[-1:].clip(1)
-    slopes = sums[:-1] / rows * (count / rows)
-    p = np.where(real, softmax(value), 0).reshape(-1, count).astype(np.float64)
+    p = np.where(real, softmax(value), 0).reshape(-1, count).sum(axis=0, dtype=np.float64)
+    sums = np.stack([assigned.astype(np.float64), p])
+    sums = sums if before is None else sums + value_of(before)
     dtype = np.promote_types(value.dtype, FLOAT32)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        return {"logits": balance_loss_backward(dy, value, mask, slopes.astype(dtype))[0]}
+        gradients = {"before": dy}
+        if "logits" in wanted:
+            one, slopes = np.ones_like(value, dtype, shape=()), dy[1].astype(dtype)
+            gradients["logits"] = balance_loss_backward(one, value, mask, slopes)[0]
+        return gradients
 
-    term = (p @ slopes).sum(keepdims=True).reshape(()).astype(dtype)
-    return taped("balance", term, back, logits=logits)
+    return taped("sums of balance", sums, back, logits=logits, before=before)
+
+
+def balance_of(sums: Any, k: int, groups: Sequence[Communicator] = ()) -> Any:
+    """Return ``balance_loss`` of the rows whose sums these are: (), float64.
+
+    With groups of ranks it is this rank's term of a sum over all of them, whose rows count.
+    """
+    value = value_of(sums)
+    assigned, p = value[0], value[1]
+    for comm in groups:
+        assigned = comm.all_reduce(assigned)
+    rows = (assigned.sum(keepdims=True) / k).clip(1)
+    slopes = assigned / rows * (assigned.size / rows)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"sums": np.stack([np.zeros_like(slopes), dy * slopes])}
+
+    return taped("balance", (p * slopes).sum(keepdims=True).reshape(()), back, sums=sums)

@@ -30,7 +30,7 @@ from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, STACKS, Experts
 from .call import Call
 from .elements import clamped_swiglu, stacked
-from .expert_ranks import at_their_ranks, term_of_balance
+from .expert_ranks import at_their_ranks, balance_of, sums_of_balance
 from .sorted_rows import by_expert
 
 
@@ -198,16 +198,25 @@ def router_loss(
     experts: Experts,
     routed: Sequence[Routed],
     mask: Array | None,
-    comm: Communicator | None = None,
+    groups: Sequence[Communicator] = (),
 ) -> Any:
     """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
 
-    With a communicator it is that of the rows of all ranks, of which this rank has a term of the
-    sum.  As in transformers, the experts that it counts are those with the largest logits, also
+    With groups of ranks it is that of the rows of all of them, of which this rank has a term of
+    the sum.  As in transformers, the experts that it counts are those with the largest logits, also
     where a correction has chosen others.
     """
+    if groups:
+        return balance_of(router_sums(experts, routed, mask), experts.k, groups)
     every = stacked([each.logits for each in routed])
-    chosen = route(value_of(every), k=experts.k).experts
-    if comm is None:
-        return balance_loss(every, chosen, mask=mask)
-    return term_of_balance(comm, every, chosen, mask)
+    return balance_loss(every, route(value_of(every), k=experts.k).experts, mask=mask)
+
+
+def router_sums(
+    experts: Experts, routed: Sequence[Routed], mask: Array | None, before: Any = None
+) -> Any:
+    """Return what ``balance_of`` takes, of these layers and of those ``before``."""
+    if not routed:
+        return before
+    every = stacked([each.logits for each in routed])
+    return sums_of_balance(every, route(value_of(every), k=experts.k).experts, mask, before)

@@ -1,5 +1,6 @@
 """Rows in the order of their experts, and their results in the order of the rows again."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ def by_expert(chosen: Array, count: int) -> tuple["Sorted", Array]:
     places = np.zeros_like(order)
     places[order] = np.arange(len(order), dtype=order.dtype, like=order)
     return Sorted(order, places, chosen.shape[-1]), offsets
+
+
+Moved = Callable[[Array, Array], tuple[Array, Array]]
 
 
 class Sorted(NamedTuple):
@@ -36,25 +40,50 @@ class Sorted(NamedTuple):
 
         return taped("gathered", value[self.order // self.k], back, x=x)
 
-    def summed(self, out: Any, weights: Any) -> Any:
-        """Return the weighted sum of the k results of each row, in the order of k."""
-        value, factors = value_of(out), value_of(weights)
+    def summed(self, out: Any, weights: Any, apart: tuple[Array, Moved] | None = None) -> Any:
+        """Return the weighted sum of the k results of each row, in the order of k.
+
+        ``apart`` are these results, if other ranks made them of ``out``, and a function that
+        returns for each row of ``out`` its gradient and its weight.
+        """
+        value, factors = value_of(out) if apart is None else apart[0], value_of(weights)
         wide = np.promote_types(value.dtype, FLOAT32)
         shape = *factors.shape, value.shape[-1]
 
         def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            dy = dy.astype(wide, copy=False)
             gradients = {}
             if "out" in wanted:
-                own = factors.reshape(-1)[self.order].astype(wide, copy=False)
-                moved = dy[self.order // self.k] * own[:, None]
+                own = factors.reshape(-1)[self.order][:, None]
+                if apart is None:
+                    rows = dy[self.order // self.k]
+                else:
+                    rows, own = apart[1](dy, own)
+                moved = rows.astype(wide, copy=False) * own.astype(wide, copy=False)
                 gradients["out"] = rounded(moved, value.dtype)
             if "weights" in wanted:
                 results = value[self.places].reshape(shape).astype(wide, copy=False)
-                slopes = (results * dy[:, None]).sum(axis=-1)
+                slopes = (results * dy[:, None].astype(wide, copy=False)).sum(axis=-1)
                 gradients["weights"] = rounded(slopes, factors.dtype)
             return gradients
 
         results = value[self.places].reshape(shape).astype(wide, copy=False)
         y = (results * factors.astype(wide, copy=False)[..., None]).sum(axis=1)
         return taped("summed", rounded(y, value.dtype), back, out=out, weights=weights)
+
+
+def spread(x: Any, index: Array, most: int) -> Any:
+    """Return ``x[index]``; the gradient of a row is summed in the order of its at most ``most``."""
+    value = value_of(x)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        order = np.argsort(index, kind="stable")
+        numbers = np.arange(len(value) + 1, like=index)
+        ends = np.searchsorted(index[order], numbers)
+        total = np.zeros_like(value, np.promote_types(dy.dtype, FLOAT32))
+        for number in range(most if len(order) else 0):
+            at = ends[:-1] + number
+            rows = dy[order[np.minimum(at, len(order) - 1)]]
+            total += np.where((at < ends[1:])[:, None], rows, 0)
+        return {"x": rounded(total, dy.dtype)}
+
+    return taped("spread", value[index], back, x=x)

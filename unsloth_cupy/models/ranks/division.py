@@ -100,10 +100,6 @@ class Division:
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
             cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
-        if config.experts is not None and stages is not None:
-            problem = f"a pipeline does not divide the blocks of a {config.model_type}"
-            cure = "divide its experts (tensor parallelism), the batch, or its weights (Zero3)"
-            raise ConfigError(f"Division: {problem}; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
         mixture = config.experts

@@ -9,17 +9,19 @@ from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...ops.elements.arithmetic import add
 from ...ops.elements.cast import accumulate_, cast
-from ...parallel.pipeline import run_pipeline
+from ...parallel.pipeline import receive, run_pipeline, send
 from ...parallel.schedule import Schedule, Step, consumer, pipeline_schedule, producer
+from ...parallel.taped import taped, value_of
 from ...training.checkpoint import CheckpointConfig
 from ...training.tape import Tape
 from ...training.variable import Var
 from ..adapters.adapter import PREFIX
 from ..layers.block import blocks, embedded
 from ..layers.call import Call
-from ..layers.context import Context, own_tokens
+from ..layers.context import Context, own_tokens, real_tokens
+from ..layers.experts_layer import Routed, router_sums
 from ..layers.norms import join
-from ..objective import Objective, TrainingStep, next_token, start_of_backward
+from ..objective import Objective, Reached, TrainingStep, next_token, start_of_backward
 from .pipeline_stages import EMBEDDING, Stages
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ class _Saved(NamedTuple):
     """What backward needs of a forward step."""
 
     tape: Tape
-    x: Var | None
-    y: Var
+    xs: tuple[Var, ...]
+    ys: tuple[Any, ...]  # the loss, or what goes to the next stage
     watched: Mapping[str, Var]
     dy: Array | None  # of the loss; None before the last block
 
@@ -39,7 +41,9 @@ class _Saved(NamedTuple):
 class ModelStage:
     """The ``Stage`` of ``run_pipeline``: one training step of the blocks that this rank holds.
 
-    A microbatch holds the arguments of the objective by name, ``tokens`` among them.
+    A microbatch holds the arguments of the objective by name, ``tokens`` among them.  Stages pass
+    on hidden states and, of a mixture with a router's loss, ``sums_of_balance`` so far: gradients
+    of these take the same way back.
     """
 
     def __init__(
@@ -58,45 +62,57 @@ class ModelStage:
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.sums: dict[str, Array] = {}
 
-    def like(self, microbatch: Mapping[str, Any]) -> Array:
-        """Return a new array for the hidden states of a microbatch."""
+    def like(self, microbatch: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Return new arrays for what stages pass on of a microbatch."""
         tokens = microbatch["tokens"]
         rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
         if (context := self._context(microbatch)) is not None:
             rows = (rows[0], len(context.order))
-        return self.stages.like(self.model.table, (*rows, self.model.config.hidden))
+        table, experts = self.model.table, self.model.config.experts
+        hidden = self.stages.like(table, (*rows, self.model.config.hidden))
+        if experts is None or not self.model.config.balanced:
+            return (hidden,)
+        return hidden, np.zeros_like(table, np.float64, shape=(2, experts.count))
 
-    def forward(self, step: Step, microbatch: Mapping[str, Any], x: Any) -> Any:
-        """Return the hidden states after a chunk of blocks, or the loss after the last one."""
+    def forward(self, step: Step, microbatch: Mapping[str, Any], xs: Any) -> Any:
+        """Return what a chunk of blocks passes on, or the loss after the last one."""
         tape, of = Tape(), self.stages.chunk_of
         own = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
         watched = {name: tape.watch(array) for name, array in own.items()}
-        x_var = None if x is None else tape.watch(x)
-        y = self.run(step.chunk, microbatch, x_var, watched)
-        dy, value = None, y.value
+        arrived = tuple(tape.watch(x) for x in xs or ())
+        ys = self.run(step.chunk, microbatch, arrived, watched)
+        dy, value = None, ys
         if self.stages.ends_with(step.chunk):
-            dy, value = start_of_backward(y, self.step.scaler)
-        self.saved[step.microbatch, step.chunk] = _Saved(tape, x_var, y, watched, dy)
+            dy, value = start_of_backward(ys, self.step.scaler)
+            ys = (ys,)
+        else:
+            value = tuple(map(value_of, ys))
+        self.saved[step.microbatch, step.chunk] = _Saved(tape, arrived, ys, watched, dy)
         return value
 
-    def backward(self, step: Step, dy: Any) -> Any:
-        """Add the gradients of the weights to the sums; return that of the chunk's input."""
-        tape, x, y, watched, dloss = self.saved.pop((step.microbatch, step.chunk))
-        wanted = [*watched.values(), *([] if x is None else [x])]
-        gradients = tape.gradients(y, wanted, dy if dloss is None else dloss, release=True)
+    def backward(self, step: Step, dys: Any) -> Any:
+        """Add the gradients of the weights to the sums; return those of the chunk's inputs."""
+        tape, xs, (y, *sums), watched, dy = self.saved.pop((step.microbatch, step.chunk))
+        if dy is None:
+            dy, *dsums = dys
+        if sums:  # their gradients come with that of y
+            both = {"hidden": dy, "sums": dsums[0]}
+            y = taped("passed on", y.value, lambda dy, wanted: both, hidden=y, sums=sums[0])
+        wanted = [*watched.values(), *xs]
+        gradients = tape.gradients(y, wanted, dy, release=True)
         for name, gradient in zip(watched, gradients, strict=False):
             if name in self.sums:
                 accumulate_(self.sums[name], gradient)
             else:
                 self.sums[name] = cast(gradient, dtype="float32")
-        return None if x is None else gradients[-1]
+        return tuple(gradients[len(watched) :]) if xs else None
 
     def passed(self, microbatch: Mapping[str, Any]) -> Any:
         """Return what the objective is of a microbatch in the last stage, without backward."""
         return through(
             self.stages,
             lambda: self.like(microbatch),
-            lambda chunk, x: self.run(chunk, microbatch, x, {}),
+            lambda chunk, xs: self.run(chunk, microbatch, xs or (), {}),
         )
 
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
@@ -106,18 +122,30 @@ class ModelStage:
         return Context.of(model.context, tokens, mask, offsets, kind)
 
     def run(
-        self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]
+        self, chunk: int, microbatch: Mapping[str, Any], xs: Any, watched: Mapping[str, Any]
     ) -> Any:
-        """Return the output of a chunk; of the last one, the loss."""
+        """Return what a chunk passes on; of the last one, the loss."""
         tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
         model = self.model.on_tape({**self.model.parameters, **watched}, self.step)
         context, mask = self._context(microbatch), microbatch.get("mask")
-        call = model.call(model.parameters, tokens, mask, offsets=offsets, context=context)
+        routes, experts = microbatch.get("routes"), model.config.experts
+        reads = model.config.balanced or (experts is not None and model.seen is not None)
+        call = model.call(
+            model.parameters, tokens, mask, offsets=offsets, context=context, routes=routes,
+            routers=[] if reads else None,
+        )  # fmt: skip
         rows = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
+        x, *before = xs or (None,)
         y = chunk_of_blocks(call, self.stages, chunk, rows, x, self.step.checkpoint)
+        model.tell(call, self.stages.layers[chunk].start)
+        sums: tuple[Any, ...] = ()
+        if experts is not None and model.config.balanced:
+            real, (none,) = real_tokens(context, mask, rows), before or self.like(microbatch)[1:]
+            sums = (router_sums(experts, call.routers or (), real, none),)
         if not self.stages.ends_with(chunk):
-            return y
-        return self.objective(model.on_tape(call.parameters, self.step, y), **microbatch)
+            return y, *sums
+        reached = Reached(y, routes, *sums)
+        return self.objective(model.on_tape(call.parameters, self.step, reached), **microbatch)
 
 
 def pipeline_gradients(
@@ -167,7 +195,23 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
     result = through(stages, lambda: stages.like(model.table, rows), run)
     if not stages.last:
         result = stages.like(model.table, (len(tokens), model.config.vocab))
+    if call.routers is not None:
+        call.routers[:] = routed_by_all(model, stages, call.routers, tokens.shape)
     return stages.shared(result)
+
+
+def routed_by_all(
+    model: "Network", stages: Stages, own: Sequence[Routed], shape: Sequence[int]
+) -> list[Routed]:
+    """Return the experts that the routers of all stages chose, equal in all ranks."""
+    experts: Any = model.config.experts
+    places = [
+        sum(experts.sparse[:n]) for blocks in stages.layers for n in blocks if experts.sparse[n]
+    ]
+    every = np.zeros_like(model.table, np.int32, shape=(sum(experts.sparse), *shape, experts.k))
+    for place, routed in zip(places, own, strict=True):
+        every[place] = routed.experts
+    return [Routed(None, each) for each in stages.comm.all_reduce(every)]
 
 
 def chunk_of_blocks(
@@ -187,16 +231,16 @@ def chunk_of_blocks(
 
 
 def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], Any]) -> Any:
-    """Pass an array through the chunks of all ranks; return the output of this rank's last one."""
+    """Pass arrays through the chunks of all ranks; return the output of this rank's last one."""
     comm, x = stages.comm, None
     for chunk in range(stages.chunks):
         source = producer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
         if source is not None and source[0] != comm.rank:
-            x = comm.receive(like(), source[0])
+            x = receive(comm, like(), source[0])
         x = run(chunk, x)
         target = consumer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
         if target is not None and target[0] != comm.rank:
-            comm.send(x, target[0])
+            send(comm, x, target[0])
     return x
 
 

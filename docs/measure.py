@@ -169,6 +169,7 @@ def merges(
     from unsloth_cupy import models
     from unsloth_cupy.finetune import Settings, Trainer
     from unsloth_cupy.models.adapters.into import IN_FOLDERS
+    from unsloth_cupy.models.quantizer import Quantizer
 
     with tempfile.TemporaryDirectory() as place:
 
@@ -194,14 +195,15 @@ def merges(
             if kind not in IN_FOLDERS:
                 return exported(model, kind, f"{kind}-{quantize}")
             model.merge_adapter()
-            models.quantize(model, kind)
+            make = Quantizer("merges", kind)
+            model.parameters |= {name: make(name, w) for name, w in model.parameters.items()}
             return model
 
         def error(file: Any) -> float:
             difference = whole = 0.0
-            for name in sums.adapter.scales:
-                exact = sums.adapter.merge(f"{name}.weight", sums.parameters[f"{name}.weight"])
-                given = file.parameters[f"{name}.weight"]
+            for name in filter(sums.adapter.adds_to, sums.parameters):
+                exact = sums.adapter.merge(name, sums.parameters[name])
+                given = file.parameters[name]
                 dense = given.dequantize("float32") if hasattr(given, "dequantize") else given
                 difference += float(((dense - exact) ** 2).sum(dtype="f8"))
                 whole += float((exact**2).sum(dtype="f8"))

@@ -2,9 +2,10 @@
 //
 //   w[r, c] = Q(((s b[r, 0]) a[0, c] + (s b[r, 1]) a[1, c] + ...) + level[code] * absmax)
 //
-//   traffic     values * (sizeof(T) + 1 / 2), blocks * 4, and rank * (columns + rows) * 4
+//   traffic     values * (sizeof(T) + 1 / 2), blocks * sizeof(S), and rank * (columns + rows) * 4
 //   constants   those of rounded_sum.cu, and
-//               FROM         whose levels the weight has: NF4, FP4 or MXFP4
+//               FROM         whose levels the weight has: NF4, FP4, MXFP4 or Q4_0
+//               S            dtype of absmax
 //               DOUBLE       absmax is stored in 8 bits
 //               BYTES        of one access of codes
 //
@@ -13,7 +14,7 @@
 
 KERNEL(THREADS, 2)
 nf4_rounded_sum_(T *__restrict__ w, const unsigned char *__restrict__ packed,
-                 const float *__restrict__ absmax, const unsigned char *__restrict__ codes,
+                 const S *__restrict__ absmax, const unsigned char *__restrict__ codes,
                  const float *__restrict__ a, const float *__restrict__ b,
                  const float *__restrict__ sizes, const I *__restrict__ offsets,
                  const __grid_constant__ Part part, int shift) {
@@ -33,7 +34,7 @@ nf4_rounded_sum_(T *__restrict__ w, const unsigned char *__restrict__ packed,
                                           : from[0] | from[1] << 8;
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) {
-            const bool low = (j % 2 != 0) != (FROM == MXFP4);
+            const bool low = (j % 2 != 0) != (FROM >= MXFP4);
             const unsigned code = pairs >> (j / 2 * 8 + (low ? 0 : 4)) & 15;
             sums[k][j] = __fadd_rn(sums[k][j], __fmul_rn(stored[code], size));
         }

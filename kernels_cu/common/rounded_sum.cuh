@@ -75,15 +75,18 @@ DEVICE void write(T *w, const Part &part, const Place &at, int k, const float (&
         store(w, to + j, reinterpret_cast<const float (&)[LANES]>(v[j]));
 }
 
-// Rounds the values of a thread; `sizes` are given of rows, for INT8, or of blocks.
+// Rounds the values of a thread; `sizes` are given of rows, for INT8, of all, for TERNARY, or of
+// blocks.
 DEVICE void round_rows(float (&sums)[ROWS][WIDTH], T *w, const Part &part, const Place &at,
                        const float *levels, const float *sizes) {
 #pragma unroll
     for (int k = 0; k < ROWS; k++) {
         const long long row = at.whole(part, k);
-        float size = 127;
+        float size = KIND == TERNARY ? 1 : 127;
         if constexpr (GIVEN)
-            size = sizes[KIND == INT8 ? row : (row * part.pitch + at.left) / block_of<KIND>()];
+            size = sizes[KIND == TERNARY ? 0
+                         : KIND == INT8  ? row
+                                         : (row * part.pitch + at.left) / block_of<KIND>()];
         round_block<KIND, GIVEN>(sums[k], levels, size);
         write(w, part, at, k, sums[k]);
     }

@@ -7,6 +7,7 @@
 //   Q4_0, Q5_0        (code - 8 or 16) times d, d = the first value of the largest magnitude / -8 or
 //                     -16
 //   Q4_1, Q5_1        code times d, plus the smallest value; d = range / 15 or 31
+//   TERNARY           sign times a given size, or 0 up to half of it
 //
 // A block is neighbouring values of a row, of which WIDTH are in one thread.  Every product, sum
 // and quotient is rounded by itself, as the programs round that write and read such files.
@@ -14,7 +15,7 @@
 #include <common/four_bits.cuh>
 #include <common/math.cuh>
 
-enum { INT8 = 4, Q8_0, Q5_0, Q4_1, Q5_1 };  // after NF4, FP4, MXFP4 and Q4_0
+enum { INT8 = 4, Q8_0, Q5_0, Q4_1, Q5_1, TERNARY };  // after NF4, FP4, MXFP4 and Q4_0
 
 constexpr float TINIEST = 1.504632769052528e-36f;  // 2^-119: an INT8 row below it is 0
 constexpr unsigned INFINITE = 0x7f800000u, NO_NUMBER = 0x7fc00000u;
@@ -36,6 +37,13 @@ template <int MEMBERS> DEVICE unsigned largest(unsigned value) {
 // Rounds WIDTH values of each thread; `levels` are those of the kind, `size` is a given one.
 template <int KIND, bool GIVEN, int WIDTH>
 DEVICE void round_block(float (&v)[WIDTH], const float *levels, float size) {
+    if constexpr (KIND == TERNARY) {
+        const float by = __frcp_rn(size), zero = 0 * size;  // what is not finite shows in all
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++)
+            v[j] = __fmul_rn(fabsf(v[j]), by) > 0.5f ? copysignf(size, v[j]) : zero;
+        return;
+    }
     constexpr int MEMBERS = block_of<KIND>() / WIDTH;
     unsigned bits = 0;
 #pragma unroll

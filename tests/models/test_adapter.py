@@ -406,6 +406,7 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
         (broken({"peft_type": "IA3"}), "peft_type is 'IA3'; it must be LORA"),
         (broken({"peft_type": "VERA"}), "peft_type is 'VERA'; it must be LORA: merge the adapter"),
         (broken({"peft_type": "OFT"}), "peft_type is 'OFT'; it must be LORA: merge the adapter"),
+        (broken({"peft_type": "PREFIX_TUNING"}), "be LORA: it changes no weights; train one of"),
         (broken({"init_lora_weights": "loftq"}), "'loftq' changed; convert it in peft"),
         (broken({"bias": "all"}), "bias is 'all', which is not supported"),
         (broken({"modules_to_save": ["lm_head"]}), "lm_head.weight is missing"),

@@ -377,6 +377,20 @@ def test_adapters_merges_and_saves(tmp_path: Path) -> None:
     np.testing.assert_array_equal(models.load(copy.folder).logits(TOKENS), loaded.logits(TOKENS))
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_through_quantizers(quantize: str | None, tmp_path: Path) -> None:
+    """Beside the packed weights, or beside those that were quantized as they were read."""
+    both(tmp_path, {"model_type": "llama"}, "q4_0")
+    model = models.load(tmp_path / "m.gguf", quantize=quantize)
+    model.add_adapter(2, seed=3, merge_into="q4_0")
+    for name, array in model.adapter.parameters.items():
+        array[...] = np.random.default_rng(len(name)).normal(0, 0.1, array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    expected = model.logits(TOKENS)
+    models.export_gguf(tmp_path / "adapter", tmp_path / "out.gguf")
+    np.testing.assert_array_equal(models.load(tmp_path / "out.gguf").logits(TOKENS), expected)
+
+
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0", "f16"])
 def test_what_a_file_keeps_of_an_adapter(kind: str, folder: bool, tmp_path: Path) -> None:

@@ -233,6 +233,18 @@ def test_what_is_trained_through_a_file_is_in_it(tmp_path: Path) -> None:
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
+def test_other_types_are_as_wide_beside_experts_in_16_bits(tmp_path: Path) -> None:
+    """Experts whose rows are no whole blocks are f16; that is not the dtype of the other types."""
+    make(tmp_path / "m", MIXTURES["qwen2moe"])
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="q4_0")
+    tensors = {each.name: each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert "F16" in {each.tensor_type.name for name, each in tensors.items() if "_exps" in name}
+    table = tensors["token_embd.weight"]
+    expected = gguf.quants.dequantize(table.data, table.tensor_type)
+    actual = models.load(tmp_path / "m.gguf", dtype="float32").table
+    np.testing.assert_array_equal(actual, expected)
+
+
 def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """From a folder to a file, whatever its type, and back: the same bytes."""
     shutil.copytree(FOLDER, tmp_path / "m")

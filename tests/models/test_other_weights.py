@@ -268,6 +268,33 @@ def test_what_is_done_with_them(case: str, tmp_path: Path) -> None:
     assert type(four.parameters["model.layers.0.mlp.up_proj.weight"]).__name__ == "Nf4"
 
 
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize(("case", "kind"), [("gptq act order", "nf4"), ("awq", "q4_0")])
+def test_adapters_through_quantizers(
+    case: str, kind: str, dtype: str | None, tmp_path: Path
+) -> None:
+    """The file is rounded from the weights that were used, which depend on the dtype."""
+    folder(tmp_path / "m", case)
+    model = models.load(tmp_path / "m", dtype=dtype)
+    model.add_adapter(4, base=str(tmp_path / "m"), merge_into=kind)
+    draw = np.random.default_rng(1)
+    for array in model.trainable.values():
+        array[...] = 0.05 * draw.standard_normal(array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    if kind == "nf4":
+        out = models.merge(tmp_path / "adapter", tmp_path / "out").folder
+    else:
+        out = tmp_path / "m.gguf"
+        models.export_gguf(tmp_path / "adapter", out, tokenizer=tmp_path / "m")
+    expected, held = model.settled().parameters, model.table.dtype.name
+    for name, weight in models.load(out, dtype=dtype).parameters.items():
+        actual, wanted = (
+            each.dequantize(held) if hasattr(each, "dequantize") else each.astype(held)
+            for each in (weight, expected[name])
+        )
+        np.testing.assert_array_equal(actual, wanted, err_msg=name)
+
+
 def changed(path: Path, **facts: Any) -> None:
     """Change the quantization_config of a folder."""
     config = json.loads((path / "config.json").read_text())

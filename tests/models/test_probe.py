@@ -13,7 +13,7 @@ from unsloth_cupy.models.folders import checkpoint_files
 from unsloth_cupy.models.gguf import _tensors
 
 from .exported import IN_LLAMA_CPP, make
-from .peers import MIXTURES, SIZES
+from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 
 WIDE = {"model_type": "llama", "hidden_size": 256}
 
@@ -65,11 +65,12 @@ def test_a_file_with_other_weights_is_refused(
     assert not (tmp_path / "m.gguf").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("label", IN_LLAMA_CPP)
+@pytest.mark.parametrize(
+    "label", [*(pytest.param(each, marks=pytest.mark.slow) for each in IN_LLAMA_CPP), "gemma3"]
+)
 def test_what_rounding_explains_is_written(label: str, tmp_path: Path) -> None:
-    """Of every family, with what llama.cpp has in another form."""
-    config = IN_LLAMA_CPP[label]
+    """Of every family, with what llama.cpp has in another form: norms times a factor, say."""
+    config = (CONFIGS | RELATIVES | IN_LLAMA_CPP)[label]
     adapted(tmp_path, config)
     for kind in ("f32", "q4_0"):
         models.export_gguf(tmp_path / "adapter", tmp_path / f"{kind}.gguf", kind=kind)

@@ -21,7 +21,7 @@ from unsloth_cupy.training.tape import Tape
 
 from ..machines.stand_in import gpu
 from .exported import make
-from .peers import MIXTURES, SIZES
+from .peers import MIXTURES, RELATIVES, SIZES
 
 # rows of whole blocks of 256, but for those of down_proj, which have a type of smaller blocks
 LLAMA: dict[str, Any] = {
@@ -130,7 +130,8 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
     path = tmp_path / "adapter" / "adapter_config.json"
     settings = json.loads(path.read_text())
     assert settings["merge_into"] == {
-        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "version": 1,
+        "kind": "q4_0", "quantize": "nf4", "dtype": "bfloat16", "read": "float32",
+        "base": settings["merge_into"]["base"], "version": 1,
     }  # fmt: skip
     model.adapter.into.active = False
     plain = model.loss(IDS, IDS)
@@ -149,6 +150,25 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
         path.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=problem):
             models.load(tmp_path / "adapter")
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    """One of the same shapes: its sum with the adapter is not what the run computed with."""
+    through(tmp_path, "nf4")
+    other = models.load(tmp_path / "base")
+    other.parameters["model.layers.0.mlp.up_proj.weight"][0, 0] *= 1.5
+    other.save(tmp_path / "other")
+    problem = "trained through nf4 beside other weights than .*other has; name its own base"
+    with pytest.raises(ConfigError, match=problem):
+        models.merge(tmp_path / "adapter", tmp_path / "m", base=tmp_path / "other")
+    with pytest.raises(ConfigError, match=problem):
+        models.export_gguf(tmp_path / "adapter", tmp_path / "m.gguf", base=tmp_path / "other")
+    with pytest.raises(ConfigError, match=problem):
+        models.load(tmp_path / "other", lora=tmp_path / "adapter", dtype="float32")
+    with pytest.raises(ConfigError, match=problem):
+        models.load(tmp_path / "other", dtype="float32").load_adapter(tmp_path / "adapter", "x")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert models.merge(tmp_path / "adapter", tmp_path / "m", base=tmp_path / "moved").layers == 7
 
 
 def test_other_files_have_the_rounded_numbers(tmp_path: Path) -> None:
@@ -283,14 +303,15 @@ def test_gradients_of_stacks() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary", "q4_0"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary", "q4_0", "q4_k"])
 def test_on_arrays_of_cupy(kind: str, dtype: str) -> None:
     """A step, on the stand-in, whose functions of CuPy have CuPy's own rules."""
     with gpu(devices=2) as machine:
         machine.strict = False
         model = models.create(
-            SIZES | LLAMA | {"hidden_size": 64}, seed=0, device="cuda", dtype=dtype
-        )
+            SIZES | LLAMA | {"hidden_size": 256 if kind == "q4_k" else 64}, seed=0,
+            device="cuda", dtype=dtype,
+        )  # fmt: skip
         model.add_adapter(2, merge_into=kind)
         tokens = machine.place(np.random.default_rng(0).integers(3, 97, (2, 48)))
         for _ in range(2):  # the second replays what the first has recorded
@@ -325,14 +346,20 @@ def test_the_plan_counts_it(kind: str) -> None:
         plan_memory(config, **sizes, merge_into=kind, tensor_parallel=2)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = models.create(SIZES | LLAMA, seed=0)
     for options, problem in (
         ({"merge_into": "q4"}, "merge_into='q4'; choose from nf4"),
         ({"merge_into": "nf4", "dora": True}, "leave dora out, or merge_into"),
         ({"merge_into": "mxfp4"}, "a llama has no experts in mxfp4; choose from nf4"),
-        ({"merge_into": "q4_0", "tokens": [3]}, "choose a kind of a folder, as nf4"),
-        ({"merge_into": "q8_0", "modules": ["lm_head"]}, "a GGUF file rounds tables"),
+        (
+            {"merge_into": "q4_0", "tokens": [3]},
+            "trains rows of embed_tokens, and .* kind of a fol",
+        ),
+        (
+            {"merge_into": "q8_0", "modules": ["lm_head"]},
+            "trains lm_head.*, and a GGUF file rounds",
+        ),
     ):
         with pytest.raises(ConfigError, match=problem):
             model.add_adapter(4, **options)
@@ -340,6 +367,20 @@ def test_what_does_not_fit_is_refused() -> None:
     mixture = models.create(SIZES | MIXTURES["qwen2_moe"], seed=0)
     with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
         mixture.add_adapter(2, merge_into="int8")
+    mixture = models.create(SIZES | MIXTURES["gpt_oss"], seed=0)
+    with pytest.raises(ConfigError, match="down_proj have 48 values, no whole blocks of 32; leav"):
+        mixture.add_adapter(2, merge_into="mxfp4")
+    hybrid = models.create(SIZES | RELATIVES["mamba2"], seed=0)
+    with pytest.raises(
+        ConfigError, match=r"files have .*in_proj.weight as backbone\.layers.*leave"
+    ):
+        hybrid.add_adapter(2, merge_into="nf4")
+    hybrid.adapter = None
+    models.quantize(hybrid, "nf4")
+    with pytest.raises(
+        ConfigError, match=r"save: .*in_proj.weight as backbone\.layers.*the dense m"
+    ):
+        hybrid.save(tmp_path)
     mixture = models.create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
     with pytest.raises(ConfigError, match=r"train_through\('q8_0'\): llama.cpp's qwen2moe"):
         mixture.add_adapter(2, merge_into="q8_0")

@@ -12,6 +12,7 @@ from unsloth_cupy.models.quantizer import KINDS as FOLDERS
 from unsloth_cupy.ops.experts.grouped_linear import grouped_linear
 from unsloth_cupy.ops.linear.lora_merge import lora_sum
 from unsloth_cupy.ops.quantized._file_values import KINDS, file_values
+from unsloth_cupy.ops.quantized.blocks import Q40, Q80
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax, powers_of_two
 from unsloth_cupy.ops.quantized.rounded_sum import nf4_rounded_sum_, rounded_sum_
 from unsloth_cupy.ops.quantized.summed_weight import DOUBLE, SUMMED, SummedWeight, can_sum
@@ -47,6 +48,7 @@ class TestRoundedSum(KernelInPlace):
     cases = (
         *(part(kind, 9, 320, kind=kind) for kind in KINDS if kind != "int8"),
         part("int8", 9, 320, kind="int8", arrays={"sizes": rows_of}),
+        part("ternary", 9, 320, kind="ternary", arrays={"sizes": lambda rng: rng.random(1) + 0.5}),
         part("rows", 5, 320, start=2 * 320),
         part("columns", 9, 128, start=64, kind="q4_0"),
         part("a corner", 3, 64, start=6 * 320 + 256),
@@ -74,6 +76,8 @@ def packed_case(label: str, stored: str, double: bool = False, **how: Any) -> Ca
     if stored == "mxfp4":
         arrays["absmax_codes"] = lambda rng: rng.integers(120, 130, blocks, np.uint8)
         arrays["absmax"] = np.clip(powers_of_two(), 2.0**-14, 2.0**14)  # in float16
+    if stored == "q4_0":
+        arrays["absmax"] = lambda rng: rng.standard_normal(blocks).astype(np.float16)
     return part(
         label, how.pop("rows", 9), columns, stored=stored, block=block, arrays=arrays, **how
     )
@@ -90,6 +94,7 @@ class TestNf4RoundedSum(KernelInPlace):
         packed_case("nf4", "nf4"),
         packed_case("fp4 in 8 bits", "fp4", True, kind="q4_0"),
         packed_case("mxfp4", "mxfp4", block=32, kind="q8_0"),
+        packed_case("q4_0", "q4_0", block=32, kind="q4_0"),
         packed_case("small blocks", "nf4", block=32, kind="fp4"),
         packed_case("columns", "nf4", inputs=64, start=128, kind="mxfp4"),
         packed_case("rows", "nf4", True, rows=4, start=5 * 320, kind="q5_1"),
@@ -151,13 +156,15 @@ def test_what_is_not_finite_stays_visible(kind: str, broken: float) -> None:
         else:
             made = SummedWeight(values, a, b, 1.0, kind).dequantize()
         assert not np.isfinite(made[1, :32]).any()
-        assert np.isfinite(made[[0, 2, 3]]).all()
+        whole = kind == "ternary"  # it has one scale
+        assert np.isfinite(made[[0, 2, 3]]).all() != whole
 
 
 def bases() -> dict[str, Any]:
     w = np.random.default_rng(0).standard_normal((40, 320)).astype(np.float32)
     made = {name: FOLDERS[name](w) for name in ("nf4", "nf4-double", "int8", "ternary")}
-    return {"float32": w, "bfloat16": w.astype(BFLOAT16), "mxfp4": uc.mxfp4_quantize(w)} | made
+    made |= {"mxfp4": uc.mxfp4_quantize(w), "q4_0": Q40.quantized(w), "q8_0": Q80.quantized(w)}
+    return {"float32": w, "bfloat16": w.astype(BFLOAT16)} | made
 
 
 def pair(height: int, columns: int, rank: int = 5) -> tuple[Any, Any]:
@@ -168,7 +175,7 @@ def pair(height: int, columns: int, rank: int = 5) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("base", bases())
-@pytest.mark.parametrize("kind", ["nf4", DOUBLE, "int8", "q4_0"])
+@pytest.mark.parametrize("kind", ["nf4", DOUBLE, "int8", "ternary", "q4_0"])
 def test_every_part_is_that_of_the_whole_sum(kind: str, base: str) -> None:
     """To the bit, of every base, by NumPy and by the kernels."""
     weight, (a, b) = bases()[base], pair(40, 320)
@@ -188,12 +195,13 @@ def test_every_part_is_that_of_the_whole_sum(kind: str, base: str) -> None:
 CORNER = slice(3, 21), slice(64, 192), np.dtype("float32")
 
 
-@pytest.mark.parametrize("base", ["float32", "nf4", "int8", "mxfp4"])
+@pytest.mark.parametrize("base", ["float32", "nf4", "int8", "mxfp4", "q4_0"])
 @pytest.mark.parametrize("kind", ["int8", "mxfp4", "q4_0"])
 def test_stacks(kind: str, base: str) -> None:
     draw = np.random.default_rng(0)
     w = draw.standard_normal((3, 8, 64)).astype(np.float32)
-    weight = uc.mxfp4_quantize(w) if base == "mxfp4" else FOLDERS.get(base, np.array)(w)
+    made = {"mxfp4": uc.mxfp4_quantize, "q4_0": Q40.quantized, **FOLDERS}
+    weight: Any = made.get(base, np.array)(w)
     a, b = 0.3 * draw.standard_normal((3, 2, 64)), 0.3 * draw.standard_normal((3, 8, 2))
     a, b = a.astype(np.float32), b.astype(np.float32)
     total = np.stack([lora_sum(weight[e], a[e], b[e], 2.0) for e in range(3)])
@@ -235,7 +243,40 @@ def test_a_row_that_ends_within_a_block_is_summed_whole() -> None:
     assert not can_sum("nf4", w)
     assert not can_sum("q4_k", w)
     assert not can_sum("q4_0", w.astype("f8"))
-    assert not can_sum("ternary", FOLDERS["nf4"](np.ones((4, 64), np.float32)))
+    assert can_sum("ternary", w)
+    assert can_sum("q4_k", np.ones((4, 512), np.float32), 256)
+    assert not can_sum("q4_k", w, 256)
+
+
+def test_kinds_without_a_kernel_have_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets parts of whole blocks, of experts with rows alone, and never a whole sum."""
+    weight, (a, b) = (
+        np.random.default_rng(0).standard_normal((1024, 512), np.float32),
+        pair(1024, 512),
+    )
+    monkeypatch.setitem(CHUNK_BYTES, False, 5 * 2**18)  # of 640 rows, or of 320 columns
+    parts: list[Any] = []
+
+    def reader(part: Any) -> Any:
+        assert part.dtype == np.float32
+        parts.append(part.shape)
+        return np.round(part)
+
+    made = SummedWeight(weight, a, b, 0.5, "q4_k", reader, 256)
+    expected = np.round(lora_sum(weight, a, b, 0.5))
+    x, dy = np.eye(512, dtype=np.float32), np.eye(1024, dtype=np.float32)
+    np.testing.assert_array_equal(uc.linear(x, made), expected.T)
+    assert parts == [(512, 512)] * 2
+    rows = np.zeros((1024, 512), np.float32)
+    np.testing.assert_array_equal(uc.linear_backward(dy, rows, made, wanted={"x"})[0], expected)
+    assert parts[2:] == [(1024, 256)] * 2
+    stack, low, up = weight.reshape(4, 256, 512), np.stack([a] * 4), b.reshape(4, 256, -1)
+    made = SummedWeight(stack, low, up, 0.5, "q4_k", reader, 256)
+    offsets = np.array([0, 2, 2, 3, 3])
+    dense = made.dense_where(offsets, x.dtype).reshape(1024, 512)
+    assert parts[4:] == [(256, 512)] * 2
+    np.testing.assert_array_equal(dense[:256], expected[:256])
+    np.testing.assert_array_equal(dense[512:768], expected[512:768])
 
 
 def test_what_moves() -> None:
@@ -255,6 +296,7 @@ def test_what_moves() -> None:
         ({"start": 32}, "no whole blocks of 64"),
         ({"members": 2}, "of 2 members of rank 3"),
         ({"kind": "q4_0", "sizes": np.ones(1, np.float32)}, "1 sizes; q4_0 takes 0"),
+        ({"kind": "ternary", "sizes": np.ones(4, np.float32)}, "4 sizes; ternary takes 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], problem: str) -> None:
@@ -266,7 +308,11 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], problem: str) -> 
         nf4_rounded_sum_(w, packed, absmax, a, b)
 
 
-def test_int8_without_sizes_is_whole_numbers() -> None:
-    values = np.array([[0.4, -3.6, *[2.0] * 30]], np.float32)
-    expected = np.array([[0, -4, *[2.0] * 30]], np.float32)
-    np.testing.assert_array_equal(file_values(values, "int8", None), expected)
+@pytest.mark.parametrize(("kind", "read"), [("int8", (0, 0, -4, 2)), ("ternary", (0, 0, -1, 1))])
+def test_without_sizes_values_are_whole_numbers(kind: str, read: tuple[int, ...]) -> None:
+    """A half is 0, to either side."""
+    values, expected = (np.array([row * 8], np.float32) for row in ((0.5, -0.5, -3.6, 2), read))
+    np.testing.assert_array_equal(file_values(values, kind, None), expected)
+    a, b, w = np.zeros((1, 32), np.float32), np.zeros((1, 1), np.float32), np.empty_like(values)
+    with emulator():
+        np.testing.assert_array_equal(rounded_sum_(w, values, a, b, kind=kind), expected)

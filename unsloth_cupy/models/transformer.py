@@ -30,7 +30,7 @@ from . import generate as generation
 from .adapters.adapter import TABLES, Adapter, create_adapter
 from .adapters.adapter_base import base_name
 from .adapters.adapter_folder import read_adapter
-from .adapters.into import Into, kind_of, train_through
+from .adapters.into import Into, check_base, kind_of, sum_of_base, train_through
 from .adapters.kept import Kept
 from .adapters.many import ByRows, mixed
 from .adapters.outer_folder import base_for
@@ -180,7 +180,9 @@ class Transformer(Network):
                 problem = f"the adapter is trained through {self.adapter.into.kind} already"
             raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")
-        into = Into(call, self.config, kind, *self._base_facts(call))
+        into = Into(call, self.config, kind, *self._base_facts(call), self.table.dtype)
+        into.check_names(call, self.config, self.plain)
+        into.base = sum_of_base(self.adapter, self.parameters, self.parameters.__getitem__)
         train_through(call, self.adapter, into)
 
     def _base_facts(self, call: str) -> tuple[str | None, Any]:
@@ -236,6 +238,7 @@ class Transformer(Network):
             beside = adapter.into.quantize or "dense"
             problem = f"{path} was trained beside {beside} weights of its base"
             raise ConfigError(f"load_adapter: {problem}; use load(base, lora={str(path)!r})")
+        check_base("load_adapter", adapter, self.folder, self.parameters, weights)
         self.adapters[name] = divided_adapter(adapter, self.division)
 
     def _check_new(self, call: str, name: Any) -> None:

@@ -53,6 +53,10 @@ MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
 )
+NO_WEIGHTS = {  # of peft, that add to what layers read or write
+    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING"),
+    *("PROMPT_TUNING", "P_TUNING"),
+}
 PICKLE = "adapter_model.bin"
 # Initialisations that subtract the initial adapter from the base weights; INITIAL can be repeated.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -201,9 +205,9 @@ def _problem(file: Path, name: str, config: Config) -> str:
 
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a setting of adapter_config.json that is not supported."""
-    if settings.get("peft_type") != "LORA":
-        problem = f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA"
-        raise ConfigError(f"{problem}: {MERGE}")
+    if (kind := settings.get("peft_type")) != "LORA":
+        cure = "it changes no weights; train one of LoRA" if kind in NO_WEIGHTS else MERGE
+        raise ConfigError(f"{path}: peft_type is {kind!r}; it must be LORA: {cure}")
     for key, default in UNUSED.items():
         value = settings.get(key, default)
         if value != default and value not in (None, [], {}, False):

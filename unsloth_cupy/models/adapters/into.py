@@ -8,15 +8,19 @@ weights it computes something else.  adapter_config.json says so, under ``merge_
     kind       of the file: nf4, q4_0 and so on
     quantize   the kind of the base's weights W, which were quantized as they were read; or null
     dtype      of the matrices that stay dense in a folder
+    read       to which weights of other formats, as GPTQ's, were rounded as they were read
+    base       the CRC-32 of some rows of W in float32, by which another base is refused; or null
     version    of these rules
 
 Weights without an adapter are rounded as the file has them, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -24,14 +28,17 @@ from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...errors import ConfigError
 from ...files import read_json
 from ...ops.linear.lora_merge import lora_sum
-from ...ops.quantized.summed_weight import SummedWeight, can_sum
+from ...ops.quantized.blocks import BLOCK
+from ...ops.quantized.summed_weight import SUMMED, Reader, SummedWeight, can_sum
 from ...ops.quantized.weight import Quantized
+from ...placement import to_numpy
 from ..configs.config import Config
-from ..folders.expert_files import kinds_of_experts
+from ..configs.names import HEAD, TABLE, is_stack
+from ..folders.expert_files import file_tensors, kinds_of_experts
 from ..gguf import TYPES
-from ..gguf.rounding import rounded, types_of
+from ..gguf.rounding import block_of, rounded, types_of
 from ..quantizer import KINDS, OF_STACKS, Quantizer
-from .adapter import MAGNITUDE, Adapter
+from .adapter import MAGNITUDE, PREFIX, Adapter
 from .adapter_base import ADAPTER
 
 MERGE_INTO = "merge_into"  # in adapter_config.json
@@ -40,6 +47,7 @@ SHORT = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m"}  # as llama.cpp's
 KINDS_OF_FILES = (*IN_FOLDERS, *(kind for kind in TYPES if kind not in ("f32", "f16", "bf16")))
 CHOICES = (*KINDS_OF_FILES, *SHORT)
 VERSION = 1
+ROWS_OF_BASE = 8
 
 
 class Into:
@@ -52,6 +60,10 @@ class Into:
         The kind of the base's weights, if they were quantized as they were read.
     dtype : dtype
         Of matrices that stay dense in a folder.
+    read : dtype
+        To which weights in formats that become dense were rounded as they were read.
+    base : int or None
+        The ``sum_of_base`` of the base's weights; None: it is not known.
     names : set of str
         Its kind, and a shorter name of it.
     active : bool
@@ -59,7 +71,13 @@ class Into:
     """
 
     def __init__(
-        self, call: str, config: Config, kind: Any, quantize: str | None = None, dtype: Any = None
+        self,
+        call: str,
+        config: Config,
+        kind: Any,
+        quantize: str | None = None,
+        dtype: Any = None,
+        read: Any = None,
     ) -> None:
         if kind not in CHOICES:
             raise ConfigError(f"{call}: merge_into={kind!r}; choose from {', '.join(CHOICES)}")
@@ -67,6 +85,8 @@ class Into:
         self.names = {self.kind, *(each for each in SHORT if SHORT[each] == self.kind)}
         self.quantize, self.active = quantize, True
         self.dtype: np.dtype[Any] = FLOAT32 if dtype is None else dtype
+        self.read: np.dtype[Any] = FLOAT32 if read is None else read
+        self.base: int | None = None
         self.in_folder = self.kind in IN_FOLDERS
         self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
         if self.in_folder:
@@ -76,6 +96,10 @@ class Into:
                 problem = f"a folder of a {config.model_type} has no {what} in {self.kind}"
                 raise ConfigError(f"{call}: {problem}; choose from {', '.join(known)}")
             self._quantizer = Quantizer(call, self.kind)
+            for name, shape in config.shapes().items():
+                if self.kind == OF_STACKS and is_stack(name) and shape[-1] % BLOCK:
+                    problem = f"rows of {name} have {shape[-1]} values, no whole blocks of {BLOCK}"
+                    raise ConfigError(f"{call}: {problem}; leave merge_into out")
         else:
             try:
                 self._types = types_of(call, config, self.kind)
@@ -99,20 +123,34 @@ class Into:
         """Return ``weight + scale b a`` as the file has it, for products: an array, or stored.
 
         Where its blocks can be rounded by themselves, products make it part by part; else it is
-        whole.  That is so of the K types of GGUF, of which a search on the host chooses the scales
-        of 256 values, of ternary, whose scale is a mean of all, and of rows that end in a block.
+        whole: where rows end within a block, and in float64.
         """
-        if (kind := self._kind_of_blocks(name, weight)) is not None:
-            return SummedWeight(weight, a, b, scale, kind)
+        kind, reader, block = self._parts(name, weight)
+        if can_sum(kind, weight, block):
+            return SummedWeight(weight, a, b, scale, kind, reader, block)
         return self(name, lora_sum(weight, a, b, scale))
 
-    def _kind_of_blocks(self, name: str, weight: Any) -> str | None:
-        """Return the kind of a weight in the file, if its parts can be made by themselves."""
+    def _parts(self, name: str, weight: Any) -> tuple[str, Reader | None, int | None]:
+        """Return the kind of a weight in the file; without a kernel, also what reads its blocks."""
         if self.in_folder:
-            kind = self.kind if self._quantizer.makes(name, weight.shape) else None
-        else:
-            kind = self._types[name].name.lower() if name in self._types else None
-        return kind if kind is not None and can_sum(kind, weight) else None
+            made = self._quantizer.makes(name, weight.shape)
+            return (self.kind, None, None) if made else (self.dtype.name, partial(self, name), 1)
+        if (type_of := self._types.get(name)) is None:
+            return "f32", partial(self, name), 1
+        kind = type_of.name.lower()
+        own = kind in SUMMED
+        return (kind, None, None) if own else (kind, partial(self, name), block_of(type_of))
+
+    def check_names(self, call: str, config: Config, plain: Collection[str]) -> None:
+        """Raise a ConfigError if a folder has a weight that it quantizes under another name.
+
+        ``plain`` are parameters that it has under their own.
+        """
+        others = file_tensors(config, plain) if self.in_folder else {}
+        for name, shape in config.shapes().items():
+            if name in others and not is_stack(name) and self._quantizer.makes(name, shape):
+                problem = f"files have {name} as {min(others[name])}, and there it is not quantized"
+                raise ConfigError(f"{call}: {problem}; leave merge_into out")
 
     def rounds(self, name: str, weight: Any) -> bool:
         """Return whether the file has another form of a weight that has no adapter."""
@@ -143,7 +181,8 @@ class Into:
 
     def settings(self) -> dict[str, Any]:
         """Return what adapter_config.json says."""
-        facts = {"kind": self.kind, "quantize": self.quantize, "dtype": self.dtype.name}
+        dtypes = {"dtype": self.dtype.name, "read": self.read.name}
+        facts = {"kind": self.kind, "quantize": self.quantize, **dtypes, "base": self.base}
         return {**facts, "version": VERSION}
 
 
@@ -175,7 +214,8 @@ def train_through(call: str, adapter: Adapter, into: Into) -> None:
         problem = "DoRA's norms are of rows before they are rounded"
         raise ConfigError(f"{call}: {problem}; leave dora out, or merge_into")
     if adapter.outer and not into.in_folder:
-        problem = f"the adapter trains {adapter.outer[0]}, and a GGUF file rounds tables"
+        what = "rows of embed_tokens" if adapter.tokens else adapter.outer[0].removeprefix(PREFIX)
+        problem = f"the adapter trains {what}, and a GGUF file rounds tables"
         cure = "choose a kind of a folder, as nf4, which leaves them dense"
         raise ConfigError(f"{call}: {problem}; {cure}")
     adapter.into = into
@@ -194,15 +234,57 @@ def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
     if facts is None:
         return adapter
     dtypes = {dtype.name: dtype for dtype in FLOATS}
-    known = isinstance(facts, Mapping) and facts.get("dtype") in dtypes
+    facts = {"read": FLOAT32.name, **facts} if isinstance(facts, Mapping) else {}
+    known = dtypes.keys() >= {facts.get("dtype"), facts.get("read")}
     if not known or facts.get("quantize") not in (None, *KINDS):
-        raise ConfigError(f"{path}: {MERGE_INTO} is {facts!r}; copy the adapter again")
+        wrong = adapter.settings[MERGE_INTO]
+        raise ConfigError(f"{path}: {MERGE_INTO} is {wrong!r}; copy the adapter again")
     if facts.get("version") != VERSION:
         problem = f"{MERGE_INTO} has the version {facts.get('version')!r}, not {VERSION}"
         raise ConfigError(f"{path}: {problem}; install the version that trained it")
-    dtype = dtypes[facts["dtype"]]
-    train_through(path, adapter, Into(path, config, facts.get("kind"), facts["quantize"], dtype))
+    own = facts["quantize"], dtypes[facts["dtype"]], dtypes[facts["read"]]
+    into = Into(path, config, facts.get("kind"), *own)
+    into.base = facts.get("base")
+    train_through(path, adapter, into)
     return adapter
+
+
+def sum_of_base(
+    adapter: Adapter, names: Iterable[str], weights: Callable[[str], Any]
+) -> int | None:
+    """Return the CRC-32 of the first rows of the first weights that an adapter changes.
+
+    ``weights`` returns those of a base by their names.  None: they are not in float32, and may have
+    been rounded as they were read.
+    """
+    result = 0
+    for name in sorted({*filter(adapter.adds_to, names)} - {TABLE, HEAD})[:ROWS_OF_BASE]:
+        weight = weights(name)
+        if weight.dtype != FLOAT32:
+            return None
+        row = to_numpy(_dense((weight[0] if name in adapter.stacks else weight)[:1]))
+        result = crc32(row.astype("<f4").tobytes(), result)
+    return result
+
+
+def check_base(
+    call: str,
+    adapter: Adapter,
+    where: Any,
+    names: Iterable[str],
+    weights: Callable[[str], Any] | None,
+) -> None:
+    """Raise a ConfigError if an adapter was trained through a quantizer beside other weights.
+
+    ``weights`` are those of ``sum_of_base``; None: ranks divide them.
+    """
+    into = adapter.into
+    if into is None or into.base is None or weights is None:
+        return
+    if sum_of_base(adapter, names, weights) in (None, into.base):
+        return
+    problem = f"the adapter was trained through {into.kind} beside other weights than {where} has"
+    raise ConfigError(f"{call}: {problem}; name its own base, or train it beside these")
 
 
 def quantize_of(call: str, adapter: str | PathLike[str], quantize: str | None) -> str | None:

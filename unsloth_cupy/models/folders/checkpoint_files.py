@@ -241,7 +241,11 @@ def write_folder(
     inverse = inverse_scales(next(iter(texts.values())))
 
     def tensors_in_file(name: str) -> dict[str, Any]:
-        value, own = parameters[name], experts.get(name)
+        value: Any = parameters[name]
+        own = experts.get(name)
+        if own is not None and value.ndim == 2 and isinstance(value, Quantized):
+            problem = f"the folder has {name} as {min(own)}, and there it is not quantized"
+            raise ConfigError(f"save: {problem}; save the dense model, and pass quantize to load")
         return tensors_of(name, value, inverse) if own is None else in_file(value, own)
 
     if len(layout) > 1:

@@ -22,7 +22,7 @@ from ...parallel.communicator import Communicator, SingleCommunicator, check_com
 from ...parallel.zero3 import Parts
 from ..adapters.adapter_base import ADAPTER, WEIGHTS, base_of
 from ..adapters.adapter_folder import read_adapter
-from ..adapters.into import quantize_of
+from ..adapters.into import check_base, quantize_of
 from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
@@ -196,6 +196,7 @@ def load(
                 adapter = read_adapter(lora, config, model.table.dtype, place, weights)
                 adapter.base, model.grown = path, bool(others)  # the adapter's file holds tables
                 model.adapter = divided_adapter(adapter, division)
+                check_base("load", adapter, path, parameters, weights)
             return model.in_order(invariant)
 
 

@@ -20,6 +20,7 @@ from ...ops.quantized.weight import Quantized
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_base import base_of
 from ..adapters.adapter_folder import read_adapter
+from ..adapters.into import check_base
 from ..adapters.outer_folder import base_for, implied_head
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
@@ -56,9 +57,14 @@ class StoredModel(NamedTuple):
             if files_state(self.folder) != self.state:
                 problem = f"{self.call}: {self.folder} was saved meanwhile"
                 raise ConfigError(f"{problem}; call it again")
-            weight = LazyParameter(name, place, handles, dtype).whole()
-        into = None if self.adapter is None else self.adapter.into
-        if into is None or into.quantize is None or isinstance(weight, Quantized):
+            into = None if self.adapter is None else self.adapter.into
+            dense = place.dense is not None and place.kind is None
+            used = into.read if into is not None and dense else None  # by the run
+            weight = LazyParameter(name, place, handles, used or dtype).whole()
+        if used is not None and dtype is not None:
+            weight = weight.astype(np.promote_types(dtype, used), copy=False)
+        stays = isinstance(weight, Quantized) and weight.IN_FOLDERS
+        if into is None or into.quantize is None or stays:
             return weight
         return Quantizer(self.call, into.quantize)(name, weight)
 
@@ -116,4 +122,6 @@ def stored_model(
         return StoredModel(call, path, whole, config, texts, homes, None, state)
     model = StoredModel(call, path, whole, config, texts, homes, None, state)
     adapter = read_adapter(path, config, dtype or homes[TABLE].dtype or FLOAT32, weights=model.read)
-    return model._replace(adapter=adapter, config=with_generation(path, config, texts))
+    merged = model._replace(adapter=adapter, config=with_generation(path, config, texts))
+    check_base(call, adapter, home, homes, lambda name: merged.read(name, FLOAT32))
+    return merged

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Type
 from ...core.dtypes import FLOAT32, Array
 
 BLOCK = 256  # weights of a block
-MANY = 1024  # blocks at a time: larger arrays leave the cache, smaller ones cost calls
+MOST, LEAST = 1024, 128  # blocks at a time: larger arrays leave the cache, smaller ones cost calls
 NEIGHBOURS = (0, -1, 1)
 REFITS = 2  # of d and e
 
@@ -59,12 +59,14 @@ def quantize(rows: Array, kind: Type) -> Array:
 
     def packed(first: int) -> Array:
         # the sums of groups run over the first axis, which NumPy adds 8 groups at a time
-        x = np.ascontiguousarray(np.moveaxis(blocks[first : first + MANY], -1, 0))
+        x = np.ascontiguousarray(np.moveaxis(blocks[first : first + many], -1, 0))
         d, e, s, t, q = choose(x, form)
         return form.pack(d, e, s, t, np.moveaxis(q, 0, -1))
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        parts = [*threads.map(packed, range(0, len(blocks), MANY))]
+    cores = os.cpu_count() or 1
+    many = min(MOST, max(LEAST, -(-len(blocks) // cores)))
+    with ThreadPoolExecutor(cores) as threads:
+        parts = [*threads.map(packed, range(0, len(blocks), many))]
     return np.concatenate(parts).reshape(len(rows), -1)
 
 

@@ -496,7 +496,10 @@ def _check_file(
 
     def written(name: str) -> Any:
         weight = LazyParameter(name, homes[name], {str(file): opened}, FLOAT32).whole()
-        return dense(weight) / factor if f".{scaled}." in name and factor != 1 else weight
+        if f".{scaled}." not in name or factor == 1:
+            return weight
+        more = np.float32(source.config.norm_offset if scaled == "q_norm" else 0)
+        return (dense(weight) + more) / factor - more
 
     own = adapter is not None and adapter.into is not None and source.exact
     read = written if own else lambda name: wide(source.read(name))

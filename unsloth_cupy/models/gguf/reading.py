@@ -15,7 +15,6 @@ import numpy as np
 from ...core.dtypes import BFLOAT16, FLOAT32, Array
 from ...errors import ConfigError
 from ...files import of_library
-from .packed import CLASSES
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
@@ -95,9 +94,10 @@ class GgufFile:
                 shape = tuple(int(size) for size in reversed(each.shape))
                 self.tensors[each.name] = Stored(shape, each.tensor_type, each.data)
         self._check_types()
-        others = (*CLASSES, "F32") if any("_exps." in name for name in self.tensors) else ()
-        matrices = {each.type.name for each in self.tensors.values() if len(each.shape) > 1}
-        matrices = matrices - {*others} or matrices
+        tensors = {name: each for name, each in self.tensors.items() if "_exps." not in name}
+        matrices = {each.type.name for each in tensors.values() if len(each.shape) > 1}
+        if len(tensors) < len(self.tensors):  # routers of a mixture
+            matrices = matrices - {"F32"} or matrices
         only = matrices.pop() if len(matrices) == 1 else "F32"
         self.code = only if only in CODES else "F32"  # of matrices, which vectors follow
 

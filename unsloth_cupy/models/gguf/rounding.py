@@ -46,6 +46,13 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
     return {name: kind for name, kind in types.items() if name and kind.name != "F32"}
 
 
+def block_of(kind: "Type") -> int:
+    """Return how many values of a row share what a type stores."""
+    import gguf
+
+    return int(gguf.GGML_QUANT_SIZES[kind][0])
+
+
 def rounded(name: str, array: Any, kind: "Type") -> Array:
     """Return what a reader of a file gets for an array that is written in a type, in float32.
 

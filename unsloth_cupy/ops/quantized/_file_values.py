@@ -6,6 +6,7 @@ int8           round(v * (127 / absmax)) * absmax / 127, absmax of a row
 q8_0           round(v / d) * d        d = max |v| / 127 of 32 values, as for the others
 q4_0, q5_0     trunc(v / d + n + 1/2) * d - n d        d = (the first v of the largest |v|) / -n
 q4_1, q5_1     trunc((v - m) / d + 1/2) * d + m        d = (max v - m) / (2 n - 1), m = min v
+ternary        sign(v) * d where |v| / d > 1/2, else 0        d = the mean of |v| of all values
 
 n is 8 for four bits, 16 for five.  Divisions are products with the rounded inverse; the factors d
 and m of GGUF's types are rounded to float16 after that.
@@ -22,20 +23,21 @@ from ..common.int8_codes import quantized
 from . import _four_bits
 from .mxfp4 import encoded
 
-KINDS = ("nf4", "fp4", "mxfp4", "q4_0", "int8", "q8_0", "q5_0", "q4_1", "q5_1")  # as in the kernel
+# as in the kernel
+KINDS = ("nf4", "fp4", "mxfp4", "q4_0", "int8", "q8_0", "q5_0", "q4_1", "q5_1", "ternary")
 HALF = np.dtype("float16")
 
 
 def block_of(kind: str) -> int:
-    """Return how many values of a row share what a kind stores of them, but for int8."""
+    """Return how many values of a row share what a kind stores; of int8 and ternary, more do."""
     return 64 if kind in ("nf4", "fp4") else 32
 
 
 def file_values(values: Array, kind: str, sizes: Array | None) -> Array:
     """Return what a reader gets for rows of whole blocks, float32.
 
-    ``sizes`` are the absmax of rows for int8, 127 if there are none, and what multiplies the levels
-    of blocks of nf4 and fp4, if that is not their own absmax.
+    ``sizes`` are the absmax of rows for int8, 127 if there are none; d for ternary, or 1; and what
+    multiplies the levels of blocks of nf4 and fp4, if that is not their own absmax.
     """
     block = block_of(kind)
     blocks = values.reshape(-1, block)
@@ -43,6 +45,10 @@ def file_values(values: Array, kind: str, sizes: Array | None) -> Array:
         most = np.full_like(values[:, 0], 127) if sizes is None else sizes
         codes, scales, _ = quantized(values, np.broadcast_to(most[:, None], values.shape))
         return codes.astype(FLOAT32) * scales[:, None]
+    if kind == "ternary":
+        d = np.ones_like(values[:1, :1]) if sizes is None else sizes.reshape(1, 1)
+        wide = np.abs(values) * (1 / d) > FLOAT32.type(0.5)
+        return np.where(wide, np.copysign(d, values), 0 * d)  # d that is not finite shows in all
     with np.errstate(all="ignore"):  # as kernels do: what is not finite shows in every value
         if kind == "mxfp4":
             packed, exponents, tops = encoded(blocks)

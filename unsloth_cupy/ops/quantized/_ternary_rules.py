@@ -96,6 +96,17 @@ def _grouped(size: Any, width: int) -> Array:
     return size.reshape(rows, groups, width)
 
 
+def totals(sizes: Array) -> Array:
+    """Return the float64 sum of each group of |w|."""
+    result: Array = sizes.sum(axis=-1, dtype=np.float64)
+    return result
+
+
+def absmean(total: Any, number: Any, wide: np.dtype[Any]) -> Any:
+    """Return the scale of absmean: the mean of |w|, or ``LEAST``."""
+    return np.maximum(total / number, LEAST).astype(wide)
+
+
 def _sums(w: Any, width: int) -> Sums:
     """Return the sums of each group of ``width`` columns."""
     rows, columns = w.shape
@@ -105,7 +116,7 @@ def _sums(w: Any, width: int) -> Sums:
     total, squares, top = (np.zeros_like(number) for _ in range(3))
     for part, size in _sizes(w):
         grouped = _grouped(size, width)
-        total[part] = grouped.sum(axis=-1, dtype=np.float64)
+        total[part] = totals(grouped)
         with np.errstate(over="ignore"):  # float64 weights only; mean_std's threshold is then inf
             squares[part] = np.square(grouped, dtype=np.float64).sum(axis=-1)
         top[part] = grouped.max(axis=-1)
@@ -138,7 +149,7 @@ def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Ru
     number = np.maximum(sums.number, 1)
     mean, top = sums.total / number, sums.top.astype(wide)
     if method == "absmean":
-        scale = np.maximum(mean, LEAST).astype(wide)
+        scale = absmean(sums.total, number, wide)
         return Rule(1 / scale, wide.type(0.5), scale)
     if method == "absmax":
         inverse = np.where(top < TINY, 0, 1 / np.maximum(top, TINY)).astype(wide)

@@ -56,8 +56,8 @@ def rounded_sum_(
 
     A stack of ``members`` is one of all their rows; a and b are those of each, one behind
     another.  With ``offsets``, members of groups without rows may hold anything.  ``sizes``: of
-    int8 the absmax of all rows, 127 if there are none; of nf4 and fp4 that of all blocks as a file
-    has it, if that is not their own.
+    int8 the absmax of all rows, 127 if there are none; of ternary the size of all values, or 1; of
+    nf4 and fp4 the absmax of all blocks as a file has it, if that is not their own.
     """
     rows, columns = _part(w, start, source.shape[1])
     dense = source[rows, columns].astype(FLOAT32)  # a copy
@@ -65,7 +65,7 @@ def rounded_sum_(
 
 
 @op(
-    "w(outputs, inputs), packed(bytes): byte, absmax(scales): stat, a(lows, columns): stat,"
+    "w(outputs, inputs), packed(bytes): byte, absmax(scales): scale, a(lows, columns): stat,"
     " b(whole, rank): stat, absmax_codes?(blocks): byte, sizes?(given): stat,"
     " offsets?(groups+1): int -> sum(outputs, inputs)",
     widen=False,
@@ -128,7 +128,7 @@ def _write(
     given = None if sizes is None else sizes.astype(FLOAT32, copy=False)
     if given is not None and kind == "int8":
         given = given[rows]
-    elif given is not None:
+    elif given is not None and kind != "ternary":
         block = block_of(kind)
         whole = given.reshape(len(b), pitch // block)
         given = whole[rows, columns.start // block : columns.stop // block].reshape(-1)
@@ -164,7 +164,7 @@ def _check(
         raise ShapeError(problem, expected=(members * rank,), actual=(lows,))
     if sizes is None:
         return
-    expected = {"int8": height, "nf4": height * columns // block}
+    expected = {"int8": height, "ternary": 1, "nf4": height * columns // block}
     expected["fp4"] = expected["nf4"]
     if sizes.size != expected.get(kind):
         needed = expected.get(kind, 0)
@@ -244,6 +244,7 @@ def _launch_nf4(
     a, b, sizes, offsets = (contiguous(each) for each in (a, b, sizes, offsets))
     absmax, absmax_codes = contiguous(absmax), contiguous(absmax_codes)
     own = {
+        "S": absmax.dtype,
         "FROM": _four_bits.KINDS.index(stored),
         "DOUBLE": absmax_codes is not None and stored != "mxfp4",
         "BYTES": min(WIDTH // 2, lanes(0, packed)),

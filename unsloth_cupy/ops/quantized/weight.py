@@ -44,7 +44,7 @@ class Chunked(Stored, ABC):
     data = property(lambda self: self.home.data)
     ctypes = property(lambda self: self.home.ctypes)
     T = property(lambda self: Transposed(self))  # noqa: PLW0108 -- defined below
-    least_step = 1  # of rows or columns of a part
+    least_step = 1  # of rows or columns of a part, which has a multiple of it
 
     @abstractmethod
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
@@ -123,10 +123,9 @@ class Chunked(Stored, ABC):
     def _chunks(self, like: Array, length: int, other: int) -> Any:
         """Yield the slices of an axis of ``length``; the other axis has length ``other``."""
         size = max(like.dtype.itemsize, 1 if on_gpu(like) else 4)  # NumPy computes in float32
-        step = max(1, CHUNK_BYTES[on_gpu(like)] // max(1, other * size))
-        if step > CHUNK_STEP:
-            step -= step % CHUNK_STEP
-        step = max(step, self.least_step)
+        step = CHUNK_BYTES[on_gpu(like)] // max(1, other * size)
+        unit = max(CHUNK_STEP, self.least_step)
+        step = step - step % unit if step > unit else max(1, step, self.least_step)
         starts = representative_steps(like, range(0, length, step))
         return (slice(start, min(start + step, length)) for start in starts)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+from history import repository
+
 from unsloth_cupy import __version__
 
 gc.set_threshold(50_000)  # a build keeps almost all that it makes
@@ -55,3 +57,6 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
 }
+if (address := repository()) is not None:
+    link = {"name": "Repository", "url": address, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]

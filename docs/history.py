@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,18 @@ counted.
 
 {site}
 """
+
+
+def repository(path: Path = GIT) -> str | None:
+    """Return the address of the pages of the repository of which a folder is a clone, or None."""
+    command = ["git", "-C", str(path), "remote", "get-url", "origin"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # without git
+        return None
+    host = r"(?:https?://(?:[^@/]*@)?|(?:ssh://)?git@)([\w.-]+(?::\d+(?=/))?)"
+    address = re.fullmatch(rf"{host}[:/](.+?)(?:\.git)?/?", done.stdout.strip())
+    return address and "https://{}/{}".format(*address.groups())
 
 
 def missing() -> str | None:

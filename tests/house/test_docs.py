@@ -365,6 +365,25 @@ def test_a_site_of_all_commits_or_a_word_why_not(
     assert f"benchmarks: {history.missing()}." in history.page()
 
 
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ("https://example.org/owner/name.git", "https://example.org/owner/name"),
+        ("https://user:secret@example.org:8443/owner/name/", "https://example.org:8443/owner/name"),
+        ("git@example.org:owner/name.git", "https://example.org/owner/name"),
+        ("ssh://git@example.org/owner/name", "https://example.org/owner/name"),
+        ("/a/folder/name.git", None),
+        (None, None),
+    ],
+)
+def test_pages_link_to_the_repository_that_was_cloned(origin, expected, tmp_path):
+    pytest.importorskip("sphinx", reason="needs the extra `docs`")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    if origin is not None:
+        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", origin], check=True)
+    assert loaded("history").repository(tmp_path) == expected
+
+
 @pytest.fixture(scope="module")
 def pictures() -> Any:
     """The module that draws the pictures of the pages."""

@@ -127,6 +127,21 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "qwen35moe": {"model_type": "qwen3_5_moe_text", **RULE, **FEW, "num_hidden_layers": 4},
+    "minicpm3": {"model_type": "minicpm3", **LATENT, "num_key_value_heads": 4},
+    "minicpm3 of longrope": {
+        "model_type": "minicpm3",
+        **LATENT,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "long_factor": [1.0, 1.5, 2.0, 3.0],
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "original_max_position_embeddings": 32,
+        },
+    },
     "deepseek2 of softmax": {
         "model_type": "deepseek_v2",
         **ROUTED,
@@ -283,6 +298,10 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
         ("ernie4_5-moe", {"moe_layer_end_index": 1}, "in every n-th layer, up to the last"),
         ("deepseek2", {"rope_interleave": False}, "beside each other"),
         ("deepseek2", {"rope_parameters": YARN | {"mscale": 1.0}}, "one mscale"),
+        ("minicpm3", {"scale_emb": 3}, "has scale_emb=12"),
+        ("minicpm3", {"scale_depth": 1.5}, "has scale_depth=1.4"),
+        ("minicpm3", {"dim_model_base": 64}, "has dim_model_base=256"),
+        ("minicpm3", {"q_lora_rank": None}, "queries of low rank"),
         (
             "deepseek2 of softmax",
             {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},

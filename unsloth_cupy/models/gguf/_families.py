@@ -74,6 +74,8 @@ class Architecture:
     xielu: bool = False
     experts: Mixtures | None = None
     latent: bool = False
+    absorbed: bool = True  # of latent attention: with one head of keys, of which values are a part
+    fixed: tuple[float, float, float] | None = None  # scale_emb, scale_depth, dim_model_base
     delta: bool = False  # it has layers with a delta rule
     tiled: bool = False  # whose heads of values are in another order
     truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
@@ -237,6 +239,13 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": Architecture(
         "qwen35moe", partial=True, delta=True, tiled=True, experts=NEXT
     ),
+    "minicpm3": Architecture(
+        "minicpm3",
+        latent=True,
+        absorbed=False,
+        fixed=(12.0, 1.4, 256.0),
+        scalings=("default", "longrope"),
+    ),
     "deepseek_v2": replace(DEEPSEEK, experts=OF_DEEPSEEK),
     "deepseek_v3": replace(
         DEEPSEEK, experts=replace(OF_DEEPSEEK, scores="sigmoid", corrected=True, groups=True)
@@ -271,8 +280,10 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     """Yield the properties of a model that llama.cpp's architecture does not have."""
     if config.activation not in (known.activation, "silu" if known.name == "bitnet" else None):
         yield f"computes {known.activation}, not {config.activation}"
-    if known.latent and not config.interleaved:
+    if known.latent and known.absorbed and not config.interleaved:
         yield "rotates pairs that are beside each other (rope_interleave)"
+    if known.fixed is not None:
+        yield from _problems_of_scales(config, *known.fixed)
     if not known.any_head and config.heads * config.dim != config.hidden:
         yield f"has heads of length hidden / heads, not {config.heads} of length {config.dim}"
     if (config.output_bias or config.mlp_bias) and not known.biases:
@@ -293,6 +304,22 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if known.softcap and not (config.softcap and config.logit_softcap):
         yield "always caps scores and logits"
     yield from _problems_of_positions(config, known)
+
+
+def _problems_of_scales(
+    config: Config, embedding: float, depth: float, base: float
+) -> Iterator[str]:
+    """Yield the factors of a MiniCPM that llama.cpp does not read, and has others of."""
+    factors = (
+        ("scale_emb", embedding, config.embedding_scale, embedding),
+        ("scale_depth", depth, config.residual_scale, depth / math.sqrt(config.layers)),
+        ("dim_model_base", base, config.logit_scale, base / config.hidden),
+    )
+    for name, setting, own, built_in in factors:
+        if not math.isclose(own, built_in, rel_tol=1e-6):
+            yield f"has {name}={setting:g}"
+    if config.latent is not None and config.latent.queries is None:
+        yield "has queries of low rank (q_lora_rank)"
 
 
 def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]:
@@ -342,7 +369,8 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
     everywhere = known.rotates == "all" or (known.rotates == "sliding" and not any(slides))
     if rotated != ([True] * config.layers if everywhere else fourth):
         yield "rotates " + ("all layers" if everywhere else "all layers but every fourth")
-    if (config.residual_scale != 1 or config.logit_scale != 1) and not known.logit_scale:
+    scaled = config.residual_scale != 1 or config.logit_scale != 1
+    if scaled and not (known.logit_scale or known.fixed):
         yield "does not scale residual sums or logits"
     if config.clip is not None and known.name != "olmo":
         yield "does not clip queries, keys and values"

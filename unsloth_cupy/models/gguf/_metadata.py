@@ -74,7 +74,7 @@ def _of_blocks(config: Config, known: Architecture) -> Values:
     if config.delta is not None:
         values |= _delta(config, config.delta, known)
     if config.latent is not None:
-        values |= _latent(config.latent, ropes(config)[0])
+        values |= _latent(config, config.latent, known)
     if config.experts is not None and known.experts is not None:
         values |= _experts(config.experts, known.experts)
     return values
@@ -100,16 +100,20 @@ def _delta(config: Config, delta: Delta, known: Architecture) -> Values:
     return keys
 
 
-def _latent(latent: Latent, rope: Rope) -> Values:
-    """Return the keys of latent attention, which llama.cpp computes with one head of keys."""
-    keys: Values = {
-        "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": latent.rank,
-        "attention.key_length": latent.rank + latent.rotated,
-        "attention.value_length": latent.rank,
-        "attention.key_length_mla": latent.dim,
-        "attention.value_length_mla": latent.value,
-    }
+def _latent(config: Config, latent: Latent, known: Architecture) -> Values:
+    """Return the keys of latent attention, of one head of keys where that is absorbed."""
+    keys: Values = {"attention.kv_lora_rank": latent.rank}
+    rope = ropes(config)[0]
+    if known.absorbed:
+        keys |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent.rank + latent.rotated,
+            "attention.value_length": latent.rank,
+            "attention.key_length_mla": latent.dim,
+            "attention.value_length_mla": latent.value,
+        }
+    else:
+        keys |= {"attention.key_length": latent.dim, "attention.value_length": latent.value}
     if latent.queries is not None:
         keys["attention.q_lora_rank"] = latent.queries
     if scaling_of(rope) == "yarn":
@@ -154,7 +158,7 @@ def _scaling(rope: Rope, known: Architecture) -> Values:
         keys["type"] = kind
     if kind in ("linear", "yarn"):
         keys["factor"] = float(scaling["factor"])
-    if kind in ("yarn", "longrope") and not known.latent:
+    if kind in ("yarn", "longrope") and not (known.latent and known.absorbed):
         factor = RULES[kind](scaling, 1, rope.dim, rope.base)[1]
         builtin = 1 + 0.1 * math.log(max(keys["factor"], 1)) if kind == "yarn" else 1.0
         keys["attn_factor"] = factor / builtin  # llama.cpp multiplies yarn's own factor by it

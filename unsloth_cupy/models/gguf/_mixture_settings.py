@@ -4,24 +4,30 @@ from typing import Any
 
 from ..configs.config import FULL, LINEAR
 from ..configs.mixtures import Mixture
-from ._families import Mixtures
+from ._families import Architecture, Mixtures
 from ._keys import Keys, shortest
 from ._metadata import GATING
 
 
-def latent_settings(keys: Keys) -> dict[str, Any]:
-    """Return the keys of latent attention; a file also has the lengths of a cache's heads."""
+def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) -> dict[str, Any]:
+    """Return the keys of latent attention; a file may also have the lengths of a cache's heads."""
     rank, rotated = keys.need("attention.kv_lora_rank"), keys.left.get("rope.dimension_count", 0)
-    lengths = {"key_length": rank + rotated, "value_length": rank, "head_count_kv": 1}
-    for key, value in lengths.items():
-        if (found := keys.take(f"attention.{key}")) not in (None, value):
-            keys.refuse(f"{keys.name}.attention.{key} is {found}, not {value}")
+    if known.absorbed:
+        lengths = {"key_length": rank + rotated, "value_length": rank, "head_count_kv": 1}
+        length, value = (keys.need(f"attention.{name}_length_mla") for name in ("key", "value"))
+    else:
+        length = keys.need("attention.key_length")
+        value = keys.take("attention.value_length") or hidden // heads
+        lengths = {"head_count_kv": heads}
+    for key, size in lengths.items():
+        if (found := keys.take(f"attention.{key}")) not in (None, size):
+            keys.refuse(f"{keys.name}.attention.{key} is {found}, not {size}")
     return {
         "kv_lora_rank": rank,
         "q_lora_rank": keys.take("attention.q_lora_rank"),
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": keys.need("attention.key_length_mla") - rotated,
-        "v_head_dim": keys.need("attention.value_length_mla"),
+        "qk_nope_head_dim": length - rotated,
+        "v_head_dim": value,
     }
 
 

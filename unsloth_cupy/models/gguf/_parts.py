@@ -225,7 +225,7 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
             found = _of_delta(config.delta, known.tiled, own, layer, shape)
             if found is not None:
                 return found
-        if latent is not None and inner == "self_attn.kv_b_proj.weight":
+        if latent and known.absorbed and inner == "self_attn.kv_b_proj.weight":
             keys, values = (
                 f"{gguf.TENSOR_NAMES[each].format(bid=layer)}.weight"
                 for each in (MODEL_TENSOR.ATTN_K_B, MODEL_TENSOR.ATTN_V_B)

@@ -47,7 +47,7 @@ def settings(file: GgufFile) -> dict[str, Any]:
     kind = _model_type(keys, window, pattern)
     family, known = FAMILIES[kind], ARCHITECTURES[kind]
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
-    latent = latent_settings(keys) if known.latent else {}
+    latent = latent_settings(keys, known, heads, hidden) if known.latent else {}
     for key, other in SAME.items():
         if (value := keys.take(key)) is not None and value != keys.left.get(other, value):
             keys.refuse(f"{keys.name}.{key} is {value}, unlike {other}")
@@ -93,7 +93,7 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
     mixed = bool(keys.left.get("expert_count"))
     named = {kind: known for kind, known in ARCHITECTURES.items() if known.name == keys.name}
     types = [kind for kind, known in named.items() if (known.experts is not None) == mixed]
-    if types and named[types[0]].latent:
+    if mixed and types and named[types[0]].latent:
         gating = keys.left.get("expert_gating_func") or 1
         types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]
     if not types:

@@ -35,7 +35,7 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
     if not config.query_key_norm and score_factor(config, known) != 1:
         problem = "has its queries times a factor"
     types: dict[str, Type] = {}
-    if config.latent is not None:
+    if config.latent is not None and known.absorbed:
         problem = "has kv_b_proj in two tensors, one of them turned"
     for each in tensors(config, known, KINDS[kind], lambda _: np.empty(0)):
         if types.setdefault(each.stored, each.type) != each.type:

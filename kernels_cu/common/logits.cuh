@@ -27,10 +27,11 @@ DEVICE bool inside(int column) { return !RAGGED || (column >= 0 && column < COLU
 // Whether an access extends into a neighbouring row.
 DEVICE bool cut(int column) { return RAGGED && (column < 0 || column + LANES > COLUMNS); }
 
-DEVICE void fetch_row(Values &v, const T *row, int column) {
+template <class E>
+DEVICE void fetch_row(Vector<E, LANES> &v, const E *row, int column) {
     if (!cut(column)) return fetch(v, row + column);
 #pragma unroll
-    for (int j = 0; j < LANES; j++) v.at[j] = inside(column + j) ? row[column + j] : (T)0.0f;
+    for (int j = 0; j < LANES; j++) v.at[j] = inside(column + j) ? row[column + j] : (E)0.0f;
 }
 
 DEVICE void store_row(G *dlogits, long long start, int column, const float (&d)[LANES]) {

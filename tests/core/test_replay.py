@@ -29,6 +29,8 @@ WORKED_OUT = {
     "embedding_backward": "sorts tokens",
     "linear_cross_entropy_forward": "multiplies matrices",
     "linear_cross_entropy_backward": "multiplies matrices",
+    "linear_divergence_backward": "multiplies matrices",
+    "linear_divergence_forward": "multiplies matrices",
     "linear_log_probs_backward": "multiplies matrices",
     "linear_log_probs_forward": "multiplies matrices",
     "linear_cross_entropy_gradients": "multiplies matrices",

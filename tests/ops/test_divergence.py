@@ -9,9 +9,10 @@ import unsloth_cupy as uc
 from unsloth_cupy import Tape
 from unsloth_cupy.errors import ConfigError, RangeError
 
+from ..code.variants import ROWS
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
-from ..harness.parity import Case, Parity
+from ..harness.parity import Case, KernelParity, Parity, emulator
 from .golden_cases import both_dtypes
 
 # The public names, as other people's programs call them.
@@ -36,22 +37,32 @@ def kept(rng: Any) -> Any:
     return np.stack([rng.permutation(7)[:3] for _ in range(6)]).reshape(2, 3, 3)
 
 
-class TestDivergence(Parity):
+class TestDivergence(KernelParity):
     op = "divergence_forward"
+    sizes = tuple({"vocab": n} for n in (*ROWS, 50257))
+    options = OPTIONS
     cases = (
         *(Case(f"{o}", rows=[2, 3], vocab=7, temperature=0.8, **o) for o in OPTIONS),
+        *(Case(f"a block a row {o}", rows=[2], vocab=1032, **o) for o in OPTIONS),
+        *(Case(f"ragged, several vectors {o}", rows=[3], vocab=4099, **o) for o in OPTIONS),
+        Case("half a warp", rows=[5], vocab=256, beta=0.5),
         Case("one token", rows=[2], vocab=1),
         Case("no rows", rows=[0], vocab=3),
     )
 
 
-class TestLinearDivergence(Parity):
+class TestLinearDivergence(KernelParity):
     op = "linear_divergence_forward"
+    sizes = ({"hidden": 8, "inner": 8}, {"hidden": 8, "inner": 8, "vocab": 50257})
+    options = ({}, {"softcap": 30.0}, {"teacher_softcap": 30.0})
     cases = (
         *(Case(f"{o}", **HEADS, max_bytes=4 * 7 * 2, **o) for o in OPTIONS),
         Case("every option", **HEADS, given=("bias", "teacher_bias", "mask"), beta=0.3,
              teacher_scale=0.4, teacher_softcap=3.0, **EVERYTHING),
+        *(Case(f"threads of a block {o}", rows=[2], hidden=3, inner=2, vocab=1030,
+               given=("bias",), softcap=2.0, **o) for o in OPTIONS),
         Case("no rows", rows=[0], hidden=2, inner=3, vocab=4),
+        Case("no rows kept", **HEADS, arrays={"mask": np.zeros((2, 3), bool)}),
     )  # fmt: skip
 
 
@@ -125,16 +136,27 @@ def test_all_tokens_kept_are_the_whole_divergence() -> None:
     assert (few <= actual).all()
 
 
-def test_tokens_that_a_teacher_excludes() -> None:
-    teacher = np.array([[0.0, -np.inf, 1.0]])
-    for options in OPTIONS[:3]:
-        tape = Tape()
-        logits = tape.watch(np.array([[1.0, 2.0, -1.0]]))
-        loss = uc.divergence(logits, teacher, **options)
-        (gradient,) = tape.gradients(loss, [logits], np.ones(1))
-        finite = options["beta"] != 1  # the reverse divergence of such a student is infinite
-        assert np.isfinite(loss.value).all() == finite
-        assert np.isfinite(gradient).all() == finite
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.parametrize("kernel", [False, True])
+def test_excluded_tokens(options: Any, kernel: bool) -> None:
+    """The teacher excludes one, both exclude one, and the student excludes one."""
+    teacher = np.array([[0.0, -np.inf, 1.0, -np.inf, 0.5]], np.float32)
+    for student in (-1.0, -np.inf):
+        logits = np.array([[1.0, 2.0, -1.0, -np.inf, student]], np.float32)
+        with emulator() if kernel else np.errstate():
+            loss = uc.divergence_forward(logits, teacher, **options)
+            gradient, _ = uc.divergence_backward(np.ones(1, "f"), logits, teacher, **options)
+        s, t = (np.exp(a.astype(float)) / np.exp(a.astype(float)).sum() for a in (logits, teacher))
+        if options["kind"] == "tvd":
+            np.testing.assert_allclose(loss, [np.abs(s - t).sum() / 2], rtol=1e-6)
+            continue
+        beta = options["beta"]
+        m = (1 - beta) * s + beta * t
+        with np.errstate(divide="ignore", invalid="ignore"):
+            from_t, from_s = (np.where(p > 0, p * np.log(p / m), 0).sum() for p in (t, s))
+            expected = {0: from_t, 1: from_s}.get(beta, beta * from_t + (1 - beta) * from_s)
+        np.testing.assert_allclose(loss, [expected], rtol=1e-6)
+        assert np.isfinite(gradient).all() == (beta != 1)
 
 
 X = np.ones((2, 3))

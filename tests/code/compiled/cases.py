@@ -44,6 +44,8 @@ LIBRARY = {
     "cross_entropy": ("logf", "tanhf"),
     "linear_cross_entropy": ("logf", "tanhf"),
     "linear_log_probs": ("logf", "tanhf"),
+    "divergence": ("logf", "tanhf"),
+    "linear_divergence": ("logf", "tanhf"),
     "geglu": ("erfcf", "expf"),
     "swiglu": ("expf",),
     "causal_conv": ("expf",),

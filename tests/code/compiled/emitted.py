@@ -38,6 +38,8 @@ ALIGNED_OTHERWISE = {
     "cross_entropy_over_": "`cut` moves the begin of a row to an aligned address",
     "log_probs_forward": "`lead` moves the begin of a row to an aligned address",
     "log_probs_backward": "`lead` moves the begin of a row to an aligned address",
+    "divergence_forward": "`lead` moves the begin of a row to an aligned address",
+    "divergence_backward": "`lead` moves the begin of a row to an aligned address",
     "delta_states": "LANES divides the distance of rows; a workspace has rows of 256 bytes",
     "delta_state_gradients": "LANES divides the distance of rows, as in delta_states",
     "ssd_chunks": "LANES divides the distances of tokens, which Strides has",
@@ -58,6 +60,7 @@ OTHER_WIDTHS = (  # they read workspaces or another array by 16 bytes, whatever 
     *("delta_states", "delta_state_gradients"),
     *("ssd_states", "ssd_state_gradients"),
     *("rounded_sum_", "nf4_rounded_sum_"),
+    *("divergence_forward", "divergence_backward"),
 )
 SPLIT = {  # kernels with stores side by side that are not joined, and why
     "causal_conv": "the inputs that a text leaves, once a text: side by side with one tap before",

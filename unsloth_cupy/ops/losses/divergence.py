@@ -4,15 +4,21 @@ p_s, p_t = softmax(logits / temperature), softmax(teacher_logits / temperature)
 KL(p, q) = sum(p log(p / q))        m = (1 - beta) p_s + beta p_t
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.dtypes import Array
+from ...core.arrays import contiguous, empty
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
+from ...core.kernel import load
 from ...core.op import op
+from ...core.source import Constants
 from ...errors import ConfigError
 from ..activations.softmax import finite
 from ..common.checks import check_choice
+from ._launch import Access, access_of, row_threads
+from .linear_log_probs import logits_to_z
 
 KINDS = ("jsd", "tvd", "cosine")
 
@@ -23,6 +29,20 @@ class Options(NamedTuple):
     kind: str
     beta: float
     temperature: float
+
+
+class Head(NamedTuple):
+    """How logits become z; the weight and the bias of an output head."""
+
+    temperature: float
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: Array | None = None
+    weight: Any = None
+
+    def z(self, logits: Array) -> tuple[Array, Any]:
+        """Return z, and its derivative by the logits."""
+        return logits_to_z(logits, self.bias, self.temperature, self.scale, self.softcap)
 
 
 def divergence(
@@ -109,6 +129,16 @@ def divergence_forward(
     return measured(*rows, Options(kind, beta, temperature))[0]
 
 
+@divergence_forward.kernel
+def _launch(
+    logits: Array, teacher_logits: Array, kind: str, beta: float, temperature: float
+) -> Array:
+    loss = empty(logits.shape[:-1], FLOAT32, like=logits)
+    options, head = Options(kind, beta, temperature), Head(temperature)
+    launch("divergence_forward", logits, teacher_logits, (head, head), options, loss)
+    return loss
+
+
 @divergence_forward.gradient
 def divergence_backward(
     dloss: Array,
@@ -124,6 +154,21 @@ def divergence_backward(
     rows = logits * factor, teacher_logits.astype(logits.dtype) * factor
     slopes = measured(*rows, Options(kind, beta, temperature))[1]
     return slopes * (dloss * factor)[..., None], None
+
+
+@divergence_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    logits: Array,
+    teacher_logits: Array,
+    kind: str,
+    beta: float,
+    temperature: float,
+) -> tuple[Array, None]:
+    dlogits = empty(logits.shape, logits.dtype, like=logits)
+    options, head = Options(kind, beta, temperature), Head(temperature)
+    launch("divergence_backward", logits, teacher_logits, (head, head), options, dloss, dlogits)
+    return dlogits, None
 
 
 def check_options(call: str, kind: str, beta: float, temperature: float) -> None:
@@ -189,3 +234,88 @@ def _cosine(z: Array, teacher: Array) -> tuple[Array, Array]:
     one, two = z / length, teacher / other
     cosine = (one * two).sum(axis=-1, keepdims=True)
     return 1 - cosine[..., 0], (cosine * one - two) / length
+
+
+# ---- launches -----------------------------------------------------------------------------------
+def launch(
+    name: str,
+    logits: Array,
+    teacher: Array,
+    heads: tuple[Head, Head],
+    options: Options,
+    *results: Array,
+) -> None:
+    """Launch a kernel of divergence.cu, which writes the last of ``results``.
+
+    That is the loss; or, after dloss, the gradient of the logits, which may be the logits.
+    """
+    vocab, (student, other) = logits.shape[-1], heads
+    teacher, bias, teacher_bias = map(_of_kernels, (teacher, student.bias, other.bias))
+    rows = logits, teacher, *results[1:]
+    chosen = _constants(
+        *(None if a is None else a.dtype for a in (*rows[:2], rows[-1], bias, teacher_bias)),
+        vocab,
+        access_of(vocab, *sorted(rows, key=lambda array: -array.dtype.itemsize)),
+        student.softcap is not None,
+        other.softcap is not None,
+        _number(options),
+    )
+    count = logits.size // vocab
+    kernel = load("divergence.cu", name, logits, chosen)
+    kernel[-(-count * chosen["ROW_THREADS"] // chosen["THREADS"]), chosen["THREADS"]](
+        *(logits, teacher, bias, teacher_bias, *results, count), _numbers(heads, options)
+    )
+
+
+def _of_kernels(array: Any) -> Any:
+    """Return an array in a dtype that kernels read."""
+    array = array if array is None else contiguous(array)
+    return array if array is None or array.dtype in KERNEL_DTYPES else array.astype(FLOAT32)
+
+
+def _number(options: Options) -> int:
+    """Return the KIND of divergence.cu."""
+    if options.kind == "jsd":
+        return 0 if options.beta == 0 else 1 if options.beta == 1 else 2
+    return 2 + KINDS.index(options.kind)
+
+
+@cache
+def _constants(
+    logits: Any, teacher: Any, dlogits: Any, bias: Any, teacher_bias: Any, vocab: int,
+    access: Access, cap: bool, teacher_cap: bool, kind: int,
+) -> Constants:  # fmt: skip
+    """Return the constants of divergence.cu."""
+    shared = row_threads(-(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes))
+    return Constants(
+        T=logits,
+        U=teacher,
+        G=dlogits,
+        B=bias or logits,
+        C=teacher_bias or logits,
+        COLUMNS=vocab,
+        LANES=access.lanes,
+        RAGGED=access.ragged,
+        ROW_THREADS=shared,
+        THREADS=shared if shared > 32 else 128,
+        SOFTCAP=cap,
+        TEACHER_SOFTCAP=teacher_cap,
+        BIAS=bias is not None,
+        TEACHER_BIAS=teacher_bias is not None,
+        KIND=kind,
+    )
+
+
+def _numbers(heads: tuple[Head, Head], options: Options) -> dict[str, float]:
+    """Return the struct of the kernels."""
+    student, teacher = (
+        {"inner": h.scale / (h.temperature if h.softcap is None else h.softcap),
+         "outer": (h.softcap or 1.0) / h.temperature}
+        for h in heads
+    )  # fmt: skip
+    return {
+        **student,
+        **{f"teacher_{name}": value for name, value in teacher.items()},
+        "beta": options.beta,
+        "rest": 1 - options.beta,
+    }

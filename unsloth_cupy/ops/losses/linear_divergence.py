@@ -4,7 +4,7 @@ z = softcap * tanh(u / softcap) / temperature, u = scale * (x weight^T + bias), 
 """
 
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -18,25 +18,14 @@ from ..common.gemm import gemm
 from ..linear.linear import flat
 from ._head import check_max_bytes, chunks, gradients
 from ._rows import parts
-from .divergence import Options, beta_of, check_options, log_softmax, measured
-from .linear_log_probs import LEAST, logits_to_z
+from .divergence import Head, Options, beta_of, check_options, launch, log_softmax, measured
+from .linear_log_probs import LEAST
 
 # From z of some rows, and the rows: the loss of each, and its derivatives by z.
 Measure = Callable[[Array, slice], tuple[Array, Array]]
-
-
-class Head(NamedTuple):
-    """An output head, and how its logits become z."""
-
-    weight: Array
-    bias: Array | None
-    temperature: float
-    scale: float
-    softcap: float | None
-
-    def z(self, logits: Array) -> tuple[Array, Any]:
-        """Return z, and its derivative by the logits."""
-        return logits_to_z(logits, self.bias, self.temperature, self.scale, self.softcap)
+# From the rows of a chunk, its logits and their dloss (None: forward) write the last array: the
+# loss or, backward, the gradient of the logits.
+Write = Callable[[slice, Array, Array | None, Array], None]
 
 
 def linear_divergence(
@@ -151,9 +140,35 @@ def linear_divergence_forward(
     max_bytes: int | None = None,
 ) -> Array:
     """Return the loss of ``linear_divergence``."""
-    teacher = Head(teacher_weight, teacher_bias, temperature, teacher_scale, teacher_softcap)
+    head = Head(temperature, scale, softcap, bias, weight)
+    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
     measure = _beside(teacher, teacher_x, mask, Options(kind, beta, temperature))
-    return _loss(x, Head(weight, bias, temperature, scale, softcap), mask, max_bytes, measure)
+    return _loss(x, head, mask, max_bytes, partial(_by_parts, head, measure))
+
+
+@linear_divergence_forward.kernel
+def _launch(
+    x: Array,
+    weight: Array,
+    teacher_x: Array,
+    teacher_weight: Array,
+    bias: Array | None,
+    teacher_bias: Array | None,
+    mask: Array | None,
+    kind: str,
+    beta: float,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    teacher_scale: float,
+    teacher_softcap: float | None,
+    max_bytes: int | None,
+) -> Array:
+    """Return the loss: cuBLAS computes a chunk of both heads' logits, a kernel its loss."""
+    head = Head(temperature, scale, softcap, bias, weight)
+    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
+    write = _by_kernel((head, teacher), teacher_x, mask, Options(kind, beta, temperature))
+    return _loss(x, head, mask, max_bytes, write)
 
 
 @linear_divergence_forward.gradient(widen=False)
@@ -178,10 +193,41 @@ def linear_divergence_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
     """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
-    teacher = Head(teacher_weight, teacher_bias, temperature, teacher_scale, teacher_softcap)
+    head = Head(temperature, scale, softcap, bias, weight)
+    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
     measure = _beside(teacher, teacher_x, mask, Options(kind, beta, temperature))
-    head = Head(weight, bias, temperature, scale, softcap)
-    dx, dweight, dbias = _gradients(dloss, x, head, mask, max_bytes, measure, wanted)
+    write = partial(_by_parts, head, measure)
+    dx, dweight, dbias = _gradients(dloss, x, head, mask, max_bytes, write, wanted)
+    return dx, dweight, None, None, dbias, None
+
+
+@linear_divergence_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    x: Array,
+    weight: Array,
+    teacher_x: Array,
+    teacher_weight: Array,
+    bias: Array | None,
+    teacher_bias: Array | None,
+    mask: Array | None,
+    kind: str,
+    beta: float,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    teacher_scale: float,
+    teacher_softcap: float | None,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
+    """Return the gradients, with that of each chunk of logits from the kernel."""
+    head = Head(temperature, scale, softcap, bias, weight)
+    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
+    write = _by_kernel((head, teacher), teacher_x, mask, Options(kind, beta, temperature))
+    narrow = x.dtype != FLOAT32
+    of_head = dloss, x, head, mask, max_bytes
+    dx, dweight, dbias = _gradients(*of_head, write, wanted, own_buffer=narrow)
     return dx, dweight, None, None, dbias, None
 
 
@@ -309,8 +355,9 @@ def linear_top_k_divergence_forward(
     max_bytes: int | None = None,
 ) -> Array:
     """Return the loss of ``linear_top_k_divergence``."""
-    head = Head(weight, bias, temperature, scale, softcap)
-    return _loss(x, head, mask, max_bytes, _of_top_k(tokens, log_probs, mask, tail=tail))
+    head = Head(temperature, scale, softcap, bias, weight)
+    measure = _of_top_k(tokens, log_probs, mask, tail=tail)
+    return _loss(x, head, mask, max_bytes, partial(_by_parts, head, measure))
 
 
 @linear_top_k_divergence_forward.gradient(widen=False)
@@ -331,9 +378,9 @@ def linear_top_k_divergence_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, None, None, Array | None]:
     """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
-    head = Head(weight, bias, temperature, scale, softcap)
-    measure = _of_top_k(tokens, log_probs, mask, tail=tail)
-    dx, dweight, dbias = _gradients(dloss, x, head, mask, max_bytes, measure, wanted)
+    head = Head(temperature, scale, softcap, bias, weight)
+    write = partial(_by_parts, head, _of_top_k(tokens, log_probs, mask, tail=tail))
+    dx, dweight, dbias = _gradients(dloss, x, head, mask, max_bytes, write, wanted)
     return dx, dweight, None, None, dbias
 
 
@@ -373,17 +420,48 @@ def _spread(rows: Array, mask: Array | None) -> Array:
     return whole
 
 
-def _beside(head: Head, x: Array, mask: Array | None, options: Options) -> Measure:
-    """Return the function that measures z beside that of a teacher."""
+def _logits(head: Head, x: Array, mask: Array | None) -> Callable[[slice], Array]:
+    """Return the function that computes the logits of some rows of x."""
     rows, weight = _rows_of(x, mask), head.weight
     if rows.dtype != weight.dtype:  # products are of one dtype
         rows, weight = (array.astype(FLOAT32, copy=False) for array in (rows, weight))
+    return lambda part: gemm(rows[part], weight.T)
+
+
+def _beside(head: Head, x: Array, mask: Array | None, options: Options) -> Measure:
+    """Return the function that measures z beside that of a teacher."""
+    logits = _logits(head, x, mask)
 
     def measure(z: Array, part: slice) -> tuple[Array, Array]:
-        logits = gemm(rows[part], weight.T)
-        return measured(z, head.z(logits.astype(z.dtype, copy=False))[0], options)
+        return measured(z, head.z(logits(part).astype(z.dtype, copy=False))[0], options)
 
     return measure
+
+
+def _by_kernel(
+    heads: tuple[Head, Head], teacher_x: Array, mask: Array | None, options: Options
+) -> Write:
+    """Return the function that writes the loss, or the gradient of logits, by a kernel."""
+    teacher = _logits(heads[1], teacher_x, mask)
+
+    def write(part: slice, logits: Array, dloss: Array | None, out: Array) -> None:
+        if dloss is None:
+            launch("divergence_forward", logits, teacher(part), heads, options, out)
+        else:
+            launch("divergence_backward", logits, teacher(part), heads, options, dloss, out)
+
+    return write
+
+
+def _by_parts(
+    head: Head, measure: Measure, part: slice, logits: Array, dloss: Array | None, out: Array
+) -> None:
+    """Write the loss, or the gradient of logits, some rows at a time."""
+    for few in parts(logits):
+        here = slice(part.start + few.start, min(part.start + few.stop, part.stop))
+        z, by_logits = head.z(logits[few])
+        loss, slopes = measure(z, here)
+        out[few] = loss if dloss is None else slopes * dloss[few] * by_logits
 
 
 def _of_top_k(tokens: Array, log_probs: Array, mask: Array | None, *, tail: bool) -> Measure:
@@ -416,16 +494,12 @@ def _of_top_k(tokens: Array, log_probs: Array, mask: Array | None, *, tail: bool
     return measure
 
 
-def _loss(
-    x: Array, head: Head, mask: Array | None, max_bytes: int | None, measure: Measure
-) -> Array:
+def _loss(x: Array, head: Head, mask: Array | None, max_bytes: int | None, write: Write) -> Array:
     """Return the loss of each row."""
     rows = _rows_of(x, mask)
     loss = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(rows),))
     for part, logits in chunks(rows, head.weight, max_bytes):
-        for few in parts(logits):
-            here = slice(part.start + few.start, min(part.start + few.stop, part.stop))
-            loss[here] = measure(head.z(logits[few])[0], here)[0]
+        write(part, logits, None, loss[part])
     return _spread(loss, mask).reshape(x.shape[:-1])
 
 
@@ -435,8 +509,10 @@ def _gradients(
     head: Head,
     mask: Array | None,
     max_bytes: int | None,
-    measure: Measure,
+    write: Write,
     wanted: Set[str] | None,
+    *,
+    own_buffer: bool = False,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return dx, dweight and dbias."""
     rows, of_rows, sums = _rows_of(x, mask), _rows_of(dloss.reshape(-1, 1), mask), None
@@ -444,15 +520,14 @@ def _gradients(
         kind = np.promote_types(x.dtype, FLOAT32)
         sums = np.zeros_like(x, kind, shape=(len(head.weight),))
 
-    def write(part: slice, logits: Array, out: Array) -> None:
-        for few in parts(logits):
-            here = slice(part.start + few.start, min(part.start + few.stop, part.stop))
-            z, by_logits = head.z(logits[few])
-            out[few] = measure(z, here)[1] * of_rows[here] * by_logits
+    def write_part(part: slice, logits: Array, out: Array) -> None:
+        write(part, logits, of_rows[part], out)
         if sums is not None:
-            np.add(sums, out.sum(axis=0), out=sums)
+            np.add(sums, out.sum(axis=0, dtype=sums.dtype), out=sums)
 
-    dx, dweight = gradients(rows, head.weight, max_bytes, write, own_buffer=False, wanted=wanted)
+    dx, dweight = gradients(
+        rows, head.weight, max_bytes, write_part, own_buffer=own_buffer, wanted=wanted
+    )
     dx = None if dx is None else _spread(dx, mask).reshape(x.shape)
     dbias = None if sums is None or head.bias is None else sums.astype(head.bias.dtype)
     return dx, dweight, dbias

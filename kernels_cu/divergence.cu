@@ -1,0 +1,252 @@
+// How far a student's distribution is from a teacher's, row by row, and the gradient.
+//
+//   z = inner * (x + bias), or outer * tanh(inner * (x + bias))
+//   s = softmax(z), and t that of the teacher        m = (1 - beta) s + beta t
+//
+//   KIND  loss                                              dloss / dz
+//   0     sum(t log(t / s))                                 s - t
+//   1     sum(s log(s / t))                                 s * (f - sum(s f)), f = log(s / t)
+//   2     beta sum(t log(t / m))                            (1 - beta) s * (f - sum(s f)),
+//         + (1 - beta) sum(s log(s / m))                    f = log(s / m)
+//   3     sum(abs(s - t)) / 2                               s * (f - sum(s f)) / 2, f = sign(s - t)
+//   4     1 - a b, a = z / |z|, b that of the teacher       (a b * a - b) / |z|
+//
+//   a token that a distribution excludes adds nothing to the sum over that distribution
+//
+//   traffic     a pass reads rows * COLUMNS * (sizeof(T) + sizeof(U)); the gradient is written once
+//               forward 2 passes, backward 2 (KIND 0, 4) or 3; with KIND 4 forward 1
+//   constants   T, U, B, C      dtypes of the logits, of the teacher's, and of both biases
+//               G               that of the gradient
+//               COLUMNS, LANES, RAGGED, SOFTCAP    see common/logits.cuh
+//               TEACHER_SOFTCAP, BIAS, TEACHER_BIAS   whether there is one
+//               ROW_THREADS     threads of a row: a power of two up to 32, or the block
+//               THREADS         threads of a block
+//               KIND
+//
+//   The trick: every function of both distributions needs the sums of both softmaxes first, so the
+//   row is read again, and nothing between the passes goes to memory.  The gradient may overwrite
+//   the logits: each thread writes what no other reads.
+#include <common/math.cuh>
+#include <common/logits.cuh>
+#include <common/reduce.cuh>
+
+constexpr int ROWS = THREADS / ROW_THREADS;
+constexpr int STEP = ROW_THREADS * LANES;  // columns between two vectors of a thread
+constexpr int WARPS = THREADS / 32;
+constexpr bool FORWARD = KIND == 0, REVERSE = KIND == 1, BETWEEN = KIND == 2, TVD = KIND == 3;
+constexpr bool COSINE = KIND == 4;
+constexpr float TINY = 1.175494351e-38f;  // least length of a row
+
+struct Options {
+    float inner, outer, teacher_inner, teacher_outer;
+    float beta, rest;  // rest = 1 - beta
+};
+
+// A row of both sides, and the columns of a thread.
+struct Sides {
+    const T *logits;
+    const U *teacher;
+    const B *bias;
+    const C *teacher_bias;
+    long long start;  // of the row
+    int first;        // column
+};
+
+template <bool CAP, bool ADD, class E, class A>
+DEVICE void fetch_z(float (&z)[LANES], const E *row, const A *bias, int column, float inner,
+                    float outer) {
+    Vector<E, LANES> v;
+    fetch_row(v, row, column);
+    widen(z, v);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        if constexpr (ADD) z[j] += inside(column + j) ? (float)bias[column + j] : 0.0f;
+        z[j] *= inner;
+        if constexpr (CAP) z[j] = outer * tanhf(z[j]);
+        if (!inside(column + j)) z[j] = COSINE ? 0.0f : __int_as_float(0xff800000);  // -inf
+    }
+}
+
+// Call `use(column, z, z of the teacher)` for each access of a thread to its row.
+template <class Use>
+DEVICE void over_row(const Sides &of, const Options &o, Use use) {
+    for (int column = of.first - lead(of.start); column < COLUMNS; column += STEP) {
+        float z[LANES], teacher[LANES];
+        fetch_z<SOFTCAP, BIAS>(z, of.logits + of.start, of.bias, column, o.inner, o.outer);
+        fetch_z<TEACHER_SOFTCAP, TEACHER_BIAS>(teacher, of.teacher + of.start, of.teacher_bias,
+                                               column, o.teacher_inner, o.teacher_outer);
+        use(column, z, teacher);
+    }
+}
+
+// softmax(z) = exp(z - top) * reciprocal
+struct Softmax { float top, reciprocal; };
+
+// Both softmaxes of a row; with them log(s / t) = (z - s.top) - (z of the teacher - t.top) + shift.
+struct Pair { Softmax s, t; float shift; };
+
+DEVICE void absorb(float &top, float &sum, const float (&z)[LANES]) {
+    const float before = top;
+#pragma unroll
+    for (int j = 0; j < LANES; j++) top = fmaxf(top, z[j]);
+    sum *= exp_below(before - top);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) sum += exp_below(z[j] - top);
+}
+
+// The softmaxes of a row, in all of its threads.
+DEVICE Pair softmaxes(bool any, const Sides &of, const Options &o) {
+    __shared__ Exchange<2 * WARPS> exchange, other;
+    float top = LOWEST, sum = 0, teacher_top = LOWEST, teacher_sum = 0;
+    if (any)
+        over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
+            absorb(top, sum, z);
+            absorb(teacher_top, teacher_sum, teacher);
+        });
+    row_exp_sum<ROW_THREADS>(top, sum, exchange);
+    row_exp_sum<ROW_THREADS>(teacher_top, teacher_sum, other);
+    return {{top, 1 / sum}, {teacher_top, 1 / teacher_sum}, logf(teacher_sum / sum)};
+}
+
+// One token: its probabilities, and log(s / t), which is NaN or infinite if one of them is 0.
+struct Token { float s, t, log_ratio; };
+
+DEVICE Token token_of(float z, float teacher, const Pair &pair) {
+    const float a = z - pair.s.top, b = teacher - pair.t.top;
+    return {exp_below(a) * pair.s.reciprocal, exp_below(b) * pair.t.reciprocal,
+            (a - b) + pair.shift};
+}
+
+// log(p / ((1 - beta) s + beta t)), 0 where p is.
+DEVICE float log_of_mean(float p, const Token &of, const Options &o) {
+    const float m = o.rest * of.s + o.beta * of.t;
+    return p > 0 && m != 0 ? logf(__fdividef(p, m)) : 0.0f;
+}
+
+// What a token adds to the loss of its row.
+DEVICE float loss_of(const Token &of, const Options &o) {
+    if constexpr (FORWARD) {
+        return of.t * (of.t > 0 ? -of.log_ratio : 0.0f);
+    } else if constexpr (REVERSE) {
+        return of.s * (of.s > 0 ? of.log_ratio : 0.0f);
+    } else if constexpr (BETWEEN) {
+        return o.beta * of.t * log_of_mean(of.t, of, o) + o.rest * of.s * log_of_mean(of.s, of, o);
+    } else {
+        return 0.5f * fabsf(of.s - of.t);
+    }
+}
+
+// f of the table above.
+DEVICE float factor_of(const Token &of, const Options &o) {
+    if constexpr (REVERSE) {
+        return of.s > 0 ? of.log_ratio : 0.0f;
+    } else if constexpr (BETWEEN) {
+        return log_of_mean(of.s, of, o);
+    } else {
+        const float apart = of.s - of.t;
+        return apart > 0 ? 1.0f : apart < 0 ? -1.0f : apart;
+    }
+}
+
+// |z|, |z of the teacher|, and the cosine.
+struct Angle { float length, other, cosine; };
+
+DEVICE Angle angle_of(bool any, const Sides &of, const Options &o) {
+    __shared__ Exchange<3 * WARPS> exchange;
+    float sums[3] = {};
+    if (any)
+        over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
+#pragma unroll
+            for (int j = 0; j < LANES; j++) {
+                sums[0] += z[j] * z[j];
+                sums[1] += teacher[j] * teacher[j];
+                sums[2] += z[j] * teacher[j];
+            }
+        });
+    row_sums<ROW_THREADS>(sums, exchange);
+    const float length = fmaxf(sqrtf(sums[0]), TINY), other = fmaxf(sqrtf(sums[1]), TINY);
+    return {length, other, sums[2] / length / other};
+}
+
+KERNEL(THREADS)
+divergence_forward(const T *__restrict__ logits, const U *__restrict__ teacher,
+                   const B *__restrict__ bias, const C *__restrict__ teacher_bias,
+                   float *__restrict__ loss, long long rows, const __grid_constant__ Options o) {
+    const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
+    const int first = threadIdx.x % ROW_THREADS * LANES;
+    const Sides of = {logits, teacher, bias, teacher_bias, row * COLUMNS, first};
+    float sum = 0;
+    if constexpr (COSINE) {
+        sum = 1 - angle_of(row < rows, of, o).cosine;
+    } else {
+        __shared__ Exchange<WARPS> exchange;
+        const Pair pair = softmaxes(row < rows, of, o);
+        if (row < rows)
+            over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
+#pragma unroll
+                for (int j = 0; j < LANES; j++)
+                    sum += loss_of(token_of(z[j], teacher[j], pair), o);
+            });
+        sum = row_sum<ROW_THREADS>(sum, exchange);
+    }
+    if (row < rows && first == 0) loss[row] = sum;
+}
+
+// The derivative of z by its logit.
+DEVICE float derivative(float z, const Options &o) {
+    if constexpr (SOFTCAP) {
+        const float tanh = z * (1 / o.outer);
+        return o.inner * o.outer * (1 - tanh * tanh);
+    } else {
+        return o.inner;
+    }
+}
+
+KERNEL(THREADS)
+divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__restrict__ bias,
+                    const C *__restrict__ teacher_bias, const float *__restrict__ dloss,
+                    G *dlogits, long long rows, const __grid_constant__ Options o) {
+    const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
+    const int first = threadIdx.x % ROW_THREADS * LANES;
+    const Sides of = {logits, teacher, bias, teacher_bias, row * COLUMNS, first};
+    if constexpr (COSINE) {
+        const Angle angle = angle_of(row < rows, of, o);
+        if (row >= rows) return;
+        const float by = dloss[row], a = 1 / angle.length, b = 1 / angle.other;
+        over_row(of, o, [&](int column, float (&z)[LANES], const float (&teacher)[LANES]) {
+#pragma unroll
+            for (int j = 0; j < LANES; j++) {
+                const float d = (angle.cosine * (z[j] * a) - teacher[j] * b) * a;
+                z[j] = d * by * derivative(z[j], o);
+            }
+            store_row(dlogits, of.start, column, z);
+        });
+    } else {
+        const Pair pair = softmaxes(row < rows, of, o);
+        float mean = 0;  // of f
+        if constexpr (!FORWARD) {
+            __shared__ Exchange<WARPS> exchange;
+            if (row < rows)
+                over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
+#pragma unroll
+                    for (int j = 0; j < LANES; j++) {
+                        const Token token = token_of(z[j], teacher[j], pair);
+                        mean += token.s * factor_of(token, o);
+                    }
+                });
+            mean = row_sum<ROW_THREADS>(mean, exchange);
+        }
+        if (row >= rows) return;
+        const float by = dloss[row] * (BETWEEN ? o.rest : TVD ? 0.5f : 1.0f);
+        over_row(of, o, [&](int column, float (&z)[LANES], const float (&teacher)[LANES]) {
+#pragma unroll
+            for (int j = 0; j < LANES; j++) {
+                const Token token = token_of(z[j], teacher[j], pair);
+                float d = token.s - token.t;
+                if constexpr (!FORWARD) d = token.s * (factor_of(token, o) - mean);
+                z[j] = d * by * derivative(z[j], o);
+            }
+            store_row(dlogits, of.start, column, z);
+        });
+    }
+}

@@ -33,6 +33,8 @@
 constexpr int ROWS = THREADS / ROW_THREADS;
 constexpr int STEP = ROW_THREADS * LANES;  // columns between two vectors of a thread
 constexpr int WARPS = THREADS / 32;
+// Blocks that an SM must hold: long rows need threads in flight, short ones registers.
+constexpr int BLOCKS = ROW_THREADS <= 32 ? 1 : THREADS < 96 ? 16 : 1536 / THREADS;
 constexpr bool FORWARD = KIND == 0, REVERSE = KIND == 1, BETWEEN = KIND == 2, TVD = KIND == 3;
 constexpr bool COSINE = KIND == 4;
 constexpr float TINY = 1.175494351e-38f;  // least length of a row
@@ -63,8 +65,11 @@ DEVICE void fetch_z(float (&z)[LANES], const E *row, const A *bias, int column, 
         if constexpr (ADD) z[j] += inside(column + j) ? (float)bias[column + j] : 0.0f;
         z[j] *= inner;
         if constexpr (CAP) z[j] = outer * tanhf(z[j]);
-        if (!inside(column + j)) z[j] = COSINE ? 0.0f : __int_as_float(0xff800000);  // -inf
     }
+    if (!cut(column)) return;
+#pragma unroll
+    for (int j = 0; j < LANES; j++)
+        if (!inside(column + j)) z[j] = COSINE ? 0.0f : __int_as_float(0xff800000);  // -inf
 }
 
 // Call `use(column, z, z of the teacher)` for each access of a thread to its row.
@@ -168,7 +173,7 @@ DEVICE Angle angle_of(bool any, const Sides &of, const Options &o) {
     return {length, other, sums[2] / length / other};
 }
 
-KERNEL(THREADS)
+KERNEL(THREADS, BLOCKS)
 divergence_forward(const T *__restrict__ logits, const U *__restrict__ teacher,
                    const B *__restrict__ bias, const C *__restrict__ teacher_bias,
                    float *__restrict__ loss, long long rows, const __grid_constant__ Options o) {
@@ -202,7 +207,7 @@ DEVICE float derivative(float z, const Options &o) {
     }
 }
 
-KERNEL(THREADS)
+KERNEL(THREADS, BLOCKS)
 divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__restrict__ bias,
                     const C *__restrict__ teacher_bias, const float *__restrict__ dloss,
                     G *dlogits, long long rows, const __grid_constant__ Options o) {

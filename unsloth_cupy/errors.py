@@ -57,6 +57,10 @@ class ConfigError(UnslothCupyError, ValueError):
     """An option, a configuration or a file is invalid."""
 
 
+class NotFiniteError(ConfigError):
+    """An array that a loss reads holds a NaN or an infinity."""
+
+
 class GradientError(UnslothCupyError, RuntimeError):
     """A gradient was requested of an op, or for an input, that has none."""
 

@@ -54,11 +54,8 @@ def held_out(lines: list[dict[str, float]]) -> list[float]:
     return [line["held_out_loss"] for line in lines if "held_out_loss" in line]
 
 
-SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("all", "lora", "nf4", "int8")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*SLOW, "mxfp4"])
+@pytest.mark.parametrize("way", ["all", "lora", "nf4", "int8", "mxfp4"])
 def test_a_run_of_each_kind(way: str, bases: Path, tmp_path: Path) -> None:
     """It learns; what a step takes was planned; it goes on, generates, is merged, and loads."""
     label, options = WAYS[way]
@@ -66,7 +63,8 @@ def test_a_run_of_each_kind(way: str, bases: Path, tmp_path: Path) -> None:
     command = ("finetune", bases / label, "--text", bases / "text.txt", *LENGTH, *options)
     done = run(*command, "--out", out, "--steps", 4, "--save-every", 2)
     assert done.exit_code == 0, done.output
-    assert "unsloth-cupy export" not in done.output, "no GGUF file has these experts"
+    in_a_file = label == "mixtral"  # llama.cpp does not have the rules of the other two
+    assert ("unsloth-cupy export" in done.output) == in_a_file
     counted = "adapters of 18 layers, all with a gradient, 6 of them of stacks of experts"
     assert (counted in " ".join(done.output.split())) == (way != "all")
     lines = lines_of(out)

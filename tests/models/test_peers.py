@@ -54,7 +54,8 @@ def test_loss_logits_and_gradients(pair, side):
         turned = in_file.get(name, {}).get(name)  # gpt-oss: transformers has them as the file does
         gradient = own if turned is None else turned.of(own)
         error = np.linalg.norm(gradient - expected[name])
-        assert error <= 1e-4 * np.linalg.norm(expected[name]), name
+        most = 2e-4 if name.endswith("A_log") else 1e-4  # a few sums whose terms cancel
+        assert error <= most * np.linalg.norm(expected[name]), name
 
 
 @pytest.mark.slow

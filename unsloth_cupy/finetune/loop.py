@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ..core.dtypes import Array
-from ..errors import ConfigError
+from ..errors import ConfigError, NotFiniteError
 from ..files import atomic_path, check_room, read_json, remove
-from ..losses._rows import NotFiniteError
 from ..machine import peak_memory
 from ..models.folders.checkpoint_files import opened, write_tensors
 from ..models.objective import Objective, TrainingStep, next_token

@@ -5,13 +5,9 @@ from typing import Any
 import numpy as np
 
 from ..core.dtypes import Array
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, NotFiniteError, ShapeError
 
 LARGEST = 80.0  # of an exponent: exp of it is finite in float32
-
-
-class NotFiniteError(ConfigError):
-    """A loss gets a NaN or an infinity; a run says after which step."""
 
 
 def as_mask(call: str, mask: Any) -> Any:

@@ -65,6 +65,8 @@ OTHER_WIDTHS = (  # they read workspaces or another array by 16 bytes, whatever 
 SPLIT = {  # kernels with stores side by side that are not joined, and why
     "causal_conv": "the inputs that a text leaves, once a text: side by side with one tap before",
     "causal_conv_backward": "sums of taps, once a tile: side by side where there are four",
+    "rounded_sum_": "four columns of a thread, one by one where w is not aligned",
+    "nf4_rounded_sum_": "as rounded_sum_",
 }
 COPIES = ("mov", "cvta", "cvt", "add", "sub", "or", "selp", "mad", "and", "xor", "min", "max")
 WRITES = ("st", "red", "atom")

@@ -7,6 +7,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy import Tape
+from unsloth_cupy.core.replay import fixed_order
 from unsloth_cupy.errors import ConfigError, RangeError
 
 from ..code.variants import ROWS
@@ -157,6 +158,20 @@ def test_excluded_tokens(options: Any, kernel: bool) -> None:
             expected = {0: from_t, 1: from_s}.get(beta, beta * from_t + (1 - beta) * from_s)
         np.testing.assert_allclose(loss, [expected], rtol=1e-6)
         assert np.isfinite(gradient).all() == (beta != 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_row_has_the_same_bits_beside_others(options: Any) -> None:
+    """In a fixed order, also where rows begin between the boundaries of two accesses."""
+    rng = np.random.default_rng(0)
+    rows, ones = rng.standard_normal((2, 4, 1031), np.float32), np.ones(4, np.float32)
+    with emulator(), fixed_order():
+        loss = uc.divergence_forward(*rows, **options)
+        gradient, _ = uc.divergence_backward(ones, *rows, **options)
+        alone = rows[:, 1:2].copy()
+        np.testing.assert_array_equal(uc.divergence_forward(*alone, **options), loss[1:2])
+        actual, _ = uc.divergence_backward(ones[1:2], *alone, **options)
+    np.testing.assert_array_equal(actual, gradient[1:2])
 
 
 X = np.ones((2, 3))

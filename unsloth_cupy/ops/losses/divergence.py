@@ -129,7 +129,7 @@ def divergence_forward(
     return measured(*rows, Options(kind, beta, temperature))[0]
 
 
-@divergence_forward.kernel
+@divergence_forward.kernel(chooses=True)
 def _launch(
     logits: Array, teacher_logits: Array, kind: str, beta: float, temperature: float
 ) -> Array:
@@ -156,7 +156,7 @@ def divergence_backward(
     return slopes * (dloss * factor)[..., None], None
 
 
-@divergence_backward.kernel
+@divergence_backward.kernel(chooses=True)
 def _launch_backward(
     dloss: Array,
     logits: Array,

@@ -183,10 +183,13 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     runs += [(name, "pipeline", "--no-pack") for name in ("orpo", "embed", "classify")]
     runs = [*runs[:2], *Sample.one_in(4, runs[2:])]
 
+    def folder(method: str, grid: str, more: str, ranks: int) -> Path:
+        return tmp_path / f"{method}-{grid}{'-lora' * ('--lora' in more)}-{ranks}"
+
     def asked(method: str, grid: str, more: str, ranks: int) -> list[str]:
         given = {
             "--data": data_of(home, method), "--eval": data_of(home, method), "--method": method,
-            "--out": tmp_path / f"{method}-{grid}-{ranks}", "--batch": 3, "--tokens": 20,
+            "--out": folder(method, grid, more, ranks), "--batch": 3, "--tokens": 20,
             "--steps": 2, "--lr": 1e-3, "--evaluate-every": 1,
         }  # fmt: skip
         words = [str(word) for pair in given.items() for word in pair]
@@ -203,7 +206,8 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     for method, grid, more in runs:
         done = run(*asked(method, grid, more, 1)[:-1])
         assert done.exit_code == 0, done.output
-        logs = [log(Run("", RunFolder(tmp_path / f"{method}-{grid}-{n}"), None)) for n in (1, 2)]
+        folders = [folder(method, grid, more, ranks) for ranks in (1, 2)]
+        logs = [log(Run("", RunFolder(each), None)) for each in folders]
         assert len(logs[0]) == 5
         for line, other in zip(*logs, strict=True):
             same = line
@@ -211,8 +215,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
                 same = {name: value for name, value in line.items() if name in other}
             assert other == pytest.approx(same, rel=1e-4, abs=2e-6), (method, grid)
         expected, actual = (
-            load_file(*(tmp_path / f"{method}-{grid}-{n}" / "model").glob("*model.safetensors"))
-            for n in (1, 2)
+            load_file(*(each / "model").glob("*model.safetensors")) for each in folders
         )
         assert actual.keys() == expected.keys()
         for name, weight in expected.items():  # steps of small gradients may differ

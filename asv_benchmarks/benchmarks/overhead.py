@@ -87,7 +87,7 @@ class LaunchCost:
 class PythonAloneWithoutGpu:
     """Python's time for a small call up to the launch, without a GPU.
 
-    It is not a figure of a GPU: CuPy's arrays use host memory, nothing is launched, and CuPy's pool,
+    It is not a figure of a GPU: CuPy's arrays use host memory, nothing is launched, and the pool,
     the driver and cuBLAS are left out.
     """
 

@@ -1,7 +1,7 @@
 """Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 

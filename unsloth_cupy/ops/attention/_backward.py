@@ -19,6 +19,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks, key_strides
+from ..common.tensor_map import mappable
 from ._backward_hopper import OnePass, backward_tiles, launch_on_warpgroups, launch_one_pass
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, ROUNDED, Options, kernel_options, refused
@@ -131,12 +132,8 @@ def launch_backward(
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     stats = _launch_delta(dout, out, lse, dlse, sinks, call.constants["FOLD"], q_offsets)
     warpgroups, by = backward_tiles(q, v, call), _summed(bias)
-    values, strides = v, (kv_heads * dim, kv_heads * value_dim)
-    if not warpgroups:
-        k, v, _, strides = key_strides(k, v, packed=True)
-    elif bias is not None and not by:  # attention_bias.cu runs, too
-        k, v = in_chunks(contiguous(k), contiguous(v))
-    inputs = q, k, v, dout, stats
+    read, strides = _as_read(k, v, bool(warpgroups), bias is not None and not by)
+    inputs, sums, slopes = (q, *read, dout, stats), None, None
     numbers = {
         "options": call.numbers,
         "scale": call.scale,
@@ -149,8 +146,9 @@ def launch_backward(
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
         by_key = dx is not dq  # blocks own keys, else queries
         if warpgroups:
-            on = warpgroups.of(by_key)
-            launch_on_warpgroups(on, by_key, inputs, (dx, dy, *sums), call, numbers)
+            launch_on_warpgroups(
+                warpgroups.of(by_key), by_key, inputs, (dx, dy, *sums), call, numbers
+            )
             return
         chosen = constants(
             own,
@@ -171,7 +169,6 @@ def launch_backward(
             *(*inputs, dx, dy, *sums, *call.operands, numbers)
         )
 
-    sums = slopes = None
     dbias, dalibi, dsinks = (
         None if a is None else empty(a.shape, a.dtype, like=q) for a in (bias, alibi, sinks)
     )
@@ -193,16 +190,29 @@ def launch_backward(
         keep = of_batch, of_heads, any(of_rows)
         _launch_sum(sums, dbias, keep, offsets=k_offsets if by == "keys" else q_offsets)
     elif bias is not None:
-        arguments = (*inputs, dbias, *call.operands, numbers, batch)
-        chosen = constants(tiles.by_pair, **call.constants)
-        _launch_pairs(tiles.by_pair, chosen, arguments, tiles.by_pair.bytes(*shape))
+        own, arguments = tiles.by_pair, (*inputs, dbias, *call.operands, numbers, batch)
+        _launch_pairs(own, constants(own, **call.constants), arguments, own.bytes(*shape))
     if alibi is not None:
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
     if sinks is not None:
         _launch_sum(stats, dsinks, (False, True, False), sinks, call.constants["FOLD"])
     if keys == 1 and all(array is None for array in (offsets, sinks, dlse)):
-        _clear_alone(out, values, options.dropout, dq, dk, dbias, dalibi)
+        _clear_alone(out, v, options.dropout, dq, dk, dbias, dalibi)
     return dq, dk, dv, dbias, dalibi, dsinks
+
+
+def _as_read(
+    k: Any, v: Any, warpgroups: bool, pairs: bool
+) -> tuple[tuple[Any, Any], tuple[int, int]]:
+    """Return k and v as the kernels read them, and the distances of their tokens in values.
+
+    TMA knows the strides of what warpgroups read; but ``pairs`` says that attention_bias.cu runs.
+    """
+    if not warpgroups:
+        k, v, _, strides = key_strides(k, v, packed=True)
+        return (k, v), strides
+    k, v = in_chunks(contiguous(k), contiguous(v)) if pairs else map(mappable, (k, v))
+    return (k, v), (math.prod(k.shape[-2:]), math.prod(v.shape[-2:]))
 
 
 def _clear_alone(out: Array, v: Array, dropout: float, *gradients: Array | None) -> None:

@@ -135,7 +135,7 @@ def key_strides(
         k, v = in_chunks(contiguous(k), contiguous(v))
         return k, v, k.shape[-3], (math.prod(k.shape[-2:]), math.prod(v.shape[-2:]))
     k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
-    return k, v, *tokens, tuple(each[1] for each in found if each)  # type: ignore[return-value]
+    return k, v, *tokens, tuple(each[1] for each in found if each)
 
 
 def _token_layout(array: Any, dense: bool) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Dropout of the rows that an adapter reads, and noise: by kernels, or as ``philox`` defines them."""
+"""Dropout of rows that an adapter reads, and noise: by kernels, or as ``philox`` defines them."""
 
 from functools import cache
 from typing import Any

@@ -114,7 +114,7 @@ def packed(kind: str, what: Any) -> Any:
     [
         ("nf4", (13, 9, 57, 17)),
         ("int8", (13, 9, 57, 17)),
-        ("nf4-double", (19, 12, 67, 20)),  # each weight has an offset of its own
+        ("nf4-double", (19, 12, 68, 20)),  # each weight has an offset of its own
     ],
 )
 def test_launches_of_a_layer_of_quantized_weights(

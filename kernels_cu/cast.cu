@@ -1,6 +1,6 @@
 // Conversion of values to another dtype, and their addition to a float32 total.
 //
-//   cast y = (U) x        beside y = (U) [x, x2, x3], row by row        accumulate total = total + x
+//   cast y = (U) x        beside y = (U) [x, x2, x3], by rows        accumulate total = total + x
 //
 //   traffic     cast, beside   elements * (sizeof(T) + sizeof(U))
 //               accumulate     elements * (sizeof(T) + 8)

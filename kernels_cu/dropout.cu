@@ -16,7 +16,7 @@
 #include <common/philox.cuh>
 #include <common/vector.cuh>
 
-// The word of a column; of accesses of four columns, i alone determines it when the loop is unrolled.
+// The word of a column.
 DEVICE unsigned word(const uint4 &drawn, int column) {
     const int number = column % 4;
     return number < 2 ? number ? drawn.y : drawn.x : number == 3 ? drawn.w : drawn.z;
@@ -39,8 +39,10 @@ dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, uns
     for (int j = 0; j < LANES; j += 4) {
         const uint4 drawn = philox(0, 0, (unsigned)row, (unsigned)(column + j) / 4, low, high);
 #pragma unroll
-        for (int i = 0; i < 4 && j + i < LANES; i++)
-            v[j + i] = word(drawn, LANES >= 4 ? i : column + i) >= threshold ? v[j + i] * factor : 0.0f * v[j + i];
+        for (int i = 0; i < 4 && j + i < LANES; i++) {
+            const bool kept = word(drawn, LANES >= 4 ? i : column + i) >= threshold;
+            v[j + i] = kept ? v[j + i] * factor : 0.0f * v[j + i];
+        }
     }
     store(y + at, v);
 }

@@ -45,7 +45,7 @@ class TestDropout(KernelCompared):
         assert 0 < np.count_nonzero(expected) < expected.size
 
 
-class TestNoise(KernelAlone):
+class TestNoise(KernelCompared):
     """The bits of the definition."""
 
     op = "lora_linear_forward"
@@ -56,22 +56,7 @@ class TestNoise(KernelAlone):
         Case("several tiles of a row", shape=(1, 1, 2056)),
     )
 
-    def prove(self, case: Case, dtype: Any) -> None:
-        """Equal to the definition."""
-        self.compare(case, dtype, np.asarray, emulator)
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        self.compare(case, dtype, on_gpu, contextlib.nullcontext)
-
-    def compare(
-        self,
-        case: Case,
-        dtype: Any,
-        place: Callable[[Any], Any],
-        running: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         x, key = np.zeros(case.both["shape"], dtype), np.array(-3)
         sizes = np.linspace(0.1, 0.3, x.shape[1], dtype=np.float32)
         sizes = sizes if case.both.get("sizes") else None

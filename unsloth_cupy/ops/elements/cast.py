@@ -124,7 +124,7 @@ def stacked(matrices: Sequence[Array], dtype: Any) -> Array:
 
 def concatenate(arrays: Sequence[Any], out: Any) -> None:
     """Write the columns of arrays side by side to out, of their dtype, in one launch."""
-    if isinstance(out, np.ndarray) or out.dtype not in KERNEL_DTYPES:
+    if target_of(out) is None or out.dtype not in KERNEL_DTYPES:
         np.concatenate(arrays, axis=-1, out=out)
     elif out.size:
         arrays = [each if pitch_of(each) else contiguous(each) for each in arrays]

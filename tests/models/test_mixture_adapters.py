@@ -154,6 +154,51 @@ def test_merge_writes_the_tensors_of_the_base(label: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(again.parameters[name], array, err_msg=name)
 
 
+@pytest.mark.parametrize(("label", "wide"), [("mixtral", False), ("deepseek_v3", True)])
+def test_routers_of_peft_learn_and_merge(label: str, wide: bool, tmp_path: Path) -> None:
+    """peft's "all-linear" names gate.weight among target_parameters; patterns match that name."""
+    model = create(SIZES | MIXTURES[label], seed=0)
+    model.save(tmp_path / "base")
+    assert model.config.experts.wide == wide
+    model.add_adapter(4, alpha=2, targets=["o_proj"])
+    model.save_adapter(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / SETTINGS).read_text())
+    settings |= {"target_parameters": ["gate.weight"], "rank_pattern": {"gate.weight": 3}}
+    settings |= {"alpha_pattern": {"mlp.gate.weight": 6, "gate": 50}}
+    (tmp_path / "adapter" / SETTINGS).write_text(json.dumps(settings))
+    tensors, rng = load_file(tmp_path / "adapter" / FILE), np.random.default_rng(0)
+    routers = [name for name in model.parameters if name.endswith(".mlp.gate.weight")]
+    assert len(routers) == sum(model.config.experts.sparse)
+    pairs = {}
+    for name in routers:
+        count, hidden = model.parameters[name].shape
+        pair = (rng.normal(0, 0.3, shape).astype("f4") for shape in ((3, hidden), (count, 3)))
+        module = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        pairs[name] = dict(zip((f"{module}A.weight", f"{module}B.weight"), pair, strict=True))
+        tensors |= pairs[name]
+    save_file(tensors, tmp_path / "adapter" / FILE)
+    adapted = load(tmp_path / "base", lora=tmp_path / "adapter")
+    model.adapter = None
+    for name, pair in pairs.items():
+        a, b = pair.values()
+        model.parameters[name] = model.parameters[name] + 2 * b @ a
+    np.testing.assert_allclose(adapted.logits(IDS), model.logits(IDS), rtol=0, atol=1e-4)
+    _, expected = model.loss_and_gradients(IDS, IDS)
+    _, actual = adapted.loss_and_gradients(IDS, IDS)
+    for name, pair in pairs.items():
+        (down, a), (up, b) = pair.items()
+        for own, exact in ((down, 2 * b.T @ expected[name]), (up, 2 * expected[name] @ a.T)):
+            assert np.linalg.norm(actual[own] - exact) < 1e-4 * np.linalg.norm(exact), own
+    adapted.save_adapter(tmp_path / "again")
+    written = load_file(tmp_path / "again" / FILE)
+    for pair in pairs.values():
+        for own, array in pair.items():
+            np.testing.assert_array_equal(written[own], array)
+    merge(tmp_path / "again", tmp_path / "merged", base=tmp_path / "base")
+    merged = load(tmp_path / "merged").logits(IDS)
+    np.testing.assert_allclose(merged, model.logits(IDS), rtol=0, atol=1e-4)
+
+
 def test_targets() -> None:
     model = create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
     model.add_adapter(2, targets=("q_proj", STACKS[1]))
@@ -217,13 +262,13 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is no"),
-        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, which is not a stack"),
+        ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is ne"),
+        ({"target_parameters": ["norm.weight"]}, "norm.weight, which is neither a stack of a mix"),
         ({"target_parameters": "mlp"}, "must be a list of names"),
         ({"target_parameters": []}, "does not belong to a linear layer"),
-        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of stacks have none"),
-        ({"use_dora": True}, "use_dora is True, and adapters of stacks have none"),
-        ({"init_lora_weights": "pissa"}, "adapters of stacks begin with no part of a weight"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of target_p"),
+        ({"use_dora": True}, "use_dora is True, and adapters of target_param"),
+        ({"init_lora_weights": "pissa"}, "'pissa', and adapters of target_parameters have"),
         ({"r": 3}, r"lora_A.weight is \(8, 32\); it must be \(12, 32\)"),
     ],
 )

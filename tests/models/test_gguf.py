@@ -278,7 +278,7 @@ def test_types_of_mixtures(kind: str, tied: bool, tmp_path: Path) -> None:
     assert types["token_embd.weight"] == (head if tied else layers)
     assert types.get("output.weight", head) == head
     assert types["blk.0.ffn_norm.weight"] == "f32"
-    down = types["blk.0.ffn_down.weight"]  # rows of 96 are no whole blocks of 256
+    down = types["blk.0.ffn_down.weight"]  # rows of 96 are not whole blocks of 256
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[down.upper()]][0] == 32
     assert report.notes == (() if down == layers else report.notes[:1])
     assert all(f"the rows of 1 tensor: {down} (blk.0.ffn_down" in note for note in report.notes)

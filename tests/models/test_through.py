@@ -368,7 +368,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
         mixture.add_adapter(2, merge_into="int8")
     mixture = models.create(SIZES | MIXTURES["gpt_oss"], seed=0)
-    with pytest.raises(ConfigError, match="down_proj have 48 values, no whole blocks of 32; leav"):
+    with pytest.raises(ConfigError, match="down_proj have 48 values, not whole blocks of 32; leav"):
         mixture.add_adapter(2, merge_into="mxfp4")
     hybrid = models.create(SIZES | RELATIVES["mamba2"], seed=0)
     with pytest.raises(

@@ -60,7 +60,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether a path is a folder; a name that no disk takes is none."""
+    """Return whether a path is a folder; a name that no disk takes is not one."""
     try:
         return path.is_dir()
     except OSError:

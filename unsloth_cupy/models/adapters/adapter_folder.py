@@ -32,6 +32,7 @@ from .adapter import (
     module_of,
 )
 from .adapter_base import MERGE, WEIGHTS
+from .adapter_experts import of_stacks
 from .adapter_patterns import by_pattern, targeted
 from .adapter_stacks import Stack, listed_stacks, named_alone, pattern_name
 from .into import MERGE_INTO, through_listed
@@ -92,6 +93,7 @@ def read_adapter(
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
+    settings, tensors = of_stacks(path / CONFIG, config, settings, tensors)
     initial = settings.get("init_lora_weights")
     known = linear_layers(config, routers=True)
     stacks = listed_stacks(path / CONFIG, config, settings, known)

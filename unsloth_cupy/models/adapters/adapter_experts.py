@@ -3,7 +3,8 @@
     model.layers.0.mlp.experts.7.up_proj.lora_A.weight     (rank, in), lora_B (inner, rank)
 
 A stack of gate and up has the rank of both: A of one stands behind A of the other, and their B are
-on a diagonal.  peft converts them in the same way as it reads them.
+on a diagonal.  peft converts them so as it reads them, with the scale of twice the alpha also for
+rsLoRA, where it is that of sqrt(2) times; here it is what was trained.
 """
 
 import math
@@ -17,7 +18,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ..configs.config import STACKS, Config
-from ..configs.names import ADAPTED
+from ..configs.names import ADAPTED, is_router
 from ..folders.expert_files import places
 from .adapter_base import MERGE
 from .adapter_patterns import by_pattern
@@ -31,7 +32,7 @@ def of_stacks(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the settings and tensors of an adapter in which single experts are parts of stacks.
 
-    Modules that had another name, as routers, get the one of now.
+    Routers that had another name get the one of now.
 
     Raises
     ------
@@ -42,14 +43,14 @@ def of_stacks(
     homes = {
         f"{ADAPTED}{name.removesuffix('weight')}": place
         for name, place in places(config).items()
-        if name.endswith(".weight") and place.rows is None
+        if name.endswith(".weight") and (place.parts > 1 or is_router(place.parameter))
     }
     kept, single = dict[str, Array](), dict[str, dict[tuple[int, str], Array]]()
     moved = set[str]()
     for name, array in tensors.items():
         layer, _, part = name.partition("lora_")
         place = homes.get(layer)
-        if place is None or place.turned or place.row or f"lora_{part}" not in (DOWN, UP):
+        if place is None or f"lora_{part}" not in (DOWN, UP):
             kept[name] = array
             continue
         moved.add(layer.removeprefix(ADAPTED).removesuffix("."))

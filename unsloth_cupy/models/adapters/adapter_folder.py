@@ -248,8 +248,8 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
             )
     unread = [key for key, value in settings.items() if key not in KNOWN and value]
     if unread:
-        problem = f"{', '.join(unread)} of adapter_config.json are not known here, and are ignored"
-        warnings.warn(f"{path}: {problem}, as by a peft that does not know them", stacklevel=6)
+        problem = "settings that are not known here, and are ignored as in a peft without them"
+        warnings.warn(f"{path}: {problem}: {', '.join(unread)}", stacklevel=6)
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         _check_number(path, key, settings.get(key, 8))
         patterns = settings.get(pattern) or {}

@@ -81,8 +81,9 @@ def pattern_name(
     settings: Mapping[str, Any], stacks: Mapping[str, Stack], module: str, layer: str
 ) -> str:
     """Return what patterns of rank and alpha match: a module's name in files, or a parameter's."""
-    name = stacks[module].parameter if module in stacks else f"{layer}.weight"
-    return name if named_alone(settings, name) else layer
+    if module in stacks:
+        return stacks[module].parameter
+    return f"{layer}.weight" if named_alone(settings, f"{layer}.weight") else layer
 
 
 def listed_stacks(

@@ -262,7 +262,7 @@ class Texts:
     def inputs(self, lag: int, part: slice) -> Array:
         """Return the inputs of each channel, ``lag`` tokens before the tokens of a part."""
         first = part.start - lag
-        if first >= 0 and not self.has_early(lag, part):
+        if not lag or (first >= 0 and not self.has_early(lag, part)):
             return self.x[first : part.stop - lag]
         earlier = np.zeros_like(self.x[part])
         earlier[max(-first, 0) :] = self.x[max(first, 0) : max(part.stop - lag, 0)]

@@ -344,8 +344,6 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
     elif known.name == "gemma3" and SLIDING in config.layer_types:
         if local_rope.scaling or kind == "yarn":
             yield "does not stretch the rotary positions of sliding layers"
-    elif local_rope != rope:
-        yield "has the same rotary positions in all layers"
 
 
 def _one_mscale(rope: Rope) -> bool:

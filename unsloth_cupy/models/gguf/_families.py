@@ -338,12 +338,12 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
         yield f"{rounded} (truncate)"
     if kind == "yarn" and known.latent and not _one_mscale(rope):
         yield "has one mscale of positions and scores (mscale_all_dim)"
-    if known.name == "olmo2" and SLIDING in config.layer_types:
-        if local_rope != Rope(rope.dim, rope.base):
-            yield "has the same rotary positions, not stretched, in sliding layers"
-    elif known.name == "gemma3" and SLIDING in config.layer_types:
-        if local_rope.scaling or kind == "yarn":
-            yield "does not stretch the rotary positions of sliding layers"
+    if SLIDING not in config.layer_types:
+        return
+    if known.name == "olmo2" and local_rope != Rope(rope.dim, rope.base):
+        yield "has the same rotary positions, not stretched, in sliding layers"
+    if known.name == "gemma3" and (local_rope.scaling or kind == "yarn"):
+        yield "does not stretch the rotary positions of sliding layers"
 
 
 def _one_mscale(rope: Rope) -> bool:

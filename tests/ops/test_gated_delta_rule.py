@@ -108,6 +108,22 @@ class TestGatedDeltaRuleOfChannels(KernelParity):
     )
 
 
+class TestGatedDeltaRuleOnTensorCores(KernelParity):
+    """In 16 bits, keys of 64 or 128 columns and values of 64s have other kernels forward."""
+
+    op = "gated_delta_rule"
+    sides = ("forward",)
+    cases = (
+        case("texts", 1, 2, 128, 64, 67, 0, 1, 2, given=["initial"], kind=np.int32),
+        case("texts without states", 1, 1, 64, 64, 64, 2),
+        case("a batch", 2, 1, 64, 128, 5, batch=2, given=["initial"], scale=0.3),
+        case("strong decay", 1, 1, 128, 64, 130, batch=1, given=["initial"], strength=20.0),
+    )
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = None
+    test_any_strides = None
+
+
 class TestGatedDeltaRuleStrongDecay(KernelParity):
     op = "gated_delta_rule"
     cases = tuple(
@@ -368,6 +384,26 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone(channels: tuple[int
     """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
     with emulator():
         packed_and_alone((5, 0, 1, 66, 2), KERNEL_DTYPES[1], channels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(dim: int) -> None:
+    """On another schedule too; one token alone has a kernel of its own."""
+    lengths = 5, 0, 1, 66, 2
+    rng, offsets = np.random.default_rng(0), np.cumsum([0, *lengths])
+    arrays = drawn(lengths, KERNEL_DTYPES[1], dim=dim)
+    arrays["v"] = rng.standard_normal((1, offsets[-1], 2, 64)).astype(KERNEL_DTYPES[1])
+    inputs = [arrays[name] for name in NAMES]
+    initial = rng.standard_normal((len(lengths), 2, dim, 64)).astype(np.float32)
+    with emulator(seed=3):
+        out, final = uc.gated_delta_rule(*inputs, initial=initial, offsets=offsets)
+    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        with emulator():
+            own = [a[:, start:stop] for a in inputs]
+            alone, last = uc.gated_delta_rule(*own, initial=initial[text : text + 1])
+        assert out[:, start:stop].tobytes() == alone.tobytes()
+        assert final[text : text + 1].tobytes() == last.tobytes()
 
 
 @pytest.mark.slow

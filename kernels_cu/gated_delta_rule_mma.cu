@@ -5,7 +5,8 @@
 //   S' = exp(g[63]) S + K^T (exp(g[63] - g) U)
 //
 //   traffic     delta_chunks_mma    q and k; 26 KB for each chunk and value head, written
-//               delta_states_mma    those, q and k, for each tile of 64 values; v and out once
+//               delta_states_mma    those, q and k, for each tile of 32 values, or of 64 with DIM 64;
+//                                   v and out once
 //   products    of a chunk and 16 values, in m16n8k16, with DIM 128: K S and K^T U 192 each, Q S 128,
 //               T B 120, P U 60; in float16 320, 320, 192, 120, 60
 //   constants   T            dtype of q, k and v: of 16 bits
@@ -78,8 +79,7 @@ DEVICE void add_two(float (&d)[N][4], int n, const uint32_t (&a)[4], const uint3
     multiply(d[n + 1], a, b1, Part());
 }
 
-// d += the sum of the parts a, times b, which is 8 * N rows or columns of q or k.  What
-// is small comes first.
+// d += the sum of the parts a, times b: 8 * N rows or columns of q or k.  What is small comes first.
 template <int PARTS, int N>
 DEVICE void add(float (&d)[N][4], const uint32_t (&a)[PARTS][4], const uint32_t (&b)[N / 2][4]) {
     if constexpr (HALF<T>) {  // a float16 is two bfloat16

@@ -92,6 +92,8 @@ OTHERS = {
     "grouped_linear_sm90": (COPY, *WARPGROUPS[1:]),
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
+    "delta_chunks_mma": (COPY, PRODUCT, WRITE),
+    "delta_states_mma": (COPY, PRODUCT, WRITE),
     "delta_state_gradients": (READ,),
     "ssd_rates": (),  # two numbers for each token and head
     "ssd_chunks": (READ,),

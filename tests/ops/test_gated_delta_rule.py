@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
 from ..harness.parity import Case, KernelParity, emulator
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast
 
 # The public names, as other people's programs call them.
@@ -119,9 +121,31 @@ class TestGatedDeltaRuleOnTensorCores(KernelParity):
         case("a batch", 2, 1, 64, 128, 5, batch=2, given=["initial"], scale=0.3),
         case("strong decay", 1, 1, 128, 64, 130, batch=1, given=["initial"], strength=20.0),
     )
-    test_gradient_matches_finite_differences = None
+    test_gradient_matches_finite_differences = None  # the definition has the tests above
     test_rounds_once = None
     test_any_strides = None
+
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES[:2], ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        super().test_emulated_kernels(case, dtype)
+
+    @pytest.mark.parametrize(
+        ("dim", "value_dim", "dtype", "suffix"),
+        [
+            (128, 128, BFLOAT16, "_mma"),
+            (64, 192, "float16", "_mma"),
+            (128, 128, "float32", ""),
+            (128, 40, BFLOAT16, ""),
+            (72, 64, BFLOAT16, ""),
+        ],
+    )
+    def test_who_has_them(self, dim: int, value_dim: int, dtype: Any, suffix: str) -> None:
+        own = case("", 1, 2, dim, value_dim, 70)
+        with gpu("80") as machine:
+            call = own.draw(OPS[self.op], dtype)
+            call.mapped(lambda a: a if a is None else machine.place(a)).run()
+            names = [launch.kernel for launch in machine.launches]
+        assert names == [f"delta_chunks{suffix}", f"delta_states{suffix}"]
 
 
 class TestGatedDeltaRuleStrongDecay(KernelParity):

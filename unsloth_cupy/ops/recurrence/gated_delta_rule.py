@@ -154,9 +154,10 @@ def _launch(
         kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
         return out, final
     if _has_products(q, k, v, decay):
-        own, sizes = _without(chosen, "LANES", "BACKWARD"), sizes | {"tiles": value_dim * dim // 4096}
+        file, own = "gated_delta_rule_mma.cu", _without(chosen, "LANES", "BACKWARD")
+        sizes["tiles"] = value_dim * dim // 4096  # 64 columns of values, or 32 where dim is 128
+        blocks = texts * value_heads * sizes["tiles"]
         pieces = empty((_slots(q, offsets), value_heads, PIECES // 4), FLOAT32, like=q)
-        file, blocks = "gated_delta_rule_mma.cu", texts * value_heads * sizes["tiles"]
         kernel = load(file, "delta_chunks_mma", q, own)
         kernel[len(pieces) * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
         kernel = load(file, "delta_states_mma", q, own)

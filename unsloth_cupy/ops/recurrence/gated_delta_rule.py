@@ -157,9 +157,10 @@ def _launch(
         file, own = "gated_delta_rule_mma.cu", _without(chosen, "LANES", "BACKWARD")
         sizes["tiles"] = value_dim * dim // 4096  # 64 columns of values, or 32 where dim is 128
         blocks = texts * value_heads * sizes["tiles"]
-        pieces = empty((_slots(q, offsets), value_heads, PIECES // 4), FLOAT32, like=q)
+        slots = _slots(q, offsets)
+        pieces = empty((slots, value_heads, PIECES // 4), FLOAT32, like=q)
         kernel = load(file, "delta_chunks_mma", q, own)
-        kernel[len(pieces) * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
+        kernel[slots * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
         kernel = load(file, "delta_states_mma", q, own)
         kernel[blocks, 128, _shared_of_products(dim)](
             q, k, v, decay, beta, initial, offsets, pieces, out, final, sizes

@@ -412,9 +412,8 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
         copy_rows(keys_of(chunk + 1), k, chunk + 1);
         cp_async_commit();
 
-        float b[CHUNK / 8][4] = {}, read[CHUNK / 8][4] = {};
+        float b[CHUNK / 8][4] = {};
         add_rows<EXACT>(b, state, keys, half);
-        add_rows<SHORT>(read, state, queries, half);
         if constexpr (HALVES == 2) {
 #pragma unroll
             for (int n = 0; n < CHUNK / 8; n++) sum_of(warp, n) = four_of(b[n]);
@@ -444,8 +443,9 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
                 }
             }
         }
-        float u[CHUNK / 8][4], o[OWN * 2][4], part[OWN * 2][4] = {};
+        float u[CHUNK / 8][4], o[OWN * 2][4], part[OWN * 2][4] = {}, read[CHUNK / 8][4] = {};
         add_triangle<EXACT>(part, b, own.solve, half);
+        add_rows<SHORT>(read, state, queries, half);
         // of out, each half has read a part of all stripes; it keeps its own
 #pragma unroll
         for (int n = 0; n < OWN * 2; n++) {

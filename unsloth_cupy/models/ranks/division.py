@@ -42,12 +42,13 @@ from ...parallel.tensor import all_reduce
 from ...parallel.ulysses import dividing
 from ..adapters.adapter import BIAS, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from ..adapters.adapter_stacks import Stack
-from ..configs.config import STACKS, Config
+from ..configs.config import STACKS, UNGATED, Config
 from ..configs.names import role_of
 from ..folders.lazy_parameter import LazyParameter
 from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
 GATE_UP, EXPERTS_DOWN = (f"experts.{name}" for name in STACKS)
+OF_EXPERTS = (GATE_UP, EXPERTS_DOWN, f"experts.{UNGATED[0]}")
 INPUTS = ("o_proj", "down_proj", EXPERTS_DOWN)  # the layers that end a branch
 SHARED = ("q_a_proj", "kv_a_proj_with_mqa")  # of latent attention, whose gradients are whole
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
@@ -142,7 +143,7 @@ class Division:
         if group is self.experts:
             own = part(getattr(self.whole.experts, "count", 0), group, rank)
             return self._of_rank(name, kind, own) if self.of_experts(name) else None
-        stacked = int(module in (GATE_UP, EXPERTS_DOWN) and kind in ("weight", "bias"))
+        stacked = int(module in OF_EXPERTS and kind in ("weight", "bias"))
         if module in INPUTS:
             inputs = "heads" if module == "o_proj" else "up_proj"
             ranges = self._ranges(name, inputs, rank)
@@ -160,7 +161,7 @@ class Division:
 
     def of_experts(self, name: str) -> bool:
         """Return whether a parameter is of experts, of which ranks may hold different ones."""
-        return self._split(name)[0] in (GATE_UP, EXPERTS_DOWN)
+        return self._split(name)[0] in OF_EXPERTS
 
     def _of_rank(self, name: str, kind: str, own: slice) -> Cut:
         """Return where a rank's own experts are in a parameter that is of experts."""
@@ -179,7 +180,7 @@ class Division:
         """Return the role of a parameter's layer or norm, and its name in that layer."""
         if (adapted := self._adapted(name)) is not None:
             return f"experts.{adapted[0].parameter.rpartition('.')[2]}", name[-len(DOWN) :]
-        for own in (GATE_UP, EXPERTS_DOWN):
+        for own in OF_EXPERTS:
             if name.endswith((f".{own}", f".{own}_bias")):
                 return own, "bias" if name.endswith("_bias") else "weight"
         for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):

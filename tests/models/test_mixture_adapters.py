@@ -233,7 +233,10 @@ def of_single_experts(folder: Path, label: str, **changes: Any) -> tuple[Path, P
 
 @pytest.mark.parametrize(
     ("label", "changes"),
-    [("mixtral", {}), ("mixtral", {"use_rslora": True}), ("qwen3_moe window", {})],
+    [
+        *(("mixtral", {}), ("mixtral", {"use_rslora": True}), ("qwen3_moe window", {})),
+        ("nemotron_h latent", {}),
+    ],
     ids=str,
 )
 def test_adapters_of_single_experts_are_those_of_stacks(
@@ -241,7 +244,7 @@ def test_adapters_of_single_experts_are_those_of_stacks(
 ) -> None:
     base, adapter, expected = of_single_experts(tmp_path, label, **changes)
     model = load(base, lora=adapter)
-    assert {*model.adapter.stacks} == {name for name in model.parameters if "experts." in name}
+    assert {*model.adapter.stacks} == {name for name in model.parameters if ".experts." in name}
     np.testing.assert_allclose(model.logits(IDS), expected.logits(IDS), rtol=0, atol=1e-4)
     merge(adapter, tmp_path / "merged", base=base)
     for name, array in load(tmp_path / "merged").parameters.items():

@@ -117,7 +117,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         window=read.size("sliding_window") if SLIDING in layer_types else None,
         ropes=ropes,
         scale=(
-            latent_scale(latent, ropes)
+            latent_scale(latent, {} if family.rotates == "none" else ropes)
             or read.obeyed("attention_multiplier")
             or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
         )

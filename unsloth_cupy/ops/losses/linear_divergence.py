@@ -146,7 +146,7 @@ def linear_divergence_forward(
     return _loss(x, head, mask, max_bytes, partial(_by_parts, head, measure))
 
 
-@linear_divergence_forward.kernel(chooses=True)
+@linear_divergence_forward.kernel
 def _launch(
     x: Array,
     weight: Array,
@@ -201,7 +201,7 @@ def linear_divergence_backward(
     return dx, dweight, None, None, dbias, None
 
 
-@linear_divergence_backward.kernel(chooses=True)
+@linear_divergence_backward.kernel
 def _launch_backward(
     dloss: Array,
     x: Array,

@@ -20,7 +20,7 @@ LONG = 300  # lines of a module, everything counted
 LIMITS = {
     "core": 920,
     "compiled": 80,
-    "ops": 9345,
+    "ops": 9410,
     "losses": 600,
     "training": 1120,
     "inference": 540,

@@ -21,7 +21,7 @@ LIMITS = {
     "core": 920,
     "compiled": 80,
     "ops": 9410,
-    "losses": 600,
+    "losses": 605,
     "training": 1120,
     "inference": 540,
     "interop": 2540,

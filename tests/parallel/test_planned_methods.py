@@ -26,6 +26,8 @@ from .test_scale import LLAMA
 home, answering = methods.home, policies.home  # fixtures
 RUNS = (
     ("dpo", "tensor", ""),
+    ("dpo", "context", ""),
+    ("cpo", "zero-1", ""),
     ("orpo", "pipeline", ""),
     ("kto", "zero-3", ""),
     ("distill", "chunks", "--accumulate 2"),
@@ -42,7 +44,7 @@ RUNS = (
 
 @pytest.mark.slow
 def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path) -> None:
-    """In the best of three steps: messages that arrive early take memory of their own."""
+    """In the best of three steps: many small messages may all wait, or none."""
     asks = [{"prompt": f"w{number}", "answer": ""} for number in range(6)]
     prompts = write(tmp_path / "prompts.jsonl", asks)
     runs = Sample.one_in(3, RUNS)
@@ -68,7 +70,8 @@ def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path)
             steps = json.loads((tmp_path / f"{method}-{grid}" / f"planned-{rank}.json").read_text())
             assert len(steps) == 3
             error = min(abs(planned / peak - 1) for planned, peak in steps)
-            assert error < 0.03, (method, grid, rank, steps)
+            limit = 0.03 if grid == "pipeline" else 0.02  # orpo's last stage: 2.6 % of 1.5 MB
+            assert error < limit, (method, grid, rank, steps)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -123,4 +126,4 @@ def test_packed_texts_are_planned_for_a_gpu(method: str) -> None:
         ).total
         for device in ("cpu", "cuda")
     ]  # fmt: skip
-    assert planned[1] == pytest.approx(planned[0], rel=0.1)  # kernels keep other arrays
+    assert planned[1] == pytest.approx(planned[0], rel=0.05)  # kernels keep other arrays

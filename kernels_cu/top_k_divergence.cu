@@ -29,6 +29,7 @@
 constexpr int ROWS = THREADS / ROW_THREADS;
 constexpr int STEP = ROW_THREADS * LANES;  // columns between two vectors of a thread
 constexpr int WARPS = THREADS / 32;
+constexpr int BLOCKS = 1024 / THREADS;  // that an SM must hold: 64 registers a thread
 constexpr int MARK = 0x7fe;  // the first 12 bits of a NaN that no arithmetic returns
 
 static_assert(sizeof(T) == sizeof(float), "a mark is a float");
@@ -77,7 +78,7 @@ DEVICE Sums sums_of(bool any, const Row &row, const B *bias, const Options &o, l
     __shared__ Exchange<2 * WARPS> tops, others;
     __shared__ Exchange<3 * WARPS> exchange;
     const int few = any ? row.few : 0;
-    float top = LOWEST, sum = 0, rest_top = LOWEST, rest = 0, wrong = 0;
+    float top = LOWEST, sum = 0, rest_top = LOWEST, rest = 0;
     for (int i = row.lane; i < few; i += ROW_THREADS) {
         const long long token = row.tokens[i];
         if (token < 0 || token >= COLUMNS) continue;
@@ -91,18 +92,20 @@ DEVICE Sums sums_of(bool any, const Row &row, const B *bias, const Options &o, l
     row_sync();  // all marks stand
 
     float sums[3] = {};  // share, cross, whether a token is wrong
+    long long strange = 0;
     for (int i = row.lane; i < few; i += ROW_THREADS) {
         const long long token = row.tokens[i];
         const bool fits = token >= 0 && token < COLUMNS;
         if (!fits || __float_as_int(row.logits[token]) != __float_as_int(mark(i))) {
             sums[2] = 1;
-            if (faults != nullptr) report(faults, who, row.number, token, COLUMNS);
+            strange = token;
             continue;
         }
         const float log_t = (float)row.log_probs[i], t = expf(log_t);
         sums[0] += t;
         sums[1] += t == 0 ? 0 : t * (log_t - (row.kept[i] - top));
     }
+    if (faults != nullptr && sums[2] > 0) report(faults, who, row.number, strange, COLUMNS);
     if (any)
         for (int column = row.lane * LANES - lead(row.number * COLUMNS); column < COLUMNS;
              column += STEP) {
@@ -123,7 +126,7 @@ DEVICE Sums sums_of(bool any, const Row &row, const B *bias, const Options &o, l
     return s;
 }
 
-KERNEL(THREADS)
+KERNEL(THREADS, BLOCKS)
 top_k_divergence_forward(T *logits, const I *__restrict__ tokens, const L *__restrict__ log_probs,
                          const B *__restrict__ bias, const bool *__restrict__ mask, float *kept,
                          float *__restrict__ loss, long long *__restrict__ faults, long long who,
@@ -140,7 +143,7 @@ top_k_divergence_forward(T *logits, const I *__restrict__ tokens, const L *__res
     loss[number] = counts ? sum : 0;
 }
 
-KERNEL(THREADS)
+KERNEL(THREADS, BLOCKS)
 top_k_divergence_backward(T *logits, const I *__restrict__ tokens, const L *__restrict__ log_probs,
                           const B *__restrict__ bias, const bool *__restrict__ mask, float *kept,
                           const float *__restrict__ dloss, G *dlogits, long long rows, int few,

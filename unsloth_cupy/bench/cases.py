@@ -141,10 +141,16 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
     return {
         "labels": lambda: rng.integers(0, scale.vocab, tokens),
         # each token once in a row
-        "linear_top_k_divergence_forward.tokens": lambda: (
-            np.arange(4) * (scale.vocab // 4) + rng.integers(0, scale.vocab // 4, (tokens, 4))
+        **dict.fromkeys(
+            (f"linear_top_k_divergence_{side}.tokens" for side in ("forward", "backward")),
+            lambda: (
+                np.arange(4) * (scale.vocab // 4) + rng.integers(0, scale.vocab // 4, (tokens, 4))
+            ),
         ),
-        "linear_top_k_divergence_forward.log_probs": lambda: np.log(rng.random((tokens, 4)) / 4),
+        **dict.fromkeys(
+            (f"linear_top_k_divergence_{side}.log_probs" for side in ("forward", "backward")),
+            lambda: np.log(rng.random((tokens, 4)) / 4),
+        ),
         "q_offsets": lambda: offsets,
         "k_offsets": lambda: offsets,
         "offsets": lambda: np.linspace(0, CHOSEN * tokens, EXPERTS + 1).astype(int),

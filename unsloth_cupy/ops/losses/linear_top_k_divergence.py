@@ -131,6 +131,7 @@ def linear_top_k_divergence_forward(
     max_bytes: int | None = None,
 ) -> Array:
     """Return the loss of ``linear_top_k_divergence``."""
+    _check_tokens("linear_top_k_divergence", tokens, mask, len(weight))
     options = tail, temperature, scale, softcap
     student = _student(False, weight, tokens, log_probs, bias, mask, *options)
     return loss_of(x, mask, max_bytes, student)
@@ -157,6 +158,7 @@ def linear_top_k_divergence_backward(
     **options: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None]:
     """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
+    _check_tokens("linear_top_k_divergence_backward", tokens, mask, len(weight))
     student = _student(False, weight, tokens, log_probs, bias, mask, **options)
     dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
     return dx, dweight, None, None, dbias
@@ -202,29 +204,25 @@ def _student(
         rows = *(contiguous(flat(array)) for array in (tokens, of_kernels(log_probs))), kept
         return Student(head, True, partial(_by_kernel, head, rows, tail))
     chosen, logs = (rows_of(array, mask, False) for array in (tokens, log_probs))
-    _check_tokens(chosen, len(weight))
     return Student(head, False, partial(by_parts, head, partial(_measured, chosen, logs, tail)))
 
 
-def _check_tokens(tokens: Any, vocab: int) -> None:
+def _check_tokens(call: str, tokens: Any, mask: Array | None, vocab: int) -> None:
     """Raise RangeError for tokens outside of the vocabulary or twice in a row, of NumPy alone.
 
     Reading tokens of a GPU would make it wait; its kernels report such tokens instead.
     """
     if not isinstance(tokens, np.ndarray) or not tokens.size:
         return
-    ordered = np.sort(tokens, axis=-1)
+    ordered = np.sort(rows_of(tokens, mask, False), axis=-1)
     wrong = ordered[(ordered < 0) | (ordered >= vocab)]
     twice = ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]
     if wrong.size:
-        raise RangeError(
-            f"linear_top_k_divergence: tokens holds {wrong[0]}; it must be in 0 .. {vocab - 1},"
-            " the vocab axis"
-        )
+        problem = f"{wrong[0]}; it must be in 0 .. {vocab - 1}, the vocab axis"
+        raise RangeError(f"{call}: tokens holds {problem}")
     if twice.size:
-        raise RangeError(
-            f"linear_top_k_divergence: tokens holds {twice[0]} twice in a row; keep each token once"
-        )
+        problem = f"{twice[0]} twice in a row; keep each token once"
+        raise RangeError(f"{call}: tokens holds {problem}")
 
 
 def _measured(

@@ -160,6 +160,7 @@ def directives(module: str, names: list[str], members: bool = True) -> list[str]
         kind = "class" if name[0].isupper() else "function"
         lines += ["```{eval-rst}", f".. auto{kind}:: {module}.{name}"]
         lines += ["   :members:"] * (kind == "class" and members)
+        lines += ["   :inherited-members: Network"] * (name == "Transformer")  # of adapters
         lines += ["```", "", *example(f"{module}.{name}")]
     return lines
 

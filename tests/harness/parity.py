@@ -270,6 +270,30 @@ class KernelAlone(KernelParity):
         self.prove(case, dtype)
 
 
+class KernelCompared(KernelAlone):
+    """KernelAlone whose calls are the same in the emulator and on a GPU."""
+
+    def compare(
+        self,
+        case: Case,
+        dtype: Any,
+        place: Callable[[Any], Any],
+        running: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Raise unless kernels, called within ``running()`` on arrays of ``place``, are right."""
+        raise NotImplementedError
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        """As ``compare`` says."""
+        self.compare(case, dtype, np.asarray, emulator)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
+        """The same on a GPU."""
+        self.compare(case, dtype, on_gpu, nullcontext)
+
+
 @functools.cache
 def proofs() -> tuple[Any, ...]:
     """Return the Parity classes of ``tests/ops``: those with the name of an op."""

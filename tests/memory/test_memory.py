@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import (
+    AdamW,
     CheckpointConfig,
     MemoryPlan,
     attention_forward,
@@ -44,6 +45,8 @@ from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 from unsloth_cupy.training import tape
 from unsloth_cupy.training.gradients import sum_gradients
+
+from ..models import peers
 
 GIB = 2**30
 SMALL = {
@@ -287,6 +290,41 @@ def test_many_passes_are_planned_as_two(
     assert len(few.moments) < len(many.moments)
     for name in (*few.at_peak, "total", "at_peak", "layers", "workspaces"):
         assert getattr(few, name) == getattr(many, name), name
+
+
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        *(
+            (label, {})
+            for label in ("mixtral", "qwen2_moe", "gpt_oss", "glm4_moe groups", "phimoe")
+        ),
+        *((label, {}) for label in ("youtu", "deepseek_v2", "qwen3_5_text", "qwen3_next")),
+        *((label, {"mamba_expand": 1}) for label in ("bamba", "falcon_h1")),
+        *(("kimi_linear", {}), ("mamba2", {"expand": 1})),
+    ],
+)
+def test_experts_latents_and_states_are_planned(label: str, change: dict[str, Any]) -> None:
+    """On a CPU, of experts, the worst choice: as many tokens as there are to as few as can be."""
+    config = peers.SIZES | (peers.RELATIVES | peers.MIXTURES)[label]
+    config |= {"hidden_size": 64, "vocab_size": 512} | change
+    ids = np.random.default_rng(0).integers(3, 512, (2, 96))
+    plan = plan_memory(config, batch=2, tokens=96, dtype="float32", device="cpu")
+    model = models.create(config, seed=0)
+    optimizer = AdamW(model.trainable)
+
+    def step() -> None:
+        _, gradients = model.loss_and_gradients(ids, ids)
+        optimizer.step(gradients, factor=0.5)
+
+    step()
+    with memory_pool(held=[*model.parameters.values(), *optimizer.state().values()]) as pool:
+        step()
+        pool.reset_peak()
+        step()
+    assert -(2**17) < plan.total - pool.peak < 0.05 * pool.peak
+    on_a_gpu = plan_memory(config, batch=2, tokens=96, dtype="bfloat16", device="cuda")
+    assert on_a_gpu.total > 0
 
 
 def test_parts_add_up_to_the_peak() -> None:

@@ -1,24 +1,20 @@
 """The kernel that drops elements of rows, by a seed of the host or of the device."""
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError
 from unsloth_cupy.ops.linear.dropout import dropped_rows
 
-from ..harness.parity import Case, KernelAlone, _shifted, emulator, on_gpu
+from ..harness.parity import Case, KernelCompared, _shifted
 
 SEED = 2**64 - 3
 
 
-class TestDropout(KernelAlone):
+class TestDropout(KernelCompared):
     """The bits of the definition."""
 
     op = "lora_linear_forward"
@@ -31,22 +27,7 @@ class TestDropout(KernelAlone):
         Case("in place", shape=(4, 16), over=True),
     )
 
-    def prove(self, case: Case, dtype: Any) -> None:
-        """Equal to the definition."""
-        self.compare(case, dtype, np.asarray, emulator)
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        self.compare(case, dtype, on_gpu, contextlib.nullcontext)
-
-    def compare(
-        self,
-        case: Case,
-        dtype: Any,
-        place: Callable[[Any], Any],
-        running: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         rows = np.random.default_rng(0).standard_normal(case.both["shape"]).astype(dtype)
         kind = case.both.get("key")
         bits = np.array(-3, kind or "int64")

@@ -1,6 +1,5 @@
 """The kernels that see all gradients; tests/training/test_gradients.py judges the definition."""
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from unsloth_cupy.ops.optimizers import adamw_step
 from unsloth_cupy.ops.optimizers import gradients as launches
 from unsloth_cupy.training import loss_scaler
 
-from ..harness.parity import EPS, Case, KernelAlone, emulator, on_gpu
+from ..harness.parity import EPS, Case, KernelCompared, emulator
 from ..machines import stand_in
 from ..machines.cuda_on_cpu.traffic import counted
 
@@ -43,7 +42,7 @@ def host(array: Any) -> np.ndarray:
     return np.asarray(array.get() if hasattr(array, "get") else array)
 
 
-class TestGradients(KernelAlone):
+class TestGradients(KernelCompared):
     op = "adamw_"
     cases = (
         Case("many"),
@@ -55,7 +54,7 @@ class TestGradients(KernelAlone):
 
     def prove(self, case: Case, dtype: Any) -> None:
         """Norm, factor, scaled and divided gradients equal those of the definition."""
-        self.compare(case, dtype, emulator, np.asarray)
+        super().prove(case, dtype)
         gradients = drawn(case, dtype)
         next(iter(gradients.values())).reshape(-1)[-1] = np.inf
         before = {name: array.tobytes() for name, array in gradients.items()}
@@ -63,16 +62,11 @@ class TestGradients(KernelAlone):
             assert clip_gradients(gradients, 1.0) == np.inf
         assert {name: array.tobytes() for name, array in gradients.items()} == before
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        self.compare(case, dtype, contextlib.nullcontext, on_gpu)
-
-    def compare(self, case: Case, dtype: Any, where: Any, place: Callable[[Any], Any]) -> None:
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         wide = {n: g.astype(np.float64) for n, g in drawn(case, dtype).items()}
         norm = math.sqrt(sum((g**2).sum() for g in wide.values()))
         for limit in (norm * 0.37, norm * 2):
-            with where():
+            with running():
                 clipped, kept = drawn(case, dtype, place), drawn(case, dtype, place)
                 actual = clip_gradients(clipped, limit)
                 scaler = LossScaler(1024.0)

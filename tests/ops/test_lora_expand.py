@@ -1,9 +1,6 @@
 """The kernel that adds products of low ranks to results."""
 
-import contextlib
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -11,11 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.linear import _lora_expand
 from unsloth_cupy.ops.linear._lora_expand import add_low_rank_rows, add_low_ranks
 
-from ..harness.parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
+from ..harness.parity import Arrays, Case, KernelCompared, _shifted, emulator, within_rule
 from ..machines.cuda_on_cpu.traffic import counted
 
 SCALES = (0.5, 2.0, 1.0)
@@ -46,7 +42,7 @@ def added(y: Any, low: Any, *factors: Any, by_rank: bool) -> Arrays:
     return {"y": y}
 
 
-class TestLoraExpand(KernelAlone):
+class TestLoraExpand(KernelCompared):
     """All products from one launch, in place."""
 
     op = "lora_up"
@@ -61,22 +57,7 @@ class TestLoraExpand(KernelAlone):
         Case("beyond the table", rows=3, columns=(16,), ranks=(193,), launches=0),
     )
 
-    def prove(self, case: Case, dtype: Any) -> None:
-        """Near the definition."""
-        self.compare(case, dtype, np.asarray, emulator)
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        self.compare(case, dtype, on_gpu, contextlib.nullcontext)
-
-    def compare(
-        self,
-        case: Case,
-        dtype: Any,
-        place: Callable[[Any], Any],
-        running: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         by_rank, launches = case.both.get("by_rank", False), case.both.get("launches", 1)
         sizes = (case.both[name] for name in ("rows", "columns", "ranks"))
         inputs = drawn(*sizes, dtype, by_rank)

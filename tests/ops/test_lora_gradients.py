@@ -1,7 +1,4 @@
-import contextlib
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -14,7 +11,7 @@ from unsloth_cupy.ops.linear import _lora_gradients
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 from unsloth_cupy.ops.linear.lora_linears import lora_up_backward
 
-from ..harness.parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
+from ..harness.parity import Arrays, Case, KernelCompared, _shifted, emulator, within_rule
 from ..machines.cuda_on_cpu.traffic import counted
 from ..machines.stand_in import gpu
 
@@ -35,7 +32,7 @@ def gradients(dy: np.ndarray, low: np.ndarray, b: np.ndarray, scale: float = 1.0
     return {"dlow": dlow, "db": db}
 
 
-class TestLoraGradients(KernelAlone):
+class TestLoraGradients(KernelCompared):
     """Both products of dy with the low rank, from one launch."""
 
     op = "lora_up"
@@ -55,18 +52,7 @@ class TestLoraGradients(KernelAlone):
         processors = case.both.get("processors", 1)
         self.compare(case, dtype, np.asarray, functools.partial(emulator, processors=processors))
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        self.compare(case, dtype, on_gpu, contextlib.nullcontext)
-
-    def compare(
-        self,
-        case: Case,
-        dtype: Any,
-        place: Callable[[Any], Any],
-        running: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         rows, outputs, rank, scale, shift, launches = (
             case.both.get(name, default)
             for name, default in (

@@ -18,8 +18,6 @@ from ..inference.paged_rows import PagedRows
 from ..parallel.communicator import Communicator
 from ..parallel.zero3 import Parts
 from ..placement import on_gpu_of_attribute, to_device_of
-from ..training.checkpoint import CheckpointConfig
-from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from ..training.variable import Var
 from .adapters.adapter import Adapter, Seeds
@@ -166,81 +164,6 @@ class Network(Summary):
         model.__dict__ |= self.__dict__
         model.parameters, model.step, model.reached = {**parameters}, step, reached
         return model
-
-    def value_and_gradients(
-        self,
-        function: Callable[[Any], Any],
-        *,
-        checkpoint: CheckpointConfig | None = None,
-        scaler: LossScaler | None = None,
-        seed: int | None = None,
-        graph: bool = False,
-    ) -> tuple[Any, dict[str, Array]]:
-        """Return ``function(model)`` and its gradient with respect to every ``trainable`` array.
-
-        Parameters
-        ----------
-        function : callable
-            Takes this model on a tape, whose ``logits`` and ``loss`` are Vars; returns a Var of
-            shape ().
-        checkpoint : CheckpointConfig, optional
-            If enabled, the tape keeps the input of each group of blocks, and backward computes
-            them again: less memory, more time, the same bits.
-        scaler : LossScaler, optional
-            Scales the gradients, not the value; overflow becomes infinite without a warning.
-        seed : int, optional
-            Turns the adapter's dropout on; each step should pass a new one.
-        graph : bool
-            On a GPU, capture the call into a CUDA graph, and launch that from the third call of a
-            form on: the same bits, one launch.  The results are then overwritten by the next call.
-            function must be a ``functools.partial`` of a function that reads nothing else that
-            changes: calls are of one form if its keywords are arrays of equal shapes, and equal
-            otherwise.  What cannot be captured runs as without: ``explain`` says why.
-
-        Returns
-        -------
-        value : scalar
-            In the dtype of the Var; float64 if function returns ``model.loss`` itself.
-        gradients : {name: array}
-
-        Raises
-        ------
-        ConfigError
-            An option is invalid.
-        GradientError
-            function returned something else than a scalar of this tape, or used an op that has no
-            gradient.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from unsloth_cupy import cross_entropy
-        >>> from unsloth_cupy.models import create
-        >>> model = create(
-        ...     {
-        ...         "model_type": "llama",
-        ...         "vocab_size": 99,
-        ...         "hidden_size": 32,
-        ...         "intermediate_size": 64,
-        ...         "num_hidden_layers": 1,
-        ...         "num_attention_heads": 2,
-        ...     },
-        ...     seed=0,
-        ... )
-        >>> tokens = np.arange(12).reshape(2, 6)
-        >>> def last_token(model):
-        ...     return cross_entropy(model.logits(tokens[:, :-1])[:, -1], tokens[:, -1]).mean()
-        >>> loss, gradients = model.value_and_gradients(last_token)
-        >>> assert gradients.keys() == model.trainable.keys()
-        """
-        if scaler is not None and not isinstance(scaler, LossScaler):
-            raise ConfigError(f"value_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
-        if not callable(function):
-            raise ConfigError(f"value_and_gradients({function!r}): pass a function of a model")
-        step = TrainingStep(checkpoint, scaler, seed)
-        if graph:
-            return self.graphs(self, self.passes, function, step)
-        return self.passes(function, step)
 
     @cached_property
     def graphs(self) -> Graphs:

@@ -195,10 +195,10 @@ def test_a_row_has_the_same_bits_beside_others(options: Any) -> None:
 
 def test_a_row_of_top_k_has_the_same_bits_beside_others() -> None:
     rng = np.random.default_rng(0)
-    case = kept(1031, 4, 40)
+    case = kept(1031, 8, 40)
     tokens, logs = (case[name](rng) for name in ("tokens", "log_probs"))
-    arrays = rng.standard_normal((4, 3), np.float32), tokens, logs.astype(np.float32)
-    weight, ones = rng.standard_normal((1031, 3), np.float32), np.ones(4, np.float32)
+    arrays = rng.standard_normal((8, 3), np.float32), tokens, logs.astype(np.float32)
+    weight, ones = rng.standard_normal((1031, 3), np.float32), np.ones(8, np.float32)
 
     def both(part: slice) -> list[Any]:
         x, *teacher = (array[part].copy() for array in arrays)
@@ -208,8 +208,10 @@ def test_a_row_of_top_k_has_the_same_bits_beside_others() -> None:
             dx, *_ = uc.linear_top_k_divergence_backward(*of_rows)
         return [loss, dx]
 
-    for alone, beside in zip(both(slice(1, 2)), both(slice(0, 4)), strict=True):
-        np.testing.assert_array_equal(alone, beside[1:2])
+    together = both(slice(0, 8))
+    for row in range(1, 8):
+        for alone, beside in zip(both(slice(row, row + 1)), together, strict=True):
+            np.testing.assert_array_equal(alone, beside[row : row + 1])
 
 
 @pytest.mark.parametrize("kernel", [False, True])

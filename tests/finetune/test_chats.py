@@ -263,7 +263,7 @@ def test_reasoning_by_any_name_is_kept(key: str, tmp_path: Path) -> None:
 def test_reasoning_has_the_name_by_which_the_template_reads_it(
     key: str, name: str, tmp_path: Path
 ) -> None:
-    """Words of comments, texts and options are no names."""
+    """Words of comments, texts and options are not names."""
     others = "{# reasoning_content, reasoning, thinking #}{{ 'reasoning: thinking' if thinking }}"
     messages = [*chat("Who?"), {"role": "assistant", "content": "", key: "Hm."}]
     read = THINKS.replace("m.reasoning_content", f"m['{name}']")

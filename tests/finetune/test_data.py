@@ -165,7 +165,7 @@ class TestFiles:
         ("name", "data", "said"),
         [
             ("a.csv", b"text,id\nx,1\ny,2,3\n", ":3: has 3 cells, and the first line 2; quote"),
-            ("a.csv", b'text,id\nx,1\n"y,2\nz,3\n', ":3: is no row ("),
+            ("a.csv", b'text,id\nx,1\n"y,2\nz,3\n', ":3: is not a row ("),
             ("a.csv", b"text,id\nx,1\n\xff,2\n", ":3: is not UTF-8: byte 0 is 0xff; convert"),
             ("a.csv", b"text,text\nx,1\n", ":1: its first line is 'text', 'text'; write the names"),
             ("a.csv", b"a,b\nx,1\n", ":2: holds 'a', 'b'; write one of these forms"),
@@ -178,7 +178,7 @@ class TestFiles:
             ("a.jsonl", b'{"messages": ' + b"[" * 99999 + b"\n", ":1: cannot be read as JSON"),
             ("a.json", b'{"data": [' + b"[" * 99999, ":1: cannot be read as JSON"),
             ("a.json", b'[{"text": "' + b"x" * 2**21 + b'"}]', ":1: an object has more than 1 MiB"),
-            ("a.csv", b'text,id\n"' + b"x\n" * 2**20 + b'",1', ":2: is no row (field larger"),
+            ("a.csv", b'text,id\n"' + b"x\n" * 2**20 + b'",1', ":2: is not a row (field larger"),
             ("a.jsonl", b'{"text": "a"\n{"text": "b"}', ":1: is not JSON (Expecting ',' delimiter"),
             ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: holds '   "),
             ("a.txt", b"", "is empty"),

@@ -84,7 +84,7 @@ def test_the_reported_loss_is_that_of_the_file(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_so_it_is_of_all_kinds(kind: str, base: Path, text: Path, tmp_path: Path) -> None:
-    run = trained(base, text, tmp_path / "run", merge_into=kind, quantize="nf4")
+    run = trained(base, text, tmp_path / "run", merge_into=kind, merge_from=2, quantize="nf4")
     assert held_out(run, merged(run, kind)[1]) == reported(run)[-1]
 
 

@@ -314,7 +314,7 @@ class TestHighEntropy(Constant):
         Case("a third", rows=3, tokens=5, share=0.3),
         Case("none", rows=0, tokens=5, share=0.3),
     )
-    test_any_strides = None  # its results are no floats
+    test_any_strides = None  # its results are not floats
 
 
 class TestWpoWeights(Constant):
@@ -431,7 +431,7 @@ def test_bad_options(call: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: losses.preference(A[:3], M[:3]), "3 rows are no pairs; the first half are the"),
+        (lambda: losses.preference(A[:3], M[:3]), "3 rows are not pairs; the first half are the"),
         (lambda: losses.preference(A, M[:, :2]), r"mask has tokens=2; it must be 3"),
         (lambda: losses.preference(A, M, weights=A[:, 0]), "weights has 4 numbers for 2 pairs"),
         (
@@ -439,10 +439,10 @@ def test_bad_options(call: Any, words: str) -> None:
             r"advantages of kind='rloo' must be \(rows,\)",
         ),
         (lambda: losses.policy(A, M, A[:, 0], kind="gmpo", weights=A), r"must be \(rows, 1\)"),
-        (lambda: losses.advantages(A[:, 0], 3), "4 rows are no whole groups of 3"),
+        (lambda: losses.advantages(A[:, 0], 3), "4 rows are not whole groups of 3"),
         (lambda: losses.reward(A[:, 0], margin=A[:, 0]), "margin has 4 numbers for 2 pairs"),
         (lambda: losses.contrastive(A, A[:3]), "3 documents for 4 queries; pass at least as many"),
-        (lambda: losses.wpo_weights(A[:3], A[:3], M[:3]), "3 rows are no pairs"),
+        (lambda: losses.wpo_weights(A[:3], A[:3], M[:3]), "3 rows are not pairs"),
     ],
 )
 def test_shapes_that_do_not_fit(call: Any, words: str) -> None:

@@ -209,6 +209,28 @@ def test_patterns_of_rank_and_alpha(tmp_path: Path) -> None:
     assert np.abs(load(LLAMA, dtype="float32", lora=tmp_path).logits(TOKENS) - logits).max() < 1e-4
 
 
+@pytest.mark.parametrize("alpha", [0, -6])
+def test_any_alpha_is_a_factor(alpha: int, tmp_path: Path) -> None:
+    """Also none, and one that takes away what the adapter learned."""
+    shutil.copytree(FOLDER, tmp_path / "adapter")
+    broken({"lora_alpha": alpha})(tmp_path / "adapter")
+    base = load(LLAMA, dtype="float32")
+    model = load(LLAMA, dtype="float32", lora=tmp_path / "adapter")
+    own = model.adapter.parameters
+    for name in model.adapter.scales:
+        a, b = (own[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+        base.parameters[f"{name}.weight"] += alpha / 4 * b @ a
+    assert np.abs(model.logits(TOKENS) - base.logits(TOKENS)).max() < 1e-4
+
+
+def test_settings_that_are_not_known_are_said(tmp_path: Path) -> None:
+    """As of a later peft, whose new kind of LoRA would be read as a plain one in silence."""
+    shutil.copytree(FOLDER, tmp_path / "adapter")
+    broken({"use_new_lora": True, "another": None})(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"not known here, .* without them: use_new_lora$"):
+        load(LLAMA, lora=tmp_path / "adapter")
+
+
 def test_an_adapter_finds_its_base_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +432,14 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
         (broken({"init_lora_weights": "loftq"}), "'loftq' changed; convert it in peft"),
         (broken({"bias": "all"}), "bias is 'all', which is not supported"),
         (broken({"modules_to_save": ["lm_head"]}), "lm_head.weight is missing"),
-        (broken({"lora_alpha": -1}), "lora_alpha is -1; it must be positive"),
+        (broken({"lora_alpha": float("inf")}), "lora_alpha is inf; it must be a number"),
+        (broken({"init_lora_weights": "olora", "lora_alpha": -1}), "the scale is -0.25; take an"),
+        (broken({"init_lora_weights": "PiSSA"}), "is 'PiSSA', which is not known; merge the"),
+        (broken({"r": 4.0}), "r is 4.0; it must be an integer"),
+        (
+            broken({}, rename="base_model.model.model.layers.0.self_attn.q_proj.lora_E.weight"),
+            "lora_E.weight' is not a part of LoRA that is known",
+        ),
         (broken({"lora_dropout": 2}), "lora_dropout is 2"),
         (broken({"r": float("nan")}), "r is nan"),
         (broken({"alora_invocation_tokens": [1]}), "alora_invocation_tokens is"),

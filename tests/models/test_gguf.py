@@ -278,7 +278,7 @@ def test_types_of_mixtures(kind: str, tied: bool, tmp_path: Path) -> None:
     assert types["token_embd.weight"] == (head if tied else layers)
     assert types.get("output.weight", head) == head
     assert types["blk.0.ffn_norm.weight"] == "f32"
-    down = types["blk.0.ffn_down.weight"]  # rows of 96 are no whole blocks of 256
+    down = types["blk.0.ffn_down.weight"]  # rows of 96 are not whole blocks of 256
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[down.upper()]][0] == 32
     assert report.notes == (() if down == layers else report.notes[:1])
     assert all(f"the rows of 1 tensor: {down} (blk.0.ffn_down" in note for note in report.notes)
@@ -348,9 +348,11 @@ def test_an_adapter_alone(init: str | None, tmp_path: Path) -> None:
     model.save_adapter(tmp_path / "adapter")
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     rank = settings["r"]
-    settings |= {"alpha_pattern": {"q_proj": 3 * settings["lora_alpha"]}}
+    patterns = {"q_proj": 3 * settings["lora_alpha"], "layers.0.mlp.down_proj": 0}
+    settings |= {"alpha_pattern": patterns}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     model.adapter.scales |= {n: 6.0 for n in model.adapter.scales if n.endswith("q_proj")}
+    model.adapter.scales["model.layers.0.mlp.down_proj"] = 0.0  # the first one in a folder
     models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="f32")
     models.export_gguf(model, tmp_path / "merged.gguf", kind="f32")
     base, merged = (read(tmp_path / f"{name}.gguf")[1] for name in ("m", "merged"))

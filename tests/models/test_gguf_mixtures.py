@@ -249,7 +249,7 @@ def test_what_is_trained_through_a_file_is_in_it(tmp_path: Path) -> None:
 
 
 def test_other_types_are_as_wide_beside_experts_in_16_bits(tmp_path: Path) -> None:
-    """Experts whose rows are no whole blocks are f16; that is not the dtype of the other types."""
+    """Experts whose rows are not whole blocks are f16; that is not the dtype of the other types."""
     make(tmp_path / "m", MIXTURES["qwen2moe"])
     models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="q4_0")
     tensors = {each.name: each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors}

@@ -25,6 +25,7 @@ OF_MODELS = [case for case in CASES if case.name.endswith("_adapter")]
 IDS = np.random.default_rng(0).integers(3, 97, (2, 12))
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+MODEL, PROJECTIONS = "model.safetensors", ("gate_proj", "up_proj", "down_proj")
 
 
 def loaded(case: OpCase) -> Transformer:
@@ -154,6 +155,138 @@ def test_merge_writes_the_tensors_of_the_base(label: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(again.parameters[name], array, err_msg=name)
 
 
+@pytest.mark.parametrize(("label", "wide"), [("mixtral", False), ("deepseek_v3", True)])
+def test_routers_of_peft_learn_and_merge(label: str, wide: bool, tmp_path: Path) -> None:
+    """peft's "all-linear" names gate.weight among target_parameters; patterns match that name."""
+    model = create(SIZES | MIXTURES[label], seed=0)
+    model.save(tmp_path / "base")
+    assert model.config.experts.wide == wide
+    model.add_adapter(4, alpha=2, targets=["o_proj"])
+    model.save_adapter(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / SETTINGS).read_text())
+    settings |= {"target_parameters": ["gate.weight"], "rank_pattern": {"gate.weight": 3}}
+    settings |= {"alpha_pattern": {"mlp.gate.weight": 6, "gate": 50}}
+    (tmp_path / "adapter" / SETTINGS).write_text(json.dumps(settings))
+    tensors, rng = load_file(tmp_path / "adapter" / FILE), np.random.default_rng(0)
+    routers = [name for name in model.parameters if name.endswith(".mlp.gate.weight")]
+    assert len(routers) == sum(model.config.experts.sparse)
+    pairs = {}
+    for name in routers:
+        count, hidden = model.parameters[name].shape
+        pair = (rng.normal(0, 0.3, shape).astype("f4") for shape in ((3, hidden), (count, 3)))
+        module = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        pairs[name] = dict(zip((f"{module}A.weight", f"{module}B.weight"), pair, strict=True))
+        tensors |= pairs[name]
+    save_file(tensors, tmp_path / "adapter" / FILE)
+    adapted = load(tmp_path / "base", lora=tmp_path / "adapter")
+    model.adapter = None
+    for name, pair in pairs.items():
+        a, b = pair.values()
+        model.parameters[name] = model.parameters[name] + 2 * b @ a
+    np.testing.assert_allclose(adapted.logits(IDS), model.logits(IDS), rtol=0, atol=1e-4)
+    _, expected = model.loss_and_gradients(IDS, IDS)
+    _, actual = adapted.loss_and_gradients(IDS, IDS)
+    for name, pair in pairs.items():
+        (down, a), (up, b) = pair.items()
+        for own, exact in ((down, 2 * b.T @ expected[name]), (up, 2 * expected[name] @ a.T)):
+            assert np.linalg.norm(actual[own] - exact) < 1e-4 * np.linalg.norm(exact), own
+    adapted.save_adapter(tmp_path / "again")
+    written = load_file(tmp_path / "again" / FILE)
+    for pair in pairs.values():
+        for own, array in pair.items():
+            np.testing.assert_array_equal(written[own], array)
+    merge(tmp_path / "again", tmp_path / "merged", base=tmp_path / "base")
+    merged = load(tmp_path / "merged").logits(IDS)
+    np.testing.assert_allclose(merged, model.logits(IDS), rtol=0, atol=1e-4)
+
+
+def of_single_experts(folder: Path, label: str, **changes: Any) -> tuple[Path, Path, Any]:
+    """Write a mixture and an adapter with the names of transformers 4; return both, and a model.
+
+    That has the sums W + scale B A, by the names and shapes of the file.
+    """
+    model = create(SIZES | MIXTURES[label] | {"output_router_logits": False}, seed=0)
+    model.save(folder / "base")
+    model.add_adapter(3, alpha=5, targets=["q_proj"])
+    model.save_adapter(folder / "adapter")
+    model.adapter = None
+    tensors, weights = (load_file(folder / part) for part in (f"adapter/{FILE}", f"base/{MODEL}"))
+    rng = np.random.default_rng(0)
+    for name in (name for name in weights if ".experts." in name or ".gate.w" in name):
+        outputs, inputs = weights[name].shape
+        pair = [rng.normal(0, 0.2, shape).astype("f4") for shape in ((3, inputs), (outputs, 3))]
+        weights[name] += 5 / (3**0.5 if changes.get("use_rslora") else 3) * pair[1] @ pair[0]
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {
+            f"{layer}.lora_{part}.weight": each for part, each in zip("AB", pair, strict=True)
+        }
+    save_file(tensors, folder / "adapter" / FILE)
+    settings = json.loads((folder / "adapter" / SETTINGS).read_text())
+    names = ["q_proj", "gate", *(["w1", "w2", "w3"] if label == "mixtral" else PROJECTIONS)]
+    settings |= {"target_modules": names} | changes
+    (folder / "adapter" / SETTINGS).write_text(json.dumps(settings))
+    (folder / "sums").mkdir()
+    save_file(weights, folder / "sums" / MODEL)
+    (folder / "sums" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    return folder / "base", folder / "adapter", load(folder / "sums")
+
+
+@pytest.mark.parametrize(
+    ("label", "changes"),
+    [("mixtral", {}), ("mixtral", {"use_rslora": True}), ("qwen3_moe window", {})],
+    ids=str,
+)
+def test_adapters_of_single_experts_are_those_of_stacks(
+    label: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    base, adapter, expected = of_single_experts(tmp_path, label, **changes)
+    model = load(base, lora=adapter)
+    assert {*model.adapter.stacks} == {name for name in model.parameters if "experts." in name}
+    np.testing.assert_allclose(model.logits(IDS), expected.logits(IDS), rtol=0, atol=1e-4)
+    merge(adapter, tmp_path / "merged", base=base)
+    for name, array in load(tmp_path / "merged").parameters.items():
+        np.testing.assert_allclose(array, expected.parameters[name], atol=1e-6, err_msg=name)
+    model.save_adapter(tmp_path / "again")
+    again = load(base, lora=tmp_path / "again")
+    np.testing.assert_array_equal(again.logits(IDS), model.logits(IDS))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", ["mixtral", "qwen3_moe window"])
+def test_peft_reads_single_experts_as_we_do(label: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch computes the references")
+    transformers = pytest.importorskip("transformers", reason="transformers has the models")
+    peft = pytest.importorskip("peft", reason="peft computes the references")
+    base, adapter, _ = of_single_experts(tmp_path, label)
+    model = load(base, lora=adapter)
+    model.save_adapter(tmp_path / "again")
+    for folder in (adapter, tmp_path / "again"):
+        whole = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+        with torch.no_grad():
+            logits = peft.PeftModel.from_pretrained(whole, folder)(torch.tensor(IDS)).logits
+        np.testing.assert_allclose(model.logits(IDS), logits.numpy(), rtol=0, atol=1e-4)
+
+
+def test_what_single_experts_cannot_say(tmp_path: Path) -> None:
+    base, adapter, _ = of_single_experts(tmp_path, "mixtral", lora_dropout=0.1)
+    with pytest.warns(UserWarning, match=r"lora_dropout=0\.1 is left out, as stacks of experts"):
+        load(base, lora=adapter)
+    settings = json.loads((adapter / SETTINGS).read_text()) | {"lora_dropout": 0.0}
+    for change in ({"alpha_pattern": {"w1": 9}}, {"rank_pattern": {"block_sparse_moe.gate": 3}}):
+        (adapter / SETTINGS).write_text(json.dumps(settings | change))
+        with pytest.raises(ConfigError, match="which is a part of a stack or has another name"):
+            load(base, lora=adapter)
+    (adapter / SETTINGS).write_text(json.dumps(settings))
+    tensors = load_file(adapter / FILE)
+    del tensors["base_model.model.model.layers.1.block_sparse_moe.experts.3.w3.lora_B.weight"]
+    save_file(tensors, adapter / FILE)
+    with pytest.raises(
+        ConfigError, match=r"lora_B.weight of expert 3 of .*1\.mlp.*gate_up_proj is"
+    ):
+        load(base, lora=adapter)
+
+
 def test_targets() -> None:
     model = create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
     model.add_adapter(2, targets=("q_proj", STACKS[1]))
@@ -217,13 +350,13 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is no"),
-        ({"target_parameters": ["mlp.gate.weight"]}, "names mlp.gate.weight, which is not a stack"),
+        ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is ne"),
+        ({"target_parameters": ["norm.weight"]}, "norm.weight, which is neither a stack of a mix"),
         ({"target_parameters": "mlp"}, "must be a list of names"),
         ({"target_parameters": []}, "does not belong to a linear layer"),
-        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of stacks have none"),
-        ({"use_dora": True}, "use_dora is True, and adapters of stacks have none"),
-        ({"init_lora_weights": "pissa"}, "adapters of stacks begin with no part of a weight"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of target_p"),
+        ({"use_dora": True}, "use_dora is True, and adapters of target_param"),
+        ({"init_lora_weights": "pissa"}, "'pissa', and adapters of target_parameters have"),
         ({"r": 3}, r"lora_A.weight is \(8, 32\); it must be \(12, 32\)"),
     ],
 )

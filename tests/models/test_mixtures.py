@@ -168,8 +168,9 @@ def test_broken_stacks_are_named(folder, change, message):
         load(folder)
 
 
-def test_routers_stay_float32(tmp_path):
-    """What transformers keeps in float32 is not rounded: routers of GLM, and corrections."""
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
+def test_routers_stay_float32(stored, tmp_path):
+    """What transformers keeps in float32 is not rounded, or wide again: routers, corrections."""
     create(SIZES | MIXTURES["glm4_moe"], seed=0).save(tmp_path)
 
     def change(tensors):
@@ -177,7 +178,9 @@ def test_routers_stay_float32(tmp_path):
             if "mlp.gate." not in name:
                 tensors[name] = array.astype(ml_dtypes.bfloat16)
             elif "correction" in name:
-                tensors[name] = RNG.standard_normal(array.shape).astype(np.float32)
+                tensors[name] = RNG.standard_normal(array.shape).astype(stored)
+            else:
+                tensors[name] = array.astype(stored)
 
     rewrite(tmp_path, change)
     for dtype in (None, "bfloat16"):

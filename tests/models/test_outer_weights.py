@@ -389,14 +389,26 @@ def test_what_an_adapter_cannot_train(options: dict[str, Any], message: str) -> 
 
 
 @quiet
-@pytest.mark.parametrize("base", ["tied", "untied"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"trainable_token_indices": [68, 3]}, {"modules_to_save": ["lm_head", "embed_tokens"]}],
+    ("base", "options"),
+    [
+        *(
+            (base, options)
+            for base in ("tied", "untied")
+            for options in (
+                {},
+                {"trainable_token_indices": [68, 3]},
+                {"modules_to_save": ["lm_head", "embed_tokens"]},
+            )
+        ),
+        ("tied", {"modules_to_save": ["lm_head"]}),
+        ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("tied", {"target_modules": ["q_proj", "lm_head"]}),
+    ],
     ids=str,
 )
 def test_a_vocabulary_that_grew_for_an_adapter_comes_with_it(
-    options: Any, base: str, tmp_path: Path
+    base: str, options: Any, tmp_path: Path
 ) -> None:
     """Beside the adapter, peft writes the base's tables if config.json there has other sizes."""
     peft = pytest.importorskip("peft", reason="whose files these are")
@@ -406,7 +418,10 @@ def test_a_vocabulary_that_grew_for_an_adapter_comes_with_it(
     folder, tokens = LOSSES / "tokens" / base, np.where(TOKENS % 5 == 0, 68, TOKENS)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     whole.resize_token_embeddings(70)
-    peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+    with torch.no_grad():
+        alone = whole(torch.from_numpy(tokens)).logits.numpy()
+    options = {"target_modules": ["q_proj"]} | options
+    peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, **options))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in (each for each in peer.parameters() if each.requires_grad):
@@ -416,6 +431,7 @@ def test_a_vocabulary_that_grew_for_an_adapter_comes_with_it(
     model = load(folder, dtype="float32", lora=tmp_path / "adapter")
     assert model.config.vocab == 70
     np.testing.assert_allclose(model.logits(tokens), expected, atol=1e-4)
+    np.testing.assert_allclose(model.base.logits(tokens), alone, atol=1e-4)
     merge(tmp_path / "adapter", tmp_path / "merged", base=folder, dtype="float32")
     model.merge_adapter()
     model.save(tmp_path / "saved")
@@ -466,6 +482,18 @@ def test_an_adapter_of_a_vocabulary_that_grew_is_whole(
     with torch.no_grad():
         actual = peer(torch.from_numpy(tokens)).logits.numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_rows_under_low_rank_weights_of_a_tied_head_are_refused(tmp_path: Path) -> None:
+    """peft adds these to the changed rows, which a head with a table of its own would lack."""
+    folder = LOSSES / "tokens" / "tied"
+    adapted("tied", tokens=[3]).save_adapter(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    pair = {"A": np.ones((2, 32), np.float32), "B": np.ones((64, 2), np.float32)}
+    tensors |= {f"{PREFIX}lm_head.lora_{part}.weight": each for part, each in pair.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="lm_head has low-rank weights beside rows of the table"):
+        load(folder, lora=tmp_path)
 
 
 def test_no_tokens_are_none(tmp_path: Path) -> None:

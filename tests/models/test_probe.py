@@ -34,7 +34,7 @@ def adapted(folder: Path, config: Any = WIDE, **options: Any) -> models.Transfor
 def test_an_export_of_other_weights_is_refused(
     kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A merge that leaves a layer out is no rounding, however coarse the file is."""
+    """A merge that leaves a layer out is not rounding, however coarse the file is."""
     model = adapted(tmp_path)
     source: Any = model if place == "memory" else tmp_path / "adapter"
     merge = Adapter.merge

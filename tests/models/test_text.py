@@ -106,9 +106,13 @@ def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -
         ([{"role": "user"}], {}, r"prompt\[0\] has no content; pass a text, or \[{"),
         ([*ASKED, {"role": "user", "content": None}], {}, r"prompt\[1\] has no content; pass"),
         ([{"content": "a"}], {}, r"prompt\[0\] has no role; pass a text"),
-        ({"role": "user", "content": "a"}, {}, "prompt={'role': 'user', 'content': 'a'} is no ch"),
-        (None, {}, "prompt=None is no chat; pass"),
-        (["a", "b"], {}, r"prompt=\['a', 'b'\] is no chat; pass"),
+        (
+            {"role": "user", "content": "a"},
+            {},
+            "prompt={'role': 'user', 'content': 'a'} is not a",
+        ),
+        (None, {}, "prompt=None is not a chat; pass"),
+        (["a", "b"], {}, r"prompt=\['a', 'b'\] is not a chat; pass"),
     ],
 )
 def test_wrong_calls(prompt: Any, options: Any, said: str, folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.tape import Tape
 
 from ..machines.stand_in import gpu
-from .exported import make
+from .exported import make, read
 from .peers import MIXTURES, RELATIVES, SIZES
 
 # rows of whole blocks of 256, but for those of down_proj, which have a type of smaller blocks
@@ -90,6 +90,42 @@ def test_the_file_holds_the_weights_that_were_used(
 ) -> None:
     """In equal bits: weights, loss and generated tokens; a merge says that all is kept."""
     _holds(kind, quantize, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4", "int8"])
+def test_bitsandbytes_reads_those_very_weights(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="bitsandbytes is made of it")
+    functional = pytest.importorskip("bitsandbytes", reason="whose folder it is").functional
+    from safetensors.torch import load_file
+
+    expected = used(through(tmp_path, kind))
+    merged(tmp_path, kind)
+    tensors = load_file(tmp_path / "merged" / "model.safetensors")
+    for name in (name for name in expected if name.endswith("proj.weight")):
+        parts = {n.removeprefix(f"{name}."): each for n, each in tensors.items() if name in n}
+        if kind == "int8":
+            sizes = tensors[f"{name.removesuffix('weight')}SCB"].float() / 127
+            actual = tensors[name].float() * sizes[:, None]
+        else:
+            state = functional.QuantState.from_dict(
+                {n: each for n, each in parts.items() if n != name}, device=torch.device("cpu")
+            )
+            state.dtype = torch.float32
+            actual = functional.dequantize_4bit(tensors[name], state)
+        np.testing.assert_array_equal(actual.numpy(), expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0", "q4_k"])
+def test_gguf_reads_those_very_weights(kind: str, tmp_path: Path) -> None:
+    expected = used(through(tmp_path, kind, "nf4"))
+    merged(tmp_path, kind)
+    tensors = read(tmp_path / "m.gguf")[1]
+    names = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+    names |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+    for module, stored in names.items():
+        actual = tensors[f"blk.0.{stored}.weight"]
+        np.testing.assert_array_equal(actual, expected[f"model.layers.0.{module}.weight"])
 
 
 @pytest.mark.slow
@@ -368,7 +404,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
         mixture.add_adapter(2, merge_into="int8")
     mixture = models.create(SIZES | MIXTURES["gpt_oss"], seed=0)
-    with pytest.raises(ConfigError, match="down_proj have 48 values, no whole blocks of 32; leav"):
+    with pytest.raises(ConfigError, match="down_proj have 48 values, not whole blocks of 32; leav"):
         mixture.add_adapter(2, merge_into="mxfp4")
     hybrid = models.create(SIZES | RELATIVES["mamba2"], seed=0)
     with pytest.raises(

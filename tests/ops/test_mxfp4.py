@@ -138,7 +138,7 @@ def test_experts_with_quantized_stacks(quantize: Make) -> None:
 
 
 def test_only_experts_with_rows_are_made_dense() -> None:
-    """Bytes of an expert without rows are never read: here they are scales that are no numbers."""
+    """Bytes of an expert without rows are never read: here they are scales that are not numbers."""
     stack = uc.mxfp4_quantize(drawn(3, 32, 32))
     expected = uc.grouped_linear(drawn(5, 32, seed=1), stack, np.array([0, 2, 2, 5]))
     stack.scales[1] = 255
@@ -169,7 +169,7 @@ def test_a_stack_is_dense_for_one_product_at_a_time() -> None:
 
 def test_wrong_calls() -> None:
     weight = uc.mxfp4_quantize(drawn(2, 4, 64))
-    with pytest.raises(ShapeError, match=r"rows of w have 40 values, no whole blocks of 32"):
+    with pytest.raises(ShapeError, match=r"rows of w have 40 values, not whole blocks of 32"):
         uc.mxfp4_quantize(drawn(4, 40))
     with pytest.raises(ShapeError, match="weight has 3 axes"):
         uc.linear(drawn(3, 64), weight)

@@ -125,7 +125,7 @@ class Steps:
 
 
 class TestLionStep(Steps, KernelAlone):
-    op, kind, cases = "adamw_", Lion, CASES  # a step is no op
+    op, kind, cases = "adamw_", Lion, CASES  # a step is not an op
 
     def judge(self, plain: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> None:
         """As of other steps; a sum beside 0 may have the other sign, which is 2 lr apart."""

@@ -293,7 +293,7 @@ def test_what_moves() -> None:
     ("options", "problem"),
     [
         ({"kind": "q4_k"}, "choose from nf4"),
-        ({"start": 32}, "no whole blocks of 64"),
+        ({"start": 32}, "not whole blocks of 64"),
         ({"members": 2}, "of 2 members of rank 3"),
         ({"kind": "q4_0", "sizes": np.ones(1, np.float32)}, "1 sizes; q4_0 takes 0"),
         ({"kind": "ternary", "sizes": np.ones(4, np.float32)}, "4 sizes; ternary takes 1"),

@@ -16,7 +16,7 @@ def stream_text(
     prompt: str | Sequence[Message] | Sequence[int],
     **options: Any,
 ) -> tuple[str, int]:
-    """Write a prompt that is no chat, and its continuation, to standard output.
+    """Write a prompt that is not a chat, and its continuation, to standard output.
 
     The options are those of ``Transformer.generate_text``; the prompt may also be tokens.
 

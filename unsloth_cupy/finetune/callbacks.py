@@ -125,7 +125,7 @@ EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 def checked(callbacks: Iterable[Any]) -> list[Any]:
-    """Return callbacks, of classes an instance; raise a ConfigError for what is none."""
+    """Return callbacks, of classes an instance; raise a ConfigError for what is not one."""
     given: Any = callbacks
     if not isinstance(given, list | tuple):
         raise ConfigError(f"Trainer(callbacks={given!r}): pass a list of them")

@@ -84,8 +84,8 @@ def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -
     Raises
     ------
     ConfigError
-        A file cannot be read, holds something else than its name says, has a row that is none, or
-        is for another method; the message has file, line, column and cure.  A row may have 1 MiB; a
-        packed file may grow to 1 GiB or 100 times its size.
+        A file cannot be read, holds something else than its name says, has a row that is not one,
+        or is for another method; the message has file, line, column and cure.  A row may have
+        1 MiB; a packed file may grow to 1 GiB or 100 times its size.
     """
     return found(data, ignore, method=method).read()

@@ -43,7 +43,7 @@ TOKENS = ("input_ids", "labels", "attention_mask")
 MEANING = {"chosen", "rejected", "margin", *LABELS, *SCORES, *WEIGHTS, *MEDIA, *TOKENS}
 LEARNS = "finetune learns the next token of texts"
 SIDES = ("chosen", "rejected")
-RAW = ("completion", "chosen", "rejected")  # behind a prompt in text: no chat
+RAW = ("completion", "chosen", "rejected")  # behind a prompt in text: not a chat
 WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"

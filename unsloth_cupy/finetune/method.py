@@ -49,7 +49,7 @@ class Method:
     sums : int
         How many numbers its objective adds to the sink.
     largest : int
-        How many of them, the last ones, are no sums: their maximum counts.
+        How many of them, the last ones, are not sums: their maximum counts.
     head : str, optional
         The head that it trains, new if the model has another one; None: the model's own.
     names : tuple of str

@@ -233,7 +233,7 @@ def read_records(
     Raises
     ------
     ConfigError
-        A file cannot be read, or a row is no record; the message names file, line and cure.
+        A file cannot be read, or a row is not a record; the message names file, line and cure.
     """
     if not (isinstance(data, list) and data and all(isinstance(e, Located) for e in data)):
         data, more = located(data)

@@ -58,7 +58,7 @@ def rows_of(file: Located, digest: Any) -> Iterator[Row]:
     Raises
     ------
     ConfigError
-        The file cannot be read, or a row is none; the message has file, line and cure.
+        The file cannot be read, or a row is not one; the message has file, line and cure.
     """
     if file.kind in PROCESSED:
         yield from _from_process(unpacked(file), digest)
@@ -240,7 +240,7 @@ def _table(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
             at, read = reader.line_num + 1, 0
     except csv.Error as error:
         cure = "close its quotes, and write a quote inside of quotes twice"
-        _wrong(file, at, f"is no row ({error})", cure)
+        _wrong(file, at, f"is not a row ({error})", cure)
     finally:
         csv.field_size_limit(before)
 

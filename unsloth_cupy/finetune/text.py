@@ -157,7 +157,7 @@ class Text(NamedTuple):
 def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]:
     """Yield the first ``stop`` bytes of a file in blocks, and the characters that end in each.
 
-    A byte order mark at the beginning is no character.
+    A byte order mark at the beginning is not a character.
     """
     decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
     while read < stop and (data := file.read(min(size, stop - read))):

@@ -57,7 +57,7 @@ class OnGpu:
 def allocation_allowed() -> Iterator[None]:
     """Let this thread allocate, and load kernels, in a block while a stream is captured.
 
-    XLA captures in a mode that forbids it: what is allocated is no part of the graph.
+    XLA captures in a mode that forbids it: what is allocated is not a part of the graph.
     """
     exchange = getattr(driver(), "cuThreadExchangeStreamCaptureMode", None)
     mode = ctypes.byref(ctypes.c_int(RELAXED))

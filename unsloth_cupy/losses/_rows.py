@@ -38,7 +38,7 @@ def check_pairs(call: str, rows: int) -> None:
     """Raise ShapeError unless rows are chosen texts, then as many rejected ones."""
     if rows % 2:
         raise ShapeError(
-            f"{call}: {rows} rows are no pairs; the first half are the chosen texts, the second"
+            f"{call}: {rows} rows are not pairs; the first half are the chosen texts, the second"
             " half their rejected ones, in the same order",
             expected="an even number of rows",
             actual=rows,

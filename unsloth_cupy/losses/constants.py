@@ -60,7 +60,7 @@ def advantages(
     ConfigError
         An option is out of its range; a reward is infinite.
     ShapeError, DTypeError
-        The arrays do not fit each other; rows are no whole groups.
+        The arrays do not fit each other; rows are not whole groups.
     """
     check_choice("advantages", "kind", kind, KINDS)
     refuse_unused("advantages", f"kind={kind!r}", scale=scale is not None and kind == "gdpo")
@@ -130,7 +130,7 @@ def _check(
         raise ConfigError(f"{call}(group={group}): group must be 1 or more")
     rows = rewards.shape[0]
     if rows % group:
-        problem = f"{call}: {rows} rows are no whole groups of {group}"
+        problem = f"{call}: {rows} rows are not whole groups of {group}"
         raise ShapeError(problem, expected=f"a multiple of {group}", actual=rows)
     functions = 1 if rewards.ndim == 1 else rewards.shape[1]
     if weights is not None and len(weights) != functions:

@@ -7,7 +7,7 @@ A graph repeats its launches with the same addresses and numbers.  So it belongs
     the seeds of dropout                                 as such an array, which each call fills
     everything else that the function is called with     by value
 
-The optimizer is no part of it: that takes a few launches a step, with numbers of the host.
+The optimizer is not a part of it: that takes a few launches a step, with numbers of the host.
 """
 
 import functools
@@ -63,8 +63,8 @@ class Graphs:
     Attributes
     ----------
     why : str or None
-        Why the last call is no graph and never will be; None if it is one, or may become one when
-        calls of its form repeat.
+        Why the last call is not a graph and never will be; None if it is one, or may become one
+        when calls of its form repeat.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 It is the value of UNSLOTH_CUPY_AUTHKEY; else torchrun's run id if it is a random UUID; else the
 content of a file that only the user can read, made by the rank that needs it first.  Job numbers
-and step names of a scheduler are no keys: everybody on the cluster can read them.
+and step names of a scheduler are not keys: everybody on the cluster can read them.
 """
 
 import os

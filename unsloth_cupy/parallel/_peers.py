@@ -1,7 +1,8 @@
 """TCP connections between all pairs of processes, each with a thread that receives messages.
 
 A process that ends with an error tells the others, and they end too; they also end if a connection
-breaks: closes without a farewell, carries what is no message, or belongs to a machine that is gone.
+breaks: closes without a farewell, carries what is not a message, or belongs to a machine that is
+gone.
 """
 
 import atexit

@@ -85,8 +85,8 @@ class Muon(Optimizer):
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         if parameter.ndim != 2:
             raise ShapeError(
-                f"Muon: {name} has shape {tuple(parameter.shape)}, and is no matrix; pass matrices"
-                " alone, and give all other parameters to AdamW",
+                f"Muon: {name} has shape {tuple(parameter.shape)}, and is not a matrix; pass"
+                " matrices alone, and give all other parameters to AdamW",
                 expected=("rows", "columns"),
                 actual=tuple(parameter.shape),
             )

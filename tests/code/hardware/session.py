@@ -237,7 +237,7 @@ class Session:
         return max(0.0, self.end - time.monotonic())
 
     def stop(self, *_: Any) -> None:
-        """End the session now: what runs is killed, and is no failure."""
+        """End the session now: what runs is killed, and is not a failure."""
         self.end = 0
         end_all()
 

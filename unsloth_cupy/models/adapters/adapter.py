@@ -42,7 +42,14 @@ from ..folders.checkpoint_files import write_folder
 from ..folders.initial_weights import INITIAL, beside, initial_pairs, plain_settings
 from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
 from .adapter_patterns import by_pattern
-from .adapter_stacks import Adapted, Stack, stacks_of, target_parameters, targets_of
+from .adapter_stacks import (
+    Adapted,
+    Stack,
+    pattern_name,
+    stacks_of,
+    target_parameters,
+    targets_of,
+)
 from .joined import join_downs
 from .kept import Kept
 from .outer_weights import (
@@ -135,7 +142,7 @@ class Adapter:
         self.stored = {name: name for name in every} if stored is None else dict(stored)
         self.others = dict(others or {})
         of, alpha = dict(stacks or {}), settings.get("lora_alpha", 8)
-        names = [of[n].parameter if n in of else self.stored[n] for n in modules]
+        names = [pattern_name(settings, of, n, self.stored[n]) for n in modules]
         alphas = by_pattern(path, settings, "alpha_pattern", names, alpha)
         counts = [of[name].shape[0] if name in of else 1 for name in modules]
         ranks = [
@@ -574,10 +581,10 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) ->
             raise ConfigError(f"create_adapter({name}={value!r}): pass {cure}")
 
 
-def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
+def linear_layers(config: Config, *, routers: bool = False) -> dict[str, tuple[int, int]]:
     """Return the shape of the weight of each linear layer of the blocks, by the layer's name.
 
-    Routers, whose choice has no gradient, are none.
+    Those of ``routers``, which new adapters leave alone, are among them if that is asked for.
     """
     if config.bit_layers:
         problem = "its linear layers are rounded at every call, and are trained without adapters"
@@ -586,7 +593,7 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in config.shapes().items()
         if name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
-        if not (is_norm(name) or is_router(name))
+        if not is_norm(name) and (routers or not is_router(name))
     }
 
 

@@ -21,6 +21,10 @@ ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
 NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # of a model on huggingface.co: OWNER/MODEL
 CURE = "name the folder of the adapter's base model: --base FOLDER, or load(FOLDER, lora=ADAPTER)"
+MERGE = (
+    "merge the adapter in peft first, and load the merged folder:"
+    " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
+)
 
 
 def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | None:
@@ -56,7 +60,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether a path is a folder; a name that no disk takes is none."""
+    """Return whether a path is a folder; a name that no disk takes is not one."""
     try:
         return path.is_dir()
     except OSError:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.call import is_number
+from ...core.call import is_integer, is_number
 from ...core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ...errors import ConfigError
 from ...files import missing_folder_advice, of_one_save, path_of, read_json
@@ -24,16 +24,18 @@ from .adapter import (
     EMBEDDING_DOWN,
     EMBEDDING_UP,
     MAGNITUDE,
+    PARTS,
     PREFIX,
     UP,
     Adapter,
     linear_layers,
     module_of,
 )
-from .adapter_base import WEIGHTS
+from .adapter_base import MERGE, WEIGHTS
+from .adapter_experts import of_stacks
 from .adapter_patterns import by_pattern, targeted
-from .adapter_stacks import Stack, listed_stacks
-from .into import through_listed
+from .adapter_stacks import Stack, listed_stacks, named_alone, pattern_name
+from .into import MERGE_INTO, through_listed
 from .outer_folder import outer_tensors, tables_of
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
@@ -49,10 +51,6 @@ UNUSED = {
     "use_qalora": False,
     "velora_config": None,
 }
-MERGE = (
-    "merge the adapter in peft first, and load the merged folder:"
-    " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
-)
 NO_WEIGHTS = {  # of peft, that add to what layers read or write
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING"),
     *("PROMPT_TUNING", "P_TUNING"),
@@ -60,6 +58,16 @@ NO_WEIGHTS = {  # of peft, that add to what layers read or write
 PICKLE = "adapter_model.bin"
 # Initialisations that subtract the initial adapter from the base weights; INITIAL can be repeated.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
+PLAIN = ("eva", "gaussian", "mica", "orthogonal")  # those that leave the base as it is
+KNOWN = {  # other settings, of which each is read, or says nothing of the weights
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config"),
+    *("ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha"),
+    *("lora_bias", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core"),
+    *("modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+    *("revision", "runtime_config", "target_modules", "target_parameters", "task_type"),
+    *("trainable_token_indices", "use_dora", "use_rslora", MERGE_INTO, *UNUSED),
+}
 
 
 def read_adapter(
@@ -85,32 +93,20 @@ def read_adapter(
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
+    settings, tensors = of_stacks(path / CONFIG, config, settings, tensors)
     initial = settings.get("init_lora_weights")
-    stacks = listed_stacks(path / CONFIG, config, settings)
-    known = linear_layers(config) | tables_of(config)
+    known = linear_layers(config, routers=True)
+    stacks = listed_stacks(path / CONFIG, config, settings, known)
+    known |= tables_of(config)
     known |= {module: stack.sizes for module, stack in stacks.items()}
     outer = outer_tensors(path, settings, tensors, config)
-    stored = dict[str, str]()
-    for name in sorted(tensors):
-        if parameter_name(name.removeprefix(PREFIX)) is None:
-            continue  # of the part of a model that reads images
-        layer = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-        module = parameter_name(layer) or layer
-        if not name.startswith(PREFIX) or module not in known:
-            raise ConfigError(_problem(path / WEIGHTS, name, config))
-        if tensors[name].dtype not in FLOATS:
-            problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
-            raise ConfigError(f"{path / WEIGHTS}: {problem}")
-        if stored.setdefault(module, layer) != layer:
-            problem = f"{stored[module]} and {layer} are the same layer"
-            raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
-    if not stored:
-        raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
+    stored = _layers_of(path / WEIGHTS, tensors, known, config)
     if lost := next((module for module in stacks if module not in stored), None):
         problem = f"target_parameters names {stacks[lost].parameter}, and {lost}.{DOWN} is missing"
         raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
     layers = [layer for module, layer in stored.items() if module not in stacks]
     used = {*targeted(path / CONFIG, settings, layers), *stacks}
+    used |= {layer for layer in layers if named_alone(settings, f"{layer}.weight")}
     if not used:
         problem = "target_modules names no layer whose tensors are in the file"
         raise ConfigError(f"{path / CONFIG}: {problem}; correct it")
@@ -138,6 +134,32 @@ def read_adapter(
     return through_listed(str(path / CONFIG), config, adapter)
 
 
+def _layers_of(
+    file: Path, tensors: Mapping[str, Array], known: Collection[str], config: Config
+) -> dict[str, str]:
+    """Return the layers whose tensors are in a file, by the names of their modules."""
+    stored = dict[str, str]()
+    for name in sorted(tensors):
+        if parameter_name(name.removeprefix(PREFIX)) is None:
+            continue  # of the part of a model that reads images
+        layer, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
+        module = parameter_name(layer) or layer
+        if not name.startswith(PREFIX) or module not in known:
+            raise ConfigError(_problem(file, name, config))
+        if f"lora_{part}" not in PARTS:
+            problem = f"tensor {name[:200]!r} is not a part of LoRA that is known"
+            raise ConfigError(f"{file}: {problem}; {MERGE}")
+        if tensors[name].dtype not in FLOATS:
+            problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
+            raise ConfigError(f"{file}: {problem}")
+        if stored.setdefault(module, layer) != layer:
+            problem = f"{stored[module]} and {layer} are the same layer"
+            raise ConfigError(f"{file}: {problem}; copy the adapter again")
+    if not stored:
+        raise ConfigError(f"{file} holds no tensor; copy the adapter again")
+    return stored
+
+
 def _plain(path: Path, adapter: Adapter, weights: Callable[[str], Any] | None) -> Adapter:
     """Return an adapter for the base as it is, of one for a base without the initial product."""
     kind, own = adapter.settings["init_lora_weights"], dict(adapter.parameters)
@@ -160,7 +182,7 @@ def _check_all_shapes(
     parameters: Mapping[str, Array],
 ) -> None:
     """Raise unless the tensors of every layer have the rank that the settings give it."""
-    names = [stacks[m].parameter if m in stacks else layer for m, layer in stored.items()]
+    names = [pattern_name(settings, stacks, *each) for each in stored.items()]
     ranks = by_pattern(path / CONFIG, settings, "rank_pattern", names, settings.get("r", 8))
     for module, rank in zip(stored, ranks, strict=True):
         count = stacks[module].shape[0] if module in stacks else 1
@@ -185,6 +207,8 @@ def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the settings and the tensors of an adapter's folder."""
     settings = read_json(path / CONFIG)
+    if str(settings.get("init_lora_weights")).lower() == "olora":  # in any case, as in peft
+        settings["init_lora_weights"] = "olora"
     _check(path / CONFIG, settings)
     if not (path / WEIGHTS).exists() and (path / PICKLE).exists():
         raise ConfigError(
@@ -212,30 +236,39 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
         value = settings.get(key, default)
         if value != default and value not in (None, [], {}, False):
             raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; {MERGE}")
-    initialisation = settings.get("init_lora_weights")
-    residual = isinstance(initialisation, str) and initialisation.startswith(RESIDUAL)
-    if residual and initialisation not in INITIAL:
-        cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
-        raise ConfigError(
-            f"{path}: it needs the base weights that {initialisation!r} changed; {cure}"
-        )
-    for key in ("r", "lora_alpha"):
+    begun = settings.get("init_lora_weights")
+    if isinstance(begun, str) and begun not in INITIAL:
+        if begun.startswith(RESIDUAL):
+            cure = "in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
+            problem = f"it needs the base weights that {begun!r} changed"
+            raise ConfigError(f"{path}: {problem}; convert it {cure}")
+        if begun.lower() not in PLAIN:
+            raise ConfigError(
+                f"{path}: init_lora_weights is {begun!r}, which is not known; {MERGE}"
+            )
+    unread = [key for key, value in settings.items() if key not in KNOWN and value]
+    if unread:
+        problem = "settings that are not known here, and are ignored as in a peft without them"
+        warnings.warn(f"{path}: {problem}: {', '.join(unread)}", stacklevel=6)
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         _check_number(path, key, settings.get(key, 8))
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = settings.get(key) or {}
+        patterns = settings.get(pattern) or {}
         if not isinstance(patterns, Mapping):
-            raise ConfigError(f"{path}: {key} is {patterns!r}; it must be a dict")
-        for pattern, value in patterns.items():
-            _check_number(path, f"{key}[{pattern!r}]", value)
+            raise ConfigError(f"{path}: {pattern} is {patterns!r}; it must be a dict")
+        for name, value in patterns.items():
+            _check_number(path, f"{pattern}[{name!r}]", value)
     dropout = settings.get("lora_dropout") or 0.0
     if not is_number(dropout) or not 0 <= dropout < 1:
         raise ConfigError(f"{path}: lora_dropout is {dropout!r}; it must be in 0 .. 1")
 
 
 def _check_number(path: Path, key: str, value: Any) -> None:
-    """Raise a ConfigError unless a setting is a positive number."""
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ConfigError(f"{path}: {key} is {value!r}; it must be positive")
+    """Raise a ConfigError unless a rank is an integer, 1 or more, and an alpha a number."""
+    if key.startswith("r"):
+        if not is_integer(value, 1):
+            raise ConfigError(f"{path}: {key} is {value!r}; it must be an integer, 1 or more")
+    elif not is_number(value) or not math.isfinite(value):
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be a number")
 
 
 def _check_shapes(

@@ -1,4 +1,4 @@
-"""Low-rank adapters of stacks of experts, in peft's layout (``target_parameters``).
+"""Low-rank adapters of stacks of experts, and of matrices, by peft's ``target_parameters``.
 
     A (rank * experts, in)       the rows of an expert follow each other
     B (out, rank * experts)      the columns of a rank follow each other
@@ -6,6 +6,8 @@
 
 With both stacks of a layer adapted, peft nests their modules: ``experts.base_layer`` has gate_up's,
 ``experts`` down's; a single one has ``experts``.  Forward passes never build the sum.
+
+A matrix that is named so, as ``mlp.gate.weight``, has the layout of a linear layer.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +22,7 @@ from ...ops.linear.lora_merge import lora_merge, lora_sum
 from ...ops.quantized.weight import Quantized
 from ..configs.config import STACKS, Config
 from ..folders.initial_weights import INITIAL
+from .adapter_base import MERGE
 from .kept import Kept
 
 EXPERTS = "experts."  # before the names of stacks among targets
@@ -68,8 +71,27 @@ def target_parameters(config: Config, targets: Collection[str]) -> list[str]:
     return [] if experts is None else [f"{experts.module}.{n}" for n in NAMES if n in targets]
 
 
-def listed_stacks(path: Any, config: Config, settings: Mapping[str, Any]) -> dict[str, Stack]:
+def named_alone(settings: Mapping[str, Any], name: str) -> bool:
+    """Return whether ``target_parameters`` names a parameter, by its end."""
+    listed = settings.get("target_parameters") or []
+    return f".{name}".endswith(tuple(f".{each}" for each in listed))
+
+
+def pattern_name(
+    settings: Mapping[str, Any], stacks: Mapping[str, Stack], module: str, layer: str
+) -> str:
+    """Return what patterns of rank and alpha match: a module's name in files, or a parameter's."""
+    if module in stacks:
+        return stacks[module].parameter
+    return f"{layer}.weight" if named_alone(settings, f"{layer}.weight") else layer
+
+
+def listed_stacks(
+    path: Any, config: Config, settings: Mapping[str, Any], layers: Collection[str]
+) -> dict[str, Stack]:
     """Return the stacks that an adapter_config.json targets, by module.
+
+    It may also name the weights of ``layers``.
 
     Raises
     ------
@@ -79,24 +101,25 @@ def listed_stacks(path: Any, config: Config, settings: Mapping[str, Any]) -> dic
     listed: Any = settings.get("target_parameters") or []
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
         raise ConfigError(f"{path}: target_parameters is {listed!r}; it must be a list of names")
-    ends = tuple(f".{each}" for each in listed)
     shapes = config.shapes() if listed else {}
-    own = [name for name in shapes if f".{name}".endswith(ends)]
+    own = [name for name in shapes if named_alone(settings, name)]
     found = stacks_of(config, own.__contains__) if own else {}
     known = {stack.parameter for stack in found.values()}
+    known |= {f"{layer}.weight" for layer in layers}
     lost = [each for each in listed if not any(f".{n}".endswith(f".{each}") for n in known)]
     if lost or (other := next((name for name in own if name not in known), None)):
         problem = f"target_parameters names {lost[0] if lost else other}"
         raise ConfigError(
-            f"{path}: {problem}, which is not a stack of a {config.model_type}'s experts"
+            f"{path}: {problem}, which is neither a stack of a {config.model_type}'s experts nor"
+            f" the weight of a linear layer of its blocks; {MERGE}"
         )
-    if found:
+    if own:
         if (begun := settings.get("init_lora_weights")) in INITIAL:
-            problem = f"init_lora_weights is {begun!r}, and adapters of stacks begin with no part"
-            raise ConfigError(f"{path}: {problem} of a weight; train the adapter without it")
+            problem = f"init_lora_weights is {begun!r}, and adapters of target_parameters have none"
+            raise ConfigError(f"{path}: {problem}; train the adapter without it")
         for key in ("lora_dropout", "lora_bias", "use_dora"):
             if settings.get(key):
-                problem = f"{key} is {settings[key]!r}, and adapters of stacks have none"
+                problem = f"{key} is {settings[key]!r}, and adapters of target_parameters have none"
                 raise ConfigError(f"{path}: {problem}; train the adapter without it")
     return found
 

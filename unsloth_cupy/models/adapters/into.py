@@ -98,7 +98,7 @@ class Into:
             self._quantizer = Quantizer(call, self.kind)
             for name, shape in config.shapes().items():
                 if self.kind == OF_STACKS and is_stack(name) and shape[-1] % BLOCK:
-                    problem = f"rows of {name} have {shape[-1]} values, no whole blocks of {BLOCK}"
+                    problem = f"rows of {name} have {shape[-1]} values, not whole blocks of {BLOCK}"
                     raise ConfigError(f"{call}: {problem}; leave merge_into out")
         else:
             try:

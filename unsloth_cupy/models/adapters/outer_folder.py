@@ -36,6 +36,7 @@ BASE_TABLE = re.compile(
     re.escape(PREFIX) + r"(?:.*\.)?(embed_tokens|lm_head)\."
     r"((?:(?:token_adapter\.)?base_layer\.|original_module\.|modules_to_save\.)?)weight"
 )
+COPY = "modules_to_save."  # of the trained table, which is in the file under its own name, too
 
 
 def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
@@ -89,11 +90,18 @@ def base_for(
     changes: dict[str, Any] = {}
     low = any(".layers." not in name and ".lora_" in name for name in found)
     rows = whole or low or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
+    if config.tied and TABLE in tokens and LOW_RANK[HEAD][0] in found:
+        problem = "lm_head has low-rank weights beside rows of the table that it is tied to"
+        cure = "peft's own merge loses these rows, too: train it again without one of the two"
+        raise ConfigError(f"{file}: {problem}; {cure}")
     if config.tied and rows and not settings.get(TIED):
         changes["tie_word_embeddings"] = False
         config = replace(config, tied=False)
         homes |= {HEAD: homes[TABLE]} if TABLE in homes else {}
     tables, size = base_tables(found, whole), config.vocab
+    if changes and tables:  # the head begins as the table, and the file may have either
+        tables = {TABLE: tables.get(TABLE, tables.get(HEAD, "")), **tables}
+        tables = {HEAD: tables[TABLE], **tables}
     for name in [TABLE] + [HEAD] * (not config.tied):
         stored = tables.get(name)
         shape = tuple(found[stored]) if stored else (config.vocab, config.hidden)
@@ -124,7 +132,7 @@ def base_tables(names: Iterable[str], trained: Collection[str]) -> dict[str, str
     tables: dict[str, str] = {}
     for stored in names:
         match = BASE_TABLE.fullmatch(stored)
-        if match and not (match[2] == "" and match[1] in trained):
+        if match and match[2] != COPY and not (match[2] == "" and match[1] in trained):
             tables.setdefault(OUTER[match[1]][0], stored)
     return tables
 

@@ -43,7 +43,8 @@ def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
     Raises
     ------
     ConfigError
-        There is an id that is none, or twice; or another module; the message begins with ``call``.
+        What is listed is not an id, or is listed twice, or is of another module; the message begins
+        with ``call``.
     """
     by_module = listed if isinstance(listed, Mapping) else {"embed_tokens": listed}
     tokens = {}

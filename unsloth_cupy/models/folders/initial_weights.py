@@ -64,6 +64,8 @@ def initial_pairs(
             cure = "take the dense base"
         elif rank > min(weight.shape):
             problem = f"a weight {weight.shape} has no {rank} of them"
+        elif scale <= 0:
+            problem, cure = f"the scale is {scale:g}", "take an alpha above 0"
         if problem:
             raise ConfigError(f"{call}: {kind} takes a part of {module}: {problem}; {cure}")
         pairs[names] = initial_pair(kind, weight, rank, scale)

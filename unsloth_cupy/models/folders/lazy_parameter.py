@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...machine import format_bytes
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
@@ -31,7 +31,7 @@ class StoredTensor(NamedTuple):
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
     inverse: bool = False  # the weight is codes / scale
     stack: Stack | None = None  # of experts, in tensors of another form
-    wide: bool = False  # it is not read in a narrower dtype
+    wide: bool = False  # it is read in float32, or wider as it is stored
     dense: Callable[[Mapping[str, Array]], Array] | None = None
     format: str = ""  # the name of that format
     bytes: int = 0  # of its tensors
@@ -163,8 +163,8 @@ class LazyParameter:
     def _dtype(self) -> np.dtype[Any] | None:
         """The dtype of results."""
         stored = self.home.dtype
-        if self.home.wide and stored is not None and self.dtype is not None:
-            return np.promote_types(self.dtype, stored)
+        if self.home.wide and stored is not None:
+            return np.promote_types(np.promote_types(self.dtype or stored, stored), FLOAT32)
         return self.dtype or stored
 
     def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:

@@ -105,7 +105,7 @@ def planned_rollouts(model: Network, prompts: int, samples: int, asked: int, new
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:
-    """Return prompts as rows of tokens; raise ConfigError for what is none."""
+    """Return prompts as rows of tokens; raise ConfigError for what is not one."""
     rows = [to_numpy(row) if hasattr(row, "dtype") else np.asarray(row) for row in prompts]
     if not rows:
         raise ConfigError("rollouts: there is no prompt; pass one list of tokens for each")

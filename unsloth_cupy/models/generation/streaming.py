@@ -17,12 +17,12 @@ LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens a
 
 
 def _check_messages(prompt: Any, listed: Sequence[Any]) -> None:
-    """Raise if a prompt is no list of messages, as templates write none for what is absent."""
+    """Raise if a prompt is not a list of messages, as templates write none for what is absent."""
     cure = 'pass a text, or [{"role": "user", "content": "..."}]'
     if not listed:
         raise ConfigError(f"generate_text: prompt=[] holds no message; {cure}")
     if not all(isinstance(each, dict) for each in listed):
-        raise ConfigError(f"generate_text: prompt={str(prompt)[:SHOWN]} is no chat; {cure}")
+        raise ConfigError(f"generate_text: prompt={str(prompt)[:SHOWN]} is not a chat; {cure}")
     for place, message in enumerate(listed):
         for key in ("role", "content"):
             own = key == "content" and message.get("role") == "assistant"  # it may have calls alone
@@ -68,7 +68,7 @@ class TextStream:
     def _before(self, start: int) -> int:
         """Return the last token, up to ``start``, from which on there is text before ``done``.
 
-        A decoder may drop the space before its first word, and special tokens are no text; nor may
+        A decoder may drop the space before its first word, and special tokens are not text; nor may
         it begin inside a character.
         """
         while start:

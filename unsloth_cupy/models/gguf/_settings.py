@@ -108,7 +108,7 @@ def _rows(file: GgufFile) -> int:
     """Return the number of rows of the embedding table."""
     table = file.tensors.get("token_embd.weight")
     if table is None:
-        raise ConfigError(f"{file.path} holds no token_embd.weight; it is no language model")
+        raise ConfigError(f"{file.path} holds no token_embd.weight; it is not a language model")
     return table.shape[0]
 
 

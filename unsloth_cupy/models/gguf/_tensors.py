@@ -79,7 +79,7 @@ def adapter_tensors(
         module: scale * len(adapter.pair(adapter.parameters, module)[0])
         for module, scale in adapter.scales.items()
     }
-    alpha = next(iter(alphas.values()))
+    alpha = next(filter(None, alphas.values()), 1.0)  # llama.cpp takes 0 for none
 
     def add(module: str) -> None:
         (tensor, *others), _ = parts(f"{module}.weight")

@@ -21,7 +21,6 @@ from ...ops.experts.experts_mlp import experts_mlp
 from ...ops.experts.grouped_linear import grouped_linear
 from ...ops.experts.route import Routes, route, route_backward, weights_of
 from ...ops.experts.router_losses import balance_loss
-from ...ops.linear.linear import linear
 from ...parallel.communicator import Communicator
 from ...parallel.taped import taped, value_of
 from ..adapters.adapter_stacks import Adapted
@@ -45,7 +44,7 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     """Return the weighted sum of what the chosen experts make of each token of normalised x."""
     parameters, stacks = call.parameters, call.stacks
     experts: Any = call.config.experts
-    logits, given = router_logits(parameters, experts, module, x), None
+    logits, given = router_logits(call, module, x), None
     if call.routes is not None:
         given = call.routes[..., sum(experts.sparse[:layer]), :]
     correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
@@ -117,15 +116,15 @@ def _product(
     return add(y, scale(low, factor=adapted.scale))
 
 
-def router_logits(parameters: Mapping[str, Any], experts: Experts, module: str, x: Any) -> Any:
+def router_logits(call: Call, module: str, x: Any) -> Any:
     """Return the logits of the router, (batch, tokens, experts)."""
-    name = f"{module}{experts.router}"
+    experts: Any = call.config.experts
+    name, parameters = f"{module}{experts.router}", call.parameters
     weight = parameters[f"{name}.weight"]
     if experts.wide:
-        x, weight = (
-            each if each.dtype.itemsize > 2 else cast(each, FLOAT32) for each in (x, weight)
-        )
-    return linear(x, weight, parameters.get(f"{name}.bias"))
+        x, wide = (each if each.dtype.itemsize > 2 else cast(each, FLOAT32) for each in (x, weight))
+        parameters = parameters if wide is weight else {**parameters, f"{name}.weight": wide}
+    return call.project(parameters, [name], x)[0]
 
 
 def routes_of(experts: Experts, logits: Any, correction: Any, given: Any = None) -> Routes:

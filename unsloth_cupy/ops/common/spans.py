@@ -1,4 +1,4 @@
-"""What watches ops needs: routes of its own, and spans around kernel work that is no op."""
+"""What watches ops needs: routes of its own, and spans around kernel work that is not an op."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -196,7 +196,7 @@ def _check(call: str, logits: Any, mask: Any) -> None:
         return
     masked = math.prod(mask.shape)
     if rows % masked if masked else rows:
-        problem = f"{call}: mask has {masked} rows and logits {rows}, which is no multiple"
+        problem = f"{call}: mask has {masked} rows and logits {rows}, which is not a multiple"
         raise ShapeError(problem, expected=rows, actual=masked)
 
 

@@ -34,7 +34,7 @@ def check_array(what: str, array: Any, dtype: Any, shape: tuple[int, ...] | None
 def weight_shape(call: str, shape: Any, stacks: bool = False) -> tuple[int, ...]:
     """Return the shape of a matrix, or of a stack of them, as Python integers.
 
-    Raise ShapeError if it is none.
+    Raise ShapeError if it is not one.
     """
     listed = isinstance(shape, list | tuple) and len(shape) in (2, 2 + stacks)
     if not listed or not all(is_integer(size) for size in shape):

@@ -173,7 +173,7 @@ class _OfFiles(Blocks):
         call = f"{cls.__name__}.quantized"
         w = dense_weight(call, w, stacks=True)
         if w.shape[-1] % BLOCK:
-            problem = f"{call}: rows of w have {w.shape[-1]} values, no whole blocks of {BLOCK}"
+            problem = f"{call}: rows of w have {w.shape[-1]} values, not whole blocks of {BLOCK}"
             raise ShapeError(problem, expected=(*w.shape[:-1], BLOCK), actual=w.shape)
         with device_of(w):
             values = in_kernel_dtype(w)

@@ -71,7 +71,9 @@ def mxfp4_quantize(w: Array) -> "Mxfp4":
     """
     w = dense_weight("mxfp4_quantize", w, stacks=True)
     if w.shape[-1] % BLOCK:
-        problem = f"mxfp4_quantize: rows of w have {w.shape[-1]} values, no whole blocks of {BLOCK}"
+        problem = (
+            f"mxfp4_quantize: rows of w have {w.shape[-1]} values, not whole blocks of {BLOCK}"
+        )
         expected = (*w.shape[:-1], -(-w.shape[-1] // BLOCK) * BLOCK)
         raise ShapeError(f"{problem}; pad them with 0", expected=expected, actual=w.shape)
     with device_of(w):

@@ -155,7 +155,7 @@ def _check(
     rows, part = _part(w, start, columns)
     whole = rows.stop <= height and part.stop <= columns
     if not whole or columns % block or part.start % block or part.stop % block:
-        problem = f"{call}: {w.shape} from value {start} on are no whole blocks of {block}"
+        problem = f"{call}: {w.shape} from value {start} on are not whole blocks of {block}"
         problem += f" of {height} rows of {columns}"
         raise ShapeError(problem, expected=(height, columns), actual=tuple(w.shape))
     groups = members if offsets is None else offsets.size - 1

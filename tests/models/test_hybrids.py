@@ -15,7 +15,7 @@ from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 
-from .peers import MIXTURES, RELATIVES, SIZES, make
+from .peers import MIXTURES, RELATIVES, SIZES, YARN, make
 
 
 def recurs(family):
@@ -231,6 +231,17 @@ def test_names_of_a_backbone(tmp_path):
     assert prefixes == {"base_model.model.backbone"}
     read = load(tmp_path, lora=tmp_path / "a")
     np.testing.assert_array_equal(read.logits(TOKENS), model.logits(TOKENS))
+
+
+def test_positions_of_layers_that_do_not_rotate_change_no_scale():
+    config = CONFIGS["kimi_linear"]
+    stretched = parse(config | {"rope_parameters": YARN | {"mscale_all_dim": 0.7}})
+    assert stretched.scale == parse(config).scale
+
+
+def test_latent_attention_in_no_layer():
+    types = {"layer_types": ["linear_attention"] * 3}
+    assert not create(CONFIGS["kimi_linear"] | types, seed=0).config.ropes
 
 
 def test_layers_by_an_interval():

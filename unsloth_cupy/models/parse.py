@@ -116,7 +116,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         window=read.size("sliding_window") if SLIDING in layer_types else None,
         ropes=ropes,
         scale=(
-            latent_scale(latent, ropes)
+            latent_scale(latent, {} if family.rotates == "none" else ropes)
             or read.obeyed("attention_multiplier")
             or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
         )
@@ -221,7 +221,7 @@ def latent_scale(latent: Latent | None, ropes: Mapping[str, Rope]) -> float | No
     """Return the factor of scores, in which yarn's stretched positions count; None: not latent."""
     if latent is None:
         return None
-    scaling = next(iter(ropes.values())).scaling or {}
+    scaling = next((rope.scaling for rope in ropes.values()), None) or {}
     factor, weight = scaling.get("factor") or 1, scaling.get("mscale_all_dim") or 0
     stretched = 1 + 0.1 * weight * math.log(factor) if factor > 1 else 1.0
     return latent.dim**-0.5 * stretched * stretched

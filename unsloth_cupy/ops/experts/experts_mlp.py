@@ -190,7 +190,7 @@ def experts_mlp_forward(
     return y, order.reshape(experts.shape), offsets, places.reshape(experts.shape)
 
 
-@experts_mlp_forward.kernel(chooses=True)
+@experts_mlp_forward.kernel
 def _launch(
     x: Array,
     gate_up: Array,

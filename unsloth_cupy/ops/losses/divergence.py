@@ -129,7 +129,7 @@ def divergence_forward(
     return measured(*rows, Options(kind, beta, temperature))[0]
 
 
-@divergence_forward.kernel(chooses=True)
+@divergence_forward.kernel
 def _launch(
     logits: Array, teacher_logits: Array, kind: str, beta: float, temperature: float
 ) -> Array:
@@ -156,7 +156,7 @@ def divergence_backward(
     return slopes * (dloss * factor)[..., None], None
 
 
-@divergence_backward.kernel(chooses=True)
+@divergence_backward.kernel
 def _launch_backward(
     dloss: Array,
     logits: Array,

@@ -154,7 +154,7 @@ def linear_divergence_forward(
     return loss_of(x, mask, max_bytes, student)
 
 
-@linear_divergence_forward.kernel(chooses=True)
+@linear_divergence_forward.kernel
 def _launch(x: Array, mask: Array | None, max_bytes: int | None, **others: Any) -> Array:
     """Return the loss: cuBLAS computes a chunk of both heads' logits, a kernel its loss."""
     return loss_of(x, mask, max_bytes, _student(True, mask=mask, **others))
@@ -182,7 +182,7 @@ def linear_divergence_backward(
     return dx, dweight, None, None, dbias, None
 
 
-@linear_divergence_backward.kernel(chooses=True)
+@linear_divergence_backward.kernel
 def _launch_backward(
     dloss: Array,
     x: Array,

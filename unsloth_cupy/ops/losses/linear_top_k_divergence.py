@@ -137,7 +137,7 @@ def linear_top_k_divergence_forward(
     return loss_of(x, mask, max_bytes, student)
 
 
-@linear_top_k_divergence_forward.kernel(chooses=True)
+@linear_top_k_divergence_forward.kernel
 def _launch(x: Array, mask: Array | None, max_bytes: int | None, **others: Any) -> Array:
     """Return the loss: cuBLAS computes a chunk of logits, a kernel its loss."""
     return loss_of(x, mask, max_bytes, _student(True, mask=mask, **others))
@@ -164,7 +164,7 @@ def linear_top_k_divergence_backward(
     return dx, dweight, None, None, dbias
 
 
-@linear_top_k_divergence_backward.kernel(chooses=True)
+@linear_top_k_divergence_backward.kernel
 def _launch_backward(
     dloss: Array,
     x: Array,

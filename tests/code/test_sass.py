@@ -59,6 +59,7 @@ OTHERS = {
     "cross_entropy_forward": (READ,),  # a row gives two numbers
     "log_probs_forward": (READ,),  # a row gives a handful of numbers
     "divergence_forward": (READ,),  # a row gives one number
+    "top_k_divergence_forward": (READ,),  # a row gives one number, and those that were kept
     "attention_forward": (COPY, PRODUCT),  # reads go to shared memory; results leave by fragments
     "attention_forward_sm90": WARPGROUPS,
     "attention_backward_sm90": WARPGROUPS,
@@ -153,7 +154,7 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     if values.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
     named = "cross_entropy_backward", "cross_entropy_over_", "log_probs_backward"
-    named += ("divergence_backward",)
+    named += ("divergence_backward", "top_k_divergence_backward")
     narrow = {"cast": "U", "beside": "U", **dict.fromkeys(named, "G")}.get(kernel)
     if narrow is not None:  # a result of another dtype: as many values
         shown = READ, store(SIZES[values[narrow]] * int(values["LANES"]))

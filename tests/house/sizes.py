@@ -20,8 +20,8 @@ LONG = 300  # lines of a module, everything counted
 LIMITS = {
     "core": 920,
     "compiled": 80,
-    "ops": 9460,
-    "losses": 600,
+    "ops": 9470,
+    "losses": 605,
     "training": 1120,
     "inference": 540,
     "interop": 2540,

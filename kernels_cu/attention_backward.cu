@@ -59,7 +59,7 @@ attention_backward(const T *__restrict__ q, const T *__restrict__ k, const T *__
     // with RIGHT, the rows that form the most pairs come first
     int rows = BY_KEYS ? keys : queries;
     const int all_rows = rows;
-    const int row_heads = BY_KEYS ? kv_heads : heads, other_heads = BY_KEYS ? heads : kv_heads;
+    const int row_heads = BY_KEYS ? kv_heads : heads;
     const int row_blocks = (rows + ROWS - 1) / ROWS + (VARLEN ? sequences : 0);
     const int index = blockIdx.x % row_blocks, block = BY_KEYS ? index : row_blocks - 1 - index;
     const int row_head = blockIdx.x / row_blocks % row_heads, group = heads / kv_heads;
@@ -102,30 +102,37 @@ attention_backward(const T *__restrict__ q, const T *__restrict__ k, const T *__
                 at = after(at);
         return at;
     };
-    const long long first_other = (BY_KEYS ? first_query : first_key) * other_heads;
-    const T *const x = (BY_KEYS ? q : k + row_head / group * DIM) + first_other * DIM;
+    const int query_stride = heads * DIM, out_stride = heads * VALUE_DIM;
+    const int x_stride = BY_KEYS ? query_stride : call.key_stride;
+    const int y_stride = BY_KEYS ? out_stride : call.value_stride;
+    const long long first_other = BY_KEYS ? first_query : first_key;
+    const T *const x = (BY_KEYS ? q : k + row_head / group * DIM) + first_other * x_stride;
     const T *const y =
-        (BY_KEYS ? dout : v + row_head / group * VALUE_DIM) + first_other * VALUE_DIM;
+        (BY_KEYS ? dout : v + row_head / group * VALUE_DIM) + first_other * y_stride;
     auto load = [&](Position at, int stage) {
         const X to{ring + stage * STAGE};
         const Y values{to.start + TILE * X::PITCH};
         const int head = BY_KEYS ? at.head : 0;
         to.template copy<TILE, DIM, THREADS, UNROLLED>(x + head * DIM, at.row, stop_other,
-                                                       other_heads * DIM);
-        values.template copy<TILE, VALUE_DIM, THREADS, UNROLLED>(
-            y + head * VALUE_DIM, at.row, stop_other, other_heads * VALUE_DIM);
+                                                       x_stride);
+        values.template copy<TILE, VALUE_DIM, THREADS, UNROLLED>(y + head * VALUE_DIM, at.row,
+                                                                 stop_other, y_stride);
     };
 
     const long long first = (BY_KEYS ? first_key : first_query) * row_heads + row_head;
+    const long long first_own = BY_KEYS ? first_key : first_query;
     const bool any = first_row < real_rows && from < stop;
     Position next = any ? seen_from({first_head, from}) : Position{stop_head, 0};
     if (next.head < stop_head) {
-        own_x.copy<ROWS, DIM, THREADS, UNROLLED>((BY_KEYS ? k : q) + first * DIM, first_row,
-                                                 real_rows, row_heads * DIM);
-        if constexpr (DX)
+        const int stride = BY_KEYS ? call.key_stride : query_stride;
+        own_x.copy<ROWS, DIM, THREADS, UNROLLED>(
+            (BY_KEYS ? k : q) + first_own * stride + row_head * DIM, first_row, real_rows, stride);
+        if constexpr (DX) {
+            const int stride = BY_KEYS ? call.value_stride : out_stride;
             own_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(
-                (BY_KEYS ? v : dout) + first * VALUE_DIM, first_row, real_rows,
-                row_heads * VALUE_DIM);
+                (BY_KEYS ? v : dout) + first_own * stride + row_head * VALUE_DIM, first_row,
+                real_rows, stride);
+        }
         load(next, 0);
     }
     cp_async_commit();
@@ -165,7 +172,6 @@ attention_backward(const T *__restrict__ q, const T *__restrict__ k, const T *__
     float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
     float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
     float all_p[WARP_TILES][2] = {}, correction[WARP_TILES][2];  // correction: makes p sum to 1
-    const long long first_own = BY_KEYS ? first_key : first_query;
     auto put_sums = [&](float *to, const float (&from)[WARP_TILES][2], int head) {
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)

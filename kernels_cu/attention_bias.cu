@@ -51,8 +51,8 @@ attention_bias(const T *__restrict__ q, const T *__restrict__ k, const T *__rest
 
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int top = first_row + warp_row, last = here + TILE - 1;
-    const int query_stride = heads * DIM, key_stride = kv_heads * DIM;
-    const int out_stride = heads * VALUE_DIM, value_stride = kv_heads * VALUE_DIM;
+    const int query_stride = heads * DIM, out_stride = heads * VALUE_DIM;
+    const int key_stride = call.key_stride, value_stride = call.value_stride;
     float sum[WARP_TILES][PARTS][4] = {};
     for (int i = 0; i < shared_batches * shared_heads; i++) {
         const int batch = own_batch + i / shared_heads, head = own_head + i % shared_heads;

@@ -60,14 +60,16 @@ using ValueTile = Tile<T, padded(SLICE)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many iterations to copy
 
-// batch_tokens   tokens from the first key of a batch to that of the next
+// batch_tokens               tokens from the first key of a batch to that of the next
+// key_stride, value_stride   values from a token of k, or of v, to the next
 KERNEL(32 * WARPS, RESIDENT)
 attention_forward(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
                   const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
                   const L *__restrict__ key_lengths, const P *__restrict__ starts,
                   const bool *__restrict__ mask, const B *__restrict__ bias,
                   const A *__restrict__ alibi, const bool *__restrict__ block_mask,
-                  const __grid_constant__ Options options, long long batch_tokens) {
+                  const __grid_constant__ Options options, long long batch_tokens,
+                  int key_stride, int value_stride) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
@@ -92,8 +94,7 @@ attention_forward(const T *__restrict__ q, const T *__restrict__ k, const T *__r
         queries = rows.count, keys = columns.count;
     }
     const int kv_head = head / (heads / kv_heads);
-    const int query_stride = heads * DIM, key_stride = kv_heads * DIM;
-    const int value_stride = kv_heads * VALUE_DIM, out_stride = heads * VALUE_DIM;
+    const int query_stride = heads * DIM, out_stride = heads * VALUE_DIM;
     q += first_query * query_stride + head * DIM;
     k += first_key * key_stride + kv_head * DIM;
     v += first_key * value_stride + kv_head * VALUE_DIM + slice * REST;

@@ -1,8 +1,10 @@
-// Dropout of rows: each element is kept, times a factor, or becomes 0.
+// Dropout of rows: each element is kept, times a factor, or becomes 0.  And uniform noise.
 //
-//   y[r, c] = x[r, c] * factor if word c % 4 of Philox(0, 0, r, c / 4) >= threshold, else 0
+//   w = word c % 4 of Philox(0, 0, r, c / 4)
+//   dropout   y[r, c] = x[r, c] * factor if w >= threshold, else 0
+//   noise     y[r, c] = (w / 2^31 - 1) * size of row r
 //
-//   traffic     2 * rows * columns * sizeof(T)
+//   traffic     dropout 2 * rows * columns * sizeof(T); noise half of that
 //   constants   T         dtype of x and y, which may be one array
 //               K         dtype of the key: 64 bits, or 32 of an int
 //               LANES     values of one access: 16 bytes of them, or fewer as columns and addresses
@@ -13,6 +15,12 @@
 //   draws anew in each launch; else it is the two words that the host passes.
 #include <common/philox.cuh>
 #include <common/vector.cuh>
+
+// The word of a column.
+DEVICE unsigned word(const uint4 &drawn, int column) {
+    const int number = column % 4;
+    return number < 2 ? number ? drawn.y : drawn.x : number == 3 ? drawn.w : drawn.z;
+}
 
 KERNEL(THREADS)
 dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, unsigned low,
@@ -32,11 +40,30 @@ dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, uns
         const uint4 drawn = philox(0, 0, (unsigned)row, (unsigned)(column + j) / 4, low, high);
 #pragma unroll
         for (int i = 0; i < 4 && j + i < LANES; i++) {
-            const int number = LANES >= 4 ? i : (column + i) % 4;
-            const unsigned word = number < 2 ? number ? drawn.y : drawn.x
-                                             : number == 3 ? drawn.w : drawn.z;
-            v[j + i] = word >= threshold ? v[j + i] * factor : 0.0f * v[j + i];
+            const bool kept = word(drawn, LANES >= 4 ? i : column + i) >= threshold;
+            v[j + i] = kept ? v[j + i] * factor : 0.0f * v[j + i];
         }
     }
     store(y + at, v);
+}
+
+// sizes   those of `tokens` rows, after which they repeat; without them every row has this `size`
+KERNEL(THREADS)
+noise(T *y, const K *__restrict__ key, const float *__restrict__ sizes, int columns, int tiles,
+      int tokens, float size) {
+    const unsigned row = blockIdx.x / tiles;
+    const int column = (int)(blockIdx.x % tiles * THREADS + threadIdx.x) * LANES;
+    if (column >= columns) return;
+    const long long bits = *key;
+    if (sizes != nullptr) size = sizes[row % tokens];
+    float v[LANES];
+#pragma unroll
+    for (int j = 0; j < LANES; j += 4) {
+        const uint4 drawn =
+            philox(0, 0, row, (unsigned)(column + j) / 4, (unsigned)bits, (unsigned)(bits >> 32));
+#pragma unroll
+        for (int i = 0; i < 4 && j + i < LANES; i++)
+            v[j + i] = ((float)word(drawn, LANES >= 4 ? i : column + i) * 0x1p-31f - 1.0f) * size;
+    }
+    store(y, (long long)row * columns + column, v);
 }

@@ -1,6 +1,7 @@
 """Overhead of a call beyond its arithmetic, after a first call of the same form."""
 
 import contextlib
+import ctypes
 import functools
 import timeit
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 from unsloth_cupy import add, machine, rms_norm_forward
 from unsloth_cupy.bench.cases import Scale, draw
 from unsloth_cupy.core.op import OPS
+from unsloth_cupy.ops.common import gemm
 
 CALLS, ROUNDS = 200, 100
 
@@ -85,12 +87,12 @@ class LaunchCost:
 class PythonAloneWithoutGpu:
     """Python's time for a small call up to the launch, without a GPU.
 
-    It is not a figure of a GPU: CuPy's arrays use host memory, nothing is launched, and CuPy's pool
-    and the driver are left out.
+    It is not a figure of a GPU: CuPy's arrays use host memory, nothing is launched, and the pool,
+    the driver and cuBLAS are left out.
     """
 
-    unit, version = "us", "1"
-    params = ("rms_norm_forward", "swiglu", "softmax", "rope_qk", "attention_forward")
+    unit, version = "us", "2"
+    params = ("rms_norm_forward", "swiglu", "softmax", "rope_qk", "attention_forward", "linear")
     param_names = ("op",)
 
     def setup(self, op: str) -> None:
@@ -111,6 +113,10 @@ class PythonAloneWithoutGpu:
             (cupy.cuda.runtime, "deviceGetAttribute", lambda attribute, device: 227 << 10),
             (cupy.cuda, "Device", lambda number=0: device),
             (cupy, "RawModule", lambda code, options: module),
+            (cupy.cuda, "get_current_stream", lambda: SimpleNamespace(ptr=0)),
+            (gemm, "cublas", lambda: Cublas),
+            (gemm, "handles", gemm.Handles()),
+            (gemm, "_workspace", lambda cuda, device, stream: (lent, 0)),
         ):
             self.stack.enter_context(mock.patch.object(owner, name, value))
         self.stack.enter_context(cupy.cuda.using_allocator(lambda size: lent))
@@ -128,6 +134,14 @@ class PythonAloneWithoutGpu:
     def track_microseconds_of_python(self, op: str) -> float:
         """Return the shortest time of a call over all rounds."""
         return min(timeit.repeat(self.call, number=CALLS, repeat=ROUNDS)) / CALLS * 1e6
+
+
+class Cublas:
+    """Functions that take any arguments and return 0."""
+
+    cublasGemmEx = ctypes.PyDLL(None).PyErr_Occurred  # noqa: N815 -- cuBLAS's names
+    cublasCreate_v2 = cublasDestroy_v2 = cublasSetMathMode = cublasGemmEx  # noqa: N815
+    cublasSetStream_v2 = cublasSetWorkspace_v2 = cublasGemmEx  # noqa: N815
 
 
 def not_launched(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:

@@ -10,6 +10,7 @@ struct Call {
     float scale;
     int stat_rows;          // rows of a head in stats: see attention_delta.cu
     long long rests_start;  // offset in floats from the start of stats to its `rest` values
+    int key_stride, value_stride;  // values from a token of k, or of v, to the next
 };
 
 // Limits on unrolling, because sums and options leave few registers for addresses: the iterations

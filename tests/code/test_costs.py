@@ -54,6 +54,15 @@ def test_opcodes_of_a_replayed_call(name: str) -> None:
     assert costs.opcodes(name) <= (1 + costs.SLACK) * LINES[name]["opcodes"], CURE
 
 
+@pytest.mark.skipif(HEAD["python"] != costs.PYTHON, reason="another Python has other opcodes")
+@pytest.mark.parametrize(
+    ("name", "most"), [("linear", 350), ("linear_backward", 529), ("linears", 619)]
+)
+def test_opcodes_of_replayed_products(name: str, most: int) -> None:
+    """With two products, one, and two; 350 take 5.8 us (``overhead.PythonAloneWithoutGpu``)."""
+    assert costs.opcodes(name) <= (1 + costs.SLACK) * most
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("name", NAMES)

@@ -59,6 +59,7 @@ OTHERS = {
     "cross_entropy_forward": (READ,),  # a row gives two numbers
     "log_probs_forward": (READ,),  # a row gives a handful of numbers
     "divergence_forward": (READ,),  # a row gives one number
+    "top_k_divergence_forward": (READ,),  # a row gives one number, and those that were kept
     "attention_forward": (COPY, PRODUCT),  # reads go to shared memory; results leave by fragments
     "attention_forward_sm90": WARPGROUPS,
     "attention_backward_sm90": WARPGROUPS,
@@ -70,6 +71,7 @@ OTHERS = {
     "lora_gradients": (COPY, PRODUCT),
     "lora_gradient_sums": (),  # a warp reads 32 neighbouring sums
     "lora_expand_": (READ, WRITE, PRODUCT),
+    "noise": (WRITE,),  # it reads nothing
     "loss_scaler": (),  # three numbers
     "bit_scale": (READ,),  # a sum is one number
     "bit_codes": (READ,),  # codes take a half or a quarter of the bytes
@@ -154,8 +156,8 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     if values.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
     named = "cross_entropy_backward", "cross_entropy_over_", "log_probs_backward"
-    named += ("divergence_backward",)
-    narrow = {"cast": "U", **dict.fromkeys(named, "G")}.get(kernel)
+    named += ("divergence_backward", "top_k_divergence_backward")
+    narrow = {"cast": "U", "beside": "U", **dict.fromkeys(named, "G")}.get(kernel)
     if narrow is not None:  # a result of another dtype: as many values
         shown = READ, store(SIZES[values[narrow]] * int(values["LANES"]))
     return shown

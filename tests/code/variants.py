@@ -42,6 +42,8 @@ from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _backward_hopper, _hopper
+from unsloth_cupy.ops.elements.cast import concatenate
+from unsloth_cupy.ops.linear.dropout import noise
 from unsloth_cupy.ops.linear.lora import lora_linear_backward, lora_linear_forward
 from unsloth_cupy.ops.linear.lora_group import lora_group, lora_group_backward
 from unsloth_cupy.ops.quantized.blocks import Q40, Q80, Blocks
@@ -121,7 +123,8 @@ def forms(op: Op[..., Any]) -> Iterator[Form]:
         # float16 has the size and the launch tables of bfloat16: one shape tests its arithmetic
         for size in shapes if dtype.name != "float16" else (middle,):
             yield Form(size, (), dtype, False, choices[0])
-            yield Form(size, (*together,), dtype, True, every)
+            others = {key: value for key, value in every.items() if key not in size}
+            yield Form(size, (*together,), dtype, True, others)
     at = len(shapes) // 2
     for size in shapes[at : at + (2 if "queries" in middle else 1)]:  # few and many queries
         for options in choices[1:]:
@@ -230,6 +233,14 @@ def adapters_of_one_x(machine: Machine, dtype: Any, rank: int, shift: int) -> No
     lora_linear_forward(x, weight, a, b, key=key, dropout=0.5, seed=None if shift else 3)
 
 
+def rows_beside_and_noise(machine: Machine, dtype: Any, shift: int) -> None:
+    """Copy columns of three arrays side by side, and draw noise for rows of one size or of own."""
+    parts = [machine.array((16, 256), dtype, shift) for _ in range(3)]
+    concatenate(parts, machine.array((16, 768), dtype, shift))
+    key, sizes = machine.array((), "int64"), machine.array((8,), "float32")
+    noise(machine.array((2, 8, 257 if shift else 256), dtype), 0.1, key, sizes)
+
+
 def in_blocks(machine: Machine, kind: type[Blocks], dtype: Any, rows: int) -> None:
     """Multiply by a weight in blocks: by its codes if rows are few, by the dense stack if none."""
     shape = (2, 64) if rows == 0 else (2048,)
@@ -260,6 +271,9 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
             words = f"{dtype} rank={rank}{' shift=1' * shift}"
             run = functools.partial(adapters_of_one_x, dtype=dtype, rank=rank, shift=shift)
             yield "lora_group", words, run
+        for shift in (0, 1):
+            run = functools.partial(rows_beside_and_noise, dtype=dtype, shift=shift)
+            yield "rows", f"{dtype}{' shift=1' * shift}", run
         for kind, rows in itertools.product((Mxfp4, Q40, Q80), (0, 4, 8, 16, 17)):
             run = functools.partial(in_blocks, kind=kind, dtype=dtype, rows=rows)
             yield "linear", f"{dtype} {kind.KIND} rows={rows}", run

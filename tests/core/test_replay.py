@@ -18,6 +18,7 @@ from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, Op, op
 from unsloth_cupy.ops.common import counters
 from unsloth_cupy.ops.common.strides import spanned
+from unsloth_cupy.ops.losses.cross_entropy import cross_entropy_forward
 
 from ..harness.parity import emulator
 from ..machines.stand_in import gpu
@@ -34,6 +35,8 @@ WORKED_OUT = {
     "linear_log_probs_backward": "multiplies matrices",
     "linear_log_probs_forward": "multiplies matrices",
     "linear_cross_entropy_gradients": "multiplies matrices",
+    "linear_top_k_divergence_backward": "multiplies matrices",
+    "linear_top_k_divergence_forward": "multiplies matrices",
     "swiglu_mlp": "multiplies matrices",
     "swiglu_mlp_backward": "multiplies matrices",
 }
@@ -129,6 +132,28 @@ def test_other_options_are_worked_out(made: Any) -> None:
     for shift in range(2 * replay.KEPT):
         assert halved(x, shift=float(shift))[0] == shift + 0.5
     assert halved(x, shift=[1, 2]).tolist() == [1.5, 2.5], "what cannot be looked up"
+
+
+def test_what_launches_choose_by_is_in_the_key(made: Any) -> None:
+    halved, _, calls = made
+    x = np.ones(2, np.float32)
+    for _ in range(3):
+        halved(x)
+    calls.clear()
+    with replay.fixed_order():
+        halved(x)
+    assert calls == [2]
+
+
+def test_a_loss_in_a_fixed_order_after_one_in_another() -> None:
+    """Rows of 50,257 begin between accesses of 16 bytes, which only a free order may make."""
+    with gpu("90", devices=1) as machine:
+        arrays = machine.array((4, 50257), "bfloat16"), machine.array((4,), "int64")
+        for fixed, lanes in ((False, 8), (True, 1), (False, 8)):
+            for _ in range(3):
+                with replay.fixed_order(fixed):
+                    cross_entropy_forward(*arrays)
+                assert f"LANES = {lanes};" in machine.launches[-1].source
 
 
 def test_that_there_is_no_kernel_is_remembered(made: Any) -> None:

@@ -50,13 +50,18 @@ graphs_graph = graphs.Graph
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "launched"),
-    [({}, 5), ({"accumulate": 2, "dtype": "bfloat16"}, 5 + 3), ({"dtype": "float16"}, 5)],
+    [
+        ({}, 5),
+        ({"accumulate": 2, "dtype": "bfloat16"}, 5 + 3),
+        ({"dtype": "float16"}, 5),
+        ({"neftune": 5.0}, 5),
+    ],
     ids=str,
 )
 def test_a_run_has_the_log_of_one_without(
     settings: Any, launched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rates, weights, scale and labels are other ones in every step."""
+    """Rates, weights, scale, labels and noise are other ones in every step."""
     logs = []
     for graph, count in ((False, 0), (None, launched)):
         folder = tmp_path / str(graph)

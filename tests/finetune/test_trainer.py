@@ -279,7 +279,8 @@ def test_the_noise_of_neftune_has_its_size(packed: bool) -> None:
     x = np.zeros((*tokens, hidden), np.float32)
     offsets = np.array([0, 100, 600]) if packed else None
     model: Any = type("Model", (), {"noise": None})()
-    noise = noisy(lambda m: m.noise(x), 5.0, offsets, np.random.default_rng(0), model)
+    batch = {"noise_key": np.array(7), "offsets": offsets}
+    noise = noisy(lambda m, offsets: m.noise(x), 5.0, model, **batch)
     for part, length in (
         [(noise[:, :100], 100), (noise[:, 100:], 500)] if packed else [(noise, 200)]
     ):

@@ -62,6 +62,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 2, "num_experts_per_tok": 1, "logits_scaling": 2.0},
     "helium": {},
     "hunyuan_v1_dense": {},
+    "kimi_linear": {
+        **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "v_head_dim": 8},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "linear_num_heads": 2},
+        **{"linear_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+        **{"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "lfm2": {},
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1},
@@ -148,7 +155,15 @@ MIXTURES: dict[str, dict[str, Any]] = {  # that ask transformers' registry of ex
     "qwen3_next": ROUTED | DELTA | {"shared_expert_intermediate_size": 32},
     "solar_open": N_ROUTED,
 }
-HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "qwen3_5_text", "zamba2")
+HYBRIDS = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "mamba2",
+    "qwen3_5_text",
+    "zamba2",
+)
 LOOSE = {  # their gradients depend on one number: the difference of two attentions, or a decay
     "lambda_": 2e-5,
     "A_log": 5e-5,

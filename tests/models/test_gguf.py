@@ -542,8 +542,6 @@ REFUSED = {
     "of sliding layers": CONFIGS["gemma3"] | {"rope_parameters": {
         name: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
         for name in ("full_attention", "sliding_attention")}},
-    "in all layers": CONFIGS["gemma2"] | {"rope_parameters": {
-        "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
     "no names for a glm": RELATIVES["glm"],
     "no norms of queries and keys by heads": RELATIVES["phi"],
     "rotates all layers but every fourth": RELATIVES["smollm3"] | {"mlp_bias": False},

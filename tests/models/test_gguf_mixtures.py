@@ -127,6 +127,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "qwen35moe": {"model_type": "qwen3_5_moe_text", **RULE, **FEW, "num_hidden_layers": 4},
+    "mamba2": {
+        "model_type": "mamba2",
+        **{"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "conv_kernel": 3},
+    },
     "minicpm3": {"model_type": "minicpm3", **LATENT, "num_key_value_heads": 4},
     "minicpm3 of longrope": {
         "model_type": "minicpm3",
@@ -160,6 +164,23 @@ WIDE = {  # of whole blocks, and large enough to stay packed
 FOLDER = Path(__file__).parents[1] / "golden" / "models" / "gpt_oss_mxfp4"
 
 
+def test_the_router_loss_of_a_file_is_off(tmp_path: Path) -> None:
+    """The export and the load say so; of DeepSeek transformers has none anyway."""
+    label = "router's loss"
+    model = make(tmp_path / "m", MIXTURES["llama"])
+    assert label in str(models.export_gguf(model, tmp_path / "m.gguf", kind="f32"))
+    loaded = models.load(tmp_path / "m.gguf")
+    assert label in str(loaded.origin)
+    assert label not in str(model.origin)
+    off = make(tmp_path / "off", MIXTURES["llama"] | {"output_router_logits": False})
+    losses = [float(each.loss(TOKENS, TOKENS)) for each in (loaded, off, model)]
+    assert losses[0] == losses[1] < losses[2]
+    assert label not in str(models.export_gguf(off, tmp_path / "off.gguf", kind="f32"))
+    other = make(tmp_path / "other", MIXTURES["deepseek2"])
+    models.export_gguf(other, tmp_path / "other.gguf", kind="f32")
+    assert label not in str(models.load(tmp_path / "other.gguf").origin)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
     """All parameters, logits and greedy tokens; names and keys are those of the package."""
@@ -172,7 +193,7 @@ def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(loaded.parameters[key], array, rtol=most, atol=most, err_msg=key)
     close = (
         4e-6
-        if model.config.delta is not None
+        if model.config.recurrent
         else 2e-6
         if "yarn" in str(MIXTURES[name]) or name == "gpt-oss"
         else 0
@@ -302,6 +323,10 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
         ("minicpm3", {"scale_depth": 1.5}, "has scale_depth=1.4"),
         ("minicpm3", {"dim_model_base": 64}, "has dim_model_base=256"),
         ("minicpm3", {"q_lora_rank": None}, "queries of low rank"),
+        ("mamba2", {"expand": 1, "head_dim": 4}, "has 64 channels in its layers, not 32"),
+        ("mamba2", {"use_conv_bias": False}, "has a bias in its convolution"),
+        ("mamba2", {"use_bias": True}, "none in its projections"),
+        ("mamba2", {"time_step_limit": [0.1, 0.5]}, "does not bound the rates"),
         (
             "deepseek2 of softmax",
             {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},

@@ -15,7 +15,7 @@ from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
 
-from .peers import MIXTURES, RELATIVES, SIZES, make
+from .peers import MIXTURES, RELATIVES, SIZES, YARN, make
 
 
 def recurs(family):
@@ -27,6 +27,7 @@ CONFIGS = {
     for name, config in (RELATIVES | MIXTURES).items()
     if recurs(FAMILIES[config["model_type"]])
 }
+MOE = {"layers_block_type": ["moe", "full_attention"]}
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
 DENSE = CONFIGS["qwen3_5_text"]
 
@@ -134,6 +135,12 @@ def test_states_follow_the_rows_of_a_cache():
             "mixer",
             "in_proj out_proj up_proj down_proj q_proj k_proj v_proj o_proj",
         ),
+        (
+            "nemotron_h latent",
+            "mixer",
+            "in_proj out_proj fc1_latent_proj fc2_latent_proj q_proj k_proj v_proj o_proj"
+            " up_proj down_proj experts base_layer",
+        ),
     ],
 )
 def test_adapters(label, module, layers, tmp_path):
@@ -197,7 +204,7 @@ def test_the_released_form_of_kimi_linear():
         ("bamba", {"hidden_act": "gelu"}, "hidden_act is that of the convolutions; it must be si"),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*it must list 5 numbers"),
         ("falcon_h1", {"mlp_multipliers": 2}, "mlp_multipliers is 2; it must list two numbers"),
-        ("nemotron_h", {"layers_block_type": ["moe"]}, "'moe' at 0: experts without a gate are no"),
+        ("nemotron_h", MOE | {"mlp_hidden_act": "gelu"}, "is 'gelu'; without a gate it must be re"),
         ("nemotron_h", {"layers_block_type": ["mpl"]}, "layer_types must be a list .* or 'mlp'"),
         ("nemotron_h", {"layers_block_type": None}, "layers_block_type is None; it must list"),
     ],
@@ -231,6 +238,17 @@ def test_names_of_a_backbone(tmp_path):
     assert prefixes == {"base_model.model.backbone"}
     read = load(tmp_path, lora=tmp_path / "a")
     np.testing.assert_array_equal(read.logits(TOKENS), model.logits(TOKENS))
+
+
+def test_positions_of_layers_that_do_not_rotate_change_no_scale():
+    config = CONFIGS["kimi_linear"]
+    stretched = parse(config | {"rope_parameters": YARN | {"mscale_all_dim": 0.7}})
+    assert stretched.scale == parse(config).scale
+
+
+def test_latent_attention_in_no_layer():
+    types = {"layer_types": ["linear_attention"] * 3}
+    assert not create(CONFIGS["kimi_linear"] | types, seed=0).config.ropes
 
 
 def test_layers_by_an_interval():

@@ -35,6 +35,10 @@ SMALL = {
 OF_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llama", {}),
     "mistral3": ("mistral", {}),
+    # their heads leave logits as they are, whatever the text model would do to them
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "final_logit_softcapping": 2.0}),
+    "vipllava": ("gemma2", {"sliding_window": 5, "final_logit_softcapping": 2.0}),
+    "llava_next": ("granite", {"logits_scaling": 3.0}),
     "idefics3": ("llama", {}),
     "aya_vision": ("cohere2", {"sliding_window": 5, "logit_scale": 0.3}),
     "qwen2_vl": ("qwen2_vl_text", {"rope_parameters": MROPE}),
@@ -140,6 +144,16 @@ def test_a_type_without_a_row_is_compared(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "cwm"
 
 
+def test_a_mixture_of_few_layers_without_a_row(tmp_path: Path) -> None:
+    """Of three layers a kimi_linear, with which it is compared, has none with attention."""
+    transformers()
+    kinds = {"model_type": "kimi_linear", "num_key_value_heads": 4}
+    assert not parse(SIZES | kinds).ropes
+    settings = {"num_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True}
+    peer = saved("flex_olmo", tmp_path, num_key_value_heads=4, norm_topk_prob=True, **settings)
+    np.testing.assert_allclose(load(tmp_path).logits(TOKENS), logits(peer), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -193,11 +207,28 @@ def test_without_transformers_other_types_are_refused(monkeypatch: pytest.Monkey
         ({"model_type": "arcee", "hidden_act": "silu"}, "an MLP that has no gate has only gelu"),
         ({"model_type": "llama", "hidden_act": "xielu"}, "an MLP that has a gate has not xielu"),
         ({"model_type": "apertus", "rope_theta": 5.0}, "rope_theta is there without rope_scaling"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention=.* not rea"),
+        ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation is 'gelu' and h"),
     ],
 )
 def test_what_is_not_read_or_contradicts_is_named(change: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(SIZES | {"model_type": "llama", "head_dim": 8} | change)
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (RELATIVES["starcoder2"], {"rope_local_base_freq": 77.0}),
+        (RELATIVES["hunyuan"], {"partial_rotary_factor": 0.5}),
+        (RELATIVES["vaultgemma"], {"hidden_act": "silu"}),
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_a_class_of_transformers_does_not_read_changes_nothing(
+    config: Any, change: Any
+) -> None:
+    assert parse(SIZES | config | change) == parse(SIZES | config)
 
 
 def test_windows_by_letters() -> None:

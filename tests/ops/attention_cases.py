@@ -7,7 +7,7 @@ import numpy as np
 
 from unsloth_cupy.bench.cases import Call
 
-from ..harness.parity import Arrays, Case, _error, _size, outputs_of
+from ..harness.parity import Arrays, Case, _error, _size, launched, outputs_of
 
 LEFT = {"window": (128, None)}
 EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}
@@ -47,6 +47,33 @@ def all_options(small: dict[str, int], **more: Any) -> Case:
         softcap=3.0,
         **more,
     )
+
+
+def assert_columns_are_read_where_they_lie(dtype: Any, dim: int, tokens: int = 70) -> None:
+    """Keys and values that are columns of one product give the bits of packed ones, unpacked."""
+    rng = np.random.default_rng(0)
+    columns = rng.standard_normal((2, tokens + 8, 8 * dim)).astype(dtype)
+    q, k, v = (
+        columns[:, :tokens, part * dim :][..., : heads * dim].reshape(2, tokens, heads, dim)
+        for part, heads in ((0, 4), (4, 2), (6, 2))
+    )
+    pairs = rng.standard_normal((1, 4, tokens, tokens)).astype(dtype)
+    offsets = np.array([0, 30, tokens])
+    calls: list[tuple[str, Any, dict[str, Any]]] = [
+        ("attention", (q, k, v), {"causal": True}),
+        ("attention", (q, k, v), {"bias": pairs}),
+        ("attention_varlen", (q[0], k[0], v[0], offsets, offsets), {"causal": True}),
+        ("attention", (q[:1], k[:1].copy(), v[:1]), {}),
+    ]
+    for name, (strided, *arrays), options in calls:
+        q, packed = strided.copy(), [array.copy() for array in arrays]
+        dout, results = np.ones_like(q), []
+        for those in (arrays, packed):
+            results.append(launched(f"{name}_forward", q, *those, **options))
+            back = dout, q, *those, *results[-1]
+            results[-1] += tuple(launched(f"{name}_backward", *back, **options))
+        for actual, same in zip(*results, strict=True):
+            assert (actual is same is None) or actual.tobytes() == same.tobytes()
 
 
 def option_cases(small: dict[str, int]) -> tuple[Case, ...]:

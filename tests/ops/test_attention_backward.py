@@ -32,7 +32,16 @@ from ..harness.parity import (
 from ..harness.sampling import Sample
 from ..machines.cuda_on_cpu.traffic import counted
 from ..machines.stand_in import LIMITS
-from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients
+from .attention_cases import (
+    BUDGETS,
+    GROUPED,
+    KB,
+    assert_columns_are_read_where_they_lie,
+    hides,
+    option_cases,
+    tiles,
+    worst_gradients,
+)
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -409,3 +418,10 @@ def test_workspace_is_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None
         beside = [a for a in made if not any(a is result for result in results)]
         planned = workspace(2, 4, 7, 9, 2, bias=options.get("bias"), alibi=options.get("alibi"))
         assert sum(a.nbytes for a in beside) == planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_columns_of_a_product_are_read_where_they_lie(dtype: Any) -> None:
+    with emulator():
+        assert_columns_are_read_where_they_lie(dtype, 16)

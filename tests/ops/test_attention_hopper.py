@@ -31,7 +31,15 @@ from ..harness.parity import (
 from ..machines.cuda_on_cpu import Emulator
 from ..machines.cuda_on_cpu.traffic import counted
 from ..machines.stand_in import LIMITS, gpu
-from .attention_cases import AFAR, GROUPED, all_options, hides, some_sinks, tiles
+from .attention_cases import (
+    AFAR,
+    GROUPED,
+    all_options,
+    assert_columns_are_read_where_they_lie,
+    hides,
+    some_sinks,
+    tiles,
+)
 from .test_attention_forward import TestLengthsThatAreNone as LengthsThatAreNone
 from .test_attention_forward import TestStartOfPython as StartOfPython
 from .test_attention_varlen import NO_OFFSETS, alone
@@ -344,6 +352,12 @@ def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:
         packed = attention_forward(q, cache[:, 20:150].copy(), cache[:, 30:160].copy(), causal=True)
     for first, second in zip(actual, packed, strict=True):
         assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.slow
+def test_columns_of_a_product_are_read_where_they_lie() -> None:
+    with emulator():
+        assert_columns_are_read_where_they_lie(np.float16, 64)
 
 
 @pytest.mark.parametrize("one_pass", [False, True])

@@ -1,4 +1,5 @@
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -6,9 +7,10 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
-from unsloth_cupy.ops.elements.cast import accumulate_over_
+from unsloth_cupy.ops.elements import cast as casts
+from unsloth_cupy.ops.elements.cast import accumulate_over_, concatenate
 
-from ..harness.parity import Case, KernelInPlace, KernelParity, emulator
+from ..harness.parity import Case, KernelCompared, KernelInPlace, KernelParity, emulator
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -36,6 +38,34 @@ class TestCastToBfloat16(TestCastToFloat16):
 
 class TestCastToFloat32(TestCastToFloat16):
     op = "cast_to_float32"
+
+
+class TestBeside(KernelCompared):
+    """Columns of arrays side by side: the very values."""
+
+    op = "cast_to_bfloat16"
+    cases = (
+        Case("three", rows=3, columns=(16, 8, 64)),
+        Case("two of odd columns", rows=2, columns=(3, 4)),
+        Case("several tiles", rows=2, columns=(2056, 8, 2048)),
+        Case("columns of a wider array", rows=4, columns=(8, 24, 8), apart=True),
+    )
+
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
+        rows, columns = case.both["rows"], case.both["columns"]
+        values = np.arange(rows * 2 * sum(columns)).reshape(rows, -1).astype(dtype)
+        starts = [sum(columns[:n]) for n in range(len(columns))]
+        parts = [values[:, n : n + size] for n, size in zip(starts, columns, strict=True)]
+        expected = np.concatenate(parts, axis=-1)
+        whole = place(values)
+        there = [whole[:, n : n + size] for n, size in zip(starts, columns, strict=True)]
+        if not case.both.get("apart"):
+            there = [part.copy() for part in there]
+        out = place(np.zeros_like(expected))
+        with running(), mock.patch.object(casts, "contiguous", side_effect=AssertionError):
+            concatenate(there, out)
+        got = out if isinstance(out, np.ndarray) else out.get()
+        np.testing.assert_array_equal(got, expected)
 
 
 class TestAccumulate(KernelInPlace):

@@ -7,7 +7,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError
-from unsloth_cupy.ops.linear.dropout import dropped_rows
+from unsloth_cupy.ops.linear.dropout import dropped_rows, noise
 
 from ..harness.parity import Case, KernelCompared, _shifted
 
@@ -43,6 +43,32 @@ class TestDropout(KernelCompared):
             got.view(f"u{rows.itemsize}"), expected.view(f"u{rows.itemsize}")
         )
         assert 0 < np.count_nonzero(expected) < expected.size
+
+
+class TestNoise(KernelCompared):
+    """The bits of the definition."""
+
+    op = "lora_linear_forward"
+    cases = (
+        Case("odd columns", shape=(2, 5, 7)),
+        Case("accesses of 16 bytes", shape=(1, 3, 264), sizes=True),
+        Case("two values of an access", shape=(2, 3, 10), sizes=True),
+        Case("several tiles of a row", shape=(1, 1, 2056)),
+    )
+
+    def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
+        x, key = np.zeros(case.both["shape"], dtype), np.array(-3)
+        sizes = np.linspace(0.1, 0.3, x.shape[1], dtype=np.float32)
+        sizes = sizes if case.both.get("sizes") else None
+        expected = noise(x, 0.2, key, sizes)
+        with running():
+            actual = noise(place(x), 0.2, place(key), None if sizes is None else place(sizes))
+        got = actual if isinstance(actual, np.ndarray) else actual.get()
+        np.testing.assert_array_equal(got.view(f"u{x.itemsize}"), expected.view(f"u{x.itemsize}"))
+        most = 0.2 if sizes is None else sizes[:, None]
+        shares = expected.astype(np.float32) / most
+        assert np.abs(shares).max() <= 1.01
+        assert np.ptp(shares) > 1.5
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -29,7 +29,7 @@ from .arrays import between_elements, common, contiguous, native, rounded
 from .call import bind, compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS, Stored
 from .frameworks import run_adopted
-from .replay import Run, choices, replaying
+from .replay import Run, replaying
 from .signature import Bound, backward_of, check, explain, parse
 from .stand_in import is_planned
 from .target import target_of
@@ -73,7 +73,6 @@ class Op(Generic[P, R]):
             raise TypeError(f"{self.__name__}: parameters {[*parameters]} are not {signature!r}")
         self.compute = bind(self, definition)
         self.launch: Run | None = None
-        self.chooses = False  # whether the launch depends on ``choices``
         self.strided: Sequence[str] = ()  # arrays that the launch gets with their own strides
         self.checks: list[Run] = []
         self.backward: Op[..., Any] | None = None
@@ -94,16 +93,11 @@ class Op(Generic[P, R]):
         function: Any = self
         return function(**dict(zip(self.names, arrays, strict=True)), **options)
 
-    def kernel(
-        self, launch: Any = None, *, strided: Sequence[str] = (), chooses: bool = False
-    ) -> Callable[..., Any]:
-        """Register the launch (see bind): its arrays are contiguous, except ``strided``.
-
-        A launch that ``chooses`` may depend on ``replay.choices``.
-        """
+    def kernel(self, launch: Any = None, *, strided: Sequence[str] = ()) -> Callable[..., Any]:
+        """Register the launch (see bind): its arrays are contiguous, except ``strided``."""
         if launch is None:
-            return functools.partial(self.kernel, strided=strided, chooses=chooses)
-        self.launch, self.strided, self.chooses = bind(self, launch, strided), strided, chooses
+            return functools.partial(self.kernel, strided=strided)
+        self.launch, self.strided = bind(self, launch, strided), strided
         return launch
 
     def require(self, check: Callable[..., None]) -> Callable[..., None]:
@@ -196,19 +190,12 @@ class Op(Generic[P, R]):
                     and not any(isinstance(a, Stored) for a in arrays)
                 ):
                     places, lying = self._check_places, self.facts.get("lying")
-                    more = lambda a: (lying and lying(a), *choices.get())  # noqa: E731
-                    make = functools.partial(replaying, computed, places, make, host, more)
+                    make = functools.partial(replaying, computed, places, make, host, lying)
                 run = gpu.on_one_device(self, make)
             return target.watch(self, arrays, run, True)
         defined = functools.partial(self._prepare, library, launch=False)
-        make = functools.partial(
-            replaying,
-            self._launch(present, checks),
-            self._check_places,
-            defined,
-            host,
-            (lambda _: choices.get()) if self.chooses else None,
-        )
+        launches = self._launch(present, checks)
+        make = functools.partial(replaying, launches, self._check_places, defined, host)
         return make() if host else gpu.on_one_device(self, make)
 
     def _launch(self, present: Mapping[int, Any], checks: Sequence[Run]) -> Run:

@@ -1,6 +1,7 @@
 """Records what a launch allocates and starts; later calls with the same key repeat only that.
 
-A launch may depend on shapes, dtypes, strides, addresses modulo 16, options and ``choices``.  The
+A launch may depend on shapes, dtypes, strides, addresses modulo 16, options and ``choices``; all of
+them are in a call's key, so that no op has to say on which it depends.  The
 second call with equal ones runs on ``Recorded`` arrays, which have these properties and no others,
 and its allocations and kernel starts are recorded; later calls replay them.  A launch that needs
 more of an array, such as a copy or a sum, is not recorded and runs at each call.
@@ -189,23 +190,24 @@ def replaying(
     check: Run,
     defined: Callable[[list[Any]], Run],
     host: bool,
-    more: Callable[[Sequence[Any]], Any] | None,
+    more: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Run:
     """Return ``run`` for calls of one form, on host or device, replayed once it is recorded.
 
     ``check`` runs once for each key, of which ``more(arrays)`` is a part: what the launch depends
-    on besides, such as ``choices``.
+    on besides.
     Where ``run`` returns NotImplemented, as there is no kernel for these options, the function that
     ``defined(arrays)`` returns runs instead.
     """
     known: dict[Any, Run | None] = {}  # None: met once
     fallback: list[Run] = []
+    chosen = choices.get
     plain = layouts_of = _layouts_on_host if host else _layouts_on_gpu
     if more is not None:
         layouts_of = lambda arrays: [*plain(arrays), more(arrays)]  # noqa: E731 -- others pay nothing
 
     def replayed(arrays: list[Any], options: dict[str, Any]) -> Any:
-        key = (*layouts_of(arrays), *options.values())
+        key = (chosen(), *layouts_of(arrays), *options.values())
         try:
             again = known[key]
         except (KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
 """Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ..models.ranks.division import apart
 from ..models.ranks.gather import whole_parameters
 from ..models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ..ops.elements.arithmetic import add
+from ..ops.linear.dropout import noise as drawn
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel
 from ..parallel.ulysses import check_heads
@@ -126,7 +127,8 @@ class Engine:
                     )
                     seed = int(random.integers(2**63)) if self.drops else None
                     if noise:
-                        function = partial(noisy, function, noise, batch.get("offsets"), random)
+                        key = to_device_of(np.array(random.integers(2**63)), self.model.table)
+                        function = partial(noisy, self.objective, noise, noise_key=key, **batch)
                 own = step._replace(seed=seed)
                 if not self.graph:
                     yield trained.value_and_gradients(function, **own._asdict())
@@ -210,9 +212,9 @@ class Engine:
                 parts[self.ranks.same if apart else self.alike] += squares(gradient, *place, shares)
         for group, divided in parts.items() if holder is not None else ():
             whole += float(group.all_reduce(np.array(float(divided)))[()])
-        total = division.group.all_reduce(np.array(float(whole)))
-        if division.stages is not None:
-            total = division.stages.comm.all_reduce(total)
+        total, stages = np.array(float(whole)), division.stages
+        for group in (*division.groups, *([] if stages is None else [stages.comm])):
+            total = group.all_reduce(total)
         norm = math.sqrt(total[()]) / scaler.value
         clipped = max_norm / norm if norm > max_norm else 1.0
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
@@ -259,7 +261,9 @@ class Engine:
             return None
         if division is None:
             return dict(named)
-        named = scale_per_code(in_one_form(named, division.group))
+        for group in division.groups:
+            named = in_one_form(named, group)
+        named = scale_per_code(named)
         return next(iter([*whole_parameters(named, division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
@@ -275,39 +279,34 @@ class Engine:
 
 
 def noisy(
-    function: Callable[[Any], Any],
-    size: float,
-    offsets: Any,
-    random: np.random.Generator,
-    model: "Transformer",
+    objective: Objective, size: float, model: "Transformer", *, noise_key: Any, **batch: Any
 ) -> Any:
-    """Return function(model) of a model whose embeddings have noise added (NEFTune).
+    """Return an objective of a model whose embeddings have noise added (NEFTune).
 
     The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden).  Source:
     Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, 2023.
     """
+    offsets = batch.get("offsets")
 
     def add_noise(x: Any) -> Any:
         value: Any = x.value if type(x) is Var else x
-        if is_planned(value):  # a GPU holds what is added, the host also what was drawn
-            drawn = value.of(x.shape, np.float64 if isinstance(value, np.ndarray) else x.dtype)
-            return add(x, drawn.astype(x.dtype, copy=False))
-        lengths = np.full(x.shape[1], x.shape[1])
+        _, tokens, hidden = value.shape
+        if is_planned(value):
+            return add(x, value.of(value.shape, value.dtype))
+        sizes = None
         if offsets is not None:
-            each = np.diff(to_numpy(offsets))
-            lengths = np.repeat(each, each)
-        noise = random.uniform(-1, 1, x.shape)
-        noise *= (size / np.sqrt(lengths * x.shape[2]))[:, None]
-        return add(x, to_device_of(noise.astype(x.dtype), value))
+            after = np.searchsorted(offsets, np.arange(tokens, like=offsets), side="right")
+            lengths = offsets[after] - offsets[after - 1]
+            sizes = (size / np.sqrt(lengths * hidden)).astype(np.float32)
+        return add(x, drawn(value, size / math.sqrt(tokens * hidden), noise_key, sizes))
 
     model.noise = add_noise
-    return function(model)
+    return objective(model, **batch)
 
 
 def planned_with_noise(objective: Objective, model: "Transformer", **batch: Any) -> Any:
     """Return an objective of a planned model, in a step of which noise is added to embeddings."""
-    random = np.random.default_rng(0)
-    return noisy(partial(objective, **batch), 1.0, batch.get("offsets"), random, model)
+    return noisy(objective, 1.0, model, noise_key=None, **batch)
 
 
 def squares(

@@ -91,7 +91,7 @@ class Loop:
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         graph = objective is next_token if plan.graph is None else plan.graph
-        self.engine = Engine(ranks, model, objective, graph and not plan.neftune)
+        self.engine = Engine(ranks, model, objective, graph)
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}

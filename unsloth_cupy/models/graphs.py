@@ -138,7 +138,8 @@ class Graphs:
         """Return the results of a graph, or of a run on the way to one."""
         function, sums, first = call.function, call.sums, call.sums == {}
         given, sink = {**function.keywords}, function.keywords.get(SINK)
-        if function.func is next_token and is_integer(given.get(COUNT)):  # another in every batch
+        counts = any(each is next_token for each in (function.func, *function.args))
+        if counts and is_integer(given.get(COUNT)):  # another in every batch
             given[COUNT] = to_device_of(np.asarray(given[COUNT]), model.table)
         arrays = {name: each for name, each in given.items() if gpu.is_cupys(each.__class__)}
         seed = call.step.seed

@@ -53,7 +53,7 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
         forwards = [_rms_norm(eps, 0.0), _rms_norm(eps, 1.0), *forwards]
     arrays = draw(2, 3, *weight.shape).to(weight.device)
     if gated:
-        forwards = [_gated_rms_norm(eps), _norm_of_gated(eps)]
+        forwards = [_gated_rms_norm(eps), _norm_of_gated(eps), _norm_by_sigmoid(eps)]
     return Candidate(forwards, (*arrays[: 1 + gated],), random, torch.float32)
 
 
@@ -107,6 +107,16 @@ def _norm_of_gated(eps: float) -> Forward:
     def forward(self: Any, x: Any, gate: Any = None) -> Any:
         wide = x if gate is None else swiglu(gate.float(), x.float())
         return rms_norm(wide, _weight_for(self, wide), eps=eps).to(x.dtype)
+
+    return forward
+
+
+def _norm_by_sigmoid(eps: float) -> Forward:
+    """Return a forward that norms, then multiplies by the sigmoid of a gate, rounded once."""
+
+    def forward(self: Any, x: Any, gate: Any) -> Any:
+        wide = rms_norm(x.float(), self.weight.float(), eps=eps)
+        return (wide * gate.float().sigmoid()).to(x.dtype)
 
     return forward
 

@@ -26,12 +26,14 @@ GEMMA = {
     "max_position_embeddings": 8192,
 }
 GEMMA2 = {
+    "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window_pattern": 2,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
 GEMMA3 = {
+    "hidden_activation": "gelu_pytorch_tanh",
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "max_position_embeddings": 131_072,
@@ -111,6 +113,7 @@ DENSE: Mapping[str, Family] = {
         {**GEMMA, **GEMMA2},
         "most",
         AROUND,
+        activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
         obeys=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -119,6 +122,7 @@ DENSE: Mapping[str, Family] = {
         {**GEMMA, **GEMMA3},
         "most",
         AROUND,
+        activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
         query_key_norm="head",
@@ -128,6 +132,7 @@ DENSE: Mapping[str, Family] = {
         {**GEMMA, **GEMMA2},
         "most",
         Norms("input_layernorm", None, "pre_feedforward_layernorm"),
+        activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
         obeys=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),

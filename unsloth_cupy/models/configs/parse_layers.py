@@ -19,10 +19,17 @@ UNGATED = ("gelu", "gelu_tanh", "relu2", "xielu")
 
 
 def activation_of(read: Reader) -> str:
-    """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
-    gemma = read.family.scaled_embedding
-    named = read.get("hidden_activation") if gemma else None
-    name = named or read.not_null(read.family.activation)
+    """Return the activation's name.
+
+    Gemma's first configs say gelu and mean its tanh form; which of two keys counts depends on the
+    version of transformers, so that they must not contradict each other.
+    """
+    name = read.not_null(read.family.activation)
+    if read.family.scaled_embedding and read.family.activation == "hidden_act":
+        name = "gelu_pytorch_tanh" if name == "gelu" else name
+        if read.values.get("hidden_activation") not in (None, name):
+            both = f"hidden_activation is {read.values['hidden_activation']!r}"
+            raise ConfigError(f"config: {both} and hidden_act {name!r}; remove one of them")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
@@ -30,7 +37,7 @@ def activation_of(read: Reader) -> str:
         kind = "has a gate" if read.family.gate else "has no gate"
         cure = f"only {', '.join(UNGATED)}" if not read.family.gate else "not xielu"
         raise ConfigError(f"config: the activation is {name!r}; an MLP that {kind} has {cure}")
-    return "gelu_tanh" if gemma and not named and name == "gelu" else ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, ...]]:

@@ -10,6 +10,7 @@ from .config import FULL, SLIDING, Rope
 from .reading import MOST, Reader, refuse_unread
 
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+LOCAL = "rope_local_base_freq"  # of sliding layers, in older configs
 GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
 # Keys of rope_parameters whose meaning is known, in all families.
 OF_ROPE = {
@@ -39,6 +40,9 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
     if name not in ROPES:
         raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
     share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor")
+    alpha = Reader({"alpha": parameters.pop("alpha", None) or 0}, read.family).number("alpha")
+    if alpha and name == "dynamic" and dim > 2:  # Hunyuan's form, whatever the length
+        name, base = "default", base * alpha ** (dim / (dim - 2))
     if share is None and read.get("rotary_dim") is not None:
         share = read.size("rotary_dim") / dim
     share = share or 1
@@ -49,9 +53,6 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
             f"config: partial_rotary_factor={share!r} of a head of {dim} must be an even number"
             " of elements; choose a share in (0, 1] and an even head_dim"
         )
-    alpha = Reader({"alpha": parameters.pop("alpha", None) or 0}, read.family).number("alpha")
-    if alpha and name == "dynamic" and dim > 2:  # Hunyuan's form, whatever the length
-        name, base = "default", base * alpha ** (dim / (dim - 2))
     growth = _growth(read, parameters, share)
     if name == "default":
         return _checked(Rope(int(dim * share), base, growth=growth))
@@ -74,6 +75,7 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
 def _parameters(read: Reader, kind: str) -> dict[str, Any]:
     """Return the settings of the rotary positions of one type of layers."""
     scaling = read.get("rope_scaling") or {}
+    by_type = read.family.local or LOCAL in read.family.defaults
     newer = (read.values.get if scaling else read.not_null)("rope_parameters") or {}
     if not isinstance(newer, Mapping) or not isinstance(scaling, Mapping):
         raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
@@ -81,11 +83,11 @@ def _parameters(read: Reader, kind: str) -> dict[str, Any]:
     if assumed and read.values.get("rope_theta") not in (None, newer["rope_theta"]):
         cure = "name both in rope_parameters"
         raise ConfigError(f"config: rope_theta is there without rope_scaling; {cure}")
-    nested, both = FULL in newer or SLIDING in newer, (FULL, SLIDING)
+    nested, both = by_type and (FULL in newer or SLIDING in newer), (FULL, SLIDING)
     dicts = nested and all(isinstance(newer.get(name) or {}, Mapping) for name in both)
     if (nested or (newer and read.family.local)) and not dicts:
         raise ConfigError("config: rope_parameters must hold a dict for each type of layers")
-    theta = read.get("rope_local_base_freq") if kind == SLIDING else None
+    theta = read.get(LOCAL) if kind == SLIDING and LOCAL in read.family.defaults else None
     local = theta is not None or (kind == SLIDING and read.family.local)
     parameters = dict(newer.get(kind) or {}) if nested else {} if local else {**newer, **scaling}
     known = {*OF_ROPE, *read.family.obeys, *read.family.of_rope}

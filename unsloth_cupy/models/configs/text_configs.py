@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from .families import FAMILIES
 from .heads import CAUSAL, LABELS, class_of, head_of
 from .names import BACKBONE, IMAGES, TEXT
 
@@ -41,10 +42,10 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
     "llama": dict(zip(SIZES, (32_000, 4096, 11_008, 32, 32, None), strict=True)),
     "mistral": dict(zip(SIZES, (32_000, 4096, 14_336, 32, 32, 8), strict=True)),
 }
-# What the class for images computes otherwise than the text_config alone says.
-OTHERWISE: Mapping[str, Mapping[str, Any]] = {
-    "aya_vision": {"logit_scale": 1.0},
-    "cohere2_vision": {"logit_scale": 1.0},
+# The classes for images have a head of their own, without what the text model does to its logits.
+PLAIN_HEAD = {
+    "final_logit_softcapping": None,
+    **dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0),
 }
 BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
 
@@ -80,13 +81,9 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = OUTER[outer] if given is None or given == outer else given
     above = {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
     assumed: Mapping[str, Any] = ASSUMED.get(kind, {}) if "text_config" in values else {}
-    text = {
-        **assumed,
-        **inner,
-        **above,
-        **OTHERWISE.get(outer, {}),
-        "model_type": SAME.get(kind, kind),
-    }
+    text = {**assumed, **inner, **above, "model_type": SAME.get(kind, kind)}
+    if (family := FAMILIES.get(text["model_type"])) is not None:
+        text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.obeys}
     if (head := head_of(values)) != CAUSAL:
         text["architectures"] = [class_of({**values, "model_type": text["model_type"]}, head)]
     if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it reads no head_dim

@@ -77,6 +77,7 @@ class Architecture:
     absorbed: bool = True  # of latent attention: with one head of keys, of which values are a part
     fixed: tuple[float, float, float] | None = None  # scale_emb, scale_depth, dim_model_base
     delta: bool = False  # it has layers with a delta rule
+    space: bool = False  # all its layers have the recurrence of Mamba2, and no attention
     tiled: bool = False  # whose heads of values are in another order
     truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
 
@@ -239,6 +240,7 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": Architecture(
         "qwen35moe", partial=True, delta=True, tiled=True, experts=NEXT
     ),
+    "mamba2": Architecture("mamba2", space=True),
     "minicpm3": Architecture(
         "minicpm3",
         latent=True,
@@ -295,6 +297,7 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
         yield from _problems_of_experts(config, config.experts, known.experts)
     if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
         yield "has heads of keys and of values of one length in layers with a delta rule"
+    yield from _problems_of_states(config)
     if known.name == "phimoe" and not (config.output_bias and config.head_bias):
         yield "has biases in its attention and its head"
     if known.name == "gpt-oss" and not config.output_bias:
@@ -335,14 +338,12 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
         yield f"{rounded} (truncate)"
     if kind == "yarn" and known.latent and not _one_mscale(rope):
         yield "has one mscale of positions and scores (mscale_all_dim)"
-    if known.name == "olmo2" and SLIDING in config.layer_types:
-        if local_rope != Rope(rope.dim, rope.base):
-            yield "has the same rotary positions, not stretched, in sliding layers"
-    elif known.name == "gemma3" and SLIDING in config.layer_types:
-        if local_rope.scaling or kind == "yarn":
-            yield "does not stretch the rotary positions of sliding layers"
-    elif local_rope != rope:
-        yield "has the same rotary positions in all layers"
+    if SLIDING not in config.layer_types:
+        return
+    if known.name == "olmo2" and local_rope != Rope(rope.dim, rope.base):
+        yield "has the same rotary positions, not stretched, in sliding layers"
+    if known.name == "gemma3" and (local_rope.scaling or kind == "yarn"):
+        yield "does not stretch the rotary positions of sliding layers"
 
 
 def _one_mscale(rope: Rope) -> bool:
@@ -350,6 +351,19 @@ def _one_mscale(rope: Rope) -> bool:
     scaling = rope.scaling or {}
     factor = RULES["yarn"](scaling, 1, rope.dim, rope.base)[1]
     return bool(scaling.get("mscale_all_dim")) and math.isclose(factor, 1, rel_tol=1e-6)
+
+
+def _problems_of_states(config: Config) -> Iterator[str]:
+    """Yield what llama.cpp does not know of a recurrence of Mamba2."""
+    space = config.space
+    if space is None:
+        return
+    if space.inner != 2 * config.hidden:
+        yield f"has {2 * config.hidden} channels in its layers, not {space.inner} (expand)"
+    if space.bias or space.out_bias or not space.conv_bias:
+        yield "has a bias in its convolution, and none in its projections"
+    if space.least > 0 or space.most is not None:
+        yield "does not bound the rates of tokens (time_step_limit)"
 
 
 def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
@@ -435,6 +449,8 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         )
     if kind == "yarn" and not known.truncates:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
+    if config.balanced:
+        yield "GGUF has no coefficient of the router's loss: what is loaded from it trains without"
     if config.experts is not None and config.experts.jitter is not None:
         yield (
             "llama.cpp weighs two experts by one softmax, and this model each by one of its own:"
@@ -459,7 +475,7 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
 
 def ropes(config: Config) -> tuple[Rope, Rope]:
     """Return the rotary positions of layers that see all keys, and of those that see a window."""
-    full = config.ropes.get(FULL) or config.ropes[SLIDING]
+    full = config.ropes.get(FULL) or config.ropes.get(SLIDING) or Rope(config.dim, 10_000.0)
     return full, config.ropes.get(SLIDING) or full
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
 from ..configs.config import BUFFERS, SLIDING, Config, Delta, Experts, Latent, Rope
+from ..configs.state_space import StateSpace
 from ._families import BETAS, Architecture, Mixtures, dense_layers, ropes, scaling_of
 from ._types import Read
 
@@ -26,15 +27,9 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         "context_length": config.positions,
         "embedding_length": config.hidden,
         "block_count": config.layers,
-        "feed_forward_length": config.inner,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.dim,
-        "attention.value_length": config.dim,
         EPSILON[config.norms.kind]: float(config.eps),
-        "rope.dimension_count": rope.dim,
-        "rope.freq_base": float(rope.base),
     }
+    values |= _of_attention(config, rope) if config.space is None else _of_states(config.space)
     values |= _of_blocks(config, known)
     if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
         values["attention.sliding_window"] = config.window or 0
@@ -78,6 +73,31 @@ def _of_blocks(config: Config, known: Architecture) -> Values:
     if config.experts is not None and known.experts is not None:
         values |= _experts(config.experts, known.experts)
     return values
+
+
+def _of_attention(config: Config, rope: Rope) -> Values:
+    """Return the keys of attention with a dense MLP."""
+    return {
+        "feed_forward_length": config.inner,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.dim,
+        "attention.value_length": config.dim,
+        "rope.dimension_count": rope.dim,
+        "rope.freq_base": float(rope.base),
+    }
+
+
+def _of_states(space: StateSpace) -> Values:
+    """Return the keys of layers with the recurrence of Mamba2 alone; llama.cpp needs both zeros."""
+    return {
+        **dict.fromkeys(("feed_forward_length", "attention.head_count"), 0),
+        "ssm.conv_kernel": space.taps,
+        "ssm.state_size": space.state,
+        "ssm.group_count": space.groups,
+        "ssm.time_step_rank": space.heads,
+        "ssm.inner_size": space.inner,
+    }
 
 
 def _delta(config: Config, delta: Delta, known: Architecture) -> Values:

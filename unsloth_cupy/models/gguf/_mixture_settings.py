@@ -49,6 +49,20 @@ def delta_settings(keys: Keys, layers: int) -> dict[str, Any]:
     }
 
 
+def space_settings(keys: Keys, hidden: int) -> dict[str, Any]:
+    """Return the keys of layers with the recurrence of Mamba2; there are no others."""
+    heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
+    return {
+        "num_heads": heads,
+        "head_dim": inner // heads,
+        "expand": inner // hidden,
+        "n_groups": keys.need("ssm.group_count"),
+        "state_size": keys.need("ssm.state_size"),
+        "conv_kernel": keys.need("ssm.conv_kernel"),
+        **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), 1),
+    }
+
+
 def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     """Return the keys of a mixture of experts."""
     count, k = keys.need("expert_count"), keys.need("expert_used_count")

@@ -17,6 +17,7 @@ from gguf import MODEL_TENSOR
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts, Latent
+from ..configs.state_space import StateSpace
 from ._families import Architecture
 
 # BitNet's norms under names that gguf knows
@@ -181,6 +182,33 @@ DELTA: Mapping[str, tuple[Any, ...]] = {  # of a layer with a delta rule, under 
 }
 
 
+SPACE: Mapping[str, tuple[Any, ...]] = {  # of a layer with the recurrence of Mamba2
+    "in_proj.weight": (MODEL_TENSOR.SSM_IN,),
+    "conv1d.weight": (MODEL_TENSOR.SSM_CONV1D,),
+    "conv1d.bias": (MODEL_TENSOR.SSM_CONV1D, ".bias"),
+    "dt_bias": (MODEL_TENSOR.SSM_DT, ".bias"),
+    "A_log": (MODEL_TENSOR.SSM_A, ""),
+    "D": (MODEL_TENSOR.SSM_D, ""),
+    "norm.weight": (MODEL_TENSOR.SSM_NORM,),
+    "out_proj.weight": (MODEL_TENSOR.SSM_OUT,),
+}
+
+
+def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) -> Parts:
+    """Return the tensors of a parameter of such a layer; numbers of heads are a column."""
+    tensor, *end = SPACE[name]
+    own = gguf.TENSOR_NAMES[tensor].format(bid=layer) + (end[0] if end else ".weight")
+    of, back, rows = as_it_is, as_it_is, space.groups if name == "norm.weight" else space.heads
+    if name == "conv1d.weight":
+        return Parts((Part(own, (shape[0], shape[2]), _taps),), _channels)
+    if name == "A_log":
+        of, back = _decay, _log_decay
+    if name in ("A_log", "D", "norm.weight"):
+        part = Part(own, (rows, shape[0] // rows), lambda x: of(x).reshape(rows, -1), by_rows=False)
+        return Parts((part,), lambda x: _row(back(x)))
+    return Parts((Part(own, shape, of),), back)
+
+
 def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
     """Return the tensors of a layer's parameters, by the parameters' names in it."""
     module, shared = experts.module, f"{experts.module}.{experts.shared_in}"
@@ -225,6 +253,9 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
             found = _of_delta(config.delta, known.tiled, own, layer, shape)
             if found is not None:
                 return found
+        module = f"{config.names.recurrent}."
+        if config.space is not None and inner.startswith(module):
+            return _of_space(config.space, inner.removeprefix(module), layer, shape)
         if latent and known.absorbed and inner == "self_attn.kv_b_proj.weight":
             keys, values = (
                 f"{gguf.TENSOR_NAMES[each].format(bid=layer)}.weight"

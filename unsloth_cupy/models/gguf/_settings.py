@@ -18,7 +18,7 @@ from ..quantizer import LEAST
 from ._families import ARCHITECTURES, Architecture
 from ._keys import Keys, shortest
 from ._metadata import EPSILON, GATING, LOG
-from ._mixture_settings import delta_settings, latent_settings, mixture_settings
+from ._mixture_settings import delta_settings, latent_settings, mixture_settings, space_settings
 from .packed import CLASSES
 from .reading import GgufFile
 
@@ -51,6 +51,7 @@ def settings(file: GgufFile) -> dict[str, Any]:
     for key, other in SAME.items():
         if (value := keys.take(key)) is not None and value != keys.left.get(other, value):
             keys.refuse(f"{keys.name}.{key} is {value}, unlike {other}")
+    heads = 1 if known.space else heads  # which a file says are none
     dim = keys.take("attention.key_length") or hidden // heads
     layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
     values: dict[str, Any] = {
@@ -72,6 +73,8 @@ def settings(file: GgufFile) -> dict[str, Any]:
         values |= latent
     elif dim * heads != hidden or "head_dim" in family.defaults:
         values["head_dim"] = dim
+    if known.space:
+        values |= space_settings(keys, hidden)
     if known.delta:
         values |= delta_settings(keys, layers)
     if family.experts is not None and known.experts is not None:

@@ -22,6 +22,10 @@ Read = Callable[[str], Array]  # from a Hugging Face name to the array
 Rule = Callable[[int, Config], Type]  # from the number of a layer
 
 
+# The ends of names of tensors in float32, whatever the others are.
+SINGLE = (".bias", "ffn_gate_inp.weight", "conv1d.weight", ".ssm_a", ".ssm_d", "ssm_norm.weight")
+
+
 @dataclass(frozen=True)
 class Kind:
     """The tensor types of a kind of file.
@@ -39,7 +43,7 @@ class Kind:
 
     def of(self, name: str, shape: tuple[int, ...], config: Config, head: str) -> Type:
         """Return the type of a tensor, whether or not its rows are whole blocks."""
-        if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "conv1d.weight")):
+        if len(shape) == 1 or name.endswith(SINGLE):
             return Type.F32
         if name in (head, "token_embd.weight"):
             return (self.head if name == head else self.table) or self.type

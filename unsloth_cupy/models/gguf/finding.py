@@ -57,7 +57,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         dtype = CODES[file.code]
         if name.endswith(wide):
             dtype = FLOAT32
-        if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), dense):
+        if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), undone):
             dtype = FLOAT32
         kinds = {each.type.name for each in tensors}
         packed = packed_class(name, shape, tensors[0].type.name)

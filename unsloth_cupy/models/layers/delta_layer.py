@@ -30,7 +30,7 @@ from ...parallel.taped import taped, value_of
 from ...placement import to_device_of
 from ..configs.config import Config, Delta
 from .context import Context
-from .elements import beside, gated, taken, without_padding
+from .elements import beside, gated, split, taken, without_padding
 
 EPS = 1e-6  # of the lengths of queries and keys
 
@@ -52,11 +52,9 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     inputs, state = call.states(layer)
     mixed, inputs = causal_conv(mixed, taps, initial=inputs, offsets=offsets)
     keys, every = own.key_heads * own.key_dim, mixed.shape[:2]
-    q, k = (
-        _of_length_1(part.reshape(*every, own.key_heads, own.key_dim))
-        for part in (mixed[..., :keys], mixed[..., keys : 2 * keys])
-    )
-    v = mixed[..., 2 * keys :].reshape(*every, own.value_heads, own.value_dim)
+    *both, v = split(mixed, (keys, keys, own.value_heads * own.value_dim))
+    q, k = (_of_length_1(part.reshape(*every, own.key_heads, own.key_dim)) for part in both)
+    v = v.reshape(*every, own.value_heads, own.value_dim)
     y, state = gated_delta_rule(q, k, v, decay, beta, initial=state, offsets=offsets)
     call.states(layer, tokens, inputs, state)
     y = y if call.context is None else call.context.by_tokens(y)

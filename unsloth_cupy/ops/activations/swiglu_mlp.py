@@ -92,7 +92,7 @@ def swiglu_mlp(
     return _forward(x, gate_weight, up_weight, down_weight, chunk, wide, swiglu.definition)
 
 
-@swiglu_mlp.kernel(chooses=True)
+@swiglu_mlp.kernel
 def _launch(
     x: Array, gate_weight: Array, up_weight: Array, down_weight: Array, chunk: int | None
 ) -> Array:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from ml_dtypes import finfo
 
-from ...core.arrays import empty
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.strides import broadcast_strides, in_chunks
+from ..common.strides import broadcast_strides, in_chunks, key_strides
+from ..common.tensor_map import mappable
 from ._backward_hopper import OnePass, backward_tiles, launch_on_warpgroups, launch_one_pass
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, ROUNDED, Options, kernel_options, refused
@@ -127,22 +128,27 @@ def launch_backward(
     tiles = call and resolve(*shape, ANY if offsets else call.level, limits(q))
     if call is None or tiles is None:
         return refused(q, v)
-    dout, q, k, v, out = in_chunks(dout, q, k, v, out)
+    dout, q, out = in_chunks(dout, q, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     stats = _launch_delta(dout, out, lse, dlse, sinks, call.constants["FOLD"], q_offsets)
-    inputs, warpgroups = (q, k, v, dout, stats), backward_tiles(q, v, call)
+    warpgroups, by = backward_tiles(q, v, call), _summed(bias)
+    read, strides = _as_read(k, v, bool(warpgroups), bias is not None and not by)
+    inputs, sums, slopes = (q, *read, dout, stats), None, None
     numbers = {
         "options": call.numbers,
         "scale": call.scale,
         "stat_rows": stats.shape[-1],
         "rests_start": _rests_start(stats),
+        "key_stride": strides[0],
+        "value_stride": strides[1],
     }
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
         by_key = dx is not dq  # blocks own keys, else queries
         if warpgroups:
-            on = warpgroups.of(by_key)
-            launch_on_warpgroups(on, by_key, inputs, (dx, dy, *sums), call, numbers)
+            launch_on_warpgroups(
+                warpgroups.of(by_key), by_key, inputs, (dx, dy, *sums), call, numbers
+            )
             return
         chosen = constants(
             own,
@@ -163,7 +169,6 @@ def launch_backward(
             *(*inputs, dx, dy, *sums, *call.operands, numbers)
         )
 
-    by, sums, slopes = _summed(bias), None, None
     dbias, dalibi, dsinks = (
         None if a is None else empty(a.shape, a.dtype, like=q) for a in (bias, alibi, sinks)
     )
@@ -185,8 +190,8 @@ def launch_backward(
         keep = of_batch, of_heads, any(of_rows)
         _launch_sum(sums, dbias, keep, offsets=k_offsets if by == "keys" else q_offsets)
     elif bias is not None:
-        arguments = (*inputs, dbias, *call.operands, numbers, batch)
-        _launch_pairs(tiles.by_pair, constants(tiles.by_pair, **call.constants), arguments)
+        own, arguments = tiles.by_pair, (*inputs, dbias, *call.operands, numbers, batch)
+        _launch_pairs(own, constants(own, **call.constants), arguments, own.bytes(*shape))
     if alibi is not None:
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
     if sinks is not None:
@@ -194,6 +199,20 @@ def launch_backward(
     if keys == 1 and all(array is None for array in (offsets, sinks, dlse)):
         _clear_alone(out, v, options.dropout, dq, dk, dbias, dalibi)
     return dq, dk, dv, dbias, dalibi, dsinks
+
+
+def _as_read(
+    k: Any, v: Any, warpgroups: bool, pairs: bool
+) -> tuple[tuple[Any, Any], tuple[int, int]]:
+    """Return k and v as the kernels read them, and the distances of their tokens in values.
+
+    TMA knows the strides of what warpgroups read; but ``pairs`` says that attention_bias.cu runs.
+    """
+    if not warpgroups:
+        k, v, _, strides = key_strides(k, v, packed=True)
+        return (k, v), strides
+    k, v = in_chunks(contiguous(k), contiguous(v)) if pairs else map(mappable, (k, v))
+    return (k, v), (math.prod(k.shape[-2:]), math.prod(v.shape[-2:]))
 
 
 def _clear_alone(out: Array, v: Array, dropout: float, *gradients: Array | None) -> None:
@@ -242,12 +261,11 @@ def _rests_start(stats: Array) -> int:
     return 2 * math.prod(stats.shape[1:]) if stats.shape[0] == 3 else 0
 
 
-def _launch_pairs(own: Tiles, chosen: Constants, arguments: tuple[Any, ...]) -> None:
+def _launch_pairs(own: Tiles, chosen: Constants, arguments: tuple[Any, ...], size: int) -> None:
     """Launch attention_bias.cu, which writes the gradient of a bias that has one per pair."""
-    q, _, v, _, _, dbias, *_ = arguments
+    q, _, _, _, _, dbias, *_ = arguments
     rows, columns = dbias.shape[-2:]
     blocks = -(-rows // own.rows) * -(-columns // own.tile) * math.prod(dbias.shape[:-2])
-    size = own.bytes(q.dtype.itemsize, q.shape[-1], v.shape[-1])
     kernel = load("attention_bias.cu", "attention_bias", q, chosen)
     kernel[blocks, 32 * own.warps, size](*arguments)
 

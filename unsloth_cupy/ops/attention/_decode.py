@@ -16,7 +16,7 @@ from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
 from ..common.no_kernel import no_kernel
-from ..common.strides import batch_stride, in_chunks
+from ..common.strides import in_chunks, key_strides
 from ._forward import launch_forward
 from ._options import FARTHEST, Options, kernel_options, refused, row_bytes
 from ._tiles import Table, rows_of
@@ -136,7 +136,7 @@ def launch_decode(
         if spills:
             return no_kernel(f"head dim {max(dim, value_dim)} in float32 with masks or dropout")
         return no_kernel(f"head dims {dim}, {value_dim} are not multiples of 16, required for int8")
-    k, v, batch_tokens = batch_stride(k, v)
+    k, v, batch_tokens, _ = key_strides(k, v, dense=True)
     (q,) = in_chunks(q)
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     eight = (by_pair and page_table is not None) or scales is not None

@@ -11,7 +11,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.strides import batch_stride, in_chunks
+from ..common.strides import in_chunks, key_strides
 from ._hopper import forward_tiles, launch_on_warpgroups
 from ._options import CAUSAL, HIDING, Options, kernel_options, refused
 from ._tiles import Tiles, asked_for, resolve, slice_of
@@ -34,8 +34,8 @@ def _constants(tiles: Tiles, **named: Any) -> Constants:
 def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     """Launch the warpgroup or the general kernel; return NotImplemented for dims without tiles.
 
-    With offsets, q, k and v have no batch axis.  Otherwise k and v may be the first tokens of
-    longer arrays.
+    With offsets, q, k and v have no batch axis.  k and v may be the first tokens of longer arrays,
+    or some of the columns of wider ones.
     """
     *batch, queries, heads, dim = q.shape
     size, value_dim = q.dtype.itemsize, v.shape[-1]
@@ -46,7 +46,7 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     tiles = call and resolve(size, dim, value_dim, level, limits(q), asked_for())
     if call is None or tiles is None:
         return refused(q, v)
-    k, v, batch_tokens = batch_stride(k, v)
+    k, v, batch_tokens, strides = key_strides(k, v)
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((*batch, heads, queries), np.float32, like=q)
@@ -57,6 +57,6 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     blocks *= -(-value_dim // columns)
     kernel = load("attention_forward.cu", "attention_forward", q, constants)
     kernel[blocks, tiles.threads, tiles.bytes(size, dim, value_dim)](
-        *(q, k, v, sinks, out, lse, *call.operands, call.numbers, batch_tokens)
+        *(q, k, v, sinks, out, lse, *call.operands, call.numbers, batch_tokens, *strides)
     )
     return out, lse

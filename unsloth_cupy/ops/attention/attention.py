@@ -301,8 +301,8 @@ def attend_backward(
 
 
 attention_forward.require(check_options)
-# k and v may be the first tokens of a cache
-attention_forward.kernel(launch_attention, strided=("k", "v"), chooses=True)
+# k and v may be the first tokens of a cache, or columns of the product that made q, k and v
+attention_forward.kernel(launch_attention, strided=("k", "v"))
 attention_backward.require(check_options)
-attention_backward.kernel(launch_backward, chooses=True)
+attention_backward.kernel(launch_backward, strided=("k", "v"))
 attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # 5 products, forward 2

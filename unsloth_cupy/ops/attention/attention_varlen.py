@@ -152,7 +152,7 @@ def attention_varlen_forward(
     return out, lse
 
 
-@attention_varlen_forward.kernel(chooses=True)
+@attention_varlen_forward.kernel(strided=("k", "v"))
 def _launch(
     q: Array,
     k: Array,
@@ -234,7 +234,7 @@ def attention_varlen_backward(
     return dq, dk, dv, None, None, dalibi, dsinks, dbias
 
 
-@attention_varlen_backward.kernel(chooses=True)
+@attention_varlen_backward.kernel(strided=("k", "v"))
 def _launch_backward(
     dout: Array,
     q: Array,

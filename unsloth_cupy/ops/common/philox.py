@@ -46,11 +46,16 @@ def keep_mask(
     instance (batch, head, query).  Column j uses word j % 4 of the counter (*rows, j // 4).  An
     element is kept with probability 1 - dropout.
     """
+    return row_words(seed, rows, start, stop) >= round(dropout * 2**32)
+
+
+def row_words(seed: int, rows: tuple[Any, Any, Any], start: int, stop: int) -> Array:
+    """Return the words of the columns start .. stop of each row: see ``keep_mask``."""
     a, b, c = (index.astype(np.uint64)[..., None] for index in rows)
     fours = np.arange(start // 4, -(-stop // 4), dtype=np.uint64, like=a)
     drawn = np.stack(np.broadcast_arrays(*words(seed, (a, b, c, fours))), axis=-1)
-    drawn = drawn.reshape(*drawn.shape[:-2], 4 * len(fours))[..., start % 4 :][..., : stop - start]
-    return drawn >= round(dropout * 2**32)
+    drawn = drawn.reshape(*drawn.shape[:-2], 4 * len(fours))
+    return drawn[..., start % 4 :][..., : stop - start]
 
 
 def check(call: str, dropout: float, seed: int | None) -> None:

@@ -3,7 +3,8 @@
     row_layout       rows of slices, or of their heads, common to several arrays    see rows.cuh
     head_strides     heads of q, k or v in one wider array              strides of token and head
     token_strides    whole heads, batch and token in any order          strides of batch and token
-    batch_stride     the first tokens of a longer array, as a cache     tokens from batch to batch
+    pitch_of         columns of a wider array                           distance of two rows
+    key_strides      tokens of a cache or a wider array    tokens between batches, stride of token
     broadcast_strides    contiguous arrays, some axes broadcast         strides of all axes
 
 Strides count values.  An array of any other layout is copied into a contiguous one.  An array with
@@ -120,30 +121,36 @@ def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
     return spanned(x), strides
 
 
-def batch_stride(k: Any, v: Any) -> tuple[Any, Any, int]:
-    """Return k and v for a kernel, and their common distance of batches, in tokens.
+def key_strides(
+    k: Any, v: Any, *, dense: bool = False, packed: bool = False
+) -> tuple[Any, Any, int, tuple[int, int]]:
+    """Return k and v for a kernel, their common distance of batches in tokens, and of their tokens.
 
-    Both can be copied 16 bytes at a time.
+    Both can be copied 16 bytes at a time.  ``dense``: nothing lies between the tokens of a batch;
+    ``packed``: nor between batches, but for what lies between their tokens.
     """
-    distance = _batch_tokens(k)
-    if distance is None or distance != _batch_tokens(v):
+    found = [_token_layout(a, dense) for a in (k, v)]
+    tokens = {each and each[0] for each in found}
+    if None in tokens or len(tokens) > 1 or (packed and tokens != {k.shape[-3]}):
         k, v = in_chunks(contiguous(k), contiguous(v))
-        return k, v, k.shape[-3]
+        return k, v, k.shape[-3], (math.prod(k.shape[-2:]), math.prod(v.shape[-2:]))
     k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
-    return k, v, distance
+    return k, v, *tokens, tuple(each[1] for each in found if each)
 
 
-def _batch_tokens(array: Any) -> int | None:
-    """Return the distance between two batches in tokens; None for any other layout."""
+def _token_layout(array: Any, dense: bool) -> tuple[int, int] | None:
+    """Return the distance of batches in tokens, and of tokens in values; None for other layouts."""
     if not _in_chunks(array):
         return None
+    *_, keys, heads, dim = array.shape
     if array.flags.c_contiguous:
-        return int(array.shape[-3])
-    size, (heads, dim) = array.itemsize, array.shape[2:]
-    token = heads * dim * size
-    tokens, rest = divmod(array.strides[0], token)
-    dense = array.strides[1:] == (token, dim * size, size)
-    return tokens if dense and tokens >= array.shape[1] and not rest else None
+        return keys, heads * dim
+    size, (*lead, token, of_head, of_value) = array.itemsize, array.strides
+    apart = token == heads * dim * size if dense else token % 16 == 0 and token > 0
+    if not apart or (of_head, of_value) != (dim * size, size):
+        return None
+    tokens, rest = divmod(lead[0], token) if lead and array.shape[0] > 1 else (keys, 0)
+    return None if rest or tokens < keys else (int(tokens), token // size)
 
 
 def in_chunks(*arrays: Any) -> tuple[Any, ...]:
@@ -154,6 +161,14 @@ def in_chunks(*arrays: Any) -> tuple[Any, ...]:
 def _in_chunks(array: Any) -> bool:
     """Return whether an array can be copied 16 bytes at a time."""
     return lanes(16, array) * array.itemsize == 16
+
+
+def pitch_of(array: Any) -> int:
+    """Return how many elements the rows of an array are apart; 0 if they have no one distance."""
+    *lead, right = array.strides
+    size, step = array.itemsize, lead[-1] if lead else array.shape[-1] * array.itemsize
+    uniform = all(lead[i] == array.shape[i + 1] * lead[i + 1] for i in range(len(lead) - 1))
+    return step // size if uniform and right == size and step % size == 0 else 0
 
 
 def broadcast_strides(array: Any, axes: int = 4) -> tuple[int, ...]:

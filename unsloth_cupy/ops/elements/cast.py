@@ -15,9 +15,12 @@ from ...core.kernel import load
 from ...core.op import Op, op
 from ...core.target import target_of
 from ...errors import ConfigError, naming
-from ..common.elementwise import constants
+from ..common.elementwise import THREADS, constants
 from ..common.in_place import all_contiguous, check_overlap, check_writable
 from ..common.no_kernel import no_kernel
+from ..common.strides import pitch_of, spanned
+
+PARTS = 3  # arrays side by side
 
 
 @naming("cast", *(f"cast_to_{dtype.name}" for dtype in KERNEL_DTYPES))
@@ -110,14 +113,40 @@ def stacked(matrices: Sequence[Array], dtype: Any) -> Array:
     lead, dense = matrices[0], all(m.flags.c_contiguous and m.size for m in matrices)
     if len(matrices) == 1:
         return in_dtype(lead, dtype)
-    kinds = {np.dtype(dtype), *(m.dtype for m in matrices)} <= {*KERNEL_DTYPES}
+    kinds = {np.dtype(dtype), lead.dtype} <= {*KERNEL_DTYPES}
+    kinds = kinds and all(m.dtype == lead.dtype for m in matrices)
     if not (kinds and dense) or target_of(lead) is None:
         return np.concatenate([m.astype(dtype, copy=False) for m in matrices])
-    rows = [*itertools.accumulate(m.shape[0] for m in matrices)]
-    whole = empty((rows[-1], lead.shape[1]), dtype, like=lead)
-    for matrix, stop in zip(matrices, rows, strict=True):
-        _launch("cast", matrix, whole[stop - matrix.shape[0] : stop])
+    whole = empty((sum(m.shape[0] for m in matrices), lead.shape[1]), dtype, like=lead)
+    _beside(matrices, whole, [m.size for m in matrices], [0] * len(matrices))
     return whole
+
+
+def concatenate(arrays: Sequence[Any], out: Any) -> None:
+    """Write the columns of arrays side by side to out, of their dtype, in one launch."""
+    if target_of(out) is None or out.dtype not in KERNEL_DTYPES:
+        np.concatenate(arrays, axis=-1, out=out)
+    elif out.size:
+        arrays = [each if pitch_of(each) else contiguous(each) for each in arrays]
+        _beside(arrays, out, [each.shape[-1] for each in arrays], [*map(pitch_of, arrays)])
+
+
+def _beside(
+    arrays: Sequence[Any], out: Any, columns: Sequence[int], pitches: Sequence[int]
+) -> None:
+    """Launch the kernel that writes rows of so many columns of each array side by side."""
+    wide, *narrow = sorted((out, *arrays), key=lambda array: -array.dtype.itemsize)
+    row = 16 // wide.dtype.itemsize
+    for each in (*columns, *pitches):
+        row |= each
+    width, absent = lanes(row, wide, *narrow), PARTS - len(arrays)
+    stops = [*itertools.accumulate(columns)]
+    tiles = -(-stops[-1] // (THREADS * width))
+    of = {"stop": stops + stops[-1:] * absent, "pitch": [*pitches, *[0] * absent], "tiles": tiles}
+    chosen = constants(arrays[0].dtype, width, U=out.dtype)
+    kernel = load("cast.cu", "beside", arrays[0], chosen)
+    operands = *map(spanned, arrays), *[None] * absent
+    kernel[out.size // stops[-1] * tiles, THREADS](*operands, out, of)
 
 
 def _launch(name: str, x: Array, result: Array) -> None:
@@ -125,8 +154,7 @@ def _launch(name: str, x: Array, result: Array) -> None:
     wide, narrow = sorted((result, x), key=lambda array: -array.dtype.itemsize)
     width = lanes(16 // wide.dtype.itemsize, wide, narrow)
     kernel = load("cast.cu", name, x, constants(x.dtype, width, U=result.dtype))
-    threads = 256
-    kernel[-(-x.size // (threads * width)), threads](x, result, x.size)
+    kernel[-(-x.size // (THREADS * width)), THREADS](x, result, x.size)
 
 
 CASTS: Mapping[str, Op[[Array], Array]] = {d.name: _cast_to(d) for d in KERNEL_DTYPES}

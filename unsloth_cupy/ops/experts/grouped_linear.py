@@ -75,7 +75,7 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     return y if y.dtype == x.dtype else y.astype(x.dtype)
 
 
-@grouped_linear.kernel(chooses=True)
+@grouped_linear.kernel
 def _launch(x: Array, weight: Array, offsets: Array, bias: Array | None) -> Any:
     """Return y from two kernels: one lists the tiles of the groups, one multiplies."""
     if (reason := without_kernel(weight)) is not None:

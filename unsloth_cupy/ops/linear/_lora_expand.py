@@ -10,7 +10,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import target_of
 from ..common.gemm import gemm
-from ..common.strides import spanned
+from ..common.strides import pitch_of, spanned
 from ..elements.cast import in_dtype
 from .linear import flat
 
@@ -54,14 +54,6 @@ def _fits(
         and all(y.size and pitch_of(y) for y in ys)
         and all(factor.dtype == own for factor in factors)
     )
-
-
-def pitch_of(array: Array) -> int:
-    """Return how many elements the rows of an array are apart; 0 if they have no one distance."""
-    *lead, right = array.strides
-    size, step = array.itemsize, lead[-1] if lead else array.shape[-1] * array.itemsize
-    uniform = all(lead[i] == array.shape[i + 1] * lead[i + 1] for i in range(len(lead) - 1))
-    return step // size if uniform and right == size and step % size == 0 else 0
 
 
 def _launch(

@@ -11,9 +11,9 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits, target_of
 from ..common.gemm import gemm
-from ..common.strides import spanned
+from ..common.strides import pitch_of, spanned
 from ..elements.cast import in_dtype
-from ._lora_expand import PARTS, pitch_of
+from ._lora_expand import PARTS
 from .linear import flat
 
 RANKS = 16, 32, 64  # at more, the float32 sums of up have more bytes than a second pass over dy

@@ -1,4 +1,4 @@
-"""Dropout of the rows that an adapter reads: by the kernel, or as ``philox`` defines it."""
+"""Dropout of rows that an adapter reads, and noise: by kernels, or as ``philox`` defines them."""
 
 from functools import cache
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import contiguous, empty, lanes
-from ...core.dtypes import KERNEL_DTYPES, Array
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import target_of
@@ -14,6 +14,7 @@ from ..common import philox
 from .lora_merge import times
 
 THREADS = 256  # of a block
+DRAWN = 2**13  # NumPy: words that are drawn at a time
 
 
 def dropped_rows(
@@ -51,6 +52,32 @@ def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any) -> 
         *(rows, result, key, columns, tiles, bits & philox.WORD, bits >> 32 & philox.WORD),
         *(round(dropout * 2**32), 1 / (1 - dropout)),
     )
+    return result
+
+
+def noise(x: Any, size: float, key: Any, sizes: Any = None) -> Any:
+    """Return noise of the shape (batch, tokens, columns) and dtype of x, uniform in -size .. size.
+
+    ``key`` () int64 is the seed, in an array: see ``dropped_rows``.  ``sizes`` (tokens,) float32
+    are those of the tokens of each batch, in place of ``size``.
+    """
+    _, tokens, columns = x.shape
+    result = empty(x.shape, x.dtype, like=x)
+    rows = result.reshape(-1, columns)
+    if x.size and x.dtype in KERNEL_DTYPES and target_of(x) is not None:
+        width = lanes(columns, result)
+        tiles = -(-columns // (THREADS * width))
+        kernel = load("dropout.cu", "noise", result, _constants(x.dtype, key.dtype, width))
+        kernel[len(rows) * tiles, THREADS](result, key, sizes, columns, tiles, tokens, size)
+        return result
+    bits: Any = np.asarray(key).astype(np.uint64)
+    step = max(1, DRAWN // columns)
+    for top in range(0, len(rows), step):
+        number = np.arange(top, min(top + step, len(rows)), like=x)
+        drawn = philox.row_words(bits, (0 * number, 0 * number, number), 0, columns)
+        values = drawn.astype(FLOAT32) * FLOAT32.type(2**-31) - FLOAT32.type(1)
+        values *= FLOAT32.type(size) if sizes is None else sizes[number % tokens][:, None]
+        rows[top : top + step] = values
     return result
 
 

@@ -7,7 +7,6 @@ side by side are one product too; others are copied side by side if that moves f
 read x, and to add to dx, for each.
 """
 
-import itertools
 import math
 from collections.abc import Sequence, Set
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import KERNEL_DTYPES, Array, Stored
+from ...core.dtypes import Array, Stored
 from ...core.op import op
 from ...core.replay import Recorded
 from ..common.checks import requested_gradients
-from ..common.elementwise import launch_rows
 from ..common.gemm import gemm
+from ..elements.cast import concatenate
 from .linear import flat
 
 WEIGHTS = ("weight", "weight2", "weight3")
@@ -115,17 +114,9 @@ def linears_backward(
     ]
     dx, dweights = None, dict.fromkeys(WEIGHTS)
     parts_of, rows = spans(weights), flat(x)
-    matrix, joined = rows_of_one(weights), columns_of_one(dys)
-    moved, spared = 2 * parts_of[-1].stop, 3 * (len(weights) - 1) * x.shape[-1]  # values of a row
-    if joined is None and matrix is not None and moved <= spared:
-        joined = empty((*x.shape[:-1], parts_of[-1].stop), x.dtype, like=x)
-        concatenate(dys, joined)
+    joined = side_by_side(dys, weights, x, 1 + 2 * ("x" in needed))
     if "x" in needed:
-        dx = empty(x.shape, x.dtype, like=x)
-        one = joined is not None and matrix is not None
-        pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
-        for number, (each, weight_of) in enumerate(pairs):
-            gemm(flat(each), weight_of, out=flat(dx), add=number > 0)
+        dx = input_gradient(dys, joined, weights, x)
     if needed.intersection(WEIGHTS):
         whole = empty((parts_of[-1].stop, x.shape[-1]), weight.dtype, like=x)
         parts = {n: whole[span] for n, span in zip(WEIGHTS, parts_of, strict=False)}
@@ -136,16 +127,27 @@ def linears_backward(
     return dx, *dweights.values()
 
 
-def concatenate(arrays: Sequence[Any], out: Any) -> None:
-    """Copy arrays side by side into out; CuPy copies a value at a time, the kernel 16 bytes."""
-    if isinstance(out, np.ndarray) or out.dtype not in KERNEL_DTYPES:
-        np.concatenate(arrays, axis=-1, out=out)
-        return
-    stops = [*itertools.accumulate(array.shape[-1] for array in arrays)]
-    for array, stop in zip(arrays, stops, strict=True):
-        part = out[..., stop - array.shape[-1] : stop]
-        if array.size:
-            launch_rows("arithmetic.cu", "scale", (array,), (part,), 1.0)
+def side_by_side(dys: Sequence[Any], weights: Sequence[Any], x: Any, times: int) -> Any:
+    """Return the gradients dy side by side, None if they are apart and had better stay so.
+
+    They are copied if that moves fewer values than to move x or dx ``times`` more for each.
+    """
+    joined, columns = columns_of_one(dys), sum(each.shape[0] for each in weights)
+    spared = times * (len(weights) - 1) * x.shape[-1]  # values of a row
+    if joined is None and rows_of_one(weights) is not None and 2 * columns <= spared:
+        joined = empty((*x.shape[:-1], columns), x.dtype, like=x)
+        concatenate(dys, joined)
+    return joined
+
+
+def input_gradient(dys: Sequence[Any], joined: Any, weights: Sequence[Any], x: Any) -> Any:
+    """Return the gradient of x: of one product if both dys and weights lie together."""
+    dx, matrix = empty(x.shape, x.dtype, like=x), rows_of_one(weights)
+    one = joined is not None and matrix is not None
+    pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
+    for number, (dy, weight) in enumerate(pairs):
+        gemm(flat(dy), weight, out=flat(dx), add=number > 0)
+    return dx
 
 
 def spans(weights: Sequence[Any]) -> list[slice]:

@@ -25,7 +25,15 @@ from ..elements.cast import in_dtype, stacked
 from ._lora_expand import add_low_rank_rows, add_low_ranks
 from ._lora_gradients import rank_gradients
 from .linear import flat
-from .linears import WEIGHTS, columns_of_one, present, rows_of_one, spans
+from .linears import (
+    WEIGHTS,
+    columns_of_one,
+    input_gradient,
+    present,
+    rows_of_one,
+    side_by_side,
+    spans,
+)
 from .lora_merge import sum_dtype
 
 DOWNS, UPS = ("a", "a2", "a3"), ("b", "b2", "b3")
@@ -127,12 +135,8 @@ def lora_group_backward(
         if name in needed:
             grads[name] = gemm(flat(each).T, flat(x))
     if "x" in needed:
-        matrix, joined = rows_of_one(weights), columns_of_one(dys)
-        one = matrix is not None and joined is not None
-        dx = grads["x"] = empty(x.shape, x.dtype, like=x)
-        pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
-        for number, (each, of_each) in enumerate(pairs):
-            gemm(flat(each), of_each, out=flat(dx), add=number > 0)
+        joined = side_by_side(dys, weights, x, 2)
+        dx = grads["x"] = input_gradient(dys, joined, weights, x)
         whole = rows_of_one(downs)  # in its own dtype: the kernel rounds it
         add_low_rank_rows(dx, dlows, stacked(downs, x.dtype) if whole is None else whole)
     return tuple(grads.values())

@@ -18,9 +18,8 @@ from ...core.op import op
 from ...errors import ConfigError, naming
 from ..common.checks import requested_gradients
 from ..common.gemm import gemm
-from ..elements.cast import in_dtype, stacked
+from ..elements.cast import concatenate, in_dtype, stacked
 from .linear import flat
-from .linears import concatenate
 from .lora import adapted, adapted_gradients
 from .lora_group import lora_group
 from .lora_merge import FACTOR, factor_of, sum_dtype

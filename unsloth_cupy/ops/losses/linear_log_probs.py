@@ -205,7 +205,7 @@ def _by_parts(
         _measure(logits[part], labels[part], bias, options, row)
 
 
-@linear_log_probs_forward.kernel(chooses=True)
+@linear_log_probs_forward.kernel
 def _launch(
     x: Array,
     weight: Array,

@@ -102,11 +102,17 @@ class Chunk(NamedTuple):
 
     def end(self, state: Array, u: Array) -> Array:
         """Return the state after the chunk."""
-        return self.decays.whole * state + turned(self.decays.onward * self.k) @ u
+        after: Array = turned(self.decays.onward * self.k) @ u
+        after += self.decays.whole * state
+        return after
 
-    def gradients(self, state: Array, do: Array, dend: Array) -> tuple[Array, ...]:
-        """Return those of q, scaled, k, v, decay, beta and of the state before the chunk."""
-        rest, u = self.solve(state)
+    def gradients(
+        self, state: Array, rest: Array, u: Array, do: Array, dend: Array
+    ) -> tuple[Array, ...]:
+        """Return those of q, scaled, k, v, decay, beta and of the state before the chunk.
+
+        ``rest`` and ``u`` are what ``solve`` returned.
+        """
         decays, p = self.decays, self.scores()
         du = turned(p) @ do
         du += (decays.onward * self.k) @ dend
@@ -192,8 +198,10 @@ def inverse(below: Array) -> Array:
     """Return the inverse of I + A, where A has values below its diagonal alone."""
     size = below.shape[-1]
     whole = 1 << (size - 1).bit_length()
-    a = np.zeros((*below.shape[:-2], whole, whole), below.dtype, like=below)
-    a[..., :size, :size] = below
+    a = below
+    if whole != size:
+        a = np.zeros((*below.shape[:-2], whole, whole), below.dtype, like=below)
+        a[..., :size, :size] = below
     result = np.zeros_like(a)
     each = np.arange(whole)
     result[..., each, each] = 1

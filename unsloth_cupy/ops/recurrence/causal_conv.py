@@ -5,7 +5,7 @@ y[t, c] = act(bias[c] + sum over i of weight[c, i] x[t - width + 1 + i, c])
 Inputs before the first token of a text are those of ``initial``, or 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...core.stand_in import is_planned, representative_steps
 from ...errors import ConfigError
 from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
@@ -24,6 +25,7 @@ from ..linear.linear import flat
 from ._texts import check_texts, count_of, ends, offsets_of, tile_of
 
 WIDEST = 8  # taps of the kernels
+PART = 2**18  # bytes of inputs that NumPy computes together
 THREADS = 128
 
 
@@ -92,9 +94,10 @@ def causal_conv(
     >>> dx, dweight, *_ = causal_conv_backward(y, None, x, weight, None, None, None)
     """
     texts = Texts("causal_conv", x, weight, initial, offsets)
-    y = texts.convolved(bias)
-    if activation is not None:
-        y *= sigmoid(y)
+    y = np.empty_like(texts.x)
+    for part in texts.parts:
+        own = texts.convolved(part, bias)
+        y[part] = own if activation is None else own * sigmoid(own)
     return y.reshape(x.shape), texts.final()
 
 
@@ -136,14 +139,18 @@ def causal_conv_backward(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Return the gradients of x, weight, bias and initial; dfinal is that of final, None for 0."""
     texts = Texts("causal_conv_backward", x, weight, initial, offsets)
-    d = flat(dy)
-    if activation is not None:
-        y = texts.convolved(bias)
-        slope = sigmoid(y)
-        d = d * slope * (1 + y * (1 - slope))
-    dweight = np.stack(
-        [(d * texts.inputs(lag)).sum(axis=0) for lag in reversed(range(weight.shape[1]))], axis=1
-    )
+    d, dweight = flat(dy), np.zeros_like(weight)
+    d = d if activation is None else np.empty_like(d)
+    for part in texts.parts:
+        if activation is not None:
+            y = texts.convolved(part, bias)
+            slope = sigmoid(y)
+            y *= 1 - slope
+            y += 1
+            y *= slope
+            np.multiply(y, flat(dy)[part], out=d[part])
+        for lag in range(texts.previous + 1):
+            dweight[:, texts.previous - lag] += (d[part] * texts.inputs(lag, part)).sum(axis=0)
     dx, dinitial = texts.moved_back(d, dfinal)
     dbias = None if bias is None else d.sum(axis=0)
     return dx.reshape(x.shape), dweight, dbias, None if initial is None else dinitial
@@ -243,33 +250,48 @@ class Texts:
         self.text = np.searchsorted(offsets[1:], token, side="right")
         self.place = token - offsets[self.text] if len(self.x) else token  # in its text
 
-    def inputs(self, lag: int) -> Array:
-        """Return the inputs of each channel, ``lag`` tokens before each token."""
-        if not lag:
-            return self.x
-        earlier = np.zeros_like(self.x)
-        earlier[lag:] = self.x[:-lag]
+    @property
+    def parts(self) -> Iterator[slice]:
+        """Yield the tokens that are computed together, which caches of a CPU hold."""
+        tokens, channels = self.x.shape
+        host = type(self.x) is np.ndarray or is_planned(self.x)
+        step = max(1, PART // max(1, channels * self.x.itemsize)) if host else max(1, tokens)
+        for at in representative_steps(self.x, range(0, tokens, step)):
+            yield slice(at, min(at + step, tokens))
+
+    def inputs(self, lag: int, part: slice) -> Array:
+        """Return the inputs of each channel, ``lag`` tokens before the tokens of a part."""
+        first = part.start - lag
+        if not lag or (first >= 0 and not self.has_early(lag, part)):
+            return self.x[first : part.stop - lag]
+        earlier = np.zeros_like(self.x[part])
+        earlier[max(-first, 0) :] = self.x[max(first, 0) : max(part.stop - lag, 0)]
         initial, slot = self.initial, np.minimum(self.place - lag, -1) + self.previous
+        text, slot = self.text[part], slot[part]
         return self.with_early(
-            earlier, lag, lambda at: 0 if initial is None else initial[self.text[at], :, slot[at]]
+            earlier, lag, part, lambda at: 0 if initial is None else initial[text[at], :, slot[at]]
         )
 
-    def with_early(self, array: Array, lag: int, values: Callable[[Any], Any]) -> Array:
+    def has_early(self, lag: int, part: slice) -> bool:
+        """Return whether ``lag`` tokens before one of a part are none of its text."""
+        return type(self.x) is not np.ndarray or bool((self.place[part] < lag).any())
+
+    def with_early(
+        self, array: Array, lag: int, part: slice, values: Callable[[Any], Any]
+    ) -> Array:
         """Return an array with other values for the first ``lag`` tokens of each text."""
-        early = self.place < lag
+        early = self.place[part] < lag
         if type(array) is not np.ndarray:  # the number of such tokens is not read from a device
             return np.where(early[:, None], values(slice(None)), array)
         at = np.flatnonzero(early)
         array[at] = values(at)
         return array
 
-    def convolved(self, bias: Array | None) -> Array:
-        """Return the weighted sums, plus bias."""
-        total = self.x * self.weight[:, self.previous]
+    def convolved(self, part: slice, bias: Array | None) -> Array:
+        """Return the weighted sums of a part, plus bias."""
+        total = self.x[part] * self.weight[:, self.previous]
         for lag in range(1, self.previous + 1):
-            earlier = self.inputs(lag)
-            earlier *= self.weight[:, self.previous - lag]
-            total += earlier
+            total += self.inputs(lag, part) * self.weight[:, self.previous - lag]
         if bias is not None:
             total += bias
         return total
@@ -293,13 +315,20 @@ class Texts:
     def moved_back(self, d: Array, dfinal: Array | None) -> tuple[Array, Array]:
         """Return the gradients of x and of initial; d is that of the sums."""
         weight, last = self.weight, self.previous
-        dx = d * weight[:, last]
+        dx = np.empty_like(d)
         shape = (len(self.length), d.shape[1], last)
         dinitial = np.zeros(shape, d.dtype, like=d)
         tokens = len(d)
+        for part in self.parts:
+            total = d[part] * weight[:, last]
+            for lag in range(1, last + 1):
+                later = slice(min(part.start + lag, tokens), min(part.stop + lag, tokens))
+                moved = d[later] * weight[:, last - lag]
+                if self.has_early(lag, later):
+                    moved = self.with_early(moved, lag, later, lambda at: 0)
+                total[: len(moved)] += moved
+            dx[part] = total
         for lag in range(1, last + 1 if tokens else 0):
-            part = self.with_early(d * weight[:, last - lag], lag, lambda at: 0)
-            dx[: max(tokens - lag, 0)] += part[lag:]
             for slot in range(last - lag, last):  # an input before the text, of one of its tokens
                 place = slot - last + lag
                 token = np.minimum(self.start + place, tokens - 1)

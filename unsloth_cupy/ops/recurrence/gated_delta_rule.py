@@ -115,7 +115,7 @@ def gated_delta_rule(
     chunks = _chunks("gated_delta_rule", q, k, v, decay, beta, offsets, chunk, scale)
     begin, layout, state = _begin(q, k, v, initial, offsets), chunks.layout, None
     final = begin.copy()
-    out = np.zeros_like(chunks.arrays[2])
+    out = np.empty_like(chunks.arrays[2])
     for number in range(len(layout.spans)):
         state = chunks.begin(number, begin, state)
         own = chunks.at(number)
@@ -194,24 +194,23 @@ def gated_delta_rule_backward(
     call = "gated_delta_rule_backward"
     chunks = _chunks(call, q, k, v, decay, beta, offsets, chunk, scale)
     begin, layout = _begin(q, k, v, initial, offsets), chunks.layout
-    states: list[Array] = []
+    kept: list[Any] = []
     state = None
     count = len(layout.spans)
     for number in range(count):
-        state = chunks.begin(number, begin, state)
-        states.append(state)
-        if number + 1 < count:
-            own = chunks.at(number)
-            state = own.end(state, own.solve(state)[1])
+        state, own = chunks.begin(number, begin, state), chunks.at(number)
+        solved = own.solve(state)
+        kept.append((own, state, *solved))
+        state = own.end(state, solved[1])
     ends_of = np.zeros_like(begin) if dfinal is None else dfinal.reshape(begin.shape)
     dinitial = ends_of.copy()
     douts = layout.lay(dout)
-    results = [np.zeros_like(array) for array in chunks.arrays]
+    results = [np.empty_like(array) for array in chunks.arrays]
     dstate = np.zeros_like(begin[:1])
     for number in reversed(range(count)):
         dstate = chosen(layout.last[number], ends_of[layout.text[number]], dstate)
-        own, do = chunks.at(number), chunks.take(number, douts)
-        *gradients, dstate = own.gradients(states.pop(), do, dstate)
+        (own, *before), do = kept.pop(), chunks.take(number, douts)
+        *gradients, dstate = own.gradients(*before, do, dstate)
         gradients[0] *= chunks.scale
         for array, part in zip(results, gradients, strict=True):
             chunks.give(number, array, part)

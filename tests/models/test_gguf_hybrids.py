@@ -102,6 +102,11 @@ def test_an_adapter_of_falcon_h1_alone_has_its_factors(tmp_path: Path) -> None:
             {"feed_forward_length": [0, 48, 0, 0], "attention.head_count_kv": [0, 0, 2, 0]},
         ),
         (
+            "nemotron_h_moe",
+            {"feed_forward_length": [24, 0, 24, 0], "expert_shared_feed_forward_length": 20},
+        ),
+        ("nemotron_h_moe of short vectors", {"moe_latent_size": 16, "expert_weights_norm": True}),
+        (
             "kimi-linear",
             {
                 "attention.head_count_kv": [0, 1, 0],
@@ -165,6 +170,12 @@ def test_layers_stay_packed(name: str, tmp_path: Path) -> None:
         ("granitehybrid", {"layer_types": ["full_attention"] * 3}, "in place of attention"),
         ("nemotron_h", {"time_step_min": 0.01}, "time_step_min=0.001, not 0.01"),
         ("nemotron_h", {"use_bias": True}, "none in its projections"),
+        (
+            "nemotron_h_moe",
+            {"layers_block_type": ["moe", "mlp", "linear_attention"]},
+            "has experts in all layers of MLPs",
+        ),
+        ("nemotron_h_moe", {"mlp_bias": True}, "has no biases in an MLP or in experts"),
         ("kimi-linear", {"linear_num_heads": 2}, "has 4 heads in all layers, not 2"),
         ("kimi-linear", {"norm_topk_prob": False}, "whose weights sum to 1"),
         (

@@ -167,6 +167,19 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{"head_dim": 16, "mlp_bias": True, "attention_bias": True},
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     },
+    "nemotron_h_moe": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 2},
+        **{**ROUTED, "head_dim": 16, "moe_shared_expert_intermediate_size": 20},
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1},
+        "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"],
+    },
+    "nemotron_h_moe of short vectors": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 2},
+        **{**ROUTED, "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 16},
+        "layers_block_type": ["moe", "linear_attention", "full_attention"],
+    },
     "kimi-linear": {
         "model_type": "kimi_linear",
         **LATENT,

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES
-from ..configs.config import FULL, SLIDING, Config, Experts, Rope
+from ..configs.config import FULL, MLP, SLIDING, Config, Experts, Rope
 
 NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
 LEAST = 1e-3  # time_step_min of all released models of Nemotron-H, which no file has
@@ -26,8 +26,9 @@ class Mixtures:
 
     ``normalize`` says whether the weights of a token's experts sum to 1, None: as a file says.
     ``shared`` says how a file gives the size of the expert that all tokens have: "sized", "counted"
-    (in sizes of the others), or there is none.  ``dense`` layers are none, the "leading" ones, or
-    these and all but every n-th ("stepped").  ``own_size``: of experts beside that of dense layers.
+    (in sizes of the others), or there is none.  ``dense`` layers are none, the "leading" ones,
+    these and all but every n-th ("stepped"), or those without an MLP ("single").  ``own_size``: of
+    experts beside that of dense layers.
     """
 
     scores: str = "softmax"
@@ -100,6 +101,9 @@ OF_GRANITE: Mapping[str, Any] = {
 NEXT = Mixtures(shared="sized", shared_gate=True)
 OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", scale=True, gating=True)
 DEEPSEEK = Architecture("deepseek2", interleaved=True, latent=True, scalings=("default", "yarn"))
+NEMOTRON = Architecture(
+    "nemotron_h", "relu2", biases=True, rotates="none", doubled=False, listed=True
+)
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -255,9 +259,7 @@ ARCHITECTURES = {
         listed=True,
     ),
     "falcon_h1": Architecture("falcon-h1", doubled=False, folds=True),
-    "nemotron_h": Architecture(
-        "nemotron_h", "relu2", biases=True, rotates="none", doubled=False, listed=True
-    ),
+    "nemotron_h": NEMOTRON,
     "kimi_linear": Architecture(
         "kimi-linear",
         output="own",
@@ -289,6 +291,32 @@ ARCHITECTURES = {
 }
 # llama.cpp computes it as another family
 ARCHITECTURES["glm4_moe_lite"] = ARCHITECTURES["deepseek_v3"]
+MIXED = {  # of families whose models with experts have an architecture of their own
+    "nemotron_h": replace(
+        NEMOTRON,
+        name="nemotron_h_moe",
+        experts=Mixtures(
+            "sigmoid",
+            normalize=None,
+            shared="sized",
+            dense="single",
+            corrected=True,
+            groups=True,
+            scale=True,
+        ),
+    ),
+}
+
+
+def known_as(config: Config) -> Architecture:
+    """Return the architecture of a family, whether or not it has all of a model's properties."""
+    own = ARCHITECTURES.get(config.model_type)
+    if own is None:
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise ConfigError(
+            f"export_gguf: GGUF has no names for a {config.model_type}; the families are {names}"
+        )
+    return own if config.experts is None else MIXED.get(config.model_type, own)
 
 
 def architecture(config: Config) -> Architecture:
@@ -297,14 +325,9 @@ def architecture(config: Config) -> Architecture:
     Raises
     ------
     ConfigError
-        GGUF has no names for the family, or llama.cpp would compute something else.
+        llama.cpp has no such family, or would compute something else.
     """
-    known = ARCHITECTURES.get(config.model_type)
-    if known is None:
-        names = ", ".join(sorted(ARCHITECTURES))
-        raise ConfigError(
-            f"export_gguf: GGUF has no names for a {config.model_type}; the families are {names}"
-        )
+    known = known_as(config)
     for problem in _problems(config, known):
         raise ConfigError(
             f"export_gguf: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
@@ -452,7 +475,12 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
     yield from _problems_of_shared(experts, known)
     leading, step = dense_layers(experts)
     layers = range(len(experts.sparse))
-    if known.dense is None and not all(experts.sparse):
+    if known.dense == "single":
+        if config.mlp_bias:
+            yield "has no biases in an MLP or in experts"
+        if [kind == MLP for kind in config.layer_types] != [*experts.sparse]:
+            yield "has experts in all layers of MLPs"
+    elif known.dense is None and not all(experts.sparse):
         yield "has experts in all layers"
     elif known.dense == "leading" and step != 1:
         yield "has experts in all layers but the first"

@@ -102,7 +102,8 @@ def _of_layers(config: Config, known: Architecture, values: Values) -> Values:
         attends = map(config.attends, range(config.layers))
         keys["attention.head_count_kv"] = [heads * each for each in attends]
     if known.listed and config.single:
-        mlps = [config.inner * (kind == MLP) for kind in config.layer_types]
+        size = config.inner if config.experts is None else config.experts.inner
+        mlps = [size * (kind == MLP) for kind in config.layer_types]
         keys["feed_forward_length"] = mlps
     if known.rotates == "either":
         keys["rope.scaling.finetuned"] = any(map(config.rotates, range(config.layers)))
@@ -187,6 +188,8 @@ def _experts(experts: Experts, known: Mixtures) -> Values:
         keys["expert_gating_func"] = GATING[experts.scores]
     if known.scale:
         keys["expert_weights_scale"] = float(experts.scale)
+    if experts.latent is not None:
+        keys["moe_latent_size"] = experts.latent
     if known.normalize is None:
         keys["expert_weights_norm"] = experts.normalize
     return keys

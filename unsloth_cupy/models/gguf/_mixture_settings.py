@@ -42,9 +42,10 @@ def layer_settings(keys: Keys, layers: int, *, single: bool) -> dict[str, Any]:
         value = keys.left.get(key) or 0
         lists[key] = value[:layers] if isinstance(value, list) else [value] * layers
         keys.left[key] = max(lists[key])
+    mlp = "moe" if keys.left.get("expert_count") else MLP
     types = [
-        FULL if heads else MLP if size and single else LINEAR
-        for heads, size in zip(*lists.values(), strict=True)
+        FULL if heads else mlp if size and single else LINEAR
+        for heads, size in zip(*lists.values(), strict=False)
     ]
     return {"layers_block_type" if single else "layer_types": types}
 
@@ -99,13 +100,15 @@ def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, A
         values[rules.shared[0]] = whole or 0
     elif known.shared is not None:
         values[rules.shared[1]] = whole // size if whole else number or 0
-    return values | _layers(keys, rules) | _scores(keys, rules, known)
+    if rules.latent and (latent := keys.take("moe_latent_size")):
+        values[rules.latent] = latent
+    return values | _layers(keys, rules, known) | _scores(keys, rules, known)
 
 
-def _layers(keys: Keys, rules: Mixture) -> dict[str, Any]:
+def _layers(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     """Return the keys that say which layers have experts."""
     leading = keys.take("leading_dense_block_count") or 0
-    if rules.layers in ("late", "listed"):
+    if known.dense == "leading":
         return {"first_k_dense_replace": leading}
     if rules.layers == "between":
         step = keys.take("interleave_moe_layer_step") or 1

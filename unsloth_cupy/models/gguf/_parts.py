@@ -18,7 +18,7 @@ from gguf import MODEL_TENSOR
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts, Latent
+from ..configs.config import CORRECTION, LATENT, STACKS, Config, Delta, Experts, Latent
 from ..configs.names import BACKBONE, stored_name
 from ..configs.state_space import StateSpace
 from ._families import Architecture
@@ -240,7 +240,8 @@ def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) 
 def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
     """Return the tensors of a layer's parameters, by the parameters' names in it."""
     module, shared = experts.module, experts.shared_module
-    stacks = ((MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP), (MODEL_TENSOR.FFN_DOWN_EXP,))
+    both = (MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP)
+    stacks = both if experts.names is STACKS else both[1:], (MODEL_TENSOR.FFN_DOWN_EXP,)
     names: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
         f"{module}.{experts.router}.{end}": ((MODEL_TENSOR.FFN_GATE_INP, end),)
         for end in ("weight", "bias")
@@ -248,7 +249,10 @@ def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str]
     names[f"{module}.{experts.correction_in}{CORRECTION}"] = (
         (MODEL_TENSOR.FFN_EXP_PROBS_B, "bias"),
     )
-    for stack, tensors in zip(STACKS, stacks, strict=True):
+    if experts.latent is not None:
+        for name, end in zip(LATENT, ("DOWN", "UP"), strict=True):
+            names[f"{module}.{name}.weight"] = ((MODEL_TENSOR[f"MOE_LATENT_{end}"], "weight"),)
+    for stack, tensors in zip(experts.names, stacks, strict=True):
         names[f"{module}.experts.{stack}"] = tuple((tensor, "weight") for tensor in tensors)
         names[f"{module}.experts.{stack}_bias"] = tuple((tensor, "bias") for tensor in tensors)
     for name in ("gate", "up", "down"):

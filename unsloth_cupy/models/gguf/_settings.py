@@ -15,7 +15,7 @@ from ..configs.families import FAMILIES
 from ..configs.family import Family
 from ..folders.quantized_weights import GGUF, KEY
 from ..quantizer import LEAST
-from ._families import ARCHITECTURES, Architecture
+from ._families import ARCHITECTURES, MIXED, Architecture
 from ._keys import Keys, shortest
 from ._metadata import EPSILON, GATING, LOG
 from ._mixture_settings import (
@@ -51,8 +51,8 @@ def settings(file: GgufFile) -> dict[str, Any]:
     keys = Keys(file)
     window = keys.take("attention.sliding_window") or None
     pattern = keys.left.pop("attention.sliding_window_pattern", None)
-    kind = _model_type(keys, window, pattern)
-    family, known = FAMILIES[kind], ARCHITECTURES[kind]
+    kind, known = _model_type(keys, window, pattern)
+    family = FAMILIES[kind]
     layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
     types = layer_settings(keys, layers, single=family.single) if known.listed else {}
     heads, hidden = keys.need("attention.head_count") or 1, keys.need("embedding_length")
@@ -102,10 +102,11 @@ def settings(file: GgufFile) -> dict[str, Any]:
     return values | _packed(file) | _tokens(file)
 
 
-def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
+def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architecture]:
     """Return the model type of a file: of those with one architecture, the one with its windows."""
+    every = (*ARCHITECTURES.items(), *MIXED.items())
     mixed = bool(keys.left.get("expert_count"))
-    named = {kind: known for kind, known in ARCHITECTURES.items() if known.name == keys.name}
+    named = {kind: known for kind, known in every if known.name == keys.name}
     types = [
         kind
         for kind, known in named.items()
@@ -117,11 +118,12 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
         gating = keys.left.get("expert_gating_func") or 1
         types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]
     if not types:
-        listed = ", ".join(sorted({known.name for known in ARCHITECTURES.values()}))
+        listed = ", ".join(sorted({known.name for _, known in every}))
         keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
     some = isinstance(pattern, list) and len({*pattern}) > 1
     wanted = ("none",) if window is None else ("named", "most") if some else ("all", "most")
-    return next((kind for kind in types if FAMILIES[kind].windows in wanted), types[0])
+    kind = next((kind for kind in types if FAMILIES[kind].windows in wanted), types[0])
+    return kind, named[kind]
 
 
 def _rows(file: GgufFile) -> int:

@@ -34,10 +34,10 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         A tensor is missing, unexpected, or of another shape than its keys imply.
     """
     file = opened_gguf(path)
-    from ._families import ARCHITECTURES
+    from ._families import known_as
     from ._parts import as_it_is, parts_of
 
-    known = ARCHITECTURES[config.model_type]
+    known = known_as(config)
     parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
     wide = () if config.experts is None else config.experts.wide_names
     left = {n for n in file.tensors if n not in SETTINGS and not _predicts(file, n, config.layers)}

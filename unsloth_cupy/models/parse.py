@@ -54,7 +54,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     facts = values.get("quantization_config")
     quantized: tuple[str, ...] = QUANTIZED
     if family.experts is not None:  # stacks of gpt-oss are in MXFP4
-        quantized = ("bitsandbytes", GGUF, *(["mxfp4"] if family.experts.transposed else []))
+        packed = ["mxfp4"] if family.experts.transposed else []
+        quantized = ("bitsandbytes", GGUF, *packed, *KEYS)
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
         known = " or ".join(method for method in quantized if method != GGUF)

@@ -149,7 +149,7 @@ def merge(
             shutil.copyfile(source, partial / name)
         if "tokenizer.json" not in tokenizer_files:
             notes.append(f"{model.folder} holds no tokenizer.json: copy one into {target}")
-        others = any(home.dense for home in model.homes.values())
+        others = any(home.computed for home in model.homes.values())
         into = None if model.adapter is None else model.adapter.into
         if into is not None and chosen is None:
             size, kind = _write_file_weights(model, into, partial, target, kept)

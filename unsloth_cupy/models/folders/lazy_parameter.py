@@ -37,6 +37,11 @@ class StoredTensor(NamedTuple):
     bytes: int = 0  # of its tensors
 
     @property
+    def computed(self) -> bool:
+        """Whether the parameter, or a part of it, is computed of tensors that stand for it."""
+        return self.dense is not None or (self.stack is not None and bool(self.stack.made))
+
+    @property
     def files(self) -> set[str]:
         """The names of the files that hold it."""
         homes = () if self.stack is None else self.stack.homes

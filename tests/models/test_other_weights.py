@@ -143,7 +143,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
        "modules_to_not_convert": None}  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-      "quantization_status": "compressed", "kv_cache_scheme": None, **group_of()}  # fmt: skip
+      "quantization_status": "compressed", "kv_cache_scheme": None,
+      "sparsity_config": {"format": "dense", "global_sparsity": 0.1}, **group_of()}  # fmt: skip
 BLOCK = {"grid": (32, 48), "key": "weight_scale_inv"}
 CASES: dict[str, tuple[dict[str, Any], Callable[..., Made], dict[str, Any]]] = {
     **{f"gptq {bits}": (GPTQ | {"bits": bits}, gptq, {"bits": bits}) for bits in (2, 3, 4, 8)},
@@ -437,11 +438,20 @@ def changed(path: Path, **facts: Any) -> None:
         ("awq", {"version": "gemv"}, r"version=gemv is not read; it must be gemm"),
         ("fp8 blocks", {"fmt": "e5m2"}, r"fmt=e5m2 is not read"),
         ("packed 4 True", {"format": "nvfp4-pack-quantized"}, r"format=nvfp4-pack-quantized is n"),
+        (
+            "packed 4 True",
+            {"sparsity_config": {"format": "sparse-bitmask"}},
+            r"config=.*mask'} is n",
+        ),
         ("packed 4 True", {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not read"),
         ("packed 4 True", group_of(strategy="odd"), r"weights of group_0: strategy=odd is not"),
         ("packed 4 True", {"config_groups": {"g": {"weights": None}}}, r"without its weights"),
         ("float", group_of(type="float", num_bits=4), r"weights of group_0 are floats of 4 bits"),
-        ("gptq 4", {"quant_method": "aqlm"}, r"is not one of bitsandbytes or bitnet or gptq"),
+        (
+            "gptq 4",
+            {"quant_method": "aqlm"},
+            r"is of aqlm, which is not one of bitsandbytes or bitnet or gptq",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(

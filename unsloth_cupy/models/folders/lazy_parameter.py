@@ -169,7 +169,7 @@ class LazyParameter:
         """The dtype of results."""
         stored = self.home.dtype
         if self.home.wide and stored is not None:
-            return np.promote_types(np.promote_types(self.dtype or stored, stored), FLOAT32)
+            return np.promote_types(np.promote_types(FLOAT32, stored), self.dtype or stored)
         return self.dtype or stored
 
     def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:

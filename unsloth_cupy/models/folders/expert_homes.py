@@ -11,8 +11,8 @@ from ...core.dtypes import BFLOAT16, Array
 from ...errors import ConfigError
 from ...ops.quantized.mxfp4 import Mxfp4
 from ..configs.config import Config
-from ..configs.names import TABLE
-from .expert_files import Stack, places
+from ..configs.names import TABLE, is_stack, parameter_name
+from .expert_files import Place, Stack, places
 from .lazy_parameter import LazyParameter, StoredTensor
 
 DTYPES = {
@@ -34,7 +34,10 @@ class ExpertHomes:
     """Collects the tensors of files that are parts, or other forms, of a mixture's parameters."""
 
     def __init__(self, config: Config) -> None:
-        self.known, self.shapes = places(config), config.shapes()
+        self.known, self.shapes = dict[str, Place](), config.shapes()
+        for name, place in places(config).items():
+            of_stack = is_stack(place.parameter)
+            self.known[(of_stack and parameter_name(name)) or name] = place
         self.wide = () if config.experts is None else config.experts.wide_names
         self.forms: dict[tuple[str, bool], list[str]] = {}  # parameter, whether packed: its tensors
         for name, place in self.known.items():
@@ -111,14 +114,10 @@ class ExpertHomes:
             home = StoredTensor(
                 file, stored, shape, DTYPES.get("".join(codes)), kind, stack=stack, wide=wide
             )
-            homes[parameter] = (
-                home
-                if not coded
-                else home._replace(
-                    parts={each[1]: each for one in coded.values() for each in one.parts.values()},
-                    format=" and ".join(sorted({one.format for one in coded.values()})),
-                    bytes=sum(one.bytes for one in coded.values()),
-                )
+            homes[parameter] = home._replace(
+                parts={each[1]: each for one in coded.values() for each in one.parts.values()},
+                format=" and ".join(sorted({one.format for one in coded.values()})),
+                bytes=sum(one.bytes for one in coded.values()),
             )
 
     def fill(self, homes: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

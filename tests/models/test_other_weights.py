@@ -242,7 +242,9 @@ def test_weights_are_dense_as_they_are_read(case: str, tmp_path: Path) -> None:
     assert np.abs(wide.logits(TOKENS)).max() > 0.1
 
 
-def mixture(path: Path, label: str, case: str, dense: tuple[str, ...] = ()) -> None:
+def mixture(
+    path: Path, label: str, case: str, dense: tuple[str, ...] = (), shards: int = 1
+) -> None:
     """Write a mixture of a case, and in ``dense`` as it is when read; routers stay dense."""
     facts, maker, options = CASES[case]
     config = SIZES | MIXTURES[label] | {"hidden_size": 64, "intermediate_size": 96}
@@ -261,7 +263,10 @@ def mixture(path: Path, label: str, case: str, dense: tuple[str, ...] = ()) -> N
     (path / "dense").mkdir()
     (path / "dense" / "config.json").write_text(plain)
     write(path / "dense" / "model.safetensors", wide)
-    write(path / "model.safetensors", stored)
+    (path / "model.safetensors").unlink()
+    for i in range(shards):
+        own = {name: stored[name] for name in [*stored][i::shards]}
+        write(path / f"model{i or ''}.safetensors", own)
     config = json.loads(plain) | {"quantization_config": facts}
     (path / "config.json").write_text(json.dumps(config))
 
@@ -275,13 +280,16 @@ EXPERTS = [
 @pytest.mark.parametrize(("label", "case"), EXPERTS)
 def test_experts_are_dense_as_they_are_read(label: str, case: str, tmp_path: Path) -> None:
     """Also of a stack in which some matrices are dense, as modules_to_not_convert may say."""
-    mixture(tmp_path, label, case, ("1.mlp.experts.1.up_proj.weight", "experts.2.w1.weight"))
+    mixture(tmp_path, label, case, ("1.mlp.experts.1.up_proj.weight", "experts.2.w1.weight"), 2)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model0.safetensors")
     model, expected = models.load(tmp_path), models.load(tmp_path / "dense")
     for name, array in expected.parameters.items():
         assert model.parameters[name].dtype == array.dtype
         np.testing.assert_array_equal(model.parameters[name], array, err_msg=name)
-    assert str(CASES[case][0]["quant_method"]) in str(model.origin)
-    place = stored_model("test", tmp_path).homes["model.layers.1.mlp.experts.gate_up_proj"]
+    homes = stored_model("test", tmp_path).homes
+    count = sum(home.computed for home in homes.values())
+    assert f"tensors: {count} {CASES[case][0]['quant_method']}" in str(model.origin)
+    place = homes["model.layers.1.mlp.experts.gate_up_proj"]
     with ExitStack() as stack:
         files = {file: stack.enter_context(opened(tmp_path / file)) for file in place.files}
         some = LazyParameter("", place, files)[1:3, 90:105, 8:40]  # rows of gate and of up

@@ -496,7 +496,7 @@ def test_rows_under_low_rank_weights_of_a_tied_head_are_refused(tmp_path: Path) 
         load(folder, lora=tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+@quiet
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_one_table_of_two_that_grew_is_refused(target: str, tmp_path: Path) -> None:
     """peft writes the table that it trains, and loses the rows of the other."""

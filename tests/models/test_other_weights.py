@@ -16,6 +16,7 @@ import safetensors
 
 from unsloth_cupy import AdamW, models
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.models.folders.checkpoint_files import opened
 from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.folders.stored import stored_model
@@ -242,15 +243,17 @@ def test_weights_are_dense_as_they_are_read(case: str, tmp_path: Path) -> None:
     assert np.abs(wide.logits(TOKENS)).max() > 0.1
 
 
-def mixture(
-    path: Path, label: str, case: str, dense: tuple[str, ...] = (), shards: int = 1
-) -> None:
-    """Write a mixture of a case, and in ``dense`` as it is when read; routers stay dense."""
+def mixture(path: Path, label: str, case: str, dense: tuple[str, ...] = (), shards: int = 1) -> int:
+    """Write a mixture of a case, and in ``dense`` as it is when read; routers stay dense.
+
+    Returns the bytes of what is quantized.
+    """
     facts, maker, options = CASES[case]
     config = SIZES | MIXTURES[label] | {"hidden_size": 64, "intermediate_size": 96}
     config |= {"moe_intermediate_size": 96} if "moe_intermediate_size" in MIXTURES[label] else {}
     models.create(config, seed=0, dtype="float16").save(path)
     draw, wide, stored = np.random.default_rng(3), dict[str, Array](), dict[str, Array]()
+    size = 0
     for name, array in stored_tensors(path / "model.safetensors").items():
         left = name.endswith(("gate.weight", *dense))
         if ".layers." not in name or array.ndim != 2 or left or array.shape[1] % 32:
@@ -258,6 +261,7 @@ def mixture(
             continue
         values, state = maker(draw, *array.shape, **options)
         wide[name] = values.astype(np.float16)
+        size += sum(each.nbytes for each in state.values())
         stored |= {name.removesuffix("weight") + key: each for key, each in state.items()}
     plain = (path / "config.json").read_text()
     (path / "dense").mkdir()
@@ -269,6 +273,7 @@ def mixture(
         write(path / f"model{i or ''}.safetensors", own)
     config = json.loads(plain) | {"quantization_config": facts}
     (path / "config.json").write_text(json.dumps(config))
+    return size
 
 
 EXPERTS = [
@@ -280,7 +285,9 @@ EXPERTS = [
 @pytest.mark.parametrize(("label", "case"), EXPERTS)
 def test_experts_are_dense_as_they_are_read(label: str, case: str, tmp_path: Path) -> None:
     """Also of a stack in which some matrices are dense, as modules_to_not_convert may say."""
-    mixture(tmp_path, label, case, ("1.mlp.experts.1.up_proj.weight", "experts.2.w1.weight"), 2)
+    size = mixture(
+        tmp_path, label, case, ("1.mlp.experts.1.up_proj.weight", "experts.2.w1.weight"), 2
+    )
     (tmp_path / "model.safetensors").rename(tmp_path / "model0.safetensors")
     model, expected = models.load(tmp_path), models.load(tmp_path / "dense")
     for name, array in expected.parameters.items():
@@ -289,6 +296,7 @@ def test_experts_are_dense_as_they_are_read(label: str, case: str, tmp_path: Pat
     homes = stored_model("test", tmp_path).homes
     count = sum(home.computed for home in homes.values())
     assert f"tensors: {count} {CASES[case][0]['quant_method']}" in str(model.origin)
+    assert f"; {format_bytes(size)}, read as float16" in str(model.origin)
     place = homes["model.layers.1.mlp.experts.gate_up_proj"]
     with ExitStack() as stack:
         files = {file: stack.enter_context(opened(tmp_path / file)) for file in place.files}

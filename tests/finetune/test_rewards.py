@@ -133,8 +133,8 @@ def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
     both = rewards_of([f"{path}:a:-0.5", f"{path}:b"])
     assert [each.weight for each in both] == [-0.5, 1.0]
     columns = {"completions": ["x", "y", "z"], "n": [0, 1, 2]}
-    found = scores(both, columns, str)
-    np.testing.assert_array_equal(found, [[np.nan, 0], [1, 1], [3, 2]])
+    actual = scores(both, columns, str)
+    np.testing.assert_array_equal(actual, [[np.nan, 0], [1, 1], [3, 2]])
 
 
 def test_a_file_that_changes_is_not_called(own: Path) -> None:
@@ -164,8 +164,8 @@ class TestTime:
             heard, late = Hears(), list[int]()
             (reward,) = rewards_of([f"{own}:hangs"], seconds=0.5, processes=processes)
             with hearing(heard):
-                found = scores([reward], columns, "row {}".format, late=late)
-            np.testing.assert_array_equal(found[:, 0], expected)
+                actual = scores([reward], columns, "row {}".format, late=late)
+            np.testing.assert_array_equal(actual[:, 0], expected)
             assert (heard.said, late) == ([said], [1])
 
     @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_any_number_of_processes_gives_equal_bits(own: Path) -> None:
         expected = judged(f"{own}:{name}", columns, 3)
         assert len({*expected[:, 0]}) > 4
         for processes in (2, 3, 9):
-            found = judged(f"{own}:{name}", columns, 3, processes=processes)
-            np.testing.assert_array_equal(found, expected)
+            actual = judged(f"{own}:{name}", columns, 3, processes=processes)
+            np.testing.assert_array_equal(actual, expected)
     empty = {name: list[Any]() for name in columns}
     assert judged(f"{own}:place", empty, 3).shape == (0, 1)
 
@@ -254,11 +254,11 @@ class TestModels:
         pairs = [each for each in golden.pairs() for _ in range(2)]
         columns = {"prompts": [p["prompt"] for p in pairs], "completions": [
             p[("chosen", "rejected")[n % 2]] for n, p in enumerate(pairs)]}  # fmt: skip
-        found = scores([reward.with_model(lambda _: model)], columns, str)[:, 0]
+        actual = scores([reward.with_model(lambda _: model)], columns, str)[:, 0]
         texts = zip(columns["prompts"], columns["completions"], strict=True)
         expected = [each["reward"] for each in model.predict([f"{a}{b} </s>" for a, b in texts])]
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-        assert np.ptp(found) > 0.1
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        assert np.ptp(actual) > 0.1
 
     def test_chats_are_written_by_its_own_template(self, home: Path, tmp_path: Path) -> None:
         model = load(home / "whole" / "model", dtype="float32")
@@ -273,9 +273,9 @@ class TestModels:
         asked, said = (
             [{"role": r, "content": c}] for r, c in (("user", "w1"), ("assistant", "w2"))
         )
-        found = scores([reward], {"prompts": [asked], "completions": [said]}, str)
+        actual = scores([reward], {"prompts": [asked], "completions": [said]}, str)
         (expected,) = model.predict(["<s> w1 <pad> <s> w2 <pad>"])
-        assert found[0, 0] == pytest.approx(expected["reward"], rel=1e-5)
+        assert actual[0, 0] == pytest.approx(expected["reward"], rel=1e-5)
 
     def test_a_run_learns_from_it(self, home: Path, tmp_path: Path) -> None:
         """Its weights are planned, its files are those of the run, and its rewards grow."""

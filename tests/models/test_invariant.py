@@ -110,8 +110,8 @@ def test_one_token_at_a_time(paged):
 def test_every_family_with_an_order(label):
     model = create(SIZES | FAMILIES[label], seed=0, invariant=True)
     drawn = model.rollouts(PROMPTS[1:], samples=2, max_new_tokens=12, seed=0, stop=())
-    found = model.log_probs(drawn.tokens, drawn.tokens, mask=drawn.real).log_probs
-    np.testing.assert_array_equal(found[drawn.mask], drawn.log_probs[drawn.mask])
+    actual = model.log_probs(drawn.tokens, drawn.tokens, mask=drawn.real).log_probs
+    np.testing.assert_array_equal(actual[drawn.mask], drawn.log_probs[drawn.mask])
 
 
 @pytest.mark.parametrize("how", ["adapter", "nf4", "int8", "chunked", "classes"])
@@ -197,7 +197,7 @@ def test_threads_change_no_bit():
         "print(hashlib.sha256(drawn.log_probs.tobytes()).hexdigest())\n"
     )
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    found = {
+    actual = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **dict.fromkeys(names, count)},
@@ -205,7 +205,7 @@ def test_threads_change_no_bit():
         ).stdout
         for count in "124"
     }  # fmt: skip
-    assert len(found) == 1
+    assert len(actual) == 1
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -318,12 +318,12 @@ def test_kernels_do_not_depend_on_the_batch(dtype):
         machine.strict = False
         config = LLAMA | {"hidden_size": 64}  # heads of 16
         model = create(config, seed=0, dtype=dtype, device="cuda", invariant=True)
-        found = []
+        actual = []
         for shape in ((1, 1), (1, 300), (5, 20)):
             tokens = machine.place(np.full(shape, 5))
-            found.append(tilings(machine, lambda t=tokens: model.log_probs(t, t)))
+            actual.append(tilings(machine, lambda t=tokens: model.log_probs(t, t)))
         mask = machine.place(np.arange(20) < np.array([[3], [20], [7], [1], [2]]))
-        found.append(tilings(machine, lambda: model.log_probs(tokens, tokens, mask=mask)))
+        actual.append(tilings(machine, lambda: model.log_probs(tokens, tokens, mask=mask)))
         sizes = model.config.layers, 40, 5, model.config.kv_heads, model.config.dim
         cache = PagedKVCache(*sizes, dtype=dtype, like=model.table)
         options = {"cache": cache, "sequences": [cache.allocate(0) for _ in range(5)]}
@@ -331,12 +331,12 @@ def test_kernels_do_not_depend_on_the_batch(dtype):
             tilings(machine, lambda t=each: last_logits(model, t, **options))
             for each in (tokens, tokens[:, :1])
         ]
-    assert found[0].keys() >= {"attention_decode", "grouped_float32", "log_probs_forward"}
-    for each in found:
-        assert each == found[0]
+    assert actual[0].keys() >= {"attention_decode", "grouped_float32", "log_probs_forward"}
+    for each in actual:
+        assert each == actual[0]
     for step in steps:
-        assert step["attention_decode"] == found[0]["attention_decode"]
-        assert all(step[name] <= found[0][name] for name in step)
+        assert step["attention_decode"] == actual[0]["attention_decode"]
+        assert all(step[name] <= actual[0][name] for name in step)
 
 
 def test_what_no_kernel_keeps_is_refused():

@@ -422,8 +422,8 @@ def test_peft_reads_what_we_write(label: str, targets: Any, tmp_path: Path) -> N
 def test_stacks_of_some_layers() -> None:
     """Where one stack of a layer is adapted, its module has the outer name."""
     config = create(SIZES | MIXTURES["mixtral"], seed=0).config
-    found = stacks_of(config, lambda name: name.endswith("down_proj") or ".0." in name)
-    assert [(module, each.parameter.rpartition(".")[2]) for module, each in found.items()] == [
+    actual = stacks_of(config, lambda name: name.endswith("down_proj") or ".0." in name)
+    assert [(module, each.parameter.rpartition(".")[2]) for module, each in actual.items()] == [
         ("model.layers.0.mlp.experts.base_layer", "gate_up_proj"),
         ("model.layers.0.mlp.experts", "down_proj"),
         ("model.layers.1.mlp.experts", "down_proj"),

@@ -79,8 +79,8 @@ def test_explain_tells_why_heads_have_no_kernel(dim: int) -> None:
     sizes = (2, 1, 4, dim), (6, 16, 2, dim), (6, 16, 2, dim), (2, 3), (2,), (2, 6, 16, 2)
     dtypes = ("float16", "int8", "int8", "int32", "int32", "float32")
     *arrays, scales = map(uc.shape, sizes, dtypes)
-    told = str(uc.explain(uc.attention_paged, *arrays, scales=scales, device="h100"))
-    assert f"definition: head dims {dim}, {dim} are not multiples of 16" in told
+    actual = str(uc.explain(uc.attention_paged, *arrays, scales=scales, device="h100"))
+    assert f"definition: head dims {dim}, {dim} are not multiples of 16" in actual
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ class TestBeside(KernelCompared):
         out = place(np.zeros_like(expected))
         with running(), mock.patch.object(casts, "contiguous", side_effect=AssertionError):
             concatenate(there, out)
-        got = out if isinstance(out, np.ndarray) else out.get()
-        np.testing.assert_array_equal(got, expected)
+        actual = out if isinstance(out, np.ndarray) else out.get()
+        np.testing.assert_array_equal(actual, expected)
 
 
 class TestAccumulate(KernelInPlace):

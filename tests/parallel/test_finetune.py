@@ -304,9 +304,9 @@ def test_averages_of_uneven_parts_have_one_form() -> None:
         gradients = {n: rng.standard_normal(a.size, np.float32) for n, a in learned.items()}
         optimizer.step(gradients)
         states.append(optimizer.state())
-    found = by_threads(2, lambda comm: in_one_form(states[comm.rank], comm))
-    assert found[0].keys() == found[1].keys() == states[1].keys()
-    for state, one_form in zip(states, found, strict=True):
+    actual = by_threads(2, lambda comm: in_one_form(states[comm.rank], comm))
+    assert actual[0].keys() == actual[1].keys() == states[1].keys()
+    for state, one_form in zip(states, actual, strict=True):
         for name, array in stored_form(state, ()).items():
             np.testing.assert_array_equal(stored_form(one_form, ())[name], array, name)
         again = stored_form(one_form, {n.partition(".")[2] for n in state if "_scale" in n})

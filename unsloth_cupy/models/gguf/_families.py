@@ -257,7 +257,7 @@ ARCHITECTURES = {
 ARCHITECTURES["glm4_moe_lite"] = ARCHITECTURES["deepseek_v3"]
 
 
-def architecture(config: Config) -> Architecture:
+def architecture(call: str, config: Config) -> Architecture:
     """Return the architecture as which llama.cpp runs a model.
 
     Raises
@@ -269,11 +269,11 @@ def architecture(config: Config) -> Architecture:
     if known is None:
         names = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(
-            f"export_gguf: GGUF has no names for a {config.model_type}; the families are {names}"
+            f"{call}: GGUF has no names for a {config.model_type}; the families are {names}"
         )
     for problem in _problems(config, known):
         raise ConfigError(
-            f"export_gguf: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
+            f"{call}: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
         )
     return known
 

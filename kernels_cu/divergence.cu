@@ -61,11 +61,7 @@ DEVICE void fetch_z(float (&z)[LANES], const E *row, const A *bias, int column, 
     fetch_row(v, row, column);
     widen(z, v);
 #pragma unroll
-    for (int j = 0; j < LANES; j++) {
-        if constexpr (ADD) z[j] += inside(column + j) ? (float)bias[column + j] : 0.0f;
-        z[j] *= inner;
-        if constexpr (CAP) z[j] = outer * tanhf(z[j]);
-    }
+    for (int j = 0; j < LANES; j++) z[j] = z_of<CAP, ADD>(z[j], bias, column + j, inner, outer);
     if (!cut(column)) return;
 #pragma unroll
     for (int j = 0; j < LANES; j++)
@@ -89,15 +85,6 @@ struct Softmax { float top, reciprocal; };
 
 // Both softmaxes of a row; with them log(s / t) = (z - s.top) - (z of the teacher - t.top) + shift.
 struct Pair { Softmax s, t; float shift; };
-
-DEVICE void absorb(float &top, float &sum, const float (&z)[LANES]) {
-    const float before = top;
-#pragma unroll
-    for (int j = 0; j < LANES; j++) top = fmaxf(top, z[j]);
-    sum *= exp_below(before - top);
-#pragma unroll
-    for (int j = 0; j < LANES; j++) sum += exp_below(z[j] - top);
-}
 
 // The softmaxes of a row, in all of its threads.
 DEVICE Pair softmaxes(bool any, const Sides &of, const Options &o) {
@@ -197,16 +184,6 @@ divergence_forward(const T *__restrict__ logits, const U *__restrict__ teacher,
     if (row < rows && first == 0) loss[row] = sum;
 }
 
-// The derivative of z by its logit.
-DEVICE float derivative(float z, const Options &o) {
-    if constexpr (SOFTCAP) {
-        const float tanh = z * (1 / o.outer);
-        return o.inner * o.outer * (1 - tanh * tanh);
-    } else {
-        return o.inner;
-    }
-}
-
 KERNEL(THREADS, BLOCKS)
 divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__restrict__ bias,
                     const C *__restrict__ teacher_bias, const float *__restrict__ dloss,
@@ -222,7 +199,7 @@ divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__r
 #pragma unroll
             for (int j = 0; j < LANES; j++) {
                 const float d = (angle.cosine * (z[j] * a) - teacher[j] * b) * a;
-                z[j] = d * by * derivative(z[j], o);
+                z[j] = d * by * slope_of(z[j], o.inner, o.outer);
             }
             store_row(dlogits, of.start, column, z);
         });
@@ -249,7 +226,7 @@ divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__r
                 const Token token = token_of(z[j], teacher[j], pair);
                 float d = token.s - token.t;
                 if constexpr (!FORWARD) d = token.s * (factor_of(token, o) - mean);
-                z[j] = d * by * derivative(z[j], o);
+                z[j] = d * by * slope_of(z[j], o.inner, o.outer);
             }
             store_row(dlogits, of.start, column, z);
         });

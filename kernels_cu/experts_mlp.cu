@@ -1,23 +1,25 @@
 // What lies between the products of a mixture of experts: the gate, and the sums of each row.
 //
 //   p is the place of assignment order[p] among those sorted by expert, which is of row
-//   order[p] / TOP; g are its gates and u its ups, halves of both[p]
+//   order[p] / TOP; g are its gates and u its ups, halves of both[p]; RELU2 has only g, all of it
 //
 //   activation   act[p] = f(g) * u: SWIGLU f(g) = g * sigmoid(g), GEGLU gelu; SWIGLU_CLAMPED
-//                f(min(g, limit)) * (1 + clamp(u, limit)), f(g) = g * sigmoid(alpha * g)
+//                f(min(g, limit)) * (1 + clamp(u, limit)), f(g) = g * sigmoid(alpha * g);
+//                RELU2 max(g, 0)^2
 //   backward     from d[p] = down^T dy: both[p] becomes its gradient, w * d times the slopes of
 //                act, d[p] becomes w * act, and dw = sum(act * d) + sum(bias[e] * dy)
 //   combine      y[row] = sum over k of w[row, k] * out[places[row, k]], in the order of k
 //
-//   traffic     activation  assignments * INNER * sizeof(T) * 3
-//               backward    assignments * INNER * sizeof(T) * 6, with BIAS + HIDDEN * sizeof(T)
+//   traffic     activation  assignments * INNER * sizeof(T) * 3, of RELU2 2
+//               backward    assignments * INNER * sizeof(T) * 6, of RELU2 4, with BIAS
+//                           + HIDDEN * sizeof(T)
 //               combine     (assignments + rows) * HIDDEN * sizeof(T)
 //   constants   T, W, B, I    dtypes of rows, of weights, of bias, of experts
 //               INNER, HIDDEN, TOP, EXPERTS
 //               LANES         values of one access
 //               THREADS, ROW_THREADS    of a block; of a row in backward, a power of two up to 32
 //                             or the block
-//               ACTIVATION    SWIGLU 0, SWIGLU_CLAMPED 1, GEGLU 2, GEGLU_TANH 3
+//               ACTIVATION    SWIGLU 0, SWIGLU_CLAMPED 1, GEGLU 2, GEGLU_TANH 3, RELU2 4
 //               BIAS          whether down has a bias
 //               WEIGHTED      whether rows are multiplied by weights before they are added
 //
@@ -28,8 +30,9 @@
 #include <common/reduce.cuh>
 #include <common/vector.cuh>
 
-enum { SWIGLU, SWIGLU_CLAMPED, GEGLU, GEGLU_TANH };
-constexpr bool TANH = ACTIVATION == GEGLU_TANH;
+enum { SWIGLU, SWIGLU_CLAMPED, GEGLU, GEGLU_TANH, RELU2 };
+constexpr bool TANH = ACTIVATION == GEGLU_TANH, GATED = ACTIVATION != RELU2;
+constexpr int WIDTH = GATED ? 2 * INNER : INNER;  // of a row of both
 
 // act and its slopes by g and u.
 struct Gate { float act, by_gate, by_up; };
@@ -40,6 +43,9 @@ DEVICE Gate gate_of(float g, float u, float limit, float alpha) {
         g = fminf(g, limit), u = fminf(fmaxf(u, -limit), limit) + 1;
         const float s = sigmoid(alpha * g), f = g * s;
         return {f * u, g_inside ? u * (s + alpha * f * (1 - s)) : 0, u_inside ? f : 0};
+    } else if constexpr (ACTIVATION == RELU2) {
+        const float f = g < 0 ? 0 : g;
+        return {f * f, 2 * f, 0};
     } else if constexpr (ACTIVATION == SWIGLU) {
         const float s = sigmoid(g), f = g * s;
         return {f * u, u * (s + f * (1 - s)), f};
@@ -56,9 +62,9 @@ experts_activation(const T *__restrict__ both, T *__restrict__ act, long long as
     const long long p = vector / (INNER / LANES);
     const int column = vector % (INNER / LANES) * LANES;
     if (p >= assignments) return;
-    float g[LANES], u[LANES];
-    load(g, both + p * (2 * INNER) + column);
-    load(u, both + p * (2 * INNER) + INNER + column);
+    float g[LANES], u[LANES] = {};
+    load(g, both + p * WIDTH + column);
+    if constexpr (GATED) load(u, both + p * WIDTH + INNER + column);
 #pragma unroll
     for (int j = 0; j < LANES; j++) g[j] = gate_of(g[j], u[j], limit, alpha).act;
     store(act + p * INNER + column, g);
@@ -77,11 +83,11 @@ experts_backward(T *both, T *d, const W *__restrict__ weights, const int *__rest
     const float w = (float)weights[at];
     float product = 0;
     if (real) {
-        both += p * (2 * INNER), d += p * INNER;
+        both += p * WIDTH, d += p * INNER;
         for (int column = lane * LANES; column < INNER; column += ROW_THREADS * LANES) {
-            float g[LANES], u[LANES], x[LANES];
+            float g[LANES], u[LANES] = {}, x[LANES];
             load(g, both + column);
-            load(u, both + INNER + column);
+            if constexpr (GATED) load(u, both + INNER + column);
             load(x, d + column);
 #pragma unroll
             for (int j = 0; j < LANES; j++) {
@@ -92,7 +98,7 @@ experts_backward(T *both, T *d, const W *__restrict__ weights, const int *__rest
                 x[j] = w * gate.act;
             }
             store(both, column, g);
-            store(both, INNER + column, u);
+            if constexpr (GATED) store(both, INNER + column, u);
             store(d, column, x);
         }
         if constexpr (BIAS) {

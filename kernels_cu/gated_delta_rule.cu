@@ -1,4 +1,5 @@
-// The gated delta rule by chunks of tokens.
+// The gated delta rule by chunks of tokens; forward in 16 bits, many shapes have
+// gated_delta_rule_mma.cu.
 //
 //   S = exp(decay) S;  S = S + beta k (v - S^T k)^T;  out = scale S^T q       token by token
 //
@@ -20,6 +21,7 @@
 //   I + A is made of those of halves of its diagonal: with T11 and T22, the other block is
 //   -T22 A21 T11.  All is float32, so that states of long texts are as exact as in NumPy.
 #include <common/delta.cuh>
+#include <common/delta_step.cuh>
 
 // F Q K^T, the inverse of I + A and, with BACKWARD, F K K^T below the diagonal.
 KERNEL(THREADS, 2)
@@ -203,55 +205,15 @@ delta_states(const T *__restrict__ q, const T *__restrict__ k, const T *__restri
                 state.at(i / COLUMNS, i % COLUMNS);
 }
 
-// One token of each text, with the sums of a chunk of one token in their order: the same bits.
+// One token of each text, with the bits of a chunk of one token.
 KERNEL(THREADS, 4)
 delta_step(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
            const D *__restrict__ decay, const E *__restrict__ beta,
            const float *__restrict__ initial, T *__restrict__ out, float *__restrict__ final,
            const __grid_constant__ Sizes s) {
-    __shared__ __align__(16) float memory[State::SIZE];
-    __shared__ float vectors[2][DEPTH], sums[3][COLUMNS];  // q and k; S^T q, S^T k and q . k
-    __shared__ float factors[CHANNELS ? DEPTH : 1];
-    const State state{memory};
+    __shared__ OneToken token;
     const int heads = s.heads * s.groups, value_head = blockIdx.x / s.tiles % heads;
-    const long long number = blockIdx.x / (s.tiles * heads), token = number * heads + value_head;
-    const int lane = threadIdx.x % COLUMNS, warp = threadIdx.x / COLUMNS;
-    const int column = blockIdx.x % s.tiles * COLUMNS + lane;
-    const long long at = (number * s.heads + value_head / s.groups) * DIM;
-    const long long own = token * DIM * s.values + column;
-    const bool inside = column < s.values;
-#pragma unroll
-    for (int row = warp; row < DEPTH; row += THREADS / COLUMNS) {
-        const bool real = INITIAL && inside && row < DIM;
-        state.at(row, lane) = real ? initial[own + row * s.values] : 0.0f;
-    }
-    for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
-        vectors[0][i] = i < DIM ? (float)q[at + i] : 0.0f;
-        vectors[1][i] = i < DIM ? (float)k[at + i] : 0.0f;
-        if constexpr (CHANNELS) factors[i] = i < DIM ? expf((float)decay[token * DIM + i]) : 0.0f;
-    }
-    const float factor = CHANNELS ? 1.0f : expf(fmaxf((float)decay[token], -800.0f));
-    const auto of_row = [&](int row) { return CHANNELS ? factors[row] : factor; };
-    const float value = inside ? (float)v[token * s.values + column] : 0.0f;
-    __syncthreads();
-    if (warp < 3) {
-        float sum = 0;
-#pragma unroll 16
-        for (int row = 0; row < DEPTH; row++) {
-            float left = vectors[warp == 1][row];
-            if (CHANNELS && warp < 2) left *= factors[row];
-            sum = fmaf(left, warp < 2 ? state.at(row, lane) : vectors[1][row], sum);
-        }
-        sums[warp][lane] = sum;
-    }
-    __syncthreads();
-    const float u = (float)beta[token] * fmaf(-factor, sums[1][lane], value);
-    if (!inside) return;
-#pragma unroll
-    for (int row = warp; row < DIM; row += THREADS / COLUMNS)
-        final[own + row * s.values] =
-            fmaf(vectors[1][row], u, of_row(row) * state.at(row, lane));
-    if (warp == 0)
-        out[token * s.values + column] =
-            (T)fmaf(sums[2][lane] * s.scale, u, sums[0][lane] * (factor * s.scale));
+    const long long number = blockIdx.x / (s.tiles * heads);
+    token.run<THREADS>(q, k, v, decay, beta, initial, out, final, number, number, value_head,
+                       blockIdx.x % s.tiles * OneToken::WIDE, s);
 }

@@ -148,17 +148,17 @@ from .ops.losses.divergence import divergence_forward as divergence_forward
 from .ops.losses.linear_divergence import linear_divergence as linear_divergence
 from .ops.losses.linear_divergence import linear_divergence_backward as linear_divergence_backward
 from .ops.losses.linear_divergence import linear_divergence_forward as linear_divergence_forward
-from .ops.losses.linear_divergence import linear_top_k_divergence as linear_top_k_divergence
-from .ops.losses.linear_divergence import (
-    linear_top_k_divergence_backward as linear_top_k_divergence_backward,
-)
-from .ops.losses.linear_divergence import (
-    linear_top_k_divergence_forward as linear_top_k_divergence_forward,
-)
 from .ops.losses.linear_log_probs import LogProbs as LogProbs
 from .ops.losses.linear_log_probs import linear_log_probs as linear_log_probs
 from .ops.losses.linear_log_probs import linear_log_probs_backward as linear_log_probs_backward
 from .ops.losses.linear_log_probs import linear_log_probs_forward as linear_log_probs_forward
+from .ops.losses.linear_top_k_divergence import linear_top_k_divergence as linear_top_k_divergence
+from .ops.losses.linear_top_k_divergence import (
+    linear_top_k_divergence_backward as linear_top_k_divergence_backward,
+)
+from .ops.losses.linear_top_k_divergence import (
+    linear_top_k_divergence_forward as linear_top_k_divergence_forward,
+)
 
 # Elements
 from .ops.elements.arithmetic import add as add

@@ -24,6 +24,25 @@ DEVICE int lead(long long start) { return RAGGED ? (int)(start % LANES) : 0; }
 
 DEVICE bool inside(int column) { return !RAGGED || (column >= 0 && column < COLUMNS); }
 
+// inner * (x + bias), or outer * tanh(inner * (x + bias)) with CAP; bias with ADD.
+template <bool CAP, bool ADD, class A>
+DEVICE float z_of(float x, const A *bias, int column, float inner, float outer) {
+    if constexpr (ADD) x += inside(column) ? (float)bias[column] : 0.0f;
+    x *= inner;
+    if constexpr (CAP) x = outer * tanhf(x);
+    return x;
+}
+
+// The derivative of z by its logit.
+DEVICE float slope_of(float z, float inner, float outer) {
+    if constexpr (SOFTCAP) {
+        const float tanh = z * (1 / outer);
+        return inner * outer * (1 - tanh * tanh);
+    } else {
+        return inner;
+    }
+}
+
 // Whether an access extends into a neighbouring row.
 DEVICE bool cut(int column) { return RAGGED && (column < 0 || column + LANES > COLUMNS); }
 

@@ -225,6 +225,8 @@ FIXED = {  # switches that never change, and why
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
     ("gated_delta_rule_channels.cu", "CHANNELS"): "each column of keys has a decay of its own",
     ("gated_delta_rule_channels.cu", "T"): "the shape of float16 has one decay for each head",
+    ("gated_delta_rule_mma.cu", "CHANNELS"): "one decay for each head",
+    ("gated_delta_rule_mma.cu", "T"): "tensor cores multiply no float32: gated_delta_rule.cu",
     ("grouped_float32.cu", "T"): "16 bits have grouped_linear.cu",
     ("grouped_linear.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
     ("grouped_linear_sm90.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",

@@ -59,6 +59,7 @@ OTHERS = {
     "cross_entropy_forward": (READ,),  # a row gives two numbers
     "log_probs_forward": (READ,),  # a row gives a handful of numbers
     "divergence_forward": (READ,),  # a row gives one number
+    "top_k_divergence_forward": (READ,),  # a row gives one number, and those that were kept
     "attention_forward": (COPY, PRODUCT),  # reads go to shared memory; results leave by fragments
     "attention_forward_sm90": WARPGROUPS,
     "attention_backward_sm90": WARPGROUPS,
@@ -93,6 +94,8 @@ OTHERS = {
     "grouped_linear_sm90": (COPY, *WARPGROUPS[1:]),
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
+    "delta_chunks_mma": (COPY, PRODUCT, WRITE),
+    "delta_states_mma": (COPY, PRODUCT, WRITE),
     "delta_state_gradients": (READ,),
     "ssd_rates": (),  # two numbers for each token and head
     "ssd_chunks": (READ,),
@@ -153,7 +156,7 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     if values.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
     named = "cross_entropy_backward", "cross_entropy_over_", "log_probs_backward"
-    named += ("divergence_backward",)
+    named += ("divergence_backward", "top_k_divergence_backward")
     narrow = {"cast": "U", "beside": "U", **dict.fromkeys(named, "G")}.get(kernel)
     if narrow is not None:  # a result of another dtype: as many values
         shown = READ, store(SIZES[values[narrow]] * int(values["LANES"]))

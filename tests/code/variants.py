@@ -123,7 +123,8 @@ def forms(op: Op[..., Any]) -> Iterator[Form]:
         # float16 has the size and the launch tables of bfloat16: one shape tests its arithmetic
         for size in shapes if dtype.name != "float16" else (middle,):
             yield Form(size, (), dtype, False, choices[0])
-            yield Form(size, (*together,), dtype, True, every)
+            others = {key: value for key, value in every.items() if key not in size}
+            yield Form(size, (*together,), dtype, True, others)
     at = len(shapes) // 2
     for size in shapes[at : at + (2 if "queries" in middle else 1)]:  # few and many queries
         for options in choices[1:]:

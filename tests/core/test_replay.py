@@ -35,6 +35,8 @@ WORKED_OUT = {
     "linear_log_probs_backward": "multiplies matrices",
     "linear_log_probs_forward": "multiplies matrices",
     "linear_cross_entropy_gradients": "multiplies matrices",
+    "linear_top_k_divergence_backward": "multiplies matrices",
+    "linear_top_k_divergence_forward": "multiplies matrices",
     "swiglu_mlp": "multiplies matrices",
     "swiglu_mlp_backward": "multiplies matrices",
 }

@@ -190,6 +190,8 @@ def _groups_of_rows(draw: Draw, sizes: Sizes) -> None:
 
 def _halves(draw: Draw, sizes: Sizes) -> None:
     sizes["both"] = 2 * sizes["inner"]
+    if draw(st.booleans()):  # no gate
+        sizes |= {"both": sizes["inner"], "activation": "relu2"}
 
 
 def _rows_of_a_layer(draw: Draw, sizes: Sizes) -> None:
@@ -587,7 +589,15 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     **dict.fromkeys(("cap", "most"), _some(None, 1.3)),
     "least": _some(None, 0.7),
 }
-FOLLOW = {"block", "column", "columns", "group", "row", "start"}  # options that sizes determine
+FOLLOW = {
+    "activation",
+    "block",
+    "column",
+    "columns",
+    "group",
+    "row",
+    "start",
+}  # options that sizes determine
 
 
 def _options(draw: Draw, op: Op, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -414,6 +414,8 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.advantages(-BROKEN[:, 2], 2), "holds an infinity in row 1; pass NaN"),
         (lambda: losses.high_entropy(A, M, 1.5), r"share must be in \[0, 1\]"),
         (lambda: losses.sampler_ratio(A, A, M, limits=3.0), r"limits=3.0 must be \(least, most\)"),
+        (lambda: losses.sampler_ratio(A, A, M, limits=(3.0, 1.0)), "leave no ratio between them"),
+        (lambda: losses.sampler_ratio(A, A - np.inf, M), "sampler holds -inf at row 0, token 0"),
         (lambda: losses.reward(A[:, 0], center=-1.0), "center must be 0 or more"),
         (lambda: losses.nll(A, M, count=0), "count must be above 0"),
         (lambda: losses.nll(A, np.where(M, 5, -100)), "mask holds 5; pass True or 1 for tokens"),

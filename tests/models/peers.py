@@ -39,6 +39,10 @@ STATES = {
 MIXER = {
     **{"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8},
 }
+NEMOTRON = {
+    **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
+    **{"chunk_size": 8, "head_dim": 8, "mlp_bias": True},
+}
 MULTIPLIERS = {
     **{"embedding_multiplier": 3.0, "logits_scaling": 2.5},
     **{"residual_multiplier": 0.6, "attention_multiplier": 0.3},
@@ -288,8 +292,7 @@ RELATIVES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {
         "model_type": "nemotron_h",
-        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
-        **{"chunk_size": 8, "head_dim": 8, "mlp_bias": True},
+        **NEMOTRON,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     },
     "falcon_h1": {"model_type": "falcon_h1", **STATES, "mamba_d_ssm": None},
@@ -612,6 +615,21 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": 2,
         "moe_layer_interval": 2,
         "tie_word_embeddings": False,
+    },
+    "nemotron_h experts": {
+        "model_type": "nemotron_h",
+        **NEMOTRON,
+        **{key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"},
+        "moe_shared_expert_intermediate_size": 20,
+        "layers_block_type": ["moe", "linear_attention", "moe", "full_attention", "mlp"],
+    },
+    "nemotron_h latent": {
+        "model_type": "nemotron_h",
+        **NEMOTRON,
+        **{"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"moe_shared_expert_intermediate_size": 8, "moe_latent_size": 20, "mlp_bias": False},
+        "norm_topk_prob": False,
+        "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
     },
     "minimax_m2": {
         "model_type": "minimax_m2",

@@ -164,6 +164,23 @@ WIDE = {  # of whole blocks, and large enough to stay packed
 FOLDER = Path(__file__).parents[1] / "golden" / "models" / "gpt_oss_mxfp4"
 
 
+def test_the_router_loss_of_a_file_is_off(tmp_path: Path) -> None:
+    """The export and the load say so; of DeepSeek transformers has none anyway."""
+    label = "router's loss"
+    model = make(tmp_path / "m", MIXTURES["llama"])
+    assert label in str(models.export_gguf(model, tmp_path / "m.gguf", kind="f32"))
+    loaded = models.load(tmp_path / "m.gguf")
+    assert label in str(loaded.origin)
+    assert label not in str(model.origin)
+    off = make(tmp_path / "off", MIXTURES["llama"] | {"output_router_logits": False})
+    losses = [float(each.loss(TOKENS, TOKENS)) for each in (loaded, off, model)]
+    assert losses[0] == losses[1] < losses[2]
+    assert label not in str(models.export_gguf(off, tmp_path / "off.gguf", kind="f32"))
+    other = make(tmp_path / "other", MIXTURES["deepseek2"])
+    models.export_gguf(other, tmp_path / "other.gguf", kind="f32")
+    assert label not in str(models.load(tmp_path / "other.gguf").origin)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
     """All parameters, logits and greedy tokens; names and keys are those of the package."""

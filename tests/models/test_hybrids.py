@@ -27,6 +27,7 @@ CONFIGS = {
     for name, config in (RELATIVES | MIXTURES).items()
     if recurs(FAMILIES[config["model_type"]])
 }
+MOE = {"layers_block_type": ["moe", "full_attention"]}
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
 DENSE = CONFIGS["qwen3_5_text"]
 
@@ -134,6 +135,12 @@ def test_states_follow_the_rows_of_a_cache():
             "mixer",
             "in_proj out_proj up_proj down_proj q_proj k_proj v_proj o_proj",
         ),
+        (
+            "nemotron_h latent",
+            "mixer",
+            "in_proj out_proj fc1_latent_proj fc2_latent_proj q_proj k_proj v_proj o_proj"
+            " up_proj down_proj experts base_layer",
+        ),
     ],
 )
 def test_adapters(label, module, layers, tmp_path):
@@ -197,7 +204,7 @@ def test_the_released_form_of_kimi_linear():
         ("bamba", {"hidden_act": "gelu"}, "hidden_act is that of the convolutions; it must be si"),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*it must list 5 numbers"),
         ("falcon_h1", {"mlp_multipliers": 2}, "mlp_multipliers is 2; it must list two numbers"),
-        ("nemotron_h", {"layers_block_type": ["moe"]}, "'moe' at 0: experts without a gate are no"),
+        ("nemotron_h", MOE | {"mlp_hidden_act": "gelu"}, "is 'gelu'; without a gate it must be re"),
         ("nemotron_h", {"layers_block_type": ["mpl"]}, "layer_types must be a list .* or 'mlp'"),
         ("nemotron_h", {"layers_block_type": None}, "layers_block_type is None; it must list"),
     ],

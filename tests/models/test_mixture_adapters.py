@@ -109,10 +109,10 @@ def test_new_adapters_count_every_layer_and_every_expert(label: str, tmp_path: P
     model.add_adapter(2)
     placed = model.adapter.stacks
     assert [*placed] == [
-        f"model.layers.{layer}.{config.experts.module}.{name}"
+        f"model.layers.{layer}.{config.experts.module}.experts.{name}"
         for layer in range(config.layers)
         if config.experts.sparse[layer]
-        for name in STACKS
+        for name in config.experts.names
     ]
     assert not any(".gate.lora" in name or ".router." in name for name in model.trainable)
     np.testing.assert_allclose(model.logits(IDS), plain, atol=1e-5, rtol=0)
@@ -233,7 +233,10 @@ def of_single_experts(folder: Path, label: str, **changes: Any) -> tuple[Path, P
 
 @pytest.mark.parametrize(
     ("label", "changes"),
-    [("mixtral", {}), ("mixtral", {"use_rslora": True}), ("qwen3_moe window", {})],
+    [
+        *(("mixtral", {}), ("mixtral", {"use_rslora": True}), ("qwen3_moe window", {})),
+        ("nemotron_h latent", {}),
+    ],
     ids=str,
 )
 def test_adapters_of_single_experts_are_those_of_stacks(
@@ -241,7 +244,7 @@ def test_adapters_of_single_experts_are_those_of_stacks(
 ) -> None:
     base, adapter, expected = of_single_experts(tmp_path, label, **changes)
     model = load(base, lora=adapter)
-    assert {*model.adapter.stacks} == {name for name in model.parameters if "experts." in name}
+    assert {*model.adapter.stacks} == {name for name in model.parameters if ".experts." in name}
     np.testing.assert_allclose(model.logits(IDS), expected.logits(IDS), rtol=0, atol=1e-4)
     merge(adapter, tmp_path / "merged", base=base)
     for name, array in load(tmp_path / "merged").parameters.items():
@@ -383,7 +386,10 @@ def test_a_missing_stack_is_named(folders: tuple[Path, Path]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("label", "targets"),
-    [("mixtral", None), ("gpt_oss", None), ("granitemoe", STACKS[:1]), ("phimoe", STACKS[1:])],
+    [
+        *(("mixtral", None), ("gpt_oss", None), ("granitemoe", STACKS[:1]), ("phimoe", STACKS[1:])),
+        ("nemotron_h latent", ("fc1_latent_proj", "experts.up_proj", STACKS[1])),
+    ],
 )
 def test_peft_reads_what_we_write(label: str, targets: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="torch computes the references")

@@ -34,7 +34,8 @@ def distinct(rows: int, k: int, experts: int) -> Any:
 def case(label: str, rows: int, k: int, experts: int, hidden: int, inner: int, **how: Any) -> Case:
     """Return a layer; the experts of its rows are random unless they are passed."""
     arrays = {"experts": how.pop("chosen", distinct(rows, k, experts))}
-    sizes = {"rows": [rows], "k": k, "hidden": hidden, "both": 2 * inner, "inner": inner}
+    both = (1 if how.get("activation") == "relu2" else 2) * inner
+    sizes = {"rows": [rows], "k": k, "hidden": hidden, "both": both, "inner": inner}
     return Case(label, arrays=arrays, **{"experts": experts}, **sizes, **how)
 
 
@@ -43,6 +44,8 @@ class TestExpertsMlp(KernelParity):
     sizes = (
         {"rows": (256,), "k": 4, "experts": 8, "hidden": 256, "both": 1024, "inner": 512},
         {"rows": (4,), "k": 2, "experts": 8, "hidden": 9, "both": 14, "inner": 7},
+        {"rows": (256,), "k": 4, "experts": 8, "hidden": 256, "both": 512, "inner": 512}
+        | {"activation": "relu2"},
     )
     options = (
         {},
@@ -56,6 +59,8 @@ class TestExpertsMlp(KernelParity):
         case("as gpt-oss", 12, 2, 4, 8, 16, given=BIASES, activation="swiglu_clamped", limit=0.7),
         case("geglu", 5, 1, 3, 24, 8, activation="geglu"),
         case("geglu by tanh", 5, 2, 3, 8, 8, activation="geglu_tanh", given=["down_bias"]),
+        case("without a gate", 9, 2, 5, 16, 24, activation="relu2"),
+        case("no gate, odd sizes", 7, 3, 4, 13, 11, given=BIASES, activation="relu2"),
         case("all rows to one expert", 70, 1, 3, 8, 8, chosen=np.full((70, 1), 1)),
         case("one row each", 4, 1, 4, 16, 8, chosen=np.array([[2], [0], [3], [1]])),
         case("tiles of 128 rows", 70, 2, 2, 24, 72, given=["gate_up_bias"]),
@@ -198,11 +203,15 @@ def test_an_expert_that_does_not_exist() -> None:
 def test_bad_calls() -> None:
     x, gate_up, down = (np.ones(s, np.float32) for s in ((2, 4), (3, 10, 4), (3, 4, 5)))
     routes = uc.Routes(np.zeros((2, 1), int), np.ones((2, 1), np.float32))
-    with pytest.raises(ConfigError, match="choose from swiglu, swiglu_clamped, geglu, geglu_tanh"):
+    with pytest.raises(
+        ConfigError, match="choose from swiglu, swiglu_clamped, geglu, geglu_tanh, relu2"
+    ):
         uc.experts_mlp(x, gate_up, down, routes, activation="relu")
     with pytest.raises(ConfigError, match="activation 'swiglu' uses neither; leave them out"):
         uc.experts_mlp(x, gate_up, down, routes, limit=7.0)
     with pytest.raises(ConfigError, match="limit must be above 0"):
         uc.experts_mlp(x, gate_up, down, routes, activation="swiglu_clamped", limit=0.0)
-    with pytest.raises(ShapeError, match=r"gate_up has 8 rows for each expert; .* needs 10"):
+    with pytest.raises(ShapeError, match=r"gate_up has 8 rows for each expert; .* need 10"):
         uc.experts_mlp(x, gate_up[:, :8], down, routes)
+    with pytest.raises(ShapeError, match=r"gate_up has 10 rows .* 'relu2' need 5"):
+        uc.experts_mlp(x, gate_up, down, routes, activation="relu2")

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
 from ..harness.parity import Case, KernelParity, emulator
+from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast
 
 # The public names, as other people's programs call them.
@@ -106,6 +108,44 @@ class TestGatedDeltaRuleOfChannels(KernelParity):
             ("chunks of 16", 1, 1, 8, 4, 40, {"batch": 1, "chunk": 16}),
         )
     )
+
+
+class TestGatedDeltaRuleOnTensorCores(KernelParity):
+    """In 16 bits, keys of 64 or 128 columns and values of 64s have other kernels forward."""
+
+    op = "gated_delta_rule"
+    sides = ("forward",)
+    cases = (
+        case("texts", 1, 2, 128, 64, 67, 0, 1, 2, given=["initial"], kind=np.int32),
+        case("texts without states", 1, 1, 64, 64, 64, 2),
+        case("a batch", 2, 1, 64, 128, 5, batch=2, given=["initial"], scale=0.3),
+        case("strong decay", 1, 1, 128, 64, 130, batch=1, given=["initial"], strength=20.0),
+    )
+    test_gradient_matches_finite_differences = None  # the definition has the tests above
+    test_rounds_once = None
+    test_any_strides = None
+
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES[:2], ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        super().test_emulated_kernels(case, dtype)
+
+    @pytest.mark.parametrize(
+        ("dim", "value_dim", "dtype", "suffix"),
+        [
+            (128, 128, BFLOAT16, "_mma"),
+            (64, 192, "float16", "_mma"),
+            (128, 128, "float32", ""),
+            (128, 40, BFLOAT16, ""),
+            (72, 64, BFLOAT16, ""),
+        ],
+    )
+    def test_who_has_them(self, dim: int, value_dim: int, dtype: Any, suffix: str) -> None:
+        own = case("", 1, 2, dim, value_dim, 70)
+        with gpu("80") as machine:
+            call = own.draw(OPS[self.op], dtype)
+            call.mapped(lambda a: a if a is None else machine.place(a)).run()
+            names = [launch.kernel for launch in machine.launches]
+        assert names == [f"delta_chunks{suffix}", f"delta_states{suffix}"]
 
 
 class TestGatedDeltaRuleStrongDecay(KernelParity):
@@ -368,6 +408,26 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone(channels: tuple[int
     """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
     with emulator():
         packed_and_alone((5, 0, 1, 66, 2), KERNEL_DTYPES[1], channels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(dim: int) -> None:
+    """On another schedule too; one token alone has a kernel of its own."""
+    lengths = 5, 0, 1, 66, 2
+    rng, offsets = np.random.default_rng(0), np.cumsum([0, *lengths])
+    arrays = drawn(lengths, KERNEL_DTYPES[1], dim=dim)
+    arrays["v"] = rng.standard_normal((1, offsets[-1], 2, 64)).astype(KERNEL_DTYPES[1])
+    inputs = [arrays[name] for name in NAMES]
+    initial = rng.standard_normal((len(lengths), 2, dim, 64)).astype(np.float32)
+    with emulator(seed=3):
+        out, final = uc.gated_delta_rule(*inputs, initial=initial, offsets=offsets)
+    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        with emulator():
+            own = [a[:, start:stop] for a in inputs]
+            alone, last = uc.gated_delta_rule(*own, initial=initial[text : text + 1])
+        assert out[:, start:stop].tobytes() == alone.tobytes()
+        assert final[text : text + 1].tobytes() == last.tobytes()
 
 
 @pytest.mark.slow

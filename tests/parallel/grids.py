@@ -109,9 +109,22 @@ RUNS = {
         4, "--pipeline-parallel 2 --context-parallel 2 --zero 1", "mixture-stopped", "experts"
     ),
     "mixture-on-zero": Run(2, "--expert-parallel 2 --zero 1", "mixture-stopped", "experts"),
+    "mixture-stages-stopped": Run(
+        4, "--expert-parallel 2 --pipeline-parallel 2 --zero 1", base="experts"
+    ),
+    "mixture-on-slices": Run(
+        4, "--expert-parallel 2 --tensor-parallel 2 --zero 1", "mixture-stages-stopped", "experts"
+    ),
+    "mixture-on-all": Run(
+        8,
+        "--expert-parallel 2 --tensor-parallel 2 --pipeline-parallel 2",
+        "mixture-stages-stopped",
+        "experts",
+    ),
     "adapted-one": Run(1, LORA, base="experts"),
     "adapted-stages": Run(2, f"{LORA} --pipeline-parallel 2", base="experts"),
     "adapted-two": Run(2, f"{LORA} --expert-parallel 2", base="experts"),
+    "adapted-four": Run(4, f"{LORA} --expert-parallel 2 --pipeline-parallel 2", base="experts"),
     "both": Run(4, "--context-parallel 2 --tensor-parallel 2"),
     "all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1"),
     "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),

@@ -1,5 +1,6 @@
 """Mixtures of experts whose blocks, or tokens, ranks divide equal one device."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,11 @@ def test_tokens_of_mixtures_are_divided(kind: str, tmp_path: Path) -> None:
     by_threads(2, work)
 
 
-@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"expert": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"pipeline": 2}, {"expert": 2}, {"tensor": 2}, {"expert": 2, "tensor": 2, "pipeline": 2}],
+    ids=str,
+)
 def test_ranks_say_which_adapters_learn(axes: dict[str, int], tmp_path: Path) -> None:
     """Layers, experts that no token chose, a gradient of 0 everywhere: as one process does."""
     filled(SIZES | MIXTURES["mixtral"], tmp_path)
@@ -185,4 +190,4 @@ def test_ranks_say_which_adapters_learn(axes: dict[str, int], tmp_path: Path) ->
         with pytest.raises(ConfigError, match=r"self_attn\.q_proj is 0 everywhere"):
             engine.learns(model.adapter, own)
 
-    by_threads(2, work)
+    by_threads(math.prod(axes.values()), work)

@@ -27,7 +27,7 @@ from .models import adapted, equal, filled, gathered, same_adapters, same_files,
 from .ranks import close
 from .threads import by_threads
 
-STATES = ("qwen3_next", "qwen3_5", "kimi_linear", "granitemoehybrid")
+STATES = ("qwen3_next", "qwen3_5", "kimi_linear", "granitemoehybrid", "nemotron_h")
 WHOLE = tuple(name for name in MIXTURES if name.startswith(STATES))
 QUICK = ("gpt_oss", "qwen2_moe", "deepseek_v3 yarn")
 NAMES = [
@@ -387,18 +387,14 @@ def test_what_ranks_of_experts_refuse() -> None:
     comm.size = 2
     with pytest.raises(ConfigError, match="a llama has no experts for 2 ranks; divide the batch"):
         create(SIZES | {"model_type": "llama"}, seed=0, experts=comm)
-    with pytest.raises(ConfigError, match="or slices of all; choose expert or tensor parallelism"):
-        create(mixture, seed=0, experts=comm, communicator=comm)
     with pytest.raises(ConfigError, match=r"different experts of the model.*to DataParallel"):
         Zero3(create(mixture, seed=0, experts=comm), SingleCommunicator())
     comm.size = 5
     with pytest.raises(ConfigError, match="4 experts are not enough for 5 ranks; use at most 4"):
         create(mixture, seed=0, experts=comm)
-    check_options(1, 1, 1, None, None, None, 1, 1, 2)
+    check_options(1, 1, 1, None, None, None, 1, 2)
     with pytest.raises(ConfigError, match=r"zero=3 is not for .*: .* whole; use zero=1"):
-        check_options(1, 1, 3, None, None, None, 1, 1, 2)
-    with pytest.raises(ConfigError, match="leave tensor_parallel=2 out, and divide the batch with"):
-        check_options(1, 1, 0, None, None, None, 1, 2, 2)
+        check_options(1, 1, 3, None, None, None, 1, 2)
     with pytest.raises(ConfigError, match="its steps need whole stacks of experts"):
         Settings(optimizer="adafactor", expert_parallel=2)
 

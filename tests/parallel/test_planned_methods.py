@@ -26,6 +26,8 @@ from .test_scale import LLAMA
 home, answering = methods.home, policies.home  # fixtures
 RUNS = (
     ("dpo", "tensor", ""),
+    ("dpo", "context", ""),
+    ("cpo", "zero-1", ""),
     ("orpo", "pipeline", ""),
     ("kto", "zero-3", ""),
     ("distill", "chunks", "--accumulate 2"),
@@ -42,7 +44,7 @@ RUNS = (
 
 @pytest.mark.slow
 def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path) -> None:
-    """In the best of three steps: messages that arrive early take memory of their own."""
+    """In the best of three steps, and where plans are equal of two ranks: one waits for none."""
     asks = [{"prompt": f"w{number}", "answer": ""} for number in range(6)]
     prompts = write(tmp_path / "prompts.jsonl", asks)
     runs = Sample.one_in(3, RUNS)
@@ -64,11 +66,13 @@ def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path)
     for ended in by_sockets(2, "tests.parallel.planned", *commands[:-1], limit=240):
         assert ended.code == 0, ended.said
     for method, grid, _ in runs:
-        for rank in range(2):
-            steps = json.loads((tmp_path / f"{method}-{grid}" / f"planned-{rank}.json").read_text())
-            assert len(steps) == 3
-            error = min(abs(planned / peak - 1) for planned, peak in steps)
-            assert error < 0.03, (method, grid, rank, steps)
+        folder = tmp_path / f"{method}-{grid}"
+        steps = [json.loads((folder / f"planned-{rank}.json").read_text()) for rank in range(2)]
+        assert [len(each) for each in steps] == [3, 3]
+        errors = [min(abs(planned / peak - 1) for planned, peak in each) for each in steps]
+        apart = grid in ("pipeline", "chunks")  # with a plan for each rank
+        limit = 0.03 if grid == "pipeline" else 0.02  # orpo's last stage: 2.6 % of 1.5 MB
+        assert (max if apart else min)(errors) < limit, (method, grid, steps)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -123,4 +127,4 @@ def test_packed_texts_are_planned_for_a_gpu(method: str) -> None:
         ).total
         for device in ("cpu", "cuda")
     ]  # fmt: skip
-    assert planned[1] == pytest.approx(planned[0], rel=0.1)  # kernels keep other arrays
+    assert planned[1] == pytest.approx(planned[0], rel=0.05)  # kernels keep other arrays

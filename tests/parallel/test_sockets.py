@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -356,6 +357,28 @@ def test_a_broken_connection_is_a_failure_at_once(sent: bytes) -> None:
     assert theirs.recv(1) == b"", "the other end learns it too"
     theirs.close()
     peers.close()
+
+
+def test_a_message_is_held_by_who_takes_it_alone() -> None:
+    """Not by the thread that received it, while that waits for the next one."""
+    ours, theirs = socket.socketpair()
+    peers, message = Peers(0), bytes(2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_peers, "ALIVE", {})
+        patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # they are no TCP
+        peers.add(1, ours)
+    sending = threading.Thread(
+        target=theirs.sendall, args=(head_of(len(message), 1, DATA) + b"k" + message,)
+    )
+    sending.start()
+    taken = peers.take(1, "k", time.monotonic() + 20)
+    until = time.monotonic() + 20
+    while sys.getrefcount(taken) > 2 and time.monotonic() < until:  # ours, and that of the call
+        time.sleep(0.01)
+    assert sys.getrefcount(taken) == 2
+    sending.join()
+    peers.close()
+    theirs.close()
 
 
 def test_memory_is_taken_as_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

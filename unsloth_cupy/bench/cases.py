@@ -140,6 +140,17 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
     offsets = np.linspace(0, tokens, SEQUENCES + 1).astype(int)
     return {
         "labels": lambda: rng.integers(0, scale.vocab, tokens),
+        # each token once in a row
+        **dict.fromkeys(
+            (f"linear_top_k_divergence_{side}.tokens" for side in ("forward", "backward")),
+            lambda: (
+                np.arange(4) * (scale.vocab // 4) + rng.integers(0, scale.vocab // 4, (tokens, 4))
+            ),
+        ),
+        **dict.fromkeys(
+            (f"linear_top_k_divergence_{side}.log_probs" for side in ("forward", "backward")),
+            lambda: np.log(rng.random((tokens, 4)) / 4),
+        ),
         "q_offsets": lambda: offsets,
         "k_offsets": lambda: offsets,
         "offsets": lambda: np.linspace(0, CHOSEN * tokens, EXPERTS + 1).astype(int),

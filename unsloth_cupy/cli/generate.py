@@ -14,7 +14,7 @@ import click
 
 from .. import models
 from ..errors import ConfigError
-from ..finetune.ranks import check_options, start
+from ..finetune.ranks import start
 from ..finetune.run_folder import model_folder, words_folder
 from ..finetune.tables import LONGEST
 from ..finetune.turns import ending
@@ -84,10 +84,6 @@ def generate(
         device=device,
     )  # fmt: skip
     with ranks.ending(click.ClickException):
-        check_options(
-            pipeline_parallel or 1, 1, 0, None, None, None, 1, tensor_parallel or 1,
-            expert_parallel or 1,
-        )  # fmt: skip
         if system is not None and not chat:
             raise click.UsageError("--system is for questions; add --chat.")
         random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]

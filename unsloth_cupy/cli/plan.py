@@ -156,7 +156,7 @@ def plan(
     )
     check_options(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
-        context_attention, accumulate, tensor_parallel or 1, expert_parallel or 1,
+        context_attention, accumulate, expert_parallel or 1,
     )  # fmt: skip
     learned = f", {method} of {METHODS[method].unit}" * (learning is not None)
     if any(size is not None for size in sizes):

@@ -212,9 +212,9 @@ class Engine:
                 parts[self.ranks.same if apart else self.alike] += squares(gradient, *place, shares)
         for group, divided in parts.items() if holder is not None else ():
             whole += float(group.all_reduce(np.array(float(divided)))[()])
-        total = division.group.all_reduce(np.array(float(whole)))
-        if division.stages is not None:
-            total = division.stages.comm.all_reduce(total)
+        total, stages = np.array(float(whole)), division.stages
+        for group in (*division.groups, *([] if stages is None else [stages.comm])):
+            total = group.all_reduce(total)
         norm = math.sqrt(total[()]) / scaler.value
         clipped = max_norm / norm if norm > max_norm else 1.0
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
@@ -261,7 +261,9 @@ class Engine:
             return None
         if division is None:
             return dict(named)
-        named = scale_per_code(in_one_form(named, division.group))
+        for group in division.groups:
+            named = in_one_form(named, group)
+        named = scale_per_code(named)
         return next(iter([*whole_parameters(named, division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Ranks:
         groups = self.groups
         check_options(
             groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
-            self.context_attention, accumulate, groups.tensor.size, groups.expert.size,
+            self.context_attention, accumulate, groups.expert.size,
         )  # fmt: skip
         if self.zero == 3 and find_nan:
             cure = f"use {named(zero=1)}, which computes the same numbers"
@@ -281,20 +281,14 @@ def check_options(
     chunks: int | None,
     context_attention: str | None,
     accumulate: int,
-    tensors: int = 1,
     experts: int = 1,
 ) -> None:
     """Raise a ConfigError for options of a command that its ranks do not support."""
-    others = {"tensor_parallel": tensors, "pipeline_parallel": stages}
-    others = {name: size for name, size in others.items() if size > 1}
-    others |= {"zero": zero} if zero == 3 else {}
-    if experts > 1 and others:
+    if zero == 3 and experts > 1:
+        cure = f"use {named(zero=1)}, which divides the averages"
         problem = "they hold different experts, and each its own whole"
-        cure = f"leave {named(**others)} out, and divide the batch with {named('data_parallel')}"
-        if others == {"zero": 3}:
-            cure = f"use {named(zero=1)}, which divides the averages"
         raise ConfigError(
-            f"{named(**others)} is not for ranks of {named('expert_parallel')}: {problem}; {cure}"
+            f"{named(zero=3)} is not for ranks of {named('expert_parallel')}: {problem}; {cure}"
         )
     if schedule is not None and stages == 1:
         cure = f"give {named(pipeline_parallel=2)} or more"

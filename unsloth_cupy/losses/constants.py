@@ -190,6 +190,8 @@ def sampler_ratio(
     ------
     ConfigError
         An option is out of its range.
+    NotFiniteError
+        A log-probability that counts is infinite, or one of ``old`` is NaN.
     ShapeError, DTypeError
         The arrays do not fit each other.
     """
@@ -199,6 +201,8 @@ def sampler_ratio(
             f"sampler_ratio: limits={limits!r} must be (least, most), None for no limit"
         )
     least, most = limits
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"sampler_ratio: limits={limits!r} leave no ratio between them")
     return sampler_ratio_forward(
         old, sampler, as_mask("sampler_ratio", mask), kind=kind, least=least, most=most
     )
@@ -226,7 +230,8 @@ def sampler_ratio_forward(
 ) -> Array:
     """Return the ratio, with limits as two options."""
     known = masked("sampler_ratio", old, mask, "old")
-    difference = np.where(mask & ~np.isnan(sampler), known - sampler.astype(old.dtype), 0)
+    given = np.where(np.isnan(sampler), known, sampler.astype(old.dtype))
+    difference = known - masked("sampler_ratio", given, mask, "sampler")
     if kind.startswith("sequence"):
         difference = difference.sum(axis=1, keepdims=True)
     with np.errstate(over="ignore"):

@@ -160,10 +160,10 @@ class Ledger:
                     self.parts[number] = LOGITS
         self.note(op.__name__, self.layer)
 
-    def since(self, start: int) -> tuple[int, int]:
-        """Return the bytes that changes from ``start`` on have added: the peak, and the end."""
+    def between(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes that changes from ``start`` to ``stop`` add: the peak, and the end."""
         running = top = 0
-        for change in self.changes[start:]:
+        for change in self.changes[start:stop]:
             running += self.sizes[change] if change >= 0 else -self.sizes[~change]
             top = max(top, running)
         return top, running

@@ -5,7 +5,7 @@ The steps of the schedule run in order on planned arrays, with the collectives o
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..training.checkpoint import CheckpointConfig
 from .ledger import GRADIENTS, MASTER, OPTIMIZER, ROLLOUTS, Ledger, MemoryPlan
 from .planned import placed_inputs, recording_in
 from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
-from .planned_ranks import Calls, PlannedRanks, Sent
+from .planned_ranks import Calls, Inbox, PlannedRanks, Sent
 from .stage_products import products
 
 SPARE = 2  # microbatches beyond those that fill a pipeline: later ones need the same as these
@@ -165,11 +165,17 @@ def plan_stage(
 ) -> StagePlan:
     """Run the steps of a stage on planned arrays."""
     arrays, granule = DEVICES[job.device]
-    tensor = PlannedRanks(0, layout.tensor, max(1, layout.tensor // config.kv_heads))
-    pipeline = PlannedRanks(stage, layout.pipeline, 2)
+    ledger, stops = Ledger(granule), list[int]()  # changes before each step, and before the sums
+    inbox = Inbox(ledger) if job.device == "cpu" else None
+    tensor, pipeline, context, expert = (
+        PlannedRanks(*each, inbox=inbox)
+        for each in (
+            (0, layout.tensor, max(1, layout.tensor // config.kv_heads)),
+            (stage, layout.pipeline, 2), (0, layout.context), (0, layout.expert),
+        )
+    )  # fmt: skip
     same = layout.data * layout.context  # ranks with the same experts
-    data = PlannedRanks(0, layout.alike, same, ahead=job.device == "cuda")
-    context, expert = PlannedRanks(0, layout.context), PlannedRanks(0, layout.expert)
+    data = PlannedRanks(0, layout.alike, same, ahead=job.device == "cuda", inbox=inbox)
     stages = Stages(config, pipeline, job.chunks) if layout.pipeline > 1 else None
     whole = layout.tensor == layout.pipeline == layout.expert == 1
     division = None if whole else Division(config, tensor, stages, expert)
@@ -182,7 +188,6 @@ def plan_stage(
     codes = None if kind is None else Quantizer("plan_ranks", kind, division)
     read = {n: config.shapes()[n] if codes and codes.wants_whole(n) else shapes[n] for n in shapes}
     own = _tokens_of_rank(job, layout.context)
-    ledger, held = Ledger(granule), list[tuple[int, int]]()
     adapter = _adapter(config, division, job)
     with recording_in(ledger), ledger.watching_ops():
         zero = layout.zero if layout.alike > 1 else 0
@@ -198,20 +203,19 @@ def plan_stage(
         runs = _Runs(model, job.as_arrays(arrays), job)
         if zero == 3:
             runs.learn_the_order()
-        begin = ledger.since(0)[1]
+        begin = len(ledger.changes)
         ledger.begin()
-        before = _drawn(ledger, model, job, layout.context)
+        _draw(ledger, model, job, layout.context)
+        stops.append(len(ledger.changes))
         groups = {"tensor": tensor, "expert": expert, "context": context, "data": data}
         sent = {name: Sent(group, job.chunks) for name, group in groups.items()}
         for step in steps:
-            start = len(ledger.changes)
             runs.run(step)
             ledger.note("backward" if step.backward else "forward")
-            held.append(ledger.since(start))
+            stops.append(len(ledger.changes))
             for each in sent.values():
                 each.note(step)
         data.sent.clear()
-        start = len(ledger.changes)
         ledger.enter(GRADIENTS, runs.sums)
         alone = layout.alike == 1 or zero == 3
         summed = runs.sums if alone else _sums(runs.sums, data, states, division)
@@ -220,11 +224,13 @@ def plan_stage(
         steps_by: Any = optimizer if states is None else states
         steps_by.step(summed, finite=True, factor=0.5)
         ledger.note(f"{steps_by.call}.step")
-        after = ledger.since(start)
+        drawn, *held, after = (  # once the sizes of messages are known
+            ledger.between(*pair) for pair in pairwise([begin, *stops, len(ledger.changes)])
+        )
         return StagePlan(
             ledger.plan(),
-            begin,
-            before,
+            ledger.between(0, begin)[1],
+            drawn,
             held,
             after,
             {name: each.by_call() for name, each in sent.items()},
@@ -351,15 +357,13 @@ def _with_models(job: Job, ledger: Ledger, first: bool, last: bool) -> Job:
     return job._replace(objective=job.objective.planned(create if here else lambda _: None))
 
 
-def _drawn(ledger: Ledger, model: Any, job: Job, ranks: int) -> tuple[int, int]:
-    """Return the bytes that are added where answers are drawn, of which ranks draw a share each."""
-    start = len(ledger.changes)
+def _draw(ledger: Ledger, model: Any, job: Job, ranks: int) -> None:
+    """Draw answers, of which ranks draw a share each."""
     if getattr(job.objective, "draws", False):
         whole = model.on_tape(model.parameters, model.step)
         whole.context = None  # texts are of this rank alone
         job.objective.rehearse(whole, -(-job.batch // ranks) * job.objective.samples, job.tokens)
         ledger.note(ROLLOUTS)
-    return ledger.since(start)
 
 
 def _place(model: Any, division: Division | None, context: Any, dtype: Any) -> None:

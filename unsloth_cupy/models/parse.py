@@ -53,7 +53,11 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     read = Reader(values, family)
     facts = values.get("quantization_config")
     quantized: tuple[str, ...] = QUANTIZED
-    if family.experts is not None:  # stacks of gpt-oss are in MXFP4
+    hidden, heads, layers = (
+        read.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    experts = experts_of(read, layers)
+    if family.experts is not None and experts is not None:  # stacks of gpt-oss are in MXFP4
         quantized = ("bitsandbytes", GGUF, *(["mxfp4"] if family.experts.transposed else []))
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
@@ -64,9 +68,6 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     for key, cure in UNSUPPORTED.items():
         if values.get(key):
             raise ConfigError(f"config: {key} is set; {cure}")
-    hidden, heads, layers = (
-        read.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
     shared = read.get("num_key_value_heads") is not None
     kv_heads = read.size("num_key_value_heads") if shared else heads
     latent = latent_of(read, hidden, heads) if family.latent else None
@@ -134,7 +135,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         mlp_bias=read.says(family.mlp_bias),
         head_bias=read.says(family.head_bias),
         sinks=family.sinks,
-        experts=experts_of(read, layers),
+        experts=experts,
         left_out=family.left_out,
         fused=family.fused,
         bit_layers=_bit_layers(facts or {}),

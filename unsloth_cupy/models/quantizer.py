@@ -105,7 +105,8 @@ class Quantizer:
         division = self.division
         if division is None or not self.makes(name, shape := division.shapes[name]):
             return False
-        cuts = (division.cut(name, rank) for rank in range(division.group.size))
+        groups = division.groups
+        cuts = (division.cut(name, each, rank) for each in groups for rank in range(each.size))
         return not all(cut is None or self._separate(shape, *cut) for cut in cuts)
 
     def _separate(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:

@@ -62,7 +62,8 @@ class Transformer(Adapted):
         Whether ``log_probs`` of training are those of sampling to the bit: what is computed of a
         text does not depend on the batch, padding, packing or caches.  False at first.
     origin : str or None
-        The formats of the file or folder that it was read from, if they are dense here.
+        The formats of the file or folder that it was read from, if they are dense here; of a
+        mixture in a GGUF file also that it has no coefficient of the router's loss.
     adapters : dict of str to Adapter
         Those that are kept by name: see ``load_adapter``.
     grown : bool

@@ -179,6 +179,7 @@ class Peers:
                 with self.changed:
                     self.inbox[other, key].append(data)
                     self.changed.notify_all()
+                del data  # else it is held until the next message comes
         except (OSError, ValueError, MemoryError):
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)  # the other end notices now, too

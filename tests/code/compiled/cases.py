@@ -46,6 +46,7 @@ LIBRARY = {
     "linear_log_probs": ("logf", "tanhf"),
     "divergence": ("logf", "tanhf"),
     "linear_divergence": ("logf", "tanhf"),
+    "linear_top_k_divergence": ("expf", "logf", "tanhf"),
     "geglu": ("erfcf", "expf"),
     "swiglu": ("expf",),
     "causal_conv": ("expf",),

@@ -40,6 +40,8 @@ ALIGNED_OTHERWISE = {
     "log_probs_backward": "`lead` moves the begin of a row to an aligned address",
     "divergence_forward": "`lead` moves the begin of a row to an aligned address",
     "divergence_backward": "`lead` moves the begin of a row to an aligned address",
+    "top_k_divergence_forward": "`lead` moves the begin of a row to an aligned address",
+    "top_k_divergence_backward": "`lead` moves the begin of a row to an aligned address",
     "delta_states": "LANES divides the distance of rows; a workspace has rows of 256 bytes",
     "delta_state_gradients": "LANES divides the distance of rows, as in delta_states",
     "ssd_chunks": "LANES divides the distances of tokens, which Strides has",

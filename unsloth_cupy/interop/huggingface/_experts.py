@@ -122,19 +122,17 @@ def _tried(module: Any) -> torch.Tensor:
 
 def _forms(module: Any) -> list[dict[str, Any]]:
     """Return the options of ``experts_mlp`` that have the gate of a module: one or none."""
-    plain = module.has_gate and module.is_concatenated and not module.has_post_expert_norm
-    if not plain:
+    if module.has_post_expert_norm or (module.has_gate and not module.is_concatenated):
         return []
     both = 4 * draw(2, 1000)  # beyond the limits of a gate
     try:
-        result = module._apply_gate(both)
+        result = module._apply_gate(both) if module.has_gate else module.act_fn(both)
     except Exception:  # its gate reads more
         return []
-    forms: list[dict[str, Any]] = [
-        {"activation": name} for name in ("swiglu", "geglu", "geglu_tanh")
-    ]
+    names = ("swiglu", "geglu", "geglu_tanh") if module.has_gate else ("relu2",)
+    forms: list[dict[str, Any]] = [{"activation": name} for name in names]
     limits, alphas = (_number(module, names) for names in (LIMITS, ALPHAS))
-    if limits is not None and alphas is not None:
+    if module.has_gate and limits is not None and alphas is not None:
         forms.append({"activation": "swiglu_clamped", "limit": limits, "alpha": alphas})
     return [form for form in forms if near(_gated(both, **form), result, torch.float32)]
 
@@ -146,6 +144,8 @@ def _number(module: Any, names: tuple[str, ...]) -> float | None:
 
 def _gated(both: torch.Tensor, activation: str, **numbers: float) -> torch.Tensor:
     """Return what ``experts_mlp`` puts between its products."""
+    if activation == "relu2":
+        return torch.relu(both).square()
     gate, up = both.chunk(2, dim=-1)
     if activation == "swiglu_clamped":
         gate, up = gate.clamp(max=numbers["limit"]), up.clamp(-numbers["limit"], numbers["limit"])

@@ -101,14 +101,15 @@ def _settings(
     """Return the settings with the stacks, whose scales are those of the experts."""
     experts: Any = config.experts
     facts, listed = dict(settings), [*(settings.get("target_parameters") or [])]
-    for own in STACKS:
+    for own in experts.names:
         named = [each.parameter for each in stacks.values() if each.parameter.endswith(own)]
         whole = len(named) == sum(experts.sparse)
         listed += [f"{experts.module}.experts.{own}"] if whole else named
     facts["target_parameters"] = listed
     both = f"experts.{STACKS[0]}"
     root = math.sqrt if settings.get("use_rslora") else float
-    for key, least, times in (("r", "rank_pattern", 2), ("lora_alpha", "alpha_pattern", root(2))):
+    patterns = (("r", "rank_pattern", 2), ("lora_alpha", "alpha_pattern", root(2)))
+    for key, least, times in patterns if experts.names == STACKS else ():
         facts[least] = {both: facts.get(key, 8) * times, **(facts.get(least) or {})}
     if dropout := settings.get("lora_dropout"):
         problem = f"lora_dropout={dropout} is left out, as stacks of experts have none"

@@ -26,7 +26,6 @@ from .adapter_base import MERGE
 from .kept import Kept
 
 EXPERTS = "experts."  # before the names of stacks among targets
-NAMES = tuple(EXPERTS + name for name in STACKS)
 
 
 class Stack(NamedTuple):
@@ -51,7 +50,7 @@ def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]
         if experts is None or not experts.sparse[layer]:
             continue
         outer = f"model.layers.{layer}.{experts.module}.experts"
-        names = [f"{outer}.{name}" for name in STACKS if chosen(f"{outer}.{name}")]
+        names = [f"{outer}.{name}" for name in experts.names if chosen(f"{outer}.{name}")]
         for name in names:
             module = f"{outer}.base_layer" if len(names) > 1 and name == names[0] else outer
             count, outputs, inputs = shapes[name]
@@ -62,13 +61,13 @@ def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]
 
 def targets_of(config: Config) -> tuple[str, ...]:
     """Return the names of stacks that ``targets`` of a new adapter may hold."""
-    return () if config.experts is None else NAMES
+    return () if config.experts is None else tuple(EXPERTS + n for n in config.experts.names)
 
 
 def target_parameters(config: Config, targets: Collection[str]) -> list[str]:
     """Return peft's target_parameters for the stacks among targets."""
-    experts = config.experts
-    return [] if experts is None else [f"{experts.module}.{n}" for n in NAMES if n in targets]
+    own, experts = targets_of(config), config.experts
+    return [] if experts is None else [f"{experts.module}.{n}" for n in own if n in targets]
 
 
 def named_alone(settings: Mapping[str, Any], name: str) -> bool:

@@ -11,7 +11,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 MLP = "mlp"  # a layer of that alone
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
 CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
-STACKS = ("gate_up_proj", "down_proj")  # of experts
+STACKS, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # of experts
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")  # before and behind these
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Experts:
     added for the choice; ``wide`` routers compute in float32.  ``limit`` and ``alpha`` are
     those of ``experts_mlp``.  ``shared`` is the inner size of an expert that every token has, with
     a gate of its own or not.  ``balance`` is the coefficient of the router's loss, 0 if it is off.
+    With ``latent`` the experts, but neither router nor shared expert, see vectors of that length.
     ``files`` are the names of tensors in a layer of a released checkpoint where they differ, those
     of stacks with a place for the number of the expert; ``transposed`` stacks are stored as
     (experts, in, out), with the columns of gate and up in turns.
@@ -112,6 +114,12 @@ class Experts:
     shared_beside: bool = False  # the shared expert is beside the module of the others
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+    latent: int | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the two stacks."""
+        return UNGATED if self.activation == "relu2" else STACKS
 
     @property
     def shared_module(self) -> str:
@@ -137,9 +145,10 @@ class Experts:
 
     def stacks(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stacks of a layer, by their names in it."""
-        sizes = {STACKS[0]: (2 * self.inner, hidden), STACKS[1]: (hidden, self.inner)}
+        width, rows = self.latent or hidden, (1 + (self.names is STACKS)) * self.inner
+        sizes = (rows, width), (width, self.inner)
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, (outputs, inputs) in sizes.items():
+        for name, (outputs, inputs) in zip(self.names, sizes, strict=True):
             shapes[f"{self.module}.experts.{name}"] = self.count, outputs, inputs
             if self.biases:
                 shapes[f"{self.module}.experts.{name}_bias"] = self.count, outputs
@@ -470,6 +479,11 @@ class Config:
         if experts.corrected:
             yield f"{module}.{experts.correction_in}{CORRECTION}", (count,)
         yield from experts.stacks(hidden).items()
+        if (size := experts.latent) is not None:
+            for name, rows, columns in zip(LATENT, (size, hidden), (hidden, size), strict=True):
+                yield f"{module}.{name}.weight", (rows, columns)
+                if self.mlp_bias:
+                    yield f"{module}.{name}.bias", (rows,)
         if experts.shared:
             yield from self._mlp_shapes(experts.shared_module, experts.shared)
         if experts.shared_gate:

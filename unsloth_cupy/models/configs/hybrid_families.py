@@ -13,6 +13,7 @@ from .mixtures import (
     KEYS,
     KIMI,
     LISTED,
+    NEMOTRON_H,
     QWEN2,
     QWEN35,
     STEPPED,
@@ -73,12 +74,6 @@ MIXER_FACTS: Mapping[str, Any] = {  # of rounding, of how weights are drawn, and
     **dict.fromkeys(("residual_in_fp32", "rescale_prenorm_residual", "chunk_size"), ...),
     **dict.fromkeys(("time_step_max", "time_step_floor"), ...),
 }
-EXPERTS_OF_NEMOTRON = (
-    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "moe_latent_size"),
-    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
-    "mtp_layers_block_type",
-)
 FACTORS = {  # of Falcon-H1
     **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
@@ -240,6 +235,10 @@ HYBRIDS: Mapping[str, Family] = {
             **{"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_min": 1e-3},
             **{"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5},
             **{"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 4096},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688},
+            **{"moe_latent_size": None, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+            "mlp_layer_types": None,
         },
         "linear",
         SINGLE,
@@ -254,13 +253,17 @@ HYBRIDS: Mapping[str, Family] = {
             **MIXER_FACTS,
             **dict.fromkeys(("expand", "time_step_limit", "num_logits_to_keep"), ...),
             **dict.fromkeys(("use_mamba_kernels", "mamba_ssm_cache_dtype"), ...),
-            "num_nextn_predict_layers": 0,
+            **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type"), ...),
+            **dict.fromkeys(("moe_shared_expert_overlap", "output_router_logits"), ...),
+            "mtp_hybrid_override_pattern": ...,
+            "n_shared_experts": ...,  # transformers has one
             "mamba_proj_bias": ...,  # transformers reads use_bias
-            **dict.fromkeys(EXPERTS_OF_NEMOTRON, ...),  # of layers that are refused
         },
         activation="mlp_hidden_act",
         space=NEMOTRON,
         single=True,
+        experts=NEMOTRON_H,
+        left_out=r".*\bmtp",
     ),
     "deepseek_v2": Family(
         {

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .config import STACKS
+from .config import STACKS, UNGATED
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class Mixture:
     shared_gate: bool = False
     shared_in: str = "shared_experts"
     shared_beside: bool = False  # the shared expert is beside the module of the others
-    optional: bool = False  # models without experts say that there are 0
+    optional: bool = False  # models without experts say that there are 0, or in no layer
     balanced: bool = True  # transformers adds the router's loss where output_router_logits asks
     module: str = "mlp"
     router: str = "gate"
+    latent: str | None = None
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
 
@@ -124,6 +125,14 @@ GLM4 = Mixture(
 )
 DEEPSEEK2 = replace(GLM4, scores="softmax", normalize=False, grouped="topk_method", correction=None)
 LISTED = replace(GLM4, layers="listed")
+NEMOTRON_H = replace(
+    LISTED,
+    shared=("moe_shared_expert_intermediate_size",),
+    optional=True,
+    module="mixer",
+    latent="moe_latent_size",
+    files={f"mixer.experts.{n}": (f"mixer.experts.{{}}.{n}.weight",) for n in UNGATED},
+)
 KIMI = replace(
     LISTED,
     count=("num_experts", "num_local_experts"),

@@ -63,7 +63,7 @@ def is_router(name: str) -> bool:
 
 def is_stack(name: str) -> bool:
     """Return whether a parameter is a stack of experts' matrices."""
-    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+    return name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"))
 
 
 def role_of(module: str) -> str:

@@ -19,9 +19,13 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
     if rules.optional and read.get(rules.count[0]) in (0, None):
         return None
     count, k = (_size(read, keys) for keys in (rules.count, rules.k))
-    name = activation_of(read)
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"config: the activation of experts is {name!r}; it must have a gate")
+    sparse = _sparse(read, rules.layers, layers)
+    if rules.optional and not any(sparse):
+        return None
+    name, known = activation_of(read), ACTIVATIONS if read.family.gate else {"relu2": "relu2"}
+    if name not in known:
+        cure = "it must have a gate" if read.family.gate else "without a gate it must be relu2"
+        raise ConfigError(f"config: the activation of experts is {name!r}; {cure}")
     groups, top_groups = _groups(read, rules, count)
     if not 1 <= k <= (count if groups is None else count // groups * (top_groups or 0)):
         raise ConfigError(f"config: {k} experts of a token cannot be chosen from {count}")
@@ -37,8 +41,8 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         count=count,
         k=k,
         inner=read.size(rules.inner),
-        sparse=_sparse(read, rules.layers, layers),
-        activation="swiglu_clamped" if rules.clamped else ACTIVATIONS[name],
+        sparse=sparse,
+        activation="swiglu_clamped" if rules.clamped else known[name],
         scores=rules.scores,
         normalize=read.says(rules.normalize),
         groups=groups,
@@ -61,6 +65,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         shared_beside=rules.shared_beside,
         files=rules.files,
         transposed=rules.transposed,
+        latent=read.size(rules.latent) if rules.latent and read.get(rules.latent) else None,
     )
 
 

@@ -10,17 +10,15 @@ from .reading import Reader
 from .state_space import StateSpace
 
 OF_TYPES = ("hybrid_override_pattern", "layers_block_type")
-LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}  # of hybrid_override_pattern
+MOE = "moe"
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}  # of hybrid_override_pattern
 OF_PARTS = 5  # factors of gate, x, b, c and dt
 
 
 def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config.json with layer_types, where a Nemotron-H says them otherwise.
 
-    Raises
-    ------
-    ConfigError
-        A layer has experts, which have no gate, or its letter is unknown.
+    Its layers of experts are of type MLP, and mlp_layer_types says which these are.
     """
     if values.get("model_type") != "nemotron_h":
         return values
@@ -30,11 +28,11 @@ def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(types, list):
         problem = f"layers_block_type is {types!r}"
         raise ConfigError(f"config: {problem}; it must list the types of all layers")
-    if "moe" in types:
-        problem = f"layers_block_type has 'moe' at {types.index('moe')}"
-        raise ConfigError(f"config: {problem}: experts without a gate are not known")
     own = {key: value for key, value in values.items() if key not in OF_TYPES}
-    return {**own, "layer_types": types, "num_hidden_layers": len(types)}
+    kinds = ["sparse" if each == MOE else "dense" for each in types]
+    types = [MLP if each == MOE else each for each in types]
+    own |= {"layer_types": types, "mlp_layer_types": kinds, "num_hidden_layers": len(types)}
+    return own
 
 
 def state_space_of(read: Reader) -> StateSpace | None:

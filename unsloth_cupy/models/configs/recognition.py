@@ -78,7 +78,8 @@ def _found(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str
             return f"no known structure reads its config.json: {reason}"
         small = AutoConfig.for_model(kind, **_small(whole))
     except Exception as error:
-        return f"transformers refuses the config: {str(error).splitlines()[0]}"
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"transformers refuses the config: {said}"
     settings = _plain(small)
     known = [(family, parse_as(settings, family)) for family in rows]
     try:

@@ -134,7 +134,8 @@ def places(config: Config) -> dict[str, Place]:
     for layer in range(config.layers) if experts is not None else ():
         if experts is not None and experts.sparse[layer]:
             prefix = f"model.layers.{layer}."
-            found |= {prefix + name: place for name, place in _of_layer(config, experts, prefix)}
+            outer = BACKBONE + prefix.removeprefix(TEXT) if config.single else prefix
+            found |= {outer + name: place for name, place in _of_layer(config, experts, prefix)}
     if config.single:
         found |= dict(_of_backbone(config))
     if config.delta is not None and config.delta.stored in ("apart", "short"):
@@ -149,7 +150,7 @@ def places(config: Config) -> dict[str, Place]:
 def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:
     """Yield the tensors of models whose files have Mamba's names."""
     for name, shape in config.shapes().items():
-        if name.startswith(TEXT):
+        if name.startswith(TEXT) and not is_stack(name):
             own = EMBEDDINGS if name == TABLE else name
             yield BACKBONE + own.removeprefix(TEXT), Place(name, shape)
 

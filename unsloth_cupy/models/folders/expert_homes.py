@@ -9,8 +9,8 @@ from ...core.dtypes import BFLOAT16
 from ...errors import ConfigError
 from ...ops.quantized.mxfp4 import Mxfp4
 from ..configs.config import Config
-from ..configs.names import TABLE
-from .expert_files import Stack, places
+from ..configs.names import TABLE, is_stack, parameter_name
+from .expert_files import Place, Stack, places
 from .lazy_parameter import StoredTensor
 
 DTYPES = {
@@ -31,7 +31,10 @@ class ExpertHomes:
     """Collects the tensors of files that are parts, or other forms, of a mixture's parameters."""
 
     def __init__(self, config: Config) -> None:
-        self.known, self.shapes = places(config), config.shapes()
+        self.known, self.shapes = dict[str, Place](), config.shapes()
+        for name, place in places(config).items():
+            of_stack = is_stack(place.parameter)
+            self.known[(of_stack and parameter_name(name)) or name] = place
         self.wide = () if config.experts is None else config.experts.wide_names
         self.forms: dict[tuple[str, bool], list[str]] = {}  # parameter, whether packed: its tensors
         for name, place in self.known.items():

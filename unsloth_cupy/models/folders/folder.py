@@ -26,9 +26,10 @@ from ..adapters.into import check_base, quantize_of
 from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
+from ..configs.families import FAMILIES
 from ..configs.heads import CAUSAL
 from ..configs.text_configs import text_config
-from ..gguf.opening import folder_of
+from ..gguf.opening import MARK, folder_of
 from ..parse import parse
 from ..quantizer import Quantizer, check_stacks, maker_of
 from ..ranks.division import Division, divided_adapter
@@ -187,7 +188,7 @@ def load(
             )
             model.folder, model.division, model.parts = path, division, rank_parts
             model.stored = partial(stored_model, folder=path)
-            model.plain, model.origin = plain_names(stored_in), formats_of(stored_in)
+            model.plain, model.origin = plain_names(stored_in), _origin(stored_in, path, config)
             own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
             model.words = next(map(Path, own), None)
             if lora is not None:
@@ -226,6 +227,20 @@ def _opened(
     stored_in, files = find_tensors(path, config, choice)
     handles = {file: stack.enter_context(opened(path / file)) for file in files}
     return config, texts, stored_in, handles
+
+
+def _origin(stored_in: Mapping[str, StoredTensor], path: Path, config: Config) -> str | None:
+    """Return the formats of a folder's tensors, and what a GGUF file does not say of a mixture.
+
+    As in transformers, which has ``output_router_logits`` False for such files, the router's loss
+    is off.
+    """
+    said = [each] if (each := formats_of(stored_in)) else []
+    if config.experts is not None and (path / MARK).is_file():
+        known = FAMILIES[config.model_type].experts
+        if known is not None and known.balanced:
+            said.append("router's loss: off, as GGUF has no coefficient for it")
+    return "; ".join(said) or None
 
 
 def _kept(

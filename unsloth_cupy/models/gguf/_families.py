@@ -449,6 +449,8 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         )
     if kind == "yarn" and not known.truncates:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
+    if config.balanced:
+        yield "GGUF has no coefficient of the router's loss: what is loaded from it trains without"
     if config.experts is not None and config.experts.jitter is not None:
         yield (
             "llama.cpp weighs two experts by one softmax, and this model each by one of its own:"

@@ -14,6 +14,7 @@ import numpy as np
 from ...core.arrays import contiguous, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...ops.activations.geglu import geglu
+from ...ops.activations.relu2 import relu2
 from ...ops.activations.swiglu import swiglu
 from ...ops.elements.arithmetic import add, scale
 from ...ops.elements.cast import cast
@@ -26,7 +27,7 @@ from ...parallel.taped import taped, value_of
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
-from ..configs.config import CORRECTION, STACKS, Experts
+from ..configs.config import CORRECTION, LATENT, Experts
 from .call import Call
 from .elements import clamped_swiglu, stacked
 from .expert_ranks import at_their_ranks, balance_of, sums_of_balance
@@ -51,7 +52,10 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     routes = routes_of(experts, logits, correction, given)
     if call.routers is not None:
         call.routers.append(Routed(logits, value_of(routes.experts)))
-    gate_up, down = (f"{module}experts.{name}" for name in STACKS)
+    gate_up, down = (f"{module}experts.{name}" for name in experts.names)
+    into, back = (f"{module}{name}" for name in LATENT)
+    if experts.latent is not None:
+        (x,) = call.project(parameters, [into], x)
 
     def computed(x: Any, routes: Routes) -> Any:
         if gate_up in stacks or down in stacks:
@@ -68,8 +72,12 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
         )
 
     if call.expert_ranks is None:
-        return computed(x, routes)
-    return at_their_ranks(call.expert_ranks, experts, x, routes, computed)
+        y = computed(x, routes)
+    else:
+        y = at_their_ranks(call.expert_ranks, experts, x, routes, computed)
+    if experts.latent is not None:
+        (y,) = call.project(parameters, [back], y)
+    return y
 
 
 def adapted_experts(
@@ -88,6 +96,8 @@ def adapted_experts(
     both = product(names[0], sorted_rows.gathered(rows))
     gate, up = both[..., : experts.inner], both[..., experts.inner :]
     match experts.activation:
+        case "relu2":
+            act = relu2(both)
         case "swiglu_clamped":
             act = clamped_swiglu(gate, up, **experts.clamps)
         case "swiglu":

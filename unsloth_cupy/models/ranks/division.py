@@ -12,7 +12,8 @@ row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Me
 Every rank computes the whole choice of a router.  Of latent attention q_b_proj (or q_proj) and
 kv_b_proj are divided by heads; each rank holds, and computes, the short vectors of all heads whole.
 
-With expert parallelism a rank holds some of the experts of each layer, and all other parameters.
+With expert parallelism a rank holds some of the experts of each layer, and all other parameters;
+with both a part of these, and of each of its experts.
 
 The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
 ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
@@ -41,12 +42,13 @@ from ...parallel.tensor import all_reduce
 from ...parallel.ulysses import dividing
 from ..adapters.adapter import BIAS, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from ..adapters.adapter_stacks import Stack
-from ..configs.config import STACKS, Config
+from ..configs.config import STACKS, UNGATED, Config
 from ..configs.names import role_of
 from ..folders.lazy_parameter import LazyParameter
 from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
 GATE_UP, EXPERTS_DOWN = (f"experts.{name}" for name in STACKS)
+OF_EXPERTS = (GATE_UP, EXPERTS_DOWN, f"experts.{UNGATED[0]}")
 INPUTS = ("o_proj", "down_proj", EXPERTS_DOWN)  # the layers that end a branch
 SHARED = ("q_a_proj", "kv_a_proj_with_mqa")  # of latent attention, whose gradients are whole
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
@@ -66,8 +68,8 @@ class Division:
         The ranks that share the model.
     experts : Communicator or None
         The ranks that hold different experts, and process different tokens.
-    group : Communicator
-        The ranks that hold different parts: ``experts``, or else ``comm``.
+    groups : list of Communicator
+        Of ``experts`` and ``comm`` those of several ranks; each divides another axis.
     balanced : Communicator or None
         The ranks over whose tokens the router's loss is: ``experts`` but in evaluations.
     copies : Communicator or None
@@ -92,9 +94,10 @@ class Division:
         experts: Communicator | None = None,
     ) -> None:
         self.experts = None if experts is None or experts.size == 1 else experts
-        self.group, self.balanced = self.experts or comm, self.experts
+        self.groups = [each for each in (self.experts, comm) if each is not None and each.size > 1]
+        self.balanced = self.experts
         if self.experts is not None:
-            check_experts(config, self.experts, alone=comm.size == 1 and stages is None)
+            check_experts(config, self.experts)
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
         if config.recurrent and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
@@ -128,15 +131,19 @@ class Division:
         """Return whether this rank has a part of a parameter."""
         return self.stages is None or bool(self.stages.chunk_of(name.removeprefix(PREFIX)))
 
-    def cut(self, name: str, rank: int | None = None) -> Cut | None:
-        """Return where a rank's part of a parameter is; None if every rank holds all of it."""
-        if self.group.size == 1:
-            return None
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank of each group."""
+        return all(group.rank == 0 for group in self.groups)
+
+    def cut(self, name: str, group: Communicator, rank: int | None = None) -> Cut | None:
+        """Return where the part of a group's rank is of a parameter; None if all hold it whole."""
         module, kind = self._split(name)
-        rank = self.group.rank if rank is None else rank
-        if self.experts is not None:
-            return self._of_rank(name, kind, rank) if self.of_experts(name) else None
-        stacked = int(module in (GATE_UP, EXPERTS_DOWN) and kind in ("weight", "bias"))
+        rank = group.rank if rank is None else rank
+        if group is self.experts:
+            own = part(getattr(self.whole.experts, "count", 0), group, rank)
+            return self._of_rank(name, kind, own) if self.of_experts(name) else None
+        stacked = int(module in OF_EXPERTS and kind in ("weight", "bias"))
         if module in INPUTS:
             inputs = "heads" if module == "o_proj" else "up_proj"
             ranges = self._ranges(name, inputs, rank)
@@ -148,16 +155,19 @@ class Division:
             ranges = [slice(2 * ranges[0].start, 2 * ranges[0].stop)]
         return stacked, ranges
 
+    def cuts(self, name: str) -> list[Cut]:
+        """Return where this rank's part of a parameter is, along each axis that ranks divide."""
+        return [cut for group in self.groups if (cut := self.cut(name, group)) is not None]
+
     def of_experts(self, name: str) -> bool:
         """Return whether a parameter is of experts, of which ranks may hold different ones."""
-        return self._split(name)[0] in (GATE_UP, EXPERTS_DOWN)
+        return self._split(name)[0] in OF_EXPERTS
 
-    def _of_rank(self, name: str, kind: str, rank: int) -> Cut:
-        """Return where the experts of a rank are in a parameter that is of experts."""
+    def _of_rank(self, name: str, kind: str, own: slice) -> Cut:
+        """Return where a rank's own experts are in a parameter that is of experts."""
         size, count = 1, getattr(self.whole.experts, "count", 0)
         if (adapted := self._adapted(name)) is not None:
             size = adapted[1]
-        own = part(count, self.group, rank)
         if kind == UP:
             return 1, [slice(own.start + n * count, own.stop + n * count) for n in range(size)]
         return 0, [slice(own.start * size, own.stop * size)]
@@ -170,7 +180,7 @@ class Division:
         """Return the role of a parameter's layer or norm, and its name in that layer."""
         if (adapted := self._adapted(name)) is not None:
             return f"experts.{adapted[0].parameter.rpartition('.')[2]}", name[-len(DOWN) :]
-        for own in (GATE_UP, EXPERTS_DOWN):
+        for own in OF_EXPERTS:
             if name.endswith((f".{own}", f".{own}_bias")):
                 return own, "bias" if name.endswith("_bias") else "weight"
         for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
@@ -218,39 +228,40 @@ class Division:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of a parameter."""
-        cut, whole = self.cut(name), self.shapes[name]
-        if cut is None:
-            return whole
-        size = sum(piece.stop - piece.start for piece in cut[1])
-        return (*whole[: cut[0]], size, *whole[cut[0] + 1 :])
+        shape = [*self.shapes[name]]
+        for axis, ranges in self.cuts(name):
+            shape[axis] = sum(piece.stop - piece.start for piece in ranges)
+        return tuple(shape)
 
     def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
         """Return the whole shape of a parameter, also of an adapter, whose part has shape own."""
-        cut = self.cut(name, self.group.size - 1)
-        if cut is None:
-            return tuple(own)
-        axis, ranges = cut
-        return (*own[:axis], max(piece.stop for piece in ranges), *own[axis + 1 :])
+        shape = [*own]
+        for group in self.groups:
+            if (cut := self.cut(name, group, group.size - 1)) is not None:
+                shape[cut[0]] = max(piece.stop for piece in cut[1])
+        return tuple(shape)
 
     def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
         """Return this rank's part of a parameter, an array or a quantized weight.
 
         ``array`` may be a LazyParameter: then only the part is read, or only ``rows`` of the part.
         """
-        cut = self.cut(name)
-        if cut is None:
+        cuts = self.cuts(name)
+        if not cuts:
             return array[rows or ...] if rows or isinstance(array, LazyParameter) else array
-        axis, ranges = cut
         if isinstance(array, LazyParameter) and array.home.kind is not None:
-            return self._cut(name, *array.some(axis, ranges), axis)
+            array, places = array.some(*cuts[0])
+            cuts[0] = cuts[0][0], [*places]
         if isinstance(array, Quantized):
-            return self._cut(name, array, ranges, axis)
-        if rows is not None and axis:
-            parts = [array[(rows, *along(axis, piece)[1:])] for piece in ranges]
-        else:
-            ranges = ranges if rows is None else _within(ranges, rows)
-            parts = [array[along(axis, piece)] for piece in ranges]
-        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
+            for axis, ranges in cuts:
+                array = self._cut(name, array, ranges, axis)
+            return array
+        ends = dict(cuts)
+        if rows is not None:
+            ends[0] = _within(ends[0], rows) if 0 in ends else [rows]
+        every = [ends.get(axis, [slice(None)]) for axis in range(max(ends) + 1)]
+        part = _taken(array, every)
+        return part if any(len(ranges) > 1 for ranges in every) else part.copy()
 
     def _cut(self, name: str, weight: Quantized, ranges: Sequence[slice], axis: int) -> Quantized:
         """Return slices of a quantized weight along an axis; errors name the parameter."""
@@ -264,13 +275,17 @@ class Division:
 
     def gathered(self, name: str, own: Array) -> Array:
         """Return a whole parameter from the parts of all ranks; all ranks must call it."""
-        own_cut = self.cut(name)
-        if own_cut is None:
+        for group in self.groups:
+            own = self._gathered(name, own, group)
+        return own
+
+    def _gathered(self, name: str, own: Array, group: Communicator) -> Array:
+        """Return what the ranks of a group have of a parameter."""
+        cuts = [cut for rank in range(group.size) if (cut := self.cut(name, group, rank))]
+        if not cuts:
             return own
-        axis, _ = own_cut
-        cuts = [self.cut(name, rank) for rank in range(self.group.size)]
-        targets = [target for cut in cuts if cut for target in cut[1]]
-        parts, start = self.group.all_gather(own, axis), 0
+        axis, targets = cuts[0][0], [target for _, ranges in cuts for target in ranges]
+        parts, start = group.all_gather(own, axis), 0
         size = max(target.stop for target in targets)
         whole = np.empty_like(own, shape=(*own.shape[:axis], size, *own.shape[axis + 1 :]))
         for target in targets:
@@ -309,15 +324,15 @@ class Division:
 
     def shares(self, name: str) -> list[tuple[slice, float]]:
         """Return the weight of each row in sums over ranks: 1 / the ranks that hold the row."""
+        whole = [group for group in self.groups if self.cut(name, group) is None]
+        share = 1 / math.prod(group.size for group in whole)
         if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
-            return [(slice(None), 0.5)]
-        if self.cut(name) is None:
-            return [(slice(None), 1 / self.group.size)]
-        if self._split(name)[0] == "qkv_proj":
-            queries = self.config.heads * self.config.dim
-            return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]
-        copied = self._split(name)[0] in ("k_proj", "v_proj", "k_norm")
-        return [(slice(None), 1 / self.times if copied else 1.0)]
+            share /= 2
+        module = self._split(name)[0]
+        if self.comm in whole or module not in ("qkv_proj", "k_proj", "v_proj", "k_norm"):
+            return [(slice(None), share)]
+        queries = self.config.heads * self.config.dim if module == "qkv_proj" else 0
+        return [(slice(0, queries), share), (slice(queries, None), share / self.times)]
 
     def norm(self, name: str, x: Any, weight: Any) -> Any:
         """Return an RMS norm over an axis that is divided among ranks: heads or the inner size."""
@@ -405,15 +420,12 @@ def apart(division: Division | None) -> Iterator[None]:
         division.balanced = before
 
 
-def check_experts(config: Config, comm: Communicator, *, alone: bool) -> None:
+def check_experts(config: Config, comm: Communicator) -> None:
     """Raise a ConfigError unless ranks can hold different experts of a model."""
     cure = "divide the batch (data parallelism)"
     problem = ""
     if config.experts is None:
         problem = f"a {config.model_type} has no experts for {comm.size} ranks"
-    elif not alone:
-        problem = "ranks hold different experts, or slices of all"
-        cure = "choose expert or tensor parallelism"
     elif config.experts.count < comm.size:
         problem = f"{config.experts.count} experts are not enough for {comm.size} ranks"
         cure = f"use at most {config.experts.count}"
@@ -439,6 +451,14 @@ def check_divides(config: Config, ranks: int) -> None:
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"
             raise ConfigError(f"Division: {problem}; use at most {size}")
+
+
+def _taken(array: Any, ends: Sequence[list[slice]], *key: slice) -> Any:
+    """Return slices of an array along its first axes; several along one are concatenated."""
+    if not ends:
+        return array[key]
+    parts = [_taken(array, ends[1:], *key, piece) for piece in ends[0]]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, len(key))
 
 
 def _within(ranges: list[slice], rows: slice) -> list[slice]:

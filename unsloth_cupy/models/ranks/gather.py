@@ -26,7 +26,7 @@ def whole_parameters(
     if frozen is not None:
         cure = "save_adapter(folder) writes what was learned"
         raise ConfigError(f"save: {frozen} is quantized and divided, so not a whole weight; {cure}")
-    first, stages = division.group.rank == 0, division.stages
+    first, stages = division.first, division.stages
     whole: dict[str, Any] = {}
     for stage, name, shape, dtype in _listed(parameters, division):
         in_stage = stages is None or stage == stages.comm.rank
@@ -40,9 +40,8 @@ def whole_parameters(
         whole[name] = to_numpy(array) if array is not None else None
     if first and (stages is None or stages.first):
         yield whole
-    division.group.barrier()
-    if stages is not None:
-        stages.comm.barrier()
+    for group in (*division.groups, *([] if stages is None else [stages.comm])):
+        group.barrier()
 
 
 def _listed(

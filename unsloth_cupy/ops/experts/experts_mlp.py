@@ -23,6 +23,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..activations.geglu import geglu, geglu_backward
+from ..activations.relu2 import relu2, relu2_backward
 from ..activations.swiglu import sigmoid, swiglu, swiglu_backward
 from ..common import faults
 from ..common.checks import check_choice, check_wanted, requested_gradients
@@ -34,7 +35,8 @@ from .grouped_linear import dense_stack, parts, stack_like, traffic, without_ker
 from .route import Routes
 from .sort_by_expert import by_expert, launch_sort
 
-ACTIVATIONS = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")  # numbered as in experts_mlp.cu
+GATED = "swiglu", "swiglu_clamped", "geglu", "geglu_tanh"
+ACTIVATIONS = *GATED, "relu2"  # numbered as in experts_mlp.cu
 REPORTER = faults.reporter("experts_mlp", "routes.experts", "experts")
 LIMIT, ALPHA = 7.0, 1.702  # of "swiglu_clamped", as in gpt-oss
 THREADS = 128
@@ -70,6 +72,7 @@ def experts_mlp(
     - "geglu": ``gelu(gate) * up``; "geglu_tanh": with gelu's approximation by tanh
     - "swiglu_clamped": ``(up + 1) * gate * sigmoid(alpha * gate)``, after gate was limited to
       ``limit`` from above and up from both sides, as in gpt-oss
+    - "relu2": ``max(up, 0)**2``, without a gate, as in Nemotron-H: gate_up is up alone
 
     Products read the rows of x where they are, and forward keeps none of its arrays: backward
     recomputes the first product.
@@ -78,16 +81,17 @@ def experts_mlp(
     ----------
     x : (*rows, hidden) float
     gate_up : (experts, 2 * inner, hidden) float, or a quantized stack
-        Of each expert the rows of the gate, then those of up.
+        Of each expert the rows of the gate, then those of up; without a gate (experts, inner,
+        hidden).
     down : (experts, hidden, inner) float, or a quantized stack
         An ``Nf4``, ``Int8`` or ``Mxfp4`` is frozen; it is dense for one product at a time.
     routes : Routes
         What ``route`` returned: experts, integers, and weights, ``(*rows, k)`` each, of the dtype
         of x or float32.
-    gate_up_bias : (experts, 2 * inner) dtype of x or float32, optional
+    gate_up_bias : (experts, 2 * inner) or (experts, inner) dtype of x or float32, optional
     down_bias : (experts, hidden) dtype of x or float32, optional
     activation : str
-        "swiglu", "swiglu_clamped", "geglu" or "geglu_tanh".
+        "swiglu", "swiglu_clamped", "geglu", "geglu_tanh" or "relu2".
     limit, alpha : float, optional
         Of "swiglu_clamped"; 7.0 and 1.702 by default.
 
@@ -180,8 +184,8 @@ def experts_mlp_forward(
     for expert, part in _experts("experts_mlp", offsets, order, k):
         if part.start == part.stop:
             continue
-        gate, up = _gate_and_up(rows[order[part] // k], gate_up, gate_up_bias, expert, wide)
-        out = gemm(_activated(gate, up, how), down[expert].T, dtype=wide)
+        both = _first(rows[order[part] // k], gate_up, gate_up_bias, expert, wide)
+        out = gemm(_activated(both, how), down[expert].T, dtype=wide)
         if down_bias is not None:
             out += down_bias[expert].astype(wide)
         out *= factors[order[part]][:, None]
@@ -211,7 +215,7 @@ def _launch(
     rows, k = x.size // hidden, experts.shape[-1]
     order, offsets, places = launch_sort(experts, count, places=True, who=REPORTER)
     groups = groups_of(x.dtype, offsets, count, rows * k, order, k)
-    both = empty((rows * k, 2 * inner), x.dtype, like=x)
+    both = empty((rows * k, gate_up.shape[1]), x.dtype, like=x)
     stack = dense_stack(gate_up, offsets, x.dtype)
     multiply(FORWARD, x, stack, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
     del stack  # frees it before the next one is allocated
@@ -261,9 +265,9 @@ def experts_mlp_backward(
             continue
         those = order[part]
         own, dout, factor = rows[those // k], drows[those // k], factors[those][:, None]
-        gate, up = _gate_and_up(own, gate_up, gate_up_bias, expert, wide)
+        both = _first(own, gate_up, gate_up_bias, expert, wide)
         d = gemm(dout, down[expert], dtype=wide)
-        act = _activated(gate, up, how)
+        act = _activated(both, how)
         dweights[those] = (act * d).sum(axis=1)
         if down_bias is not None:
             dweights[those] += dout.astype(wide) @ down_bias[expert].astype(wide)
@@ -273,7 +277,7 @@ def experts_mlp_backward(
         if "down_bias" in sums:
             sums["down_bias"][expert] = (dout * factor).sum(axis=0)
         d *= factor
-        dboth = np.concatenate(_activated_backward(d, gate, up, how), axis=1)
+        dboth = _activated_backward(d, both, how)
         if "gate_up_bias" in sums:
             sums["gate_up_bias"][expert] = dboth.sum(axis=0)
         if "gate_up" in sums:
@@ -319,7 +323,7 @@ def _launch_backward(
     count, hidden, inner = down.shape
     rows, k = x.size // hidden, experts.shape[-1]
     groups = groups_of(x.dtype, offsets, count, rows * k, order, k)
-    both = empty((rows * k, 2 * inner), x.dtype, like=x)
+    both = empty((rows * k, gate_up.shape[1]), x.dtype, like=x)
     stack = dense_stack(gate_up, offsets, x.dtype)
     multiply(FORWARD, x, stack, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
     del stack
@@ -371,12 +375,15 @@ def _check(
     limit: float | None,
     alpha: float | None,
 ) -> None:
-    """Raise unless gate_up has two halves, and the options are those of the activation."""
+    """Raise unless gate_up has its halves, and the options are those of the activation."""
     check_choice(call, "activation", activation, ACTIVATIONS)
     both, inner = gate_up.shape[1], down.shape[2]
-    if both != 2 * inner:
+    needed = 2 * inner if activation in GATED else inner
+    if both != needed:
         problem = f"{call}: gate_up has {both} rows for each expert; down, with inner={inner},"
-        raise ShapeError(f"{problem} needs {2 * inner}", expected=2 * inner, actual=both)
+        raise ShapeError(
+            f"{problem} and {activation!r} need {needed}", expected=needed, actual=both
+        )
     if activation != "swiglu_clamped" and (limit is not None or alpha is not None):
         problem = f"activation {activation!r} uses neither; leave them out"
         raise ConfigError(f"{call}(limit={limit}, alpha={alpha}): {problem}")
@@ -436,13 +443,16 @@ def _experts(call: str, offsets: Array, order: Any, k: int) -> Iterator[tuple[in
     return parts(call, offsets, len(order), -(-len(order) // max(k, 1)))
 
 
-def _gate_and_up(
-    rows: Array, gate_up: Array, bias: Array | None, expert: int, dtype: Any
-) -> tuple[Array, Array]:
-    """Return the first product of an expert, as its two halves."""
+def _first(rows: Array, gate_up: Array, bias: Array | None, expert: int, dtype: Any) -> Array:
+    """Return the first product of an expert."""
     both = gemm(rows, gate_up[expert].T, dtype=dtype)
     if bias is not None:
         both += bias[expert].astype(dtype)
+    return both
+
+
+def _halves(both: Array) -> tuple[Array, Array]:
+    """Return gate and up."""
     inner = both.shape[1] // 2
     return both[:, :inner], both[:, inner:]
 
@@ -453,8 +463,11 @@ def _clamped(gate: Array, up: Array, how: Activation) -> tuple[Array, Array, Arr
     return gate, up + 1, sigmoid(gate * gate.dtype.type(how.alpha))
 
 
-def _activated(gate: Array, up: Array, how: Activation) -> Array:
+def _activated(both: Array, how: Activation) -> Array:
     """Return the activations in a new array."""
+    if how.name == "relu2":
+        return relu2.definition(both)
+    gate, up = _halves(both)
     if how.name == "swiglu_clamped":
         gate, up, sigma = _clamped(gate, up, how)
         return up * gate * sigma
@@ -463,7 +476,14 @@ def _activated(gate: Array, up: Array, how: Activation) -> Array:
     return geglu.definition(gate, up, approximate=how.name == "geglu_tanh")
 
 
-def _activated_backward(d: Array, gate: Array, up: Array, how: Activation) -> tuple[Array, Array]:
+def _activated_backward(d: Array, both: Array, how: Activation) -> Array:
+    """Return the gradient of the first product."""
+    if how.name == "relu2":
+        return relu2_backward.definition(d, both)
+    return np.concatenate(_gated_backward(d, *_halves(both), how), axis=1)
+
+
+def _gated_backward(d: Array, gate: Array, up: Array, how: Activation) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
     if how.name == "swiglu_clamped":
         inside = gate <= how.limit, np.abs(up) <= how.limit
@@ -482,7 +502,7 @@ def _dense(bias: Array | None) -> Array | None:
 
 
 def _launch_activation(both: Array, act: Array, how: Activation) -> None:
-    """Write the activations of both halves to act."""
+    """Write the activations of both halves, or of up alone, to act."""
     assignments, inner = act.shape
     width = lanes(inner, both, act)
     chosen = _constants(

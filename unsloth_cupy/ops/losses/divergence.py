@@ -250,7 +250,7 @@ def launch(
     That is the loss; or, after dloss, the gradient of the logits, which may be the logits.
     """
     vocab, (student, other) = logits.shape[-1], heads
-    teacher, bias, teacher_bias = map(_of_kernels, (teacher, student.bias, other.bias))
+    teacher, bias, teacher_bias = map(of_kernels, (teacher, student.bias, other.bias))
     rows = logits, teacher, *results[1:]
     chosen = _constants(
         *(None if a is None else a.dtype for a in (*rows[:2], rows[-1], bias, teacher_bias)),
@@ -267,7 +267,7 @@ def launch(
     )
 
 
-def _of_kernels(array: Any) -> Any:
+def of_kernels(array: Any) -> Any:
     """Return an array in a dtype that kernels read."""
     array = array if array is None else contiguous(array)
     return array if array is None or array.dtype in KERNEL_DTYPES else array.astype(FLOAT32)
@@ -306,13 +306,15 @@ def _constants(
     )
 
 
+def numbers_of(head: Head) -> dict[str, float]:
+    """Return the factors by which kernels turn logits of a head into z."""
+    inner = head.scale / (head.temperature if head.softcap is None else head.softcap)
+    return {"inner": inner, "outer": (head.softcap or 1.0) / head.temperature}
+
+
 def _numbers(heads: tuple[Head, Head], options: Options) -> dict[str, float]:
     """Return the struct of the kernels."""
-    student, teacher = (
-        {"inner": h.scale / (h.temperature if h.softcap is None else h.softcap),
-         "outer": (h.softcap or 1.0) / h.temperature}
-        for h in heads
-    )  # fmt: skip
+    student, teacher = map(numbers_of, heads)
     return {
         **student,
         **{f"teacher_{name}": value for name, value in teacher.items()},

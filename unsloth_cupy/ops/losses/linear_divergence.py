@@ -5,6 +5,7 @@ z = softcap * tanh(u / softcap) / temperature, u = scale * (x weight^T + bias), 
 
 from collections.abc import Callable, Set
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,20 +13,26 @@ from ...core.arrays import contiguous, zeroed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
-from ..activations.softmax import finite
 from ..common.checks import check_wanted
 from ..common.gemm import gemm
 from ..linear.linear import flat
 from ._head import check_max_bytes, chunks, gradients
 from ._rows import parts
-from .divergence import Head, Options, beta_of, check_options, launch, log_softmax, measured
-from .linear_log_probs import LEAST
+from .divergence import Head, Options, beta_of, check_options, launch, measured
 
 # From z of some rows, and the rows: the loss of each, and its derivatives by z.
 Measure = Callable[[Array, slice], tuple[Array, Array]]
 # From the rows of a chunk, its logits and their dloss (None: forward) write the last array: the
 # loss or, backward, the gradient of the logits.
 Write = Callable[[slice, Array, Array | None, Array], None]
+
+
+class Student(NamedTuple):
+    """A head, and what becomes of its logits: by kernels or, in NumPy, some rows at a time."""
+
+    head: Head
+    kernels: bool
+    write: Write
 
 
 def linear_divergence(
@@ -140,35 +147,17 @@ def linear_divergence_forward(
     max_bytes: int | None = None,
 ) -> Array:
     """Return the loss of ``linear_divergence``."""
-    head = Head(temperature, scale, softcap, bias, weight)
-    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
-    measure = _beside(teacher, teacher_x, mask, Options(kind, beta, temperature))
-    return _loss(x, head, mask, max_bytes, partial(_by_parts, head, measure))
+    arrays = weight, teacher_x, teacher_weight, bias, teacher_bias, mask
+    student = _student(
+        *(False, *arrays, kind, beta, temperature, scale, softcap, teacher_scale, teacher_softcap)
+    )
+    return loss_of(x, mask, max_bytes, student)
 
 
 @linear_divergence_forward.kernel
-def _launch(
-    x: Array,
-    weight: Array,
-    teacher_x: Array,
-    teacher_weight: Array,
-    bias: Array | None,
-    teacher_bias: Array | None,
-    mask: Array | None,
-    kind: str,
-    beta: float,
-    temperature: float,
-    scale: float,
-    softcap: float | None,
-    teacher_scale: float,
-    teacher_softcap: float | None,
-    max_bytes: int | None,
-) -> Array:
+def _launch(x: Array, mask: Array | None, max_bytes: int | None, **others: Any) -> Array:
     """Return the loss: cuBLAS computes a chunk of both heads' logits, a kernel its loss."""
-    head = Head(temperature, scale, softcap, bias, weight)
-    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
-    write = _by_kernel((head, teacher), teacher_x, mask, Options(kind, beta, temperature))
-    return _loss(x, head, mask, max_bytes, write)
+    return loss_of(x, mask, max_bytes, _student(True, mask=mask, **others))
 
 
 @linear_divergence_forward.gradient(widen=False)
@@ -182,22 +171,14 @@ def linear_divergence_backward(
     teacher_bias: Array | None,
     mask: Array | None,
     *,
-    kind: str = "jsd",
-    beta: float = 0.0,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_scale: float = 1.0,
-    teacher_softcap: float | None = None,
     max_bytes: int | None = None,
     wanted: Set[str] | None = None,
+    **options: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
     """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
-    head = Head(temperature, scale, softcap, bias, weight)
-    teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
-    measure = _beside(teacher, teacher_x, mask, Options(kind, beta, temperature))
-    write = partial(_by_parts, head, measure)
-    dx, dweight, dbias = _gradients(dloss, x, head, mask, max_bytes, write, wanted)
+    arrays = weight, teacher_x, teacher_weight, bias, teacher_bias, mask
+    student = _student(False, *arrays, **options)
+    dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
     return dx, dweight, None, None, dbias, None
 
 
@@ -205,6 +186,19 @@ def linear_divergence_backward(
 def _launch_backward(
     dloss: Array,
     x: Array,
+    mask: Array | None,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+    **others: Any,
+) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
+    """Return the gradients, with that of each chunk of logits from the kernel."""
+    student = _student(True, mask=mask, **others)
+    dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
+    return dx, dweight, None, None, dbias, None
+
+
+def _student(
+    kernels: bool,
     weight: Array,
     teacher_x: Array,
     teacher_weight: Array,
@@ -218,17 +212,18 @@ def _launch_backward(
     softcap: float | None,
     teacher_scale: float,
     teacher_softcap: float | None,
-    max_bytes: int | None,
-    wanted: Set[str] | None,
-) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
-    """Return the gradients, with that of each chunk of logits from the kernel."""
+) -> Student:
+    """Return the student: its head, and how a chunk of its logits becomes loss or gradient."""
     head = Head(temperature, scale, softcap, bias, weight)
     teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
-    write = _by_kernel((head, teacher), teacher_x, mask, Options(kind, beta, temperature))
-    narrow = x.dtype != FLOAT32
-    of_head = dloss, x, head, mask, max_bytes
-    dx, dweight, dbias = _gradients(*of_head, write, wanted, own_buffer=narrow)
-    return dx, dweight, None, None, dbias, None
+    logits, options = _logits(teacher, teacher_x, mask, kernels), Options(kind, beta, temperature)
+    if kernels:
+        return Student(head, True, partial(_by_kernel, (head, teacher), logits, options))
+
+    def measure(z: Array, part: slice) -> tuple[Array, Array]:
+        return measured(z, teacher.z(logits(part).astype(z.dtype, copy=False))[0], options)
+
+    return Student(head, False, partial(by_parts, head, measure))
 
 
 def _check(
@@ -256,204 +251,64 @@ def check_head(call: str, temperature: float, scale: float, softcap: float | Non
         raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
 
 
-def linear_top_k_divergence(
-    x: Array,
-    weight: Array,
-    tokens: Array,
-    log_probs: Array,
-    bias: Array | None = None,
-    *,
-    mask: Array | None = None,
-    tail: bool = True,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    max_bytes: int | None = None,
-) -> Array:
-    """Return KL(p_t, p_s) where only k tokens of the teacher and their log-probabilities were kept.
-
-    Parameters
-    ----------
-    x : (*rows, hidden) float
-        The student's last hidden states.
-    weight : (vocab, hidden) float
-        Its head; the gradient is accumulated in float32.
-    tokens : (*rows, k) int32 or int64
-        The tokens that were kept, each once in a row.
-    log_probs : (*rows, k) float
-        Their log-probabilities by the teacher, at the same temperature.
-    bias : (vocab,) float, optional
-    mask : (*rows) bool, optional
-        As in ``linear_divergence``.
-    tail : bool
-        Whether all other tokens are one, with the rest of both probabilities: a lower bound of the
-        whole divergence.  Without it they are left out.
-    temperature, scale, softcap, max_bytes
-        As in ``linear_log_probs``.
-
-    Returns
-    -------
-    loss : (*rows) float32, or float64 for float64 arrays
-        In nats; neither summed nor averaged.
-
-    Raises
-    ------
-    RangeError
-        A token is outside the vocabulary.
-    ConfigError
-        An option is out of its range.
-    ShapeError, DTypeError
-        The arrays do not fit each other; the message shows the whole call.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from unsloth_cupy import linear_top_k_divergence, linear_top_k_divergence_backward
-    >>> from unsloth_cupy import linear_top_k_divergence_forward
-    >>> x, weight = np.ones((1, 1)), np.log([[0.5], [0.25], [0.25]])
-    >>> tokens, log_probs = np.array([[0]]), np.log([[0.8]])
-    >>> loss = linear_top_k_divergence(x, weight, tokens, log_probs)
-    >>> np.testing.assert_allclose(loss, 0.8 * np.log(0.8 / 0.5) + 0.2 * np.log(0.2 / 0.5))
-    >>> arrays = x, weight, tokens, log_probs
-    >>> np.testing.assert_array_equal(loss, linear_top_k_divergence_forward(*arrays))
-    >>> dx, *_ = linear_top_k_divergence_backward(np.ones(1), *arrays, None, None)
-    """
-    return linear_top_k_divergence_forward(
-        x,
-        weight,
-        tokens,
-        log_probs,
-        bias,
-        mask=mask,
-        tail=tail,
-        temperature=temperature,
-        scale=scale,
-        softcap=softcap,
-        max_bytes=max_bytes,
-    )
-
-
-@op(
-    "x(*rows, hidden), weight(vocab, hidden), tokens(*rows, few): int < vocab,"
-    " log_probs(*rows, few): constant, bias?(vocab): param, mask?(*rows): bool"
-    " -> loss(*rows): stat",
-    widen=False,
-    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
-)
-def linear_top_k_divergence_forward(
-    x: Array,
-    weight: Array,
-    tokens: Array,
-    log_probs: Array,
-    bias: Array | None = None,
-    *,
-    mask: Array | None = None,
-    tail: bool = True,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    max_bytes: int | None = None,
-) -> Array:
-    """Return the loss of ``linear_top_k_divergence``."""
-    head = Head(temperature, scale, softcap, bias, weight)
-    measure = _of_top_k(tokens, log_probs, mask, tail=tail)
-    return _loss(x, head, mask, max_bytes, partial(_by_parts, head, measure))
-
-
-@linear_top_k_divergence_forward.gradient(widen=False)
-def linear_top_k_divergence_backward(
-    dloss: Array,
-    x: Array,
-    weight: Array,
-    tokens: Array,
-    log_probs: Array,
-    bias: Array | None,
-    mask: Array | None,
-    *,
-    tail: bool = True,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    max_bytes: int | None = None,
-    wanted: Set[str] | None = None,
-) -> tuple[Array | None, Array | None, None, None, Array | None]:
-    """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
-    head = Head(temperature, scale, softcap, bias, weight)
-    write = partial(_by_parts, head, _of_top_k(tokens, log_probs, mask, tail=tail))
-    dx, dweight, dbias = _gradients(dloss, x, head, mask, max_bytes, write, wanted)
-    return dx, dweight, None, None, dbias
-
-
-for each, check in (
-    (linear_divergence_forward, _check),
-    (linear_divergence_backward, _check),
-    (linear_top_k_divergence_forward, check_head),
-    (linear_top_k_divergence_backward, check_head),
-):
-    each.require(check)
+for each in (linear_divergence_forward, linear_divergence_backward):
+    each.require(_check)
     each.require(check_max_bytes)
 linear_divergence_backward.require(check_wanted)
-linear_top_k_divergence_backward.require(check_wanted)
 
 
 # ---- chunks -------------------------------------------------------------------------------------
-def _rows_of(array: Array, mask: Array | None) -> Array:
-    """Return the rows of an array that a mask keeps; on a GPU all rows, as zeros where it hides."""
+def rows_of(array: Array, mask: Array | None, kernels: bool) -> Array:
+    """Return the rows of an array that a mask keeps.
+
+    Kernels and GPUs keep all rows, with zeros where it hides: the host does not read a mask there.
+    """
     rows = flat(array)
     if mask is None:
         return rows
     kept = contiguous(mask).reshape(-1)
-    if isinstance(kept, np.ndarray):
-        return rows[np.flatnonzero(kept)]
-    return zeroed(rows, kept)
+    if kernels or not isinstance(kept, np.ndarray):
+        return zeroed(rows, kept)
+    return rows[np.flatnonzero(kept)]
 
 
-def _spread(rows: Array, mask: Array | None) -> Array:
+def _spread(rows: Array, mask: Array | None, kernels: bool) -> Array:
     """Return an array with zeros for the rows that a mask hides."""
     if mask is None:
         return rows
     kept = contiguous(mask).reshape(-1)
-    if not isinstance(kept, np.ndarray):
+    if kernels or not isinstance(kept, np.ndarray):
         return zeroed(rows, kept)
     whole = np.zeros_like(rows, shape=(kept.size, *rows.shape[1:]))
     whole[kept] = rows
     return whole
 
 
-def _logits(head: Head, x: Array, mask: Array | None) -> Callable[[slice], Array]:
+def _logits(head: Head, x: Array, mask: Array | None, kernels: bool) -> Callable[[slice], Array]:
     """Return the function that computes the logits of some rows of x."""
-    rows, weight = _rows_of(x, mask), head.weight
+    rows, weight = rows_of(x, mask, kernels), head.weight
     if rows.dtype != weight.dtype:  # products are of one dtype
         rows, weight = (array.astype(FLOAT32, copy=False) for array in (rows, weight))
     return lambda part: gemm(rows[part], weight.T)
 
 
-def _beside(head: Head, x: Array, mask: Array | None, options: Options) -> Measure:
-    """Return the function that measures z beside that of a teacher."""
-    logits = _logits(head, x, mask)
-
-    def measure(z: Array, part: slice) -> tuple[Array, Array]:
-        return measured(z, head.z(logits(part).astype(z.dtype, copy=False))[0], options)
-
-    return measure
-
-
 def _by_kernel(
-    heads: tuple[Head, Head], teacher_x: Array, mask: Array | None, options: Options
-) -> Write:
-    """Return the function that writes the loss, or the gradient of logits, by a kernel."""
-    teacher = _logits(heads[1], teacher_x, mask)
+    heads: tuple[Head, Head],
+    teacher: Callable[[slice], Array],
+    options: Options,
+    part: slice,
+    logits: Array,
+    dloss: Array | None,
+    out: Array,
+) -> None:
+    """Write the loss, or the gradient of logits, by a kernel."""
+    if dloss is None:
+        launch("divergence_forward", logits, teacher(part), heads, options, out)
+    else:
+        launch("divergence_backward", logits, teacher(part), heads, options, dloss, out)
 
-    def write(part: slice, logits: Array, dloss: Array | None, out: Array) -> None:
-        if dloss is None:
-            launch("divergence_forward", logits, teacher(part), heads, options, out)
-        else:
-            launch("divergence_backward", logits, teacher(part), heads, options, dloss, out)
 
-    return write
-
-
-def _by_parts(
+def by_parts(
     head: Head, measure: Measure, part: slice, logits: Array, dloss: Array | None, out: Array
 ) -> None:
     """Write the loss, or the gradient of logits, some rows at a time."""
@@ -464,58 +319,27 @@ def _by_parts(
         out[few] = loss if dloss is None else slopes * dloss[few] * by_logits
 
 
-def _of_top_k(tokens: Array, log_probs: Array, mask: Array | None, *, tail: bool) -> Measure:
-    """Return the function that measures z beside the k tokens that were kept of a teacher."""
-    all_tokens, all_logs = _rows_of(tokens, mask), _rows_of(log_probs, mask)
-
-    def measure(z: Array, part: slice) -> tuple[Array, Array]:
-        if not z.size:
-            return np.zeros_like(z, shape=z.shape[:1]), z
-        chosen, log_t = all_tokens[part], all_logs[part].astype(z.dtype)
-        log_s, t = log_softmax(z), np.exp(log_t)
-        p, own = np.exp(log_s), np.take_along_axis(log_s, chosen, axis=-1)
-        share = t.sum(axis=-1, keepdims=True)
-        loss = np.where(t > 0, t * (np.maximum(log_t, LEAST) - own), 0).sum(axis=-1)
-        rows, slopes = np.arange(len(z), like=chosen)[:, None], share * p
-        if tail:
-            left, others = np.maximum(1 - share, 0), log_s.copy()
-            others[rows, chosen] = -np.inf
-            top = finite(others.max(axis=-1, keepdims=True))
-            e = np.exp(others - top)
-            total = e.sum(axis=-1, keepdims=True)
-            left = np.where(total > 0, left, 0)  # there may be no other tokens
-            some = np.where(left > 0, total, 1)
-            logs = np.log(np.where(left > 0, left, 1)) - np.where(left > 0, top + np.log(some), 0)
-            loss = loss + (left * logs)[:, 0]
-            slopes = slopes + left * (p - e / some)
-        slopes[rows, chosen] -= t
-        return loss, slopes
-
-    return measure
-
-
-def _loss(x: Array, head: Head, mask: Array | None, max_bytes: int | None, write: Write) -> Array:
+def loss_of(x: Array, mask: Array | None, max_bytes: int | None, student: Student) -> Array:
     """Return the loss of each row."""
-    rows = _rows_of(x, mask)
+    head, kernels, write = student
+    rows = rows_of(x, mask, kernels)
     loss = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(rows),))
     for part, logits in chunks(rows, head.weight, max_bytes):
         write(part, logits, None, loss[part])
-    return _spread(loss, mask).reshape(x.shape[:-1])
+    return _spread(loss, mask, kernels).reshape(x.shape[:-1])
 
 
-def _gradients(
+def gradients_of(
     dloss: Array,
     x: Array,
-    head: Head,
     mask: Array | None,
     max_bytes: int | None,
-    write: Write,
     wanted: Set[str] | None,
-    *,
-    own_buffer: bool = False,
+    student: Student,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return dx, dweight and dbias."""
-    rows, of_rows, sums = _rows_of(x, mask), _rows_of(dloss.reshape(-1, 1), mask), None
+    (head, kernels, write), sums = student, None
+    rows, of_rows = (rows_of(array, mask, kernels) for array in (x, dloss.reshape(-1, 1)))
     if head.bias is not None and (wanted is None or "bias" in wanted):
         kind = np.promote_types(x.dtype, FLOAT32)
         sums = np.zeros_like(x, kind, shape=(len(head.weight),))
@@ -526,8 +350,10 @@ def _gradients(
             np.add(sums, out.sum(axis=0, dtype=sums.dtype), out=sums)
 
     dx, dweight = gradients(
-        rows, head.weight, max_bytes, write_part, own_buffer=own_buffer, wanted=wanted
+        *(rows, head.weight, max_bytes, write_part),
+        own_buffer=kernels and x.dtype != FLOAT32,
+        wanted=wanted,
     )
-    dx = None if dx is None else _spread(dx, mask).reshape(x.shape)
+    dx = None if dx is None else _spread(dx, mask, kernels).reshape(x.shape)
     dbias = None if sums is None or head.bias is None else sums.astype(head.bias.dtype)
     return dx, dweight, dbias

@@ -28,6 +28,7 @@ from ._chunks import Chunks, chosen
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
+PIECES = 26368  # bytes of a chunk and value head in gated_delta_rule_mma.cu
 WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
 
 
@@ -151,6 +152,19 @@ def _launch(
     if q.shape[1] == 1 and offsets is None:
         kernel = load("gated_delta_rule.cu", "delta_step", q, chosen)
         kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
+        return out, final
+    if _has_products(q, k, v, decay):
+        file, own = "gated_delta_rule_mma.cu", _without(chosen, "LANES", "BACKWARD")
+        sizes["tiles"] = value_dim * dim // 4096  # 64 columns of values, or 32 where dim is 128
+        blocks = texts * value_heads * sizes["tiles"]
+        slots = _slots(q, offsets)
+        pieces = empty((slots, value_heads, PIECES // 4), FLOAT32, like=q)
+        kernel = load(file, "delta_chunks_mma", q, own)
+        kernel[slots * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
+        kernel = load(file, "delta_states_mma", q, own)
+        kernel[blocks, 128, _shared_of_products(dim)](
+            q, k, v, decay, beta, initial, offsets, pieces, out, final, sizes
+        )
         return out, final
     scores, solve, _, *factors = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
     kernel = load("gated_delta_rule.cu", "delta_states", q, chosen)
@@ -329,9 +343,20 @@ def _constants(dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool) ->
 
 
 @functools.cache
+def _without(chosen: Constants, *names: str) -> Constants:
+    """Return the constants that a file reads: all but these."""
+    return Constants(**{n: x for n, x in chosen.items() if n not in names})
+
+
 def _of_channels(chosen: Constants) -> Constants:
     """Return those constants that gated_delta_rule_channels.cu reads."""
-    return Constants(**{n: x for n, x in chosen.items() if n not in ("LANES", "INITIAL")})
+    return _without(chosen, "LANES", "INITIAL")
+
+
+def _has_products(q: Array, k: Array, v: Array, decay: Array) -> bool:
+    """Return whether tensor cores compute a call: 16 bits, whole tiles, aligned rows."""
+    whole = q.shape[3] in (64, 128) and v.shape[3] % 64 == 0
+    return whole and q.dtype.itemsize == 2 and decay.ndim == 3 and lanes(64, q, k, v) == 8
 
 
 def _constants_of(decay: Array, beta: Array, offsets: Array | None, *rows: Array) -> Any:
@@ -408,6 +433,12 @@ def _shared(dim: int, values: int) -> int:
     depth = _depth(dim)
     keys, square = CHUNK * (depth + 4), CHUNK * (CHUNK + 4)
     return 4 * (keys + square + depth * COLUMNS + values * CHUNK * COLUMNS)
+
+
+def _shared_of_products(dim: int) -> int:
+    """Return the bytes of shared memory of delta_states_mma: q, k twice, v, the rest."""
+    of_values, exchanged = (5120, 16384) if dim == 128 else (8192, 16)
+    return 3 * 2 * CHUNK * dim + of_values + PIECES + exchanged
 
 
 def _shared_of_chunks(dim: int) -> int:

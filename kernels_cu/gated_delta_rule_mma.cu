@@ -1,0 +1,525 @@
+// The gated delta rule forward by chunks on tensor cores, with inputs of 16 bits.
+//
+//   in the notation of gated_delta_rule.cu, with P = scale F Q K^T, T = (I + A)^-1:
+//   B = beta (V - exp(g) K S)    U = T B    out = scale exp(g) Q S + P U
+//   S' = exp(g[63]) S + K^T (exp(g[63] - g) U)
+//
+//   traffic     delta_chunks_mma    q and k; 26 KB for each chunk and value head, written
+//               delta_states_mma    those, q and k, for each tile of 32 values, or of 64 with DIM 64;
+//                                   v and out once
+//   products    of a chunk and 16 values, in m16n8k16, with DIM 128: K S and K^T U 192 each, Q S 128,
+//               T B 120, P U 60; in float16 320, 320, 192, 120, 60
+//   constants   T            dtype of q, k and v: of 16 bits
+//               DIM          columns of q and k: 64 or 128; columns of v are a multiple of 64
+//               INITIAL      there are states before the texts
+//               and those of common/delta_chunk.cuh; CHANNELS is off
+//
+//   The trick: a warp owns 16 columns and 64 rows of a state, transposed, in registers, for a whole
+//   text; with DIM 128, two warps exchange sums of a chunk.  The results of each product are the
+//   first operand of the next, so that states are never in shared memory.  They are as exact as in
+//   float32: a float32 is the sum of three bfloat16, and products of such parts are exact.  Three
+//   are multiplied with k (two parts if it is float16), six pairs with T; parts below the last bit
+//   are left out, and those of out are two.  T and P are stored as the operands of lanes.
+#include <common/delta_chunk.cuh>
+#include <common/delta_step.cuh>
+#include <common/tile.cuh>
+#include <common/vector.cuh>
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int HALVES = DIM / 64;           // warps with the same columns of values
+constexpr int WIDE = 16 * WARPS / HALVES;  // columns of values of a block
+constexpr int STRIPES = CHUNK / 16;        // of 16 tokens
+constexpr int BLOCKS = STRIPES * (STRIPES + 1) / 2;  // of 16 x 16, on and below the diagonal
+constexpr int OWN = STRIPES / HALVES;      // stripes of U and of out that a warp computes
+constexpr int PLANE = BLOCKS * 32;         // uint4 of one part of a triangle
+constexpr int EXACT = 3, SHORT = 2;        // parts of what states depend on, of what out does
+using Rows = Tile<T, DIM>;                 // q or k
+using Values = Tile<T, WIDE>;              // v, then out
+static_assert(sizeof(T) == 2 && WARPS == STRIPES);
+
+// What delta_chunks_mma computes of a chunk and a value head.
+struct Pieces {
+    uint4 solve[EXACT * PLANE];            // T
+    uint4 scores[SHORT * PLANE];           // P
+    float into[CHUNK], onward[CHUNK], beta[CHUNK];
+};
+
+DEVICE int block_of(int row, int column) { return row * (row + 1) / 2 + column; }
+
+// ---- floats in parts ----------------------------------------------------------------------------
+template <class V> constexpr bool HALF = false;
+template <> constexpr bool HALF<__half> = true;
+using Part = __nv_bfloat16;
+DEVICE float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Register i of operands whose sum has the values low and high.
+template <int PARTS>
+DEVICE void split(uint32_t (&to)[PARTS][4], int i, float low, float high) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        to[part][i] = pair(low, high, Part());
+        low -= low_of(to[part][i]), high -= high_of(to[part][i]);
+    }
+}
+// The first operand with the 16 columns of results `left` and `right`.
+template <int PARTS>
+DEVICE void split(uint32_t (&to)[PARTS][4], const float (&left)[4], const float (&right)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        split(to, i, left[i * 2], left[i * 2 + 1]);
+        split(to, 2 + i, right[i * 2], right[i * 2 + 1]);
+    }
+}
+
+template <int N>
+DEVICE void add_two(float (&d)[N][4], int n, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+    multiply(d[n], a, b0, Part());
+    multiply(d[n + 1], a, b1, Part());
+}
+
+// d += the sum of the parts a, times b: 8 * N rows or columns of q or k.  What is small comes first.
+template <int PARTS, int N>
+DEVICE void add(float (&d)[N][4], const uint32_t (&a)[PARTS][4], const uint32_t (&b)[N / 2][4]) {
+    if constexpr (HALF<T>) {  // a float16 is two bfloat16
+        uint32_t parts[N / 2][2][4];
+#pragma unroll
+        for (int n = 0; n < N / 2; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const T *const both = reinterpret_cast<const T *>(&b[n][i]);
+                split(parts[n], i, (float)both[0], (float)both[1]);
+            }
+#pragma unroll
+        for (int part = PARTS - 1; part >= 0; part--) {
+#pragma unroll
+            for (int n = 0; n < N / 2; n++)
+                if (part < PARTS - 1) add_two(d, n * 2, a[part], parts[n][1]);
+#pragma unroll
+            for (int n = 0; n < N / 2; n++) add_two(d, n * 2, a[part], parts[n][0]);
+        }
+    } else {
+#pragma unroll
+        for (int part = PARTS - 1; part >= 0; part--)
+#pragma unroll
+            for (int n = 0; n < N / 2; n++) add_two(d, n * 2, a[part], b[n]);
+    }
+}
+
+// Of factors of tokens, those of the two in result n that a lane holds.
+DEVICE float2 two_of(const float *factors, int n) {
+    return *reinterpret_cast<const float2 *>(factors + n * 8 + threadIdx.x % 4 * 2);
+}
+DEVICE void scale_by(float (&d)[4], const float2 &factors, float scale) {
+    const float even = factors.x * scale, odd = factors.y * scale;
+    d[0] *= even, d[1] *= odd, d[2] *= even, d[3] *= odd;
+}
+
+DEVICE float4 four_of(const float (&d)[4]) { return make_float4(d[0], d[1], d[2], d[3]); }
+DEVICE void add_four(float (&d)[4], const float4 &x) {
+    d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
+}
+
+// The stripes of a warp; both halves have five blocks of a triangle.
+DEVICE int stripe_of(int half, int m) { return HALVES == 1 ? m : m == 0 ? half : 3 - half; }
+
+// d += state @ rows^T, where the state has half of the columns of rows.
+template <int PARTS>
+DEVICE void add_rows(float (&d)[CHUNK / 8][4], const float (&state)[8][4], const Rows &rows,
+                     int half) {
+    const int lane = threadIdx.x % 32;
+    const auto from = rows.lane(lane % 8 + lane / 16 * 8, half * 8 + lane / 8 % 2);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        uint32_t left[PARTS][4], right[STRIPES][4];
+        split(left, state[step * 2], state[step * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < STRIPES; n++) ldmatrix_x4(right[n], from.at(n * 16, step * 2));
+        add(d, left, right);
+    }
+}
+
+// d += x @ triangle^T: stripes of a warp, where results x have 64 columns, and the triangle is in
+// PARTS planes.
+template <int PARTS>
+DEVICE void add_triangle(float (&d)[OWN * 2][4], const float (&x)[STRIPES * 2][4],
+                         const uint4 *triangle, int half) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < STRIPES; j++) {
+        uint32_t left[PARTS][4];
+        split(left, x[j * 2], x[j * 2 + 1]);
+#pragma unroll
+        for (int plane = PARTS - 1; plane >= 0; plane--) {
+            uint32_t right[OWN][4];
+#pragma unroll
+            for (int m = 0; m < OWN; m++) {
+                const int i = stripe_of(half, m);
+                if (j > i) continue;
+                const uint4 own = triangle[plane * PLANE + block_of(i, j) * 32 + lane];
+                right[m][0] = own.x, right[m][1] = own.y;
+                right[m][2] = own.z, right[m][3] = own.w;
+            }
+#pragma unroll
+            for (int part = PARTS - 1 - plane; part >= 0; part--)
+#pragma unroll
+                for (int m = 0; m < OWN; m++)
+                    if (j <= stripe_of(half, m)) add_two(d, m * 2, left[part], right[m]);
+        }
+    }
+}
+
+// ---- chunks -------------------------------------------------------------------------------------
+constexpr int PITCH = CHUNK + 8;
+struct Square {
+    float *start;
+
+    DEVICE float *at(int row, int column) const { return start + row * PITCH + column; }
+};
+
+// d += a @ b, blocks of 16 x 16 that begin at these addresses.
+DEVICE void add_block(float (&d)[2][4], const float *a, const float *b) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    uint32_t left[EXACT][4], right[EXACT][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float *const own = a + (row + i % 2 * 8) * PITCH + column + i / 2 * 8;
+        split(left, i, own[0], own[1]);
+        const float *const other = b + (column + i % 2 * 8) * PITCH + row + i / 2 * 8;
+        split(right, i, other[0], other[PITCH]);
+    }
+#pragma unroll
+    for (int plane = EXACT - 1; plane >= 0; plane--)
+#pragma unroll
+        for (int part = EXACT - 1 - plane; part >= 0; part--)
+            add_two(d, 0, left[part], right[plane]);
+}
+DEVICE void put_block(float *to, const float (&d)[2][4], float sign) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            to[(row + i / 2 * 8) * PITCH + column + n * 8 + i % 2] = sign * d[n][i];
+}
+
+// t becomes the inverse of I + A, of which a has A below its diagonal; above that of t are sums.
+DEVICE void invert(const Square &a, const Square &t) {
+    const int warp = own_warp(), own = warp * 16, column = threadIdx.x % 16;
+    float x[16];  // a column of the inverse of a block on the diagonal
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        float sum = i == column ? 1.0f : 0.0f;
+#pragma unroll
+        for (int j = 0; j < i; j++) sum = fmaf(-*a.at(own + i, own + j), x[j], sum);
+        x[i] = sum;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        if (threadIdx.x % 32 < 16) *t.at(own + i, own + column) = x[i];
+    __syncthreads();
+    // with blocks T11 and T22 of the diagonal, the other is -T22 A21 T11
+    if (warp < 2) {
+        const int top = warp * 32, low = top + 16;
+        float sum[2][4] = {}, next[2][4] = {};
+        add_block(sum, a.at(low, top), t.at(top, top));
+        put_block(t.at(top, low), sum, 1.0f);
+        __syncwarp();
+        add_block(next, t.at(low, low), t.at(top, low));
+        put_block(t.at(low, top), next, -1.0f);
+    }
+    __syncthreads();
+    const int down = warp / 2 * 16, right = warp % 2 * 16;
+    float sum[2][4] = {}, next[2][4] = {};
+    for (int j = right; j < 32; j += 16)
+        add_block(sum, a.at(32 + down, j), t.at(j, right));
+    put_block(t.at(down, 32 + right), sum, 1.0f);
+    __syncthreads();
+    for (int j = 0; j <= down; j += 16)
+        add_block(next, t.at(32 + down, 32 + j), t.at(j, 32 + right));
+    put_block(t.at(32 + down, right), next, -1.0f);
+    __syncthreads();
+}
+
+KERNEL(THREADS, 3)
+delta_chunks_mma(const T *__restrict__ q, const T *__restrict__ k, const D *__restrict__ decay,
+                 const E *__restrict__ beta, const I *__restrict__ offsets,
+                 float *__restrict__ pieces, const __grid_constant__ Sizes s) {
+    __shared__ __align__(128) float memory[2 * CHUNK * PITCH];
+    static_assert(sizeof(memory) >= 2 * CHUNK * Rows::PITCH_BYTES);
+    __shared__ Factors factors;
+    const long long slot = blockIdx.x / s.heads;
+    const int head = blockIdx.x % s.heads, heads = s.heads * s.groups;
+    const Text text = text_of_slot(offsets, slot, s);
+    const long long first = text.first(slot - text.slot);
+    const int count = text.count(slot - text.slot);
+    if (count <= 0) return;
+    const int lane = threadIdx.x % 32, warp = own_warp(), own = warp * 16;
+    const Rows queries{reinterpret_cast<T *>(memory)};
+    const Rows keys{queries.start + CHUNK * Rows::PITCH};
+    const long long at = (first * s.heads + head) * DIM;
+    queries.copy<CHUNK, DIM, THREADS>(q + at, 0, count, s.heads * DIM);
+    keys.copy<CHUNK, DIM, THREADS>(k + at, 0, count, s.heads * DIM);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    float by_query[1][CHUNK / 8][4], by_key[1][CHUNK / 8][4];
+    uint32_t none[1][1][4];
+    product_abt<false>(by_query, none, queries, own, keys);
+    product_abt<false>(by_key, none, keys, own, keys);
+    const Square a{memory}, t{memory + CHUNK * PITCH};
+    for (int group = 0; group < s.groups; group++) {
+        const int value_head = head * s.groups + group;
+        Pieces &to = reinterpret_cast<Pieces *>(pieces)[slot * heads + value_head];
+        __syncthreads();
+        set(factors, decay, beta, first, count, value_head, s);
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < STRIPES; j++) {
+            if (j > warp) continue;
+            uint32_t own_scores[SHORT][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int row = own + lane / 4 + i / 2 * 8, n = j * 2 + i % 2;
+                const int column = n * 8 + lane % 4 * 2;
+                float both[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float fade = factors.fade(row, column + e);
+                    const float key = row > column + e ? fade * by_key[0][n][i / 2 * 2 + e] : 0.0f;
+                    *a.at(row, column + e) = factors.beta[row] * key;
+                    both[e] = fade * by_query[0][n][i / 2 * 2 + e] * s.scale;
+                }
+                split(own_scores, i, both[0], both[1]);
+            }
+#pragma unroll
+            for (int part = 0; part < SHORT; part++)
+                to.scores[part * PLANE + block_of(warp, j) * 32 + lane] =
+                    make_uint4(own_scores[part][0], own_scores[part][1], own_scores[part][2],
+                               own_scores[part][3]);
+        }
+        __syncwarp();
+        invert(a, t);
+        for (int block = warp; block < BLOCKS; block += WARPS) {
+            const int row = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
+            const int column = block - block_of(row, 0);
+            uint32_t own_solve[EXACT][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *const from = t.at(row * 16 + lane / 4 + i / 2 * 8,
+                                               column * 16 + lane % 4 * 2 + i % 2 * 8);
+                split(own_solve, i, from[0], from[1]);
+            }
+#pragma unroll
+            for (int part = 0; part < EXACT; part++)
+                to.solve[part * PLANE + block * 32 + lane] =
+                    make_uint4(own_solve[part][0], own_solve[part][1], own_solve[part][2],
+                               own_solve[part][3]);
+        }
+        const int token = threadIdx.x;
+        if (token < CHUNK) {
+            to.into[token] = factors.into[token];
+            to.onward[token] = factors.onward[token];
+            to.beta[token] = factors.beta[token];
+        }
+    }
+}
+
+// ---- along a text -------------------------------------------------------------------------------
+struct Memory {  // shared, of delta_states_mma
+    T queries[CHUNK * Rows::PITCH], keys[2][CHUNK * Rows::PITCH], values[CHUNK * Values::PITCH];
+    Pieces pieces;
+    float4 sums[HALVES == 2 ? WARPS * 8 * 32 : 1];  // 8 of each lane
+};
+static_assert(sizeof(OneToken) <= sizeof(Memory));
+
+KERNEL(THREADS, 1)
+delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+                 const D *__restrict__ decay, const E *__restrict__ beta,
+                 const float *__restrict__ initial, const I *__restrict__ offsets,
+                 const float *__restrict__ pieces, T *__restrict__ out, float *__restrict__ final,
+                 const __grid_constant__ Sizes s) {
+    DYNAMIC_SHARED(char, start);
+    Memory &memory = *reinterpret_cast<Memory *>(start);
+    const int heads = s.heads * s.groups, value_head = blockIdx.x / s.tiles % heads;
+    const int number = blockIdx.x / (s.tiles * heads), head = value_head / s.groups;
+    const int from = blockIdx.x % s.tiles * WIDE;
+    const Text text(offsets, number, s);
+    if (text.stop - text.start == 1) {
+        for (int part = 0; part < WIDE; part += OneToken::WIDE) {
+            __syncthreads();
+            reinterpret_cast<OneToken *>(start)->run<THREADS>(
+                q, k, v, decay, beta, initial, out, final, number, text.start, value_head,
+                from + part, s);
+        }
+        return;
+    }
+    const int lane = threadIdx.x % 32, warp = own_warp();
+    const int half = HALVES == 2 ? warp & 1 : 0, right = warp / HALVES * 16;  // column of values
+    const int tokens = (int)(text.stop - text.start);
+    const int stride = s.heads * DIM, down = heads * s.values;
+    q += text.start * stride + head * DIM, k += text.start * stride + head * DIM;
+    const long long first_value = text.start * down + value_head * s.values + from;
+    const char *const first_pieces =
+        reinterpret_cast<const char *>(pieces) + (text.slot * heads + value_head) * sizeof(Pieces);
+    const Rows queries{memory.queries};
+    const Values values{memory.values};
+    const auto keys_of = [&](int chunk) { return Rows{memory.keys[chunk % 2]}; };
+    const auto copy_rows = [&](const Rows &to, const T *rows, int chunk) {
+        if (chunk * CHUNK < tokens)
+            to.copy<CHUNK, DIM, THREADS>(rows, chunk * CHUNK, tokens, stride);
+    };
+    const auto copy_pieces = [&](int chunk, int first, int stop) {  // bytes of Pieces
+        if (chunk * CHUNK >= tokens) return;
+        const char *const own =
+            first_pieces + (long long)chunk * heads * sizeof(Pieces) + threadIdx.x * 16;
+        char *const to = reinterpret_cast<char *>(&memory.pieces) + threadIdx.x * 16;
+#pragma unroll
+        for (int i = first; i < stop; i += THREADS * 16)
+            if (i + THREADS * 16 <= stop || i + threadIdx.x * 16 < stop) cp_async_16(to + i, own + i);
+    };
+    constexpr int SOLVE = sizeof(Pieces::solve);
+
+    // part of the state, transposed: its columns lane / 4, and 8 further on
+    const long long first_state =
+        (((long long)number * heads + value_head) * DIM + half * 64) * s.values + from + right;
+    const auto state_at = [&](int n, int i) {
+        const int row = n * 8 + lane % 4 * 2 + i % 2, column = lane / 4 + i / 2 * 8;
+        return first_state + row * s.values + column;
+    };
+    float state[8][4];
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) state[n][i] = INITIAL ? initial[state_at(n, i)] : 0.0f;
+    const auto sum_of = [&](int warp, int n) -> float4 & {
+        return memory.sums[(warp * 8 + n) * 32 + lane];
+    };
+
+    copy_rows(keys_of(0), k, 0);
+    copy_rows(queries, q, 0);
+    cp_async_commit();
+    copy_pieces(0, 0, SOLVE);
+    cp_async_commit();
+    for (int chunk = 0; chunk * CHUNK < tokens; chunk++) {
+        const Rows keys = keys_of(chunk);
+        cp_async_wait<1>();
+        __syncthreads();  // q and k have arrived, and all warps are done with the previous chunk
+        values.copy<CHUNK, WIDE, THREADS>(v + first_value, chunk * CHUNK, tokens, down);
+        copy_pieces(chunk, SOLVE, sizeof(Pieces));
+        cp_async_commit();
+        copy_rows(keys_of(chunk + 1), k, chunk + 1);
+        cp_async_commit();
+
+        float b[CHUNK / 8][4] = {};
+        add_rows<EXACT>(b, state, keys, half);
+        if constexpr (HALVES == 2) {
+#pragma unroll
+            for (int n = 0; n < CHUNK / 8; n++) sum_of(warp, n) = four_of(b[n]);
+        }
+        cp_async_wait<1>();
+        __syncthreads();  // all but the next keys has arrived, and so have sums
+        const Pieces &own = memory.pieces;
+        const auto value = values.lane(lane % 8 + lane / 16 * 8, right / 8 + lane / 8 % 2);
+#pragma unroll
+        for (int n = 0; n < CHUNK / 8; n++) {
+            if constexpr (HALVES == 2) add_four(b[n], sum_of(warp ^ 1, n));
+        }
+#pragma unroll
+        for (int n = 0; n < STRIPES; n++) {
+            uint32_t of_values[4];
+            ldmatrix_x4_trans(of_values, value.at(n * 16, 0));
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const float2 into = two_of(own.into, n * 2 + below);
+                const float2 share = two_of(own.beta, n * 2 + below);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {  // columns 8 apart
+                    const T *const both = reinterpret_cast<const T *>(&of_values[below * 2 + i]);
+                    float *const sum = &b[n * 2 + below][i * 2];
+                    sum[0] = share.x * fmaf(-into.x, sum[0], (float)both[0]);
+                    sum[1] = share.y * fmaf(-into.y, sum[1], (float)both[1]);
+                }
+            }
+        }
+        float u[CHUNK / 8][4], o[OWN * 2][4], part[OWN * 2][4] = {}, read[CHUNK / 8][4] = {};
+        add_triangle<EXACT>(part, b, own.solve, half);
+        add_rows<SHORT>(read, state, queries, half);
+        // of out, each half has read a part of all stripes; it keeps its own
+#pragma unroll
+        for (int n = 0; n < OWN * 2; n++) {
+            const int outer = n / 2 * 6 + n % 2, inner = 2 + n;  // stripes 0 and 3, 1 and 2
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                o[n][i] = HALVES == 1 ? read[n][i] : half ? read[inner][i] : read[outer][i];
+            if constexpr (HALVES == 2) {
+                float other[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) other[i] = half ? read[outer][i] : read[inner][i];
+                sum_of(warp ^ 1, n) = four_of(part[n]);  // only this warp has read them
+                sum_of(warp ^ 1, 4 + n) = four_of(other);
+            }
+        }
+        __syncthreads();  // all warps are done with q and T, and sums have arrived
+        copy_rows(queries, q, chunk + 1);
+        cp_async_commit();
+        copy_pieces(chunk + 1, 0, SOLVE);
+        cp_async_commit();
+#pragma unroll
+        for (int n = 0; n < CHUNK / 8; n++) {
+            const int m = n / 4, owner = (n + 2) / 4 % 2;  // stripes 1 and 2 are of the second half
+#pragma unroll
+            for (int i = 0; i < 4; i++) u[n][i] = HALVES == 1 ? part[n % (OWN * 2)][i] : 0.0f;
+            if constexpr (HALVES == 2)
+                add_four(u[n], sum_of(warp - half + (owner ^ 1), m * 2 + n % 2));
+        }
+        auto line_of = values.lane(lane % 4 * 2, right / 8);
+        line_of.offset += lane / 4 * sizeof(T);
+#pragma unroll
+        for (int n = 0; n < OWN * 2; n++) {
+            if constexpr (HALVES == 2) add_four(o[n], sum_of(warp, 4 + n));
+            scale_by(o[n], two_of(own.into, stripe_of(half, n / 2) * 2 + n % 2), s.scale);
+        }
+        add_triangle<SHORT>(o, u, own.scores, half);
+#pragma unroll
+        for (int m = 0; m < OWN; m++) {
+            const int stripe = stripe_of(half, m), row = stripe * 16 + lane / 2;
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    *reinterpret_cast<T *>(line_of.at(n * 8 + i % 2, i / 2) +
+                                           stripe * 16 * Values::PITCH_BYTES) =
+                        (T)o[m * 2 + n][i];
+            __syncwarp();
+            Vector<T, 8> line;  // half of a warp's columns
+            fetch(line, values.at(row, right / 8 + lane % 2));
+            const int token = chunk * CHUNK + row;
+            const long long to = first_value + (long long)token * down + right + lane % 2 * 8;
+            if (token < tokens) put(out, to, line);
+        }
+        const auto turned = keys.lane(lane % 16, half * 8 + lane / 16);
+        const float whole = own.into[CHUNK - 1];
+        float sum[8][4] = {};  // tensor cores cut what they add; a state is rounded, once
+#pragma unroll
+        for (int j = 0; j < STRIPES; j++) {
+            uint32_t left[EXACT][4], of_keys[4][4];
+            scale_by(u[j * 2], two_of(own.onward, j * 2), 1.0f);
+            scale_by(u[j * 2 + 1], two_of(own.onward, j * 2 + 1), 1.0f);
+            split(left, u[j * 2], u[j * 2 + 1]);
+#pragma unroll
+            for (int n = 0; n < 4; n++) ldmatrix_x4_trans(of_keys[n], turned.at(j * 16, n * 2));
+            add(sum, left, of_keys);
+        }
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) state[n][i] = fmaf(whole, state[n][i], sum[n][i]);
+    }
+    cp_async_wait<0>();
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) final[state_at(n, i)] = state[n][i];
+}

@@ -1,0 +1,307 @@
+"""Divergence of a linear head from the few tokens that were kept of a teacher.
+
+loss = sum(t (log(t) - log(s))) of the tokens that were kept + left log(left / rest)
+left = 1 - sum(t), rest = sum(s) of all others        the full logits are never stored
+"""
+
+from collections.abc import Set
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import contiguous, empty
+from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import RangeError
+from ..activations.softmax import finite
+from ..common import faults
+from ..common.checks import check_wanted
+from ..linear.linear import flat
+from ._head import check_max_bytes
+from ._launch import Access, access_of, row_threads
+from .divergence import Head, log_softmax, numbers_of, of_kernels
+from .linear_divergence import Student, by_parts, check_head, gradients_of, loss_of, rows_of
+from .linear_log_probs import LEAST
+
+REPORTER = faults.reporter(
+    "linear_top_k_divergence", "tokens", "vocab", ", and stand once in its row"
+)
+
+
+def linear_top_k_divergence(
+    x: Array,
+    weight: Array,
+    tokens: Array,
+    log_probs: Array,
+    bias: Array | None = None,
+    *,
+    mask: Array | None = None,
+    tail: bool = True,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> Array:
+    """Return KL(p_t, p_s) where only k tokens of the teacher and their log-probabilities were kept.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        The student's last hidden states.
+    weight : (vocab, hidden) float
+        Its head; the gradient is accumulated in float32.
+    tokens : (*rows, k) int32 or int64
+        The tokens that were kept, each once in a row.
+    log_probs : (*rows, k) float
+        Their log-probabilities by the teacher, at the same temperature.
+    bias : (vocab,) float, optional
+    mask : (*rows) bool, optional
+        As in ``linear_divergence``.
+    tail : bool
+        Whether all other tokens are one, with the rest of both probabilities: a lower bound of the
+        whole divergence.  Without it they are left out.
+    temperature, scale, softcap, max_bytes
+        As in ``linear_log_probs``.
+
+    Returns
+    -------
+    loss : (*rows) float32, or float64 for float64 arrays
+        In nats; neither summed nor averaged.
+
+    Raises
+    ------
+    RangeError
+        A token of a row that is not hidden is outside the vocabulary, or stands twice in its row.
+        On a GPU that row is NaN, and the next ``check_errors()`` raises.
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import linear_top_k_divergence, linear_top_k_divergence_backward
+    >>> from unsloth_cupy import linear_top_k_divergence_forward
+    >>> x, weight = np.ones((1, 1)), np.log([[0.5], [0.25], [0.25]])
+    >>> tokens, log_probs = np.array([[0]]), np.log([[0.8]])
+    >>> loss = linear_top_k_divergence(x, weight, tokens, log_probs)
+    >>> np.testing.assert_allclose(loss, 0.8 * np.log(0.8 / 0.5) + 0.2 * np.log(0.2 / 0.5))
+    >>> arrays = x, weight, tokens, log_probs
+    >>> np.testing.assert_array_equal(loss, linear_top_k_divergence_forward(*arrays))
+    >>> dx, *_ = linear_top_k_divergence_backward(np.ones(1), *arrays, None, None)
+    """
+    return linear_top_k_divergence_forward(
+        x,
+        weight,
+        tokens,
+        log_probs,
+        bias,
+        mask=mask,
+        tail=tail,
+        temperature=temperature,
+        scale=scale,
+        softcap=softcap,
+        max_bytes=max_bytes,
+    )
+
+
+@op(
+    "x(*rows, hidden), weight(vocab, hidden), tokens(*rows, few): int,"
+    " log_probs(*rows, few): constant, bias?(vocab): param, mask?(*rows): bool"
+    " -> loss(*rows): stat",
+    widen=False,
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+)
+def linear_top_k_divergence_forward(
+    x: Array,
+    weight: Array,
+    tokens: Array,
+    log_probs: Array,
+    bias: Array | None = None,
+    *,
+    mask: Array | None = None,
+    tail: bool = True,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> Array:
+    """Return the loss of ``linear_top_k_divergence``."""
+    _check_tokens("linear_top_k_divergence", tokens, mask, len(weight))
+    options = tail, temperature, scale, softcap
+    student = _student(False, weight, tokens, log_probs, bias, mask, *options)
+    return loss_of(x, mask, max_bytes, student)
+
+
+@linear_top_k_divergence_forward.kernel
+def _launch(x: Array, mask: Array | None, max_bytes: int | None, **others: Any) -> Array:
+    """Return the loss: cuBLAS computes a chunk of logits, a kernel its loss."""
+    return loss_of(x, mask, max_bytes, _student(True, mask=mask, **others))
+
+
+@linear_top_k_divergence_forward.gradient(widen=False)
+def linear_top_k_divergence_backward(
+    dloss: Array,
+    x: Array,
+    weight: Array,
+    tokens: Array,
+    log_probs: Array,
+    bias: Array | None,
+    mask: Array | None,
+    *,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+    **options: Any,
+) -> tuple[Array | None, Array | None, None, None, Array | None]:
+    """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
+    _check_tokens("linear_top_k_divergence_backward", tokens, mask, len(weight))
+    student = _student(False, weight, tokens, log_probs, bias, mask, **options)
+    dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
+    return dx, dweight, None, None, dbias
+
+
+@linear_top_k_divergence_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    x: Array,
+    mask: Array | None,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+    **others: Any,
+) -> tuple[Array | None, Array | None, None, None, Array | None]:
+    """Return the gradients, with that of each chunk of logits from the kernel."""
+    student = _student(True, mask=mask, **others)
+    dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
+    return dx, dweight, None, None, dbias
+
+
+for each in (linear_top_k_divergence_forward, linear_top_k_divergence_backward):
+    each.require(check_head)
+    each.require(check_max_bytes)
+linear_top_k_divergence_backward.require(check_wanted)
+
+
+def _student(
+    kernels: bool,
+    weight: Array,
+    tokens: Array,
+    log_probs: Array,
+    bias: Array | None,
+    mask: Array | None,
+    tail: bool,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+) -> Student:
+    """Return the student: its head, and how a chunk of its logits becomes loss or gradient."""
+    head = Head(temperature, scale, softcap, bias, weight)
+    if kernels:
+        kept = None if mask is None else contiguous(mask).reshape(-1)
+        rows = *(contiguous(flat(array)) for array in (tokens, of_kernels(log_probs))), kept
+        return Student(head, True, partial(_by_kernel, head, rows, tail))
+    chosen, logs = (rows_of(array, mask, False) for array in (tokens, log_probs))
+    return Student(head, False, partial(by_parts, head, partial(_measured, chosen, logs, tail)))
+
+
+def _check_tokens(call: str, tokens: Any, mask: Array | None, vocab: int) -> None:
+    """Raise RangeError for tokens outside of the vocabulary or twice in a row, of NumPy alone.
+
+    Reading tokens of a GPU would make it wait; its kernels report such tokens instead.
+    """
+    if not isinstance(tokens, np.ndarray) or not tokens.size:
+        return
+    ordered = np.sort(rows_of(tokens, mask, False), axis=-1)
+    wrong = ordered[(ordered < 0) | (ordered >= vocab)]
+    twice = ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]
+    if wrong.size:
+        problem = f"{wrong[0]}; it must be in 0 .. {vocab - 1}, the vocab axis"
+        raise RangeError(f"{call}: tokens holds {problem}")
+    if twice.size:
+        problem = f"{twice[0]} twice in a row; keep each token once"
+        raise RangeError(f"{call}: tokens holds {problem}")
+
+
+def _measured(
+    tokens: Array, log_probs: Array, tail: bool, z: Array, part: slice
+) -> tuple[Array, Array]:
+    """Return the loss of some rows of z, and its derivatives by z."""
+    if not z.size:
+        return np.zeros_like(z, shape=z.shape[:1]), z
+    chosen, log_t = tokens[part], log_probs[part].astype(z.dtype)
+    log_s, t = log_softmax(z), np.exp(log_t)
+    p, own = np.exp(log_s), np.take_along_axis(log_s, chosen, axis=-1)
+    share = t.sum(axis=-1, keepdims=True)
+    loss = np.where(t != 0, t * (np.maximum(log_t, LEAST) - own), 0).sum(axis=-1)
+    rows, slopes = np.arange(len(z), like=chosen)[:, None], share * p
+    if tail:
+        left, others = np.maximum(1 - share, 0), log_s.copy()
+        others[rows, chosen] = -np.inf
+        top = finite(others.max(axis=-1, keepdims=True))
+        e = np.exp(others - top)
+        total = e.sum(axis=-1, keepdims=True)
+        left = np.where(total > 0, left, 0)  # there may be no other tokens
+        some = np.where(left > 0, total, 1)
+        logs = np.log(np.where(left > 0, left, 1)) - np.where(left > 0, top + np.log(some), 0)
+        loss = loss + (left * logs)[:, 0]
+        slopes = slopes + left * (p - e / some)
+    slopes[rows, chosen] -= t
+    return loss, slopes
+
+
+# ---- launches -----------------------------------------------------------------------------------
+def _by_kernel(
+    head: Head,
+    teacher: tuple[Any, Any, Any],  # tokens, log-probabilities, which rows to compute
+    tail: bool,
+    part: slice,
+    logits: Array,
+    dloss: Array | None,
+    out: Array,
+) -> None:
+    """Write the loss, or the gradient of logits, by a kernel, which marks the logits."""
+    bias, vocab = of_kernels(head.bias), logits.shape[-1]
+    tokens, log_probs, mask = teacher
+    tokens, log_probs, mask = tokens[part], log_probs[part], None if mask is None else mask[part]
+    chosen = _constants(
+        *(array.dtype for array in (logits, out, tokens, log_probs)),
+        *(None if bias is None else bias.dtype, vocab),
+        access_of(vocab, logits) if dloss is None else access_of(vocab, logits, out),
+        *(head.softcap is not None, tail),
+    )
+    rows, few = tokens.shape
+    arrays = logits, tokens, log_probs, bias, mask, empty((rows, few), FLOAT32, like=logits)
+    backward = dloss is not None
+    name = f"top_k_divergence_{'backward' if backward else 'forward'}"
+    kernel = load("top_k_divergence.cu", name, logits, chosen)
+    results = (dloss, out) if backward else (out, faults.record(logits), REPORTER)
+    kernel[-(-rows * chosen["ROW_THREADS"] // chosen["THREADS"]), chosen["THREADS"]](
+        *(*arrays, *results, rows, few), numbers_of(head)
+    )
+
+
+@cache
+def _constants(
+    logits: Any, dlogits: Any, tokens: Any, log_probs: Any, bias: Any, vocab: int,
+    access: Access, cap: bool, tail: bool,
+) -> Constants:  # fmt: skip
+    """Return the constants of top_k_divergence.cu."""
+    shared = row_threads(-(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes))
+    return Constants(
+        T=logits,
+        G=dlogits,
+        I=tokens,
+        L=log_probs,
+        B=bias or logits,
+        COLUMNS=vocab,
+        LANES=access.lanes,
+        RAGGED=access.ragged,
+        ROW_THREADS=shared,
+        THREADS=shared if shared > 32 else 128,
+        SOFTCAP=cap,
+        BIAS=bias is not None,
+        TAIL=tail,
+    )
